@@ -1,0 +1,45 @@
+# Needs Python >= 3.11 and make; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+RUNS ?= runs
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow check bench picture clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
+
+setup: $(READY)  ## create .venv with every extra
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(READY)  ## train the digits study and write its report
+	$(BIN)/bigbatch train --runs $(RUNS)
+
+test: $(READY)  ## the tests, without the slow ones
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(READY)  ## the slow tests: kill and resume, whole studies
+	$(BIN)/python -m pytest -n 2 -m slow
+
+check: $(READY)  ## style, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
+	$(BIN)/bigbatch bench
+
+picture: $(READY)  ## the README's picture, from a fresh digits study
+	$(BIN)/bigbatch train --runs .picture --quiet
+	$(BIN)/bigbatch report .picture/* -o docs/digits.png
+	rm -r .picture
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .picture

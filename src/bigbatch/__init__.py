@@ -1,0 +1,34 @@
+"""bigbatch: measure how much micro-batches agree; decide the batch size; scale the step.
+
+The names follow the data: measure, decide, act, and the loop around them.
+"""
+
+from bigbatch.act.batches import Batches
+from bigbatch.decide.controller import Controller
+from bigbatch.decide.plan import BatchPlan
+from bigbatch.decide.policy import Decision, Fixed, Policy, Progress, SimiGrad
+from bigbatch.errors import BigbatchError
+from bigbatch.loop import AdaptiveBatch, Step, StepRecord
+from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.smoothing import NoiseAverage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaptiveBatch",
+    "BatchPlan",
+    "Batches",
+    "BigbatchError",
+    "Controller",
+    "Decision",
+    "Fixed",
+    "GradientMeter",
+    "GradientNoise",
+    "NoiseAverage",
+    "Policy",
+    "Progress",
+    "SimiGrad",
+    "Step",
+    "StepRecord",
+]

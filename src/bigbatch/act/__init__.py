@@ -1,0 +1,1 @@
+"""Decision in, training changed."""

@@ -1,0 +1,117 @@
+"""How the learning rate follows the batch size: a factor, applied around the step only."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.optim import Optimizer
+
+from bigbatch.errors import SettingError
+from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.smoothing import NoiseAverage
+
+Scaling = Callable[[int, int, GradientNoise | None], float]
+"""(samples of the step, base batch, its noise if it was measured) -> factor."""
+
+
+def square_root(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
+    """sqrt(B / B_base), for noise-dominated training and Adam-like optimizers.
+
+    Source:
+        SimiGrad's code; Krizhevsky 2014 (arXiv 1404.5997).
+    Example:
+        >>> square_root(512, 128)
+        2.0
+    """
+    return math.sqrt(batch_size / base_batch)
+
+
+def linear(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
+    """B / B_base, the linear scaling rule of SGD.
+
+    Source:
+        Goyal et al. 2017 (arXiv 1706.02677).
+    Example:
+        >>> linear(512, 128)
+        4.0
+    """
+    return batch_size / base_batch
+
+
+def unscaled(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
+    """1: the learning rate is left as it is."""
+    return 1.0
+
+
+class AdaScale:
+    """AdaScale's gain: between 1 (no noise) and B / B_base (only noise).
+
+        gain = (|mu|^2 + tr(Sigma) / B_base) / (|mu|^2 + tr(Sigma) / B)
+
+    Signal and noise are averaged over a window of 1000 base batches first; a step without a
+    measurement uses the average so far, and 1 before there is one.
+
+    Source:
+        Johnson et al. 2020 (arXiv 2007.05105).
+    """
+
+    def __init__(self, base_batch: int) -> None:
+        self._average = NoiseAverage(samples=1000 * base_batch)
+        self._latest: GradientNoise | None = None
+
+    def __call__(self, batch_size: int, base_batch: int, noise: GradientNoise | None) -> float:
+        """The factor of a step; takes its noise into the averages."""
+        if noise is not None:
+            self._latest = self._average.update(noise)
+        if self._latest is None:
+            return 1.0
+        signal = max(0.0, self._latest.signal)
+        small = signal + self._latest.noise / base_batch
+        large = signal + self._latest.noise / batch_size
+        return small / large if large else 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` needs to go on."""
+        return self._average.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a saved state."""
+        self._average.load_state_dict(state)
+
+
+def scaling_named(rule: str | Scaling | None, base_batch: int) -> Scaling:
+    """The function behind a name.
+
+    Args:
+        rule: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
+        base_batch: batch size that the learning rate was tuned for.
+    Raises:
+        SettingError: an unknown name.
+    """
+    if callable(rule):
+        return rule
+    if rule == "adascale":
+        return AdaScale(base_batch)
+    named: dict[str | None, Scaling] = {"sqrt": square_root, "linear": linear, None: unscaled}
+    if rule not in named:
+        raise SettingError(
+            f'lr_scaling={rule!r} is unknown; choose "sqrt", "linear", "adascale", None or a '
+            "function of (batch, base, noise)"
+        )
+    return named[rule]
+
+
+@contextmanager
+def multiplied(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
+    """Multiplies every group's learning rate inside the block and puts the old ones back.
+
+    Schedulers never see the factor. Yields the learning rates in force, one per group.
+    """
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group, lr in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = lr * factor
+    try:
+        yield [float(group["lr"]) for group in optimizer.param_groups]
+    finally:
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr

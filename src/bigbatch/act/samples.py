@@ -1,0 +1,125 @@
+"""The sample axis of a batch: counting, cutting and gluing, for any nesting of tensors.
+
+A batch is a tensor, an array, or tuples, lists, mappings and dataclasses of batches. Its leaves
+share their first size, the number of samples. A list of plain values (strings, numbers) is a leaf
+with one value a sample.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from bigbatch.errors import BatchError
+
+Batch = Any
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def count_samples(batch: Batch) -> int:
+    """Samples in `batch`.
+
+    Raises:
+        BatchError: its leaves differ in their first size, or it has none.
+    Example:
+        >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
+        8
+    """
+    sizes = {_size(leaf) for leaf in _leaves(batch)}
+    if len(sizes) != 1:
+        found = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
+        raise BatchError(
+            f"a batch with {found} cannot be cut along its samples; wrap the loader: "
+            "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
+        )
+    return sizes.pop()
+
+
+def cut_samples(batch: Batch, lo: int, hi: int) -> Batch:
+    """Samples lo to hi of `batch`: views of its tensors.
+
+    Example:
+        >>> cut_samples((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
+        (tensor([1, 2]), ['b', 'c'])
+    """
+    return _map(lambda leaves: leaves[0][lo:hi], [batch])
+
+
+def glue_samples(batches: Sequence[Batch]) -> Batch | None:
+    """One batch with the samples of all, or None where they do not fit together.
+
+    Example:
+        >>> glue_samples([torch.tensor([1]), torch.tensor([2, 3])])
+        tensor([1, 2, 3])
+    """
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return _map(_concatenate, list(batches))
+    except _NotAlikeError:
+        return None
+
+
+class _NotAlikeError(Exception):
+    """Two batches differ in structure, shape or type."""
+
+
+def _is_leaf(batch: Batch) -> bool:
+    if isinstance(batch, list):
+        return all(isinstance(value, _PLAIN) for value in batch)
+    return isinstance(batch, (torch.Tensor, numpy.ndarray))
+
+
+def _size(leaf: Any) -> int:
+    if isinstance(leaf, list):
+        return len(leaf)
+    if not leaf.shape:
+        raise BatchError("a batch holds a tensor of no dimension, which has no samples to cut")
+    return int(leaf.shape[0])
+
+
+def _leaves(batch: Batch) -> list[Any]:
+    found: list[Any] = []
+    _map(lambda leaves: found.append(leaves[0]), [batch])
+    return found
+
+
+def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
+    """Applies `function` to the leaves that stand at the same place in every batch."""
+    first = batches[0]
+    if any(type(batch) is not type(first) for batch in batches):
+        raise _NotAlikeError
+    if _is_leaf(first):
+        return function(batches)
+    if isinstance(first, Mapping):
+        if any(batch.keys() != first.keys() for batch in batches):
+            raise _NotAlikeError
+        mapped = {key: _map(function, [batch[key] for batch in batches]) for key in first}
+        return mapped if type(first) is dict else type(first)(mapped)  # type: ignore[call-arg]
+    if isinstance(first, (tuple, list)):
+        if any(len(batch) != len(first) for batch in batches):
+            raise _NotAlikeError
+        parts = [_map(function, list(group)) for group in zip(*batches, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        changed = {n: _map(function, [getattr(batch, n) for batch in batches]) for n in names}
+        return dataclasses.replace(first, **changed)
+    raise BatchError(
+        f"a batch holds a {type(first).__name__}, which cannot be cut; wrap the loader: "
+        "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
+    )
+
+
+def _concatenate(leaves: list[Any]) -> Any:
+    first = leaves[0]
+    if isinstance(first, list):
+        return [value for leaf in leaves for value in leaf]
+    if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in leaves):
+        raise _NotAlikeError
+    if isinstance(first, torch.Tensor):
+        return torch.cat(leaves)
+    return numpy.concatenate(leaves)

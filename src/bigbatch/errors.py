@@ -1,0 +1,40 @@
+"""Every exception of the library, as one tree.
+
+    BigbatchError
+      SettingError (ValueError)       a setting that cannot work; raised at construction
+      GradientError (RuntimeError)    gradients in a state that would give a wrong number
+      LoopError (RuntimeError)        the training loop was not followed
+      BatchError (ValueError)         a batch that cannot be cut into micro-batches
+      StateError (ValueError)         a saved state that does not belong here
+      RunError (RuntimeError)         a run directory that cannot be used
+
+A message says what broke with the value seen, then what is allowed or what to do.
+"""
+
+
+class BigbatchError(Exception):
+    """Base of every error that the library raises on purpose."""
+
+
+class SettingError(BigbatchError, ValueError):
+    """A setting that cannot work, found at construction."""
+
+
+class GradientError(BigbatchError, RuntimeError):
+    """Gradients are in a state from which a plausible but wrong number would be read."""
+
+
+class LoopError(BigbatchError, RuntimeError):
+    """The training loop left out a call, repeated one, or made one too early."""
+
+
+class BatchError(BigbatchError, ValueError):
+    """A loader's batch cannot be cut along its samples without guessing."""
+
+
+class StateError(BigbatchError, ValueError):
+    """A saved state does not belong to the object that is asked to load it."""
+
+
+class RunError(BigbatchError, RuntimeError):
+    """A run directory is missing, foreign, unreadable or already in use."""

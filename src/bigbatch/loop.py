@@ -1,0 +1,488 @@
+"""Measure, decide, act, around the user's own loop."""
+
+import math
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch.act.batches import Batches, StepBatches
+from bigbatch.act.learning_rate import AdaScale, Scaling, multiplied, scaling_named
+from bigbatch.act.progress import BaseBatchClock
+from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.act.samples import Batch
+from bigbatch.decide.controller import Controller
+from bigbatch.decide.plan import BatchPlan, require_positive
+from bigbatch.decide.policy import Decision, Policy, Progress
+from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.noise import GradientNoise, from_weighted_losses
+from bigbatch.optim.variance_reduced import VarianceReduced
+
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one optimizer step was.
+
+    Args:
+        step: its number, from 1, skipped ones included.
+        epoch: passes over the data completed when it ran.
+        samples: samples consumed so far, this step's included.
+        batch_size: samples of this step.
+        micro_batches: backwards of this step.
+        loss: mean loss over the batch.
+        lr: learning rate that was used, one per parameter group.
+        noise: what was measured; None where it could not be (one micro-batch, a skipped step).
+        skipped: True where the gradient was not finite, so that nothing was changed.
+        decision: what the next step will be.
+        seconds: time spent training so far.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    batch_size: int
+    micro_batches: int
+    loss: float
+    lr: tuple[float, ...]
+    noise: GradientNoise | None
+    skipped: bool
+    decision: Decision
+    seconds: float
+
+    @property
+    def similarity(self) -> float:
+        """phi of this step; nan where nothing was measured."""
+        return math.nan if self.noise is None else self.noise.similarity
+
+    @property
+    def noise_scale(self) -> float:
+        """B_simple of this step in samples; nan where nothing was measured."""
+        return math.nan if self.noise is None else self.noise.noise_scale
+
+
+class AdaptiveBatch:
+    """A training loop whose batch size follows a policy; everything else stays the user's.
+
+        for epoch in train.epochs(10):
+            for step in train:                          # one optimizer update each
+                for x, y in step:                       # its micro-batches
+                    step.backward(loss_fn(model(x), y))
+                record = step.update()
+
+    Args:
+        model: whose gradients are measured.
+        optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement.
+        loader: any iterable of batches, or `Batches` with options of its own.
+        policy: decides the batch size after every step.
+        batch_size: where it starts, in samples; default: the loader's own.
+        base_batch: batch size that the learning rate was tuned for; default `batch_size`.
+        micro_batch: most samples in one backward; default: the loader's own batch size.
+        min_micro_batches: least backwards per step, at least 2; default 4, and 8 with a
+            `VarianceReduced` optimizer.
+        lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise).
+        scheduler: a scheduler that counts steps, advanced once per base batch of samples.
+        scaler: a GradScaler, where float16 needs one.
+        meter: a GradientMeter of your own.
+    Raises:
+        SettingError: a setting that cannot work, with the remedy.
+    Source:
+        SimiGrad (Qin et al., NeurIPS 2021); docs/theory.md.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Iterable[Batch] | Batches,
+        *,
+        policy: Policy,
+        batch_size: int | None = None,
+        base_batch: int | None = None,
+        micro_batch: int | None = None,
+        min_micro_batches: int | None = None,
+        lr_scaling: str | Scaling | None = "sqrt",
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        meter: GradientMeter | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.batches = loader if isinstance(loader, Batches) else Batches(loader)
+        self.scaler = scaler
+        self.epoch = self.samples = self.steps = self.skipped = 0
+        self._max_micro = self._given_or_loaders("micro_batch", micro_batch)
+        start = self._given_or_loaders("batch_size", batch_size)
+        least = 8 if isinstance(optimizer, VarianceReduced) else 4
+        self._min_micro_batches = least if min_micro_batches is None else min_micro_batches
+        require_positive(min_micro_batches=self._min_micro_batches)
+        if self._min_micro_batches < 2:
+            raise SettingError("min_micro_batches=1 leaves nothing to compare; at least 2")
+        self._max_batch = self._upper_bound(policy)
+        self._min_batch = self._lower_bound(policy)
+        base_batch = start if base_batch is None else base_batch
+        self.controller = Controller(
+            policy, start, base_batch, min_batch=self._min_batch, max_batch=self._max_batch
+        )
+        self.plan = self._fit(self.controller.decision)
+        self._scaling = scaling_named(lr_scaling, base_batch)
+        self._clock = BaseBatchClock(base_batch, optimizer)
+        self.scheduler = scheduler
+        self.meter = self._share_source(meter or GradientMeter(model))
+        self._step: Step | None = None
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The scheduler that is advanced in base batches; may be set before the first step."""
+        return self._clock.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: LRScheduler | None) -> None:
+        self._clock.scheduler = scheduler
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training, over all resumptions."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def base_steps(self, epochs: float) -> int:
+        """How often the scheduler is advanced in so many epochs: samples / base batch, rounded up.
+
+        Raises:
+            SettingError: the loader does not say how many samples an epoch has.
+        """
+        if self.batches.samples is None:
+            raise SettingError(
+                "the loader has no known length; state the schedule's total yourself"
+            )
+        return math.ceil(epochs * self.batches.samples / self._clock.base_batch)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs still to do of `total`; a resumed run begins with the one it was in."""
+        while self.epoch < total:
+            yield self.epoch
+
+    def __iter__(self) -> Iterator["Step"]:
+        """One pass over the loader; after a `break`, the rest of it."""
+        self._require_updated()
+        if not self.batches.open:
+            self.batches.start(self.epoch)
+        before = self.samples
+        while self.batches.has_step(self.plan):
+            cut = self.batches.step(self.plan, self._min_batch, self._max_batch)
+            self._step = Step(self, cut)
+            yield self._step
+            self._require_updated()
+        if self.samples == before == 0:
+            raise LoopError("the loader gave no samples; is the data set empty, or tail='drop'?")
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but model, optimizer and scaler; loads with `weights_only=True`.
+
+        Raises:
+            LoopError: inside a step, between its first micro-batch and `update()`.
+        """
+        self._require_updated()
+        scaling = self._scaling.state_dict() if isinstance(self._scaling, AdaScale) else None
+        return {
+            "version": _STATE_VERSION,
+            "controller": self.controller.state_dict(),
+            "clock": self._clock.state_dict(),
+            "scaling": scaling,
+            "batches": self.batches.state_dict(),
+            "counts": [self.epoch, self.samples, self.steps, self.skipped],
+            "seconds": self.seconds,
+            "random": random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken, in the middle of an epoch too.
+
+        Model, optimizer and scaler are loaded by the user; policy and bounds are those given at
+        construction. The random generators are restored last, so load this last.
+
+        Raises:
+            StateError: the state is of another version, or of other data.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise StateError(
+                f"state version {state.get('version')} is not {_STATE_VERSION}, which this "
+                "release reads; resume with the release that wrote it"
+            )
+        self.controller.load_state_dict(state["controller"])
+        self.plan = self._fit(self.controller.decision)
+        self._clock.load_state_dict(state["clock"])
+        if isinstance(self._scaling, AdaScale) and state["scaling"] is not None:
+            self._scaling.load_state_dict(state["scaling"])
+        self.epoch, self.samples, self.steps, self.skipped = state["counts"]
+        self._seconds_before, self._started = state["seconds"], time.perf_counter()
+        self._step = None
+        self.meter.source.zero_grad()
+        self.batches.load_state_dict(state["batches"], self.epoch)
+        restore_random_state(state["random"])
+
+    # construction
+
+    def _given_or_loaders(self, name: str, given: int | None) -> int:
+        size = self.batches.batch_size if given is None else given
+        if size is None:
+            raise SettingError(f"the loader does not say its batch size; pass {name}=")
+        require_positive(**{name: size})
+        return size
+
+    def _upper_bound(self, policy: Policy) -> int | None:
+        bounds = [getattr(policy, "max_batch", None), self.batches.samples]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _lower_bound(self, policy: Policy) -> int:
+        """The policy's own, or the smallest step that can be cut where that is more."""
+        asked = getattr(policy, "min_batch", 1)
+        if self._max_batch is not None and asked > self._max_batch:
+            raise SettingError(
+                f"min_batch={asked} exceeds the {self._max_batch} samples that a step can have"
+            )
+        smallest = self._fit_between(asked, asked, self._max_batch).batch_size
+        if 1 < asked < smallest:
+            warnings.warn(
+                f"min_batch={asked} is raised to {smallest}, the smallest step that "
+                f"can be cut into {self._min_micro_batches} micro-batches",
+                stacklevel=4,
+            )
+        return smallest
+
+    def _fit(self, decision: Decision) -> BatchPlan:
+        return self._fit_between(decision.batch_size, self._min_batch, self._max_batch)
+
+    def _fit_between(self, batch_size: int, min_batch: int, max_batch: int | None) -> BatchPlan:
+        return BatchPlan.fit(
+            batch_size,
+            max_micro=self._max_micro,
+            min_micro_batches=self._min_micro_batches,
+            min_batch=min_batch,
+            max_batch=max_batch,
+        )
+
+    def _share_source(self, meter: GradientMeter) -> GradientMeter:
+        """One set of hooks serves the meter and the optimizer, armed inside step.backward only."""
+        if meter.loss != "weighted":
+            raise SettingError(
+                'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
+            )
+        meter.source.explicit = True
+        meter.source.add(p for group in self.optimizer.param_groups for p in group["params"])
+        if isinstance(self.optimizer, VarianceReduced):
+            self.optimizer.follow(meter.source)
+        return meter
+
+    def _require_updated(self) -> None:
+        if self._step is not None:
+            raise LoopError("the last step was not finished: call step.update() at its end")
+
+    # what a finished step does; called by Step
+
+    def _finish(self, step: "Step") -> StepRecord:
+        """Decides, steps, zeroes the gradients."""
+        noise, loss, finite = step._read()
+        self.samples += step.samples
+        self.steps, self.skipped = self.steps + finite, self.skipped + (not finite)
+        factor = self._scaling(step.samples, self._clock.base_batch, noise)
+        factor *= self.controller.decision.lr_factor
+        lr = tuple(float(group["lr"]) * factor for group in self.optimizer.param_groups)
+        decision = self._decide(step, noise, lr, finite)
+        self._optimize(factor, finite)
+        if finite:
+            self._clock.advance(step.samples)
+        self.meter.source.zero_grad()
+        self.plan = self._fit(decision)
+        self._step = None
+        return StepRecord(
+            step=self.steps + self.skipped,
+            epoch=self.epoch,
+            samples=self.samples,
+            batch_size=step.samples,
+            micro_batches=step.micro_batches,
+            loss=loss,
+            lr=lr,
+            noise=noise,
+            skipped=not finite,
+            decision=decision,
+            seconds=self.seconds,
+        )
+
+    def _decide(
+        self, step: "Step", noise: GradientNoise | None, lr: tuple[float, ...], finite: bool
+    ) -> Decision:
+        held = self.controller.decision
+        if not finite:
+            return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
+        if step.samples != self.plan.batch_size:
+            return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
+        if noise is None:
+            return Decision(held.batch_size, "not measured", held.lr_factor)
+        now = Progress(
+            target=held.batch_size,
+            batch_size=step.samples,
+            base_batch=self._clock.base_batch,
+            samples=self.samples,
+            steps=self.steps,
+            epoch=self.epoch,
+            lr=lr,
+            seconds=self.seconds,
+        )
+        return self.controller.next(noise, now)
+
+    def _optimize(self, factor: float, finite: bool) -> None:
+        with multiplied(self.optimizer, factor):
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)  # skips by itself where a gradient is not finite
+                self.scaler.update()
+            elif finite:
+                self.optimizer.step()
+
+
+class Step:
+    """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`."""
+
+    def __init__(self, train: AdaptiveBatch, cut: StepBatches) -> None:
+        self.samples = 0
+        self.micro_batches = 0
+        self._train = train
+        self._cut = cut
+        self._waiting = False  # a micro-batch was given out and not called backward on
+        self._present = 0  # its samples
+        self._weights: list[float] = []  # n_d of the micro-batches that count
+        self._losses: list[Tensor] = []
+        self._reference = 0.0  # what the weights are expected to sum to
+        self._in_samples: bool | None = None  # whether the weights are samples
+        self._readings: Tensor | None = None  # everything the host will read, when complete
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch, samples in self._cut:
+            self._waiting, self._present = True, samples
+            yield batch
+            if self._waiting:
+                raise LoopError("a micro-batch was left without step.backward(loss)")
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Adds this micro-batch's share of the mean gradient to `.grad`.
+
+        Args:
+            loss: mean loss of the micro-batch, one number.
+            weight: what that mean is taken over, where it is not the samples (tokens, say). 0
+                leaves the micro-batch and its loss out.
+        Raises:
+            LoopError: no micro-batch is waiting for it, or weights are given to some only.
+            GradientError: somebody else wrote to `.grad`.
+        """
+        if not self._waiting:
+            raise LoopError(
+                "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
+                "sum the losses of a micro-batch and call it once"
+            )
+        if loss.numel() != 1:
+            raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
+        in_samples = weight is None
+        if self._in_samples not in (None, in_samples):
+            raise LoopError("weight= is given for some micro-batches of a step and not for others")
+        weight = float(self._present if weight is None else weight)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise LoopError(f"weight={weight} must be finite and not negative")
+        self._in_samples = in_samples
+        self.samples += self._present
+        self.micro_batches += 1
+        if weight:
+            self._accumulate(loss, weight)
+        self._waiting = False
+        if self._cut.left == 0:
+            self._complete()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the true mean gradient, unscaled, and returns its norm before that.
+
+        Raises:
+            LoopError: before the last micro-batch's backward, or after `update()`.
+        """
+        self._require_complete("clip_grad_norm_")
+        optimizer, source = self._train.optimizer, self._train.meter.source
+        if self._train.scaler is not None:
+            self._train.scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(source.parameters, max_norm, norm_type)
+        source.stamp()
+        return norm
+
+    def update(self) -> StepRecord:
+        """Decides the next batch size, steps the optimizer, and zeroes the gradients.
+
+        A gradient that is not finite skips the step: optimizer, scheduler and policy stay.
+
+        Raises:
+            LoopError: micro-batches are missing, or it was called already.
+            GradientError: a backward of your own changed `.grad` after the last micro-batch.
+        """
+        self._require_complete("update")
+        source = self._train.meter.source
+        if source.backwards_not_counted:
+            source.require_unchanged("step.update()")
+        return self._train._finish(self)
+
+    def _accumulate(self, loss: Tensor, weight: float) -> None:
+        if not self._weights:
+            planned = self._cut.taken + self._cut.left
+            self._reference = weight * planned / self._present
+        share = loss * (weight / self._reference)
+        if self._train.scaler is not None:
+            share = self._train.scaler.scale(share)
+        with self._train.meter.source.micro_batch(weight):
+            share.backward()  # type: ignore[no-untyped-call]
+        self._weights.append(weight)
+        self._losses.append(loss.detach().reshape(()))
+
+    def _complete(self) -> None:
+        """Gathers what is to be read, and makes `.grad` the mean where the weights came out other."""
+        total = math.fsum(self._weights)
+        if not total:
+            raise LoopError("every micro-batch of the step has weight 0")
+        source = self._train.meter.source
+        norms = self._train.meter.measure()
+        losses = torch.stack(self._losses).to(norms.device, norms.dtype, non_blocking=True)
+        self._readings = torch.cat([norms, losses])
+        if total != self._reference:
+            grads = [p.grad for p in source.parameters if p.grad is not None]
+            torch._foreach_mul_(grads, self._reference / total)
+            source.stamp()
+
+    def _read(self) -> tuple[GradientNoise | None, float, bool]:
+        """(noise, mean loss, whether the gradient is finite): the one wait for the device."""
+        assert self._readings is not None
+        readings = self._readings.tolist()
+        k, total = len(self._weights), math.fsum(self._weights)
+        squares, of_sum, losses = readings[:k], readings[k], readings[k + 1 :]
+        loss = math.fsum(w * x for w, x in zip(self._weights, losses, strict=True)) / total
+        finite = math.isfinite(of_sum) and all(math.isfinite(square) for square in squares)
+        if not finite or k < 2:
+            return None, loss, finite
+        scale = self._train.scaler.get_scale() if self._train.scaler is not None else 1.0
+        unit = (self._reference / (total * scale)) ** 2
+        sizes = [self.samples * weight / total for weight in self._weights]
+        noise = from_weighted_losses([unit * s for s in squares], unit * of_sum, sizes)
+        return noise, loss, finite
+
+    def _require_complete(self, call: str) -> None:
+        if self._train._step is not self:
+            raise LoopError(f"step.{call}() was called after step.update(), which ends the step")
+        if self._readings is None:
+            raise LoopError(
+                f"step.{call}() was called before every micro-batch of the step was done"
+            )

@@ -1,0 +1,56 @@
+"""Averages over samples, bias-corrected."""
+
+import math
+from dataclasses import replace
+
+from bigbatch.errors import SettingError
+from bigbatch.measure.noise import GradientNoise
+
+
+class NoiseAverage:
+    """Running average of signal and noise, each by itself; divide afterwards.
+
+    One step's noise scale is often +inf and its average useless; the ratio of the two averages is
+    not. A step of N samples keeps exp(-N / samples) of what came before, so the window is the same
+    number of samples whatever the batch size does.
+
+        x <- w x + (1 - w) x_step,  w = exp(-N / samples),  divided by 1 - product of all w
+
+    Args:
+        samples: length of the window, in samples; positive.
+    Raises:
+        SettingError: the window is not positive.
+    Example:
+        >>> average = NoiseAverage(samples=1000)
+        >>> average.update(GradientNoise(-1.0, 60.0, samples=100, micro_batches=4)).noise_scale
+        inf
+        >>> second = average.update(GradientNoise(3.0, 60.0, samples=100, micro_batches=4))
+        >>> round(second.noise_scale, 1)
+        54.5
+    """
+
+    def __init__(self, samples: float) -> None:
+        if not samples > 0:
+            raise SettingError(f"samples={samples} must be positive: the window, in samples")
+        self.samples = samples
+        self._signal = 0.0
+        self._noise = 0.0
+        self._unseen = 1.0  # weight of the time before the first step
+
+    def update(self, noise: GradientNoise) -> GradientNoise:
+        """Takes one step in and returns it with signal and noise replaced by the averages."""
+        keep = math.exp(-noise.samples / self.samples)
+        self._signal = keep * self._signal + (1 - keep) * noise.signal
+        self._noise = keep * self._noise + (1 - keep) * noise.noise
+        self._unseen *= keep
+        seen = 1 - self._unseen
+        return replace(noise, signal=self._signal / seen, noise=self._noise / seen)
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` needs to go on."""
+        return {"signal": self._signal, "noise": self._noise, "unseen": self._unseen}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a saved state."""
+        self._signal, self._noise = state["signal"], state["noise"]
+        self._unseen = state["unseen"]

@@ -1,0 +1,6 @@
+"""Gradients in: the one door that everything which reads a gradient stands behind."""
+
+from bigbatch.measure.source.door import GradientSource, Subscriber
+from bigbatch.measure.source.plain import PlainSource
+
+__all__ = ["GradientSource", "PlainSource", "Subscriber"]
