@@ -450,7 +450,7 @@ class Step:
         self._losses.append(loss.detach().reshape(()))
 
     def _complete(self) -> None:
-        """Gathers what is to be read, and makes `.grad` the mean where the weights came out other."""
+        """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""
         total = math.fsum(self._weights)
         if not total:
             raise LoopError("every micro-batch of the step has weight 0")

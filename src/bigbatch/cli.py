@@ -1,0 +1,190 @@
+"""The command line: train, compare, report, recipes, bench."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.exceptions import TyperException
+
+from bigbatch.errors import BigbatchError, RunError, SettingError
+from bigbatch.recipes import RECIPES, recipe_named
+from bigbatch.recipes.recipe import OPTIMIZERS, POLICIES, Recipe
+from bigbatch.recipes.study import resume as resume_at
+from bigbatch.recipes.study import start_study, train_one, train_study
+from bigbatch.recipes.training import Training
+from bigbatch.report.live import LiveView
+from bigbatch.report.metrics import history_of, table_of
+from bigbatch.report.page import write_report
+from bigbatch.report.run_directory import (
+    RunDirectory,
+    find_runs,
+    fresh_name,
+    require_free,
+)
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Train PyTorch models with a batch size that follows the gradient's noise.",
+    epilog="Begin with: bigbatch train",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
+
+
+def main() -> None:
+    """Runs the command; what goes wrong on purpose is one line and exit status 2."""
+    warnings.showwarning = _one_line_warning
+    try:
+        app(standalone_mode=False)
+    except (BigbatchError, TyperException) as error:
+        text = error.format_message() if isinstance(error, TyperException) else str(error)
+        Console(stderr=True).print(
+            f"bigbatch: {text}", markup=False, highlight=False, soft_wrap=True
+        )
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("bigbatch: interrupted; go on with: bigbatch train --resume RUN\n")
+        sys.exit(_INTERRUPTED)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="One of `bigbatch recipes`.")] = "digits",
+    policy: Annotated[str | None, typer.Option(help=f"One of: {', '.join(POLICIES)}.")] = None,
+    target: Annotated[float | None, typer.Option(help="Similarity to hold, in (-1, 1).")] = None,
+    min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Lower clip of a VR optimizer.")] = None,
+    r_max: Annotated[float | None, typer.Option(help="Upper clip of a VR optimizer.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a single training.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the study [3].")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Data folder, where a recipe needs one.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where fresh directories go.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
+) -> None:
+    """Trains a recipe: its whole study, or one training where a setting is given.
+
+    [bold]bigbatch train[/]                                        the digits study, 3 seeds
+
+    [bold]bigbatch train digits --seeds 5[/]                       more seeds
+
+    [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]  one training of your own
+
+    [bold]bigbatch train --resume runs/digits-1[/]                 after an interruption
+    """
+    view = LiveView(Console(), quiet=quiet)
+    changes = {
+        "policy": policy,
+        "target": target,
+        "min_batch": min_batch,
+        "max_batch": max_batch,
+        "batch_size": batch_size,
+        "optimizer": optimizer,
+        "lr": lr,
+        "gamma": gamma,
+        "r_max": r_max,
+        "seed": seed,
+        "checkpoint_every": checkpoint_every,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if resume is not None:
+        _refuse_with("--resume", {**changes, "epochs": epochs, "seeds": seeds, "out": out})
+        resume_at(resume, view)
+        return
+    chosen = recipe_named(recipe)
+    _check_data(chosen, data)
+    if not changes:
+        place = out or fresh_name(runs, chosen.name)
+        start_study(chosen, place, 3 if seeds is None else seeds, epochs)
+        train_study(place, view)
+        return
+    _refuse_with("a setting of a single training", {"seeds": seeds})
+    _train_one(chosen, {**changes, **({"epochs": epochs} if epochs else {})}, runs, out, view)
+
+
+@app.command()
+def compare(paths: Paths) -> None:
+    """Shows runs and studies in one table.
+
+    [bold]bigbatch compare runs/digits-1 runs/digits-2[/]
+    """
+    histories = [history_of(run) for path in paths for run in find_runs(path)]
+    LiveView(Console()).table(table_of(histories), "compared")
+
+
+@app.command()
+def report(
+    paths: Paths,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="A .html page, or a .png or .svg picture.")
+    ] = None,
+) -> None:
+    """Writes the report of runs and studies side by side.
+
+    [bold]bigbatch report runs/digits-1[/]                         into the study itself
+
+    [bold]bigbatch report runs/digits-1 runs/digits-2 -o both.html[/]
+
+    [bold]bigbatch report runs/digits-1 -o curves.png[/]
+    """
+    if out is None and len(paths) > 1:
+        raise SettingError("several runs have no common place for their report; name it with -o")
+    place = paths[0] / "report.html" if out is None else out
+    runs = [run for path in paths for run in find_runs(path)]
+    write_report(runs, place, " and ".join(path.resolve().name for path in paths))
+    LiveView(Console()).say(f"report: {place}")
+
+
+@app.command()
+def recipes() -> None:
+    """Lists what can be trained."""
+    view = LiveView(Console())
+    for recipe in RECIPES.values():
+        view.say(f"{recipe.name}  {recipe.summary}")
+        view.say(f"  arms: {', '.join(recipe.arms)}")
+
+
+def _train_one(
+    recipe: Recipe, changes: dict[str, Any], runs: Path, out: Path | None, view: LiveView
+) -> None:
+    settings = recipe.settings.changed(changes)
+    place = out or fresh_name(runs, f"{recipe.name}-{settings.policy}-{settings.optimizer}")
+    require_free(place)
+    training = Training(recipe, settings)  # before anything is written
+    train_one(training, RunDirectory.create(place, settings.as_dict()), view)
+
+
+def _refuse_with(what: str, given: dict[str, Any]) -> None:
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if names:
+        raise SettingError(f"{what} does not go together with {', '.join(names)}; leave them out")
+
+
+def _check_data(recipe: Recipe, data: Path | None) -> None:
+    if data is not None and not data.is_dir():
+        raise RunError(f"there is no data folder {data}; name one that exists")
+    if data is not None and not recipe.needs_data:
+        raise SettingError(f"recipe {recipe.name!r} brings its own data; leave --data out")
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    sys.stderr.write(f"bigbatch: note: {message}\n")

@@ -1,0 +1,155 @@
+"""What a recipe is: settings, the arms of its study, and how to build what is trained."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from bigbatch.decide.policy import Fixed, Policy, SimiGrad
+from bigbatch.errors import SettingError
+from bigbatch.optim import VarianceReduced
+
+POLICIES = ("simigrad", "fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything needed to repeat one training.
+
+    Args:
+        recipe, arm: what is trained, and which arm of its study it is ("" for none).
+        seed: of the model's start, the order of the data, and dropout.
+        epochs: passes over the training data.
+        policy: "simigrad" or "fixed".
+        target, min_batch, max_batch: of SimiGrad; not used by "fixed".
+        batch_size: where it starts.
+        base_batch: batch size that lr is for.
+        micro_batch: most samples in one backward.
+        optimizer: a name of `OPTIMIZERS`.
+        lr, weight_decay: the optimizer's.
+        gamma, r_max: clips of a VR optimizer; not used by others.
+        lr_scaling: "sqrt", "linear", "adascale" or "none".
+        checkpoint_every: steps between checkpoints.
+    """
+
+    recipe: str
+    arm: str = ""
+    seed: int = 0
+    epochs: int
+    policy: str = "simigrad"
+    target: float = 0.2
+    min_batch: int
+    max_batch: int
+    batch_size: int
+    base_batch: int
+    micro_batch: int
+    optimizer: str = "momentum"
+    lr: float
+    weight_decay: float = 0.0
+    gamma: float = 0.1
+    r_max: float = 1.0
+    lr_scaling: str = "sqrt"
+    checkpoint_every: int = 100
+
+    def changed(self, changes: dict[str, Any]) -> "Settings":
+        """A copy with some settings changed."""
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a config file."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Settings":
+        """From a config file.
+
+        Raises:
+            SettingError: a name that this release does not know, or one is missing.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise SettingError(f"unknown settings {unknown}; known are {sorted(known)}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise SettingError(f"settings are incomplete: {error}") from None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one training needs, built from settings.
+
+    Args:
+        model: to be trained.
+        loader: its training batches.
+        loss_of: mean loss of one micro-batch.
+        accuracy: share of the test samples that are right, in [0, 1]; draws no random numbers.
+    """
+
+    model: nn.Module
+    loader: Iterable[Any]
+    loss_of: Callable[[Any], Tensor]
+    accuracy: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One experiment.
+
+    Args:
+        name: on the command line.
+        summary: one line.
+        settings: the defaults.
+        arms: what its study compares, as changes of the settings.
+        needs_data: whether a data folder has to be named.
+        build: makes the task.
+    """
+
+    name: str
+    summary: str
+    settings: Settings
+    arms: dict[str, dict[str, Any]]
+    needs_data: bool
+    build: Callable[[Settings], Task]
+
+
+def build_policy(settings: Settings) -> Policy:
+    """The policy that the settings name.
+
+    Raises:
+        SettingError: an unknown name, or a value out of range.
+    """
+    require_choice("policy", settings.policy, POLICIES)
+    if settings.policy == "fixed":
+        return Fixed(settings.batch_size)
+    return SimiGrad(settings.target, settings.min_batch, settings.max_batch)
+
+
+def build_optimizer(settings: Settings, parameters: Iterable[Tensor]) -> Optimizer:
+    """The optimizer that the settings name.
+
+    Raises:
+        SettingError: an unknown name, or a value out of range.
+    """
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    base = _BASES[settings.optimizer.removeprefix("vr-")](list(parameters), settings)
+    if not settings.optimizer.startswith("vr-"):
+        return base
+    beta3 = 0.9 if isinstance(base, AdamW) else None  # VR-Adam averages r
+    return VarianceReduced(base, gamma=settings.gamma, r_max=settings.r_max, beta3=beta3)
+
+
+_BASES: dict[str, Callable[[list[Tensor], Settings], Optimizer]] = {
+    "sgd": lambda p, s: SGD(p, s.lr, weight_decay=s.weight_decay),
+    "momentum": lambda p, s: SGD(p, s.lr, momentum=0.9, weight_decay=s.weight_decay),
+    "adam": lambda p, s: AdamW(p, s.lr, weight_decay=s.weight_decay),
+}
+OPTIMIZERS = (*_BASES, *(f"vr-{name}" for name in _BASES))
+
+
+def require_choice(what: str, name: str, choices: Iterable[str]) -> None:
+    """Raises SettingError where `name` is none of the choices."""
+    if name not in choices:
+        raise SettingError(f"{what} {name!r} is unknown; choose one of: {', '.join(choices)}")

@@ -1,0 +1,81 @@
+"""A study: the arms of a recipe over several seeds, one training after another."""
+
+from pathlib import Path
+
+from bigbatch.recipes import recipe_named
+from bigbatch.recipes.recipe import Recipe, Settings
+from bigbatch.recipes.training import Training, train_run
+from bigbatch.report.live import LiveView
+from bigbatch.report.metrics import history_of, table_of
+from bigbatch.report.page import write_report
+from bigbatch.report.run_directory import (
+    RunDirectory,
+    describe,
+    find_runs,
+    read_config,
+    require_free,
+    write_atomically,
+)
+
+
+def start_study(recipe: Recipe, path: Path, seeds: int, epochs: int | None) -> None:
+    """Writes down what the study at `path` will train.
+
+    Raises:
+        RunError: something is at `path` already.
+    """
+    require_free(path)
+    base = recipe.settings if epochs is None else recipe.settings.changed({"epochs": epochs})
+    trainings = {
+        f"{arm}-seed{seed}": base.changed({**changes, "arm": arm, "seed": seed}).as_dict()
+        for seed in range(seeds)
+        for arm, changes in recipe.arms.items()
+    }
+    path.mkdir(parents=True)
+    write_atomically(
+        path / "study.yaml", describe("study", {"recipe": recipe.name, "trainings": trainings})
+    )
+
+
+def train_study(path: Path, view: LiveView) -> None:
+    """Trains what is not finished yet, then shows the table and writes the report.
+
+    Raises:
+        RunError: `path` holds no study, or another process trains in it.
+    """
+    plan = read_config(path / "study.yaml", "study")
+    recipe = recipe_named(plan["recipe"])
+    trainings = plan["trainings"]
+    for number, (name, settings) in enumerate(trainings.items(), start=1):
+        place = path / name
+        run = RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
+        training = Training(recipe, Settings.from_dict(run.settings))
+        train_run(training, run, view, f"{number}/{len(trainings)} {name}")
+    summarize(find_runs(path), path / "report.html", view, path.name)
+
+
+def summarize(runs: list[RunDirectory], out: Path, view: LiveView, title: str) -> None:
+    """Shows the table of the runs and writes their report."""
+    view.table(table_of([history_of(run) for run in runs]), title)
+    write_report(runs, out, title)
+    view.say(f"report: {out}")
+
+
+def resume(path: Path, view: LiveView) -> None:
+    """Goes on with a run or a study, whichever is at `path`.
+
+    Raises:
+        RunError: it is neither.
+    """
+    if (path / "study.yaml").exists():
+        train_study(path, view)
+        return
+    run = RunDirectory.open(path)
+    settings = Settings.from_dict(run.settings)
+    train_one(Training(recipe_named(settings.recipe), settings), run, view)
+
+
+def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
+    """Trains one run and shows its table."""
+    train_run(training, run, view, run.name)
+    summarize([run], run.path / "report.html", view, run.name)

@@ -1,0 +1,1 @@
+"""Runs on disk, on the screen and on a page."""

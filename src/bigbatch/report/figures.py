@@ -1,0 +1,128 @@
+"""Curves of runs, drawn without a window."""
+
+import io
+from collections.abc import Callable
+from statistics import fmean
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from bigbatch.measure.noise import GradientNoise
+from bigbatch.report.metrics import History, grouped
+from bigbatch.report.run_directory import Row
+
+AXES = {"samples": "samples", "step": "optimizer steps", "seconds": "seconds of training"}
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_BINS = 120  # points of a curve; a longer log is averaged into so many
+_NOISE_BINS = 40  # the same for what is computed from signal and noise
+
+
+def curves(histories: list[History], x: str) -> Figure:
+    """Six panels against one of `AXES`: loss, accuracy, batch, similarity, noise scale, rate.
+
+    Every run is one line, runs that differ in their seed only share a colour. A point is the
+    average of 1 / 120 of the run; similarity and noise scale are made from signal and noise
+    averaged over 1 / 40 of it, never averaged themselves.
+    """
+    figure = Figure(figsize=(12, 6.2), layout="constrained")
+    panels = figure.subplots(2, 3).flat
+    for axes, (title, draw, scale) in zip(panels, _PANELS, strict=True):
+        for color, (group, runs) in zip(_cycle(), grouped(histories).items(), strict=False):
+            for number, history in enumerate(runs):
+                xs, ys = draw(history, x)
+                label = group if number == 0 else None
+                axes.plot(xs, ys, color=color, alpha=0.75, linewidth=1.1, label=label)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel(AXES[x], fontsize=8)
+        axes.set_yscale(scale)
+        if scale == "log":
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        if title == "gradient similarity":
+            _draw_targets(axes, histories)
+    lines, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as an <svg> element to put into a page."""
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _cycle() -> list[str]:
+    return list(_COLORS) * 20
+
+
+def _bins(rows: list[Row], number: int = _BINS) -> list[list[Row]]:
+    size = max(1, -(-len(rows) // number))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _averaged(value: str) -> Callable[[History, str], tuple[list[float], list[float]]]:
+    def points(history: History, x: str) -> tuple[list[float], list[float]]:
+        bins = _bins([row for row in history.rows if row[value] is not None])
+        xs = [part[-1][x] for part in bins]
+        return xs, [fmean(row[value] for row in part) for part in bins]
+
+    return points
+
+
+def _accuracy(history: History, x: str) -> tuple[list[float], list[float]]:
+    rows = history.accuracies()
+    return [row[x] for row in rows], [100 * row["test_accuracy"] for row in rows]
+
+
+def _rate(history: History, x: str) -> tuple[list[float], list[float]]:
+    bins = _bins(history.rows)
+    return [part[-1][x] for part in bins], [fmean(row["lr"][0] for row in part) for part in bins]
+
+
+def _of_noise(value: str) -> Callable[[History, str], tuple[list[float], list[float]]]:
+    def points(history: History, x: str) -> tuple[list[float], list[float]]:
+        bins = _bins([row for row in history.rows if row["noise"] is not None], _NOISE_BINS)
+        noises = [
+            GradientNoise(
+                fmean(row["signal"] for row in part),
+                fmean(row["noise"] for row in part),
+                round(fmean(row["batch_size"] for row in part)),
+                part[0]["micro_batches"],
+            )
+            for part in bins
+        ]
+        return [part[-1][x] for part in bins], [getattr(noise, value) for noise in noises]
+
+    return points
+
+
+def _draw_targets(axes: Axes, histories: list[History]) -> None:
+    for target in sorted({history.target for history in histories if history.target is not None}):
+        axes.axhline(target, color="#555555", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"target {target:g}",
+            (0.01, target),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            fontsize=8,
+            color="#555555",
+        )
+
+
+_PANELS: list[tuple[str, Callable[[History, str], tuple[list[float], list[float]]], str]] = [
+    ("training loss", _averaged("loss"), "log"),
+    ("test accuracy, %", _accuracy, "linear"),
+    ("batch size, samples", _averaged("batch_size"), "log"),
+    ("gradient similarity", _of_noise("similarity"), "linear"),
+    ("noise scale, samples", _of_noise("noise_scale"), "log"),
+    ("learning rate", _rate, "linear"),
+]

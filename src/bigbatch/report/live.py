@@ -1,0 +1,132 @@
+"""What a training shows while it runs: a live line in a terminal, plain lines elsewhere."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bigbatch.loop import StepRecord
+from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.smoothing import NoiseAverage
+from bigbatch.report.metrics import COLUMNS
+
+_LINES = 5  # of a training, where there is no terminal
+_WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
+
+
+class LiveView:
+    """Shows trainings one after another.
+
+    Args:
+        console: where to; in a terminal a bar is redrawn, elsewhere a few lines are printed.
+        quiet: show nothing but what `say` and `table` are given.
+    """
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self.console = console
+        self._quiet = quiet
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def table(self, rows: list[tuple[str, ...]], title: str) -> None:
+        """The results."""
+        table = Table(*COLUMNS, title=title, title_justify="left")
+        table.columns[0].overflow = "fold"
+        for column in table.columns[1:]:
+            column.justify, column.no_wrap = "right", True
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    @contextmanager
+    def training(
+        self, name: str, total: int, done: int, target: float | None
+    ) -> Iterator["TrainingView"]:
+        """One training of `total` samples, of which `done` were consumed before."""
+        bar = None if self._quiet or not self.console.is_terminal else _bar(self.console)
+        with bar or nullcontext():
+            task = bar.add_task(name, total=total, completed=done, numbers="") if bar else None
+            yield TrainingView(self, name, total, done, target, bar, task)
+
+    @property
+    def prints_lines(self) -> bool:
+        """Whether there is no terminal to redraw, and something is to be shown."""
+        return not self._quiet and not self.console.is_terminal
+
+
+class TrainingView:
+    """The view of one training."""
+
+    def __init__(
+        self,
+        view: LiveView,
+        name: str,
+        total: int,
+        done: int,
+        target: float | None,
+        bar: Progress | None,
+        task: TaskID | None,
+    ) -> None:
+        self._view = view
+        self._name = name
+        self._total = total
+        self._done = done
+        self._target = target
+        self._bar = bar
+        self._task = task
+        self._average = NoiseAverage(samples=total / _WINDOWS)
+        self._noise: GradientNoise | None = None
+        self._accuracy: float | None = None
+        self._lines = done * _LINES // total
+        self._seconds: float | None = None  # of training when this view first saw a step
+
+    def step(self, record: StepRecord, accuracy: float | None) -> None:
+        """Shows one step; `accuracy` where test accuracy was measured after it."""
+        if record.noise is not None:
+            self._noise = self._average.update(record.noise)
+        self._accuracy = self._accuracy if accuracy is None else accuracy
+        if self._bar is not None and self._task is not None:
+            numbers = self._numbers(record)
+            self._bar.update(self._task, completed=record.samples, numbers=numbers)
+        elif self._view.prints_lines and self._line_is_due(record.samples):
+            self._view.say(
+                f"{self._name}  {record.samples:,}/{self._total:,}  {self._numbers(record)}"
+            )
+
+    def _line_is_due(self, samples: int) -> bool:
+        due = samples * _LINES // self._total > self._lines
+        self._lines += due
+        return due
+
+    def _numbers(self, record: StepRecord) -> str:
+        if self._seconds is None:
+            self._seconds, self._done = record.seconds, record.samples
+        elapsed = record.seconds - self._seconds
+        speed = (record.samples - self._done) / elapsed if elapsed else math.nan
+        goal = "" if self._target is None else f" (target {self._target:g})"
+        parts = [
+            f"batch {record.decision.batch_size}",
+            f"similarity {self._noise.similarity:.2f}{goal}" if self._noise else "",
+            f"noise scale {self._noise.noise_scale:.0f}" if self._noise else "",
+            f"lr {record.lr[0]:.3g}",
+            f"loss {record.loss:.3f}",
+            "" if self._accuracy is None else f"accuracy {self._accuracy:.1%}",
+            f"{speed:,.0f} samples/s",
+        ]
+        return "  ".join(part for part in parts if part)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=16),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[numbers]}", style="cyan"),
+        console=console,
+    )

@@ -1,0 +1,110 @@
+"""What a step becomes in the log, and a log becomes in a table."""
+
+import math
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from bigbatch.loop import StepRecord
+from bigbatch.report.run_directory import SCHEMA, Row, RunDirectory
+
+COLUMNS = ("run", "test accuracy", "steps", "average batch", "samples", "wall time")
+
+
+def row_of(record: StepRecord, accuracy: float | None) -> Row:
+    """One line of the metrics: everything a policy could be replayed from.
+
+    Args:
+        record: the step.
+        accuracy: test accuracy in [0, 1] after the step, where it was measured.
+    """
+    noise = record.noise
+    row: Row = {
+        "schema": SCHEMA,
+        "step": record.step,
+        "epoch": record.epoch,
+        "samples": record.samples,
+        "batch_size": record.batch_size,
+        "micro_batches": record.micro_batches,
+        "loss": record.loss,
+        "lr": list(record.lr),
+        "signal": noise and noise.signal,
+        "noise": noise and noise.noise,
+        "similarity": record.similarity,
+        "noise_scale": record.noise_scale,
+        "skipped": record.skipped,
+        "next_batch": record.decision.batch_size,
+        "reason": record.decision.reason,
+        "test_accuracy": accuracy,
+        "seconds": record.seconds,
+    }
+    return {name: _finite(value) for name, value in row.items()}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan and no infinity: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class History:
+    """One run as it was logged."""
+
+    name: str
+    group: str  # runs that differ in their seed only
+    target: float | None  # similarity that was to be held
+    rows: list[Row]
+
+    def accuracies(self) -> list[Row]:
+        """The steps after which test accuracy was measured."""
+        return [row for row in self.rows if row["test_accuracy"] is not None]
+
+
+def history_of(run: RunDirectory) -> History:
+    """Reads a run's log."""
+    settings = run.settings
+    simigrad = settings.get("policy") == "simigrad"
+    return History(
+        name=run.name,
+        group=settings.get("arm") or run.name,
+        target=settings.get("target") if simigrad else None,
+        rows=run.rows(),
+    )
+
+
+def grouped(histories: list[History]) -> dict[str, list[History]]:
+    """Runs by what they differ in beside the seed, in the order they come."""
+    groups: dict[str, list[History]] = {}
+    for history in histories:
+        groups.setdefault(history.group, []).append(history)
+    return groups
+
+
+def table_of(histories: list[History]) -> list[tuple[str, ...]]:
+    """The rows under `COLUMNS`, one per group: the mean, and the standard deviation over seeds."""
+    return [_summary(name, runs) for name, runs in grouped(histories).items()]
+
+
+def _summary(name: str, runs: list[History]) -> tuple[str, ...]:
+    runs = [run for run in runs if run.rows]
+    if not runs:
+        return (name, *["nothing yet"] * (len(COLUMNS) - 1))
+    last = [run.rows[-1] for run in runs]
+    steps = [row["step"] for row in last]
+    samples = [row["samples"] for row in last]
+    batches = [s / n for s, n in zip(samples, steps, strict=True)]
+    accuracies = [100 * run.accuracies()[-1]["test_accuracy"] for run in runs if run.accuracies()]
+    return (
+        f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name,
+        f"{_spread(accuracies, 2)} %" if accuracies else "not measured",
+        _spread(steps, 0),
+        _spread(batches, 0),
+        f"{mean(samples):,.0f}",
+        f"{_spread([row['seconds'] for row in last], 1)} s",
+    )
+
+
+def _spread(values: list[float], digits: int) -> str:
+    """Mean and sample standard deviation, the latter where there is one."""
+    text = f"{mean(values):,.{digits}f}"
+    return f"{text} ± {stdev(values):,.{digits}f}" if len(values) > 1 else text

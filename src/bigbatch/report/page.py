@@ -1,0 +1,51 @@
+"""The report: one HTML file that opens without a network."""
+
+from importlib import resources
+from pathlib import Path
+
+import yaml
+from jinja2 import Environment
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch.report.figures import AXES, as_svg, curves
+from bigbatch.report.metrics import COLUMNS, history_of, table_of
+from bigbatch.report.run_directory import RunDirectory, write_atomically
+
+
+def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
+    """Writes the report of runs side by side.
+
+    Args:
+        runs: at least one.
+        out: a `.html` page, or the curves alone as `.png` or `.svg`.
+        title: its headline.
+    Raises:
+        SettingError: another ending.
+        RunError: no run has a step yet, or the file cannot be written.
+    """
+    histories = [history for history in map(history_of, runs) if history.rows]
+    if not histories:
+        raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
+    try:
+        if out.suffix in (".png", ".svg"):
+            curves(histories, "samples").savefig(out, dpi=130)
+        elif out.suffix == ".html":
+            template = resources.files("bigbatch.report").joinpath("page.html").read_text()
+            page = (
+                Environment(autoescape=True)
+                .from_string(template)
+                .render(
+                    title=title,
+                    columns=COLUMNS,
+                    table=table_of(histories),
+                    figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
+                    runs=[
+                        (run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs
+                    ],
+                )
+            )
+            write_atomically(out, page.encode())
+        else:
+            raise SettingError(f"-o {out}: the ending must be .html, .png or .svg")
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}") from None

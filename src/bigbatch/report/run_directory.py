@@ -1,0 +1,249 @@
+"""A run directory: everything that one training leaves on disk.
+
+    config.yaml      what to repeat: the settings, and the versions that ran
+    metrics.jsonl    one JSON object a step
+    checkpoint.pt    the latest checkpoint
+    events/          the same numbers for TensorBoard
+    report.html      the report
+
+A folder of runs is a study; it has a study.yaml instead.
+"""
+
+import json
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from filelock import FileLock, Timeout
+
+from bigbatch.errors import RunError
+
+SCHEMA = 1
+
+Row = dict[str, Any]
+
+
+def fresh_name(folder: Path, name: str) -> Path:
+    """The first of name-1, name-2, ... that does not exist in `folder`."""
+    number = 1
+    while (folder / f"{name}-{number}").exists():
+        number += 1
+    return folder / f"{name}-{number}"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces `path` as a whole: at any moment it holds the old bytes or the new ones."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def describe(kind: Literal["run", "study"], settings: dict[str, Any]) -> bytes:
+    """A config file: what it is, the settings, and what they ran on."""
+    packages = ("torch", "numpy", "scikit-learn")
+    about = {
+        "kind": kind,
+        "schema": SCHEMA,
+        "settings": settings,
+        "versions": {
+            "bigbatch": metadata.version("bigbatch"),
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
+        "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
+    }
+    return yaml.safe_dump(about, sort_keys=False).encode()
+
+
+def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
+    """The settings of a run or study.
+
+    Raises:
+        RunError: the file is unreadable, of another kind, or of a newer schema.
+    """
+    try:
+        about = yaml.safe_load(path.read_text())
+        found, schema, settings = about["kind"], about["schema"], about["settings"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise RunError(
+            f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
+            "directory that `bigbatch train` made"
+        ) from None
+    if found != kind or schema != SCHEMA or not isinstance(settings, dict):
+        raise RunError(
+            f"{path} is a {found} of schema {schema}, a {kind} of schema {SCHEMA} is needed; use "
+            "the release that wrote it"
+        )
+    return settings
+
+
+class RunDirectory:
+    """One training's files.
+
+    Args:
+        path: the directory.
+        settings: what it was started with.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self.settings = settings
+        self._said = False
+
+    @classmethod
+    def create(cls, path: Path, settings: dict[str, Any]) -> "RunDirectory":
+        """Makes a new one, whole or not at all.
+
+        Raises:
+            RunError: there is something at `path` already.
+        """
+        require_free(path)
+        beside = path.with_name(f".{path.name}.new")
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        write_atomically(beside / "config.yaml", describe("run", settings))
+        beside.rename(path)
+        return cls(path, settings)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """Opens an existing one.
+
+        Raises:
+            RunError: there is none, or it is not ours.
+        """
+        if not path.is_dir():
+            raise RunError(f"there is no run directory {path}; `ls runs` shows what there is")
+        return cls(path, read_config(path / "config.yaml", "run"))
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.path.name
+
+    @property
+    def metrics(self) -> Path:
+        """The file with one JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """The folder for TensorBoard."""
+        return self.path / "events"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the directory for one process; the system lets go when the process ends.
+
+        Raises:
+            RunError: another process trains in it.
+        """
+        try:
+            with FileLock(self.path / ".lock", blocking=False):
+                yield
+        except Timeout:
+            raise RunError(
+                f"{self.path} is in use by another process; wait for it, or train elsewhere"
+            ) from None
+
+    def append(self, row: Row) -> None:
+        """Adds one step; a kill loses at most this line. A full disk is said once."""
+        try:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        except OSError as error:
+            self._say(f"metrics are not being written ({error}); training goes on")
+
+    def rows(self) -> list[Row]:
+        """Every complete line of the metrics.
+
+        Raises:
+            RunError: a line before the last is damaged.
+        """
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().splitlines()
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                if number < len(lines):
+                    raise RunError(
+                        f"{self.metrics}, line {number} is damaged; delete it to go on"
+                    ) from None
+        return rows
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Replaces the checkpoint; it remembers how many lines of metrics belong to it."""
+        try:
+            length = self.metrics.stat().st_size if self.metrics.exists() else 0
+            beside = self.path / ".checkpoint.pt.new"
+            with beside.open("wb") as file:
+                torch.save({"metrics_bytes": length, "state": state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.path / "checkpoint.pt")
+        except OSError as error:
+            self._say(f"the checkpoint could not be written ({error}); training goes on")
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The latest checkpoint, or None before the first; cuts off metrics that lie past it.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        file = self.path / "checkpoint.pt"
+        if not file.exists():
+            self._cut_metrics(0)
+            return None
+        try:
+            saved = torch.load(file, weights_only=True)
+            length, state = saved["metrics_bytes"], saved["state"]
+        except Exception as error:
+            raise RunError(
+                f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run anew"
+            ) from error
+        self._cut_metrics(length)
+        return dict(state)
+
+    def _cut_metrics(self, length: int) -> None:
+        if self.metrics.exists():
+            os.truncate(self.metrics, length)
+
+    def _say(self, message: str) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(message, stacklevel=3)
+
+
+def require_free(path: Path) -> None:
+    """Raises RunError where something is at `path` already."""
+    if path.exists():
+        raise RunError(
+            f"{path} is already in use; nothing was overwritten: choose another --out, or go on "
+            f"with --resume {path}"
+        )
+
+
+def find_runs(path: Path) -> list[RunDirectory]:
+    """The run at `path`, or the runs of the study there.
+
+    Raises:
+        RunError: it is neither.
+    """
+    if not (path / "study.yaml").exists():
+        return [RunDirectory.open(path)]
+    names = read_config(path / "study.yaml", "study")["trainings"]
+    return [RunDirectory.open(path / name) for name in names if (path / name).exists()]
