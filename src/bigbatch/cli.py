@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.exceptions import TyperException
 
+from bigbatch.bench import COLUMNS, costs
 from bigbatch.errors import BigbatchError, RunError, SettingError
 from bigbatch.recipes import RECIPES, recipe_named
 from bigbatch.recipes.recipe import OPTIMIZERS, POLICIES, Recipe
@@ -83,13 +85,13 @@ def train(
 ) -> None:
     """Trains a recipe: its whole study, or one training where a setting is given.
 
-    [bold]bigbatch train[/]                                        the digits study, 3 seeds
+    The digits study, 3 seeds: [bold]bigbatch train[/]
 
-    [bold]bigbatch train digits --seeds 5[/]                       more seeds
+    The same with 5 seeds: [bold]bigbatch train digits --seeds 5[/]
 
-    [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]  one training of your own
+    One training of your own: [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]
 
-    [bold]bigbatch train --resume runs/digits-1[/]                 after an interruption
+    After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
     """
     view = LiveView(Console(), quiet=quiet)
     changes = {
@@ -125,7 +127,7 @@ def train(
 def compare(paths: Paths) -> None:
     """Shows runs and studies in one table.
 
-    [bold]bigbatch compare runs/digits-1 runs/digits-2[/]
+    Two studies: [bold]bigbatch compare runs/digits-1 runs/digits-2[/]
     """
     histories = [history_of(run) for path in paths for run in find_runs(path)]
     LiveView(Console()).table(table_of(histories), "compared")
@@ -140,11 +142,11 @@ def report(
 ) -> None:
     """Writes the report of runs and studies side by side.
 
-    [bold]bigbatch report runs/digits-1[/]                         into the study itself
+    Into the study itself: [bold]bigbatch report runs/digits-1[/]
 
-    [bold]bigbatch report runs/digits-1 runs/digits-2 -o both.html[/]
+    Two studies side by side: [bold]bigbatch report runs/digits-1 runs/digits-2 -o both.html[/]
 
-    [bold]bigbatch report runs/digits-1 -o curves.png[/]
+    The curves as a picture: [bold]bigbatch report runs/digits-1 -o curves.png[/]
     """
     if out is None and len(paths) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
@@ -161,6 +163,17 @@ def recipes() -> None:
     for recipe in RECIPES.values():
         view.say(f"{recipe.name}  {recipe.summary}")
         view.say(f"  arms: {', '.join(recipe.arms)}")
+
+
+@app.command()
+def bench(
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")] = 30,
+) -> None:
+    """Measures what similarity and variance reduction cost on this machine, as ratios."""
+    table = Table(*COLUMNS, title=f"cost, median of {rounds} interleaved rounds")
+    for cost in costs(rounds):
+        table.add_row(*cost.row())
+    Console().print(table)
 
 
 def _train_one(

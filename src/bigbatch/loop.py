@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ from bigbatch.act.samples import Batch
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.plan import BatchPlan, require_positive
 from bigbatch.decide.policy import Decision, Policy, Progress
-from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.errors import GradientError, LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise, from_weighted_losses
 from bigbatch.optim.variance_reduced import VarianceReduced
 
 _STATE_VERSION = 1
+_ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class AdaptiveBatch:
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement.
         loader: any iterable of batches, or `Batches` with options of its own.
         policy: decides the batch size after every step.
-        batch_size: where it starts, in samples; default: the loader's own.
+        batch_size: where it starts, in samples; default: that of a `Fixed` policy, or the loader's.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         micro_batch: most samples in one backward; default: the loader's own batch size.
         min_micro_batches: least backwards per step, at least 2; default 4, and 8 with a
@@ -121,7 +123,8 @@ class AdaptiveBatch:
         self.scaler = scaler
         self.epoch = self.samples = self.steps = self.skipped = 0
         self._max_micro = self._given_or_loaders("micro_batch", micro_batch)
-        start = self._given_or_loaders("batch_size", batch_size)
+        own = getattr(policy, "batch_size", None) if batch_size is None else batch_size
+        start = self._given_or_loaders("batch_size", own)
         least = 8 if isinstance(optimizer, VarianceReduced) else 4
         self._min_micro_batches = least if min_micro_batches is None else min_micro_batches
         require_positive(min_micro_batches=self._min_micro_batches)
@@ -176,16 +179,21 @@ class AdaptiveBatch:
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_updated()
-        if not self.batches.open:
+        fresh, before = not self.batches.open, self.samples
+        if fresh:
             self.batches.start(self.epoch)
-        before = self.samples
         while self.batches.has_step(self.plan):
             cut = self.batches.step(self.plan, self._min_batch, self._max_batch)
             self._step = Step(self, cut)
             yield self._step
             self._require_updated()
-        if self.samples == before == 0:
-            raise LoopError("the loader gave no samples; is the data set empty, or tail='drop'?")
+        if fresh and self.samples == before:
+            raise LoopError(
+                "the loader gave no step; is it empty or used up, or shorter than one step that "
+                "tail='drop' leaves out?"
+            )
+        self._max_batch = self._upper_bound(self.controller.policy)  # a length may be known by now
+        self.controller.limit(self._max_batch)
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,14 +261,14 @@ class AdaptiveBatch:
             raise SettingError(
                 f"min_batch={asked} exceeds the {self._max_batch} samples that a step can have"
             )
-        smallest = self._fit_between(asked, asked, self._max_batch).batch_size
+        smallest = self._fit_between(1, 1, self._max_batch).batch_size
         if 1 < asked < smallest:
             warnings.warn(
-                f"min_batch={asked} is raised to {smallest}, the smallest step that "
-                f"can be cut into {self._min_micro_batches} micro-batches",
+                f"min_batch={asked} is raised to {smallest}, the smallest step that can be cut "
+                f"into {self._min_micro_batches} micro-batches",
                 stacklevel=4,
             )
-        return smallest
+        return max(asked, smallest)
 
     def _fit(self, decision: Decision) -> BatchPlan:
         return self._fit_between(decision.batch_size, self._min_batch, self._max_batch)
@@ -299,9 +307,11 @@ class AdaptiveBatch:
         self.steps, self.skipped = self.steps + finite, self.skipped + (not finite)
         factor = self._scaling(step.samples, self._clock.base_batch, noise)
         factor *= self.controller.decision.lr_factor
-        lr = tuple(float(group["lr"]) * factor for group in self.optimizer.param_groups)
-        decision = self._decide(step, noise, lr, finite)
-        self._optimize(factor, finite)
+        if not (math.isfinite(factor) and factor >= 0):
+            raise SettingError(f"the learning-rate factor {factor} is not finite and positive")
+        with multiplied(self.optimizer, factor) as lr:
+            decision = self._decide(step, noise, lr, finite)
+            self._optimize(finite)
         if finite:
             self._clock.advance(step.samples)
         self.meter.source.zero_grad()
@@ -314,7 +324,7 @@ class AdaptiveBatch:
             batch_size=step.samples,
             micro_batches=step.micro_batches,
             loss=loss,
-            lr=lr,
+            lr=tuple(lr),
             noise=noise,
             skipped=not finite,
             decision=decision,
@@ -322,7 +332,7 @@ class AdaptiveBatch:
         )
 
     def _decide(
-        self, step: "Step", noise: GradientNoise | None, lr: tuple[float, ...], finite: bool
+        self, step: "Step", noise: GradientNoise | None, lr: list[float], finite: bool
     ) -> Decision:
         held = self.controller.decision
         if not finite:
@@ -338,18 +348,22 @@ class AdaptiveBatch:
             samples=self.samples,
             steps=self.steps,
             epoch=self.epoch,
-            lr=lr,
+            lr=tuple(lr),
             seconds=self.seconds,
         )
         return self.controller.next(noise, now)
 
-    def _optimize(self, factor: float, finite: bool) -> None:
-        with multiplied(self.optimizer, factor):
-            if self.scaler is not None:
-                self.scaler.step(self.optimizer)  # skips by itself where a gradient is not finite
-                self.scaler.update()
-            elif finite:
+    def _optimize(self, finite: bool) -> None:
+        if self.scaler is None:
+            if finite:
                 self.optimizer.step()
+            return
+        if finite:
+            self.scaler.step(self.optimizer)
+        else:
+            with suppress(RuntimeError):  # unscaled already, by clipping
+                self.scaler.unscale_(self.optimizer)
+        self.scaler.update()
 
 
 class Step:
@@ -433,8 +447,13 @@ class Step:
         """
         self._require_complete("update")
         source = self._train.meter.source
-        if source.backwards_not_counted:
-            source.require_unchanged("step.update()")
+        if source.foreign_backward:
+            raise GradientError(
+                "a backward of your own changed .grad between the last step.backward and "
+                "step.update(); run it outside the step, or as part of the loss"
+            )
+        if source.micro_batches != len(self._weights) or source.is_empty:
+            raise GradientError(_ZEROED)
         return self._train._finish(self)
 
     def _accumulate(self, loss: Tensor, weight: float) -> None:
@@ -447,6 +466,8 @@ class Step:
         with self._train.meter.source.micro_batch(weight):
             share.backward()  # type: ignore[no-untyped-call]
         self._weights.append(weight)
+        if self._train.meter.source.micro_batches != len(self._weights):
+            raise GradientError(_ZEROED)
         self._losses.append(loss.detach().reshape(()))
 
     def _complete(self) -> None:
@@ -470,14 +491,16 @@ class Step:
         k, total = len(self._weights), math.fsum(self._weights)
         squares, of_sum, losses = readings[:k], readings[k], readings[k + 1 :]
         loss = math.fsum(w * x for w, x in zip(self._weights, losses, strict=True)) / total
-        finite = math.isfinite(of_sum) and all(math.isfinite(square) for square in squares)
-        if not finite or k < 2:
-            return None, loss, finite
+        if not all(math.isfinite(square) for square in (*squares, of_sum)):
+            return None, loss, self._train.meter.source.is_finite()  # a square may overflow alone
+        if k < 2:
+            return None, loss, True
         scale = self._train.scaler.get_scale() if self._train.scaler is not None else 1.0
         unit = (self._reference / (total * scale)) ** 2
         sizes = [self.samples * weight / total for weight in self._weights]
-        noise = from_weighted_losses([unit * s for s in squares], unit * of_sum, sizes)
-        return noise, loss, finite
+        squares = [unit * square for square in squares]
+        noise = from_weighted_losses(squares, unit * of_sum, sizes, self._train.meter.eps)
+        return noise, loss, True
 
     def _require_complete(self, call: str) -> None:
         if self._train._step is not self:

@@ -1,13 +1,21 @@
 """Re-cuts any loader's batches into the plan's micro-batches: nothing lost, nothing twice."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
-from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.act.randomness import (
+    RandomState,
+    random_state,
+    raw_random_state,
+    restorable,
+    restore_random_state,
+)
 from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.errors import BatchError, SettingError, StateError
@@ -60,11 +68,14 @@ class Batches:
         self._count = count or count_samples
         self._glues = split is None
         self._iterator: Iterator[Batch] | None = None
-        self._started_from: dict[str, Any] = {}  # random states at the epoch's start
+        self._passes = 0  # over the loader, so far
+        self._started_from: RandomState = {}  # random states at the epoch's start
         self._fetched = 0  # batches taken from the loader this epoch
+        self._counted = 0  # samples in them
         self._ended = False  # the loader has no more
-        self._pieces: deque[tuple[Batch, int]] = deque()  # (batch, samples), not yet given out
+        self._pieces: deque[_Piece] = deque()  # fetched and not given out
         self._waiting = 0  # samples in the pieces
+        self._learned: int | None = None  # samples of a whole epoch that was seen
 
     @property
     def batch_size(self) -> int | None:
@@ -75,11 +86,11 @@ class Batches:
 
     @property
     def samples(self) -> int | None:
-        """Samples in one epoch; None where the loader does not say."""
+        """Samples in one epoch; None where the loader does not say, until one has been seen."""
         sampler = getattr(self.loader, "batch_sampler", None)
         inner = getattr(sampler, "sampler", None)
         if not isinstance(self.loader, DataLoader) or not isinstance(inner, Sized):
-            return None
+            return self._learned
         total, size = len(inner), self.batch_size
         drops = getattr(sampler, "drop_last", False)
         return total - total % size if drops and size else total
@@ -90,7 +101,7 @@ class Batches:
         return self._iterator is not None
 
     def start(self, epoch: int) -> None:
-        """Starts a pass over the loader and tells its sampler the epoch."""
+        """Starts a pass over the loader and tells its sampler and data set the epoch."""
         self._started_from = self._random_state()
         self._begin(epoch)
 
@@ -113,90 +124,137 @@ class Batches:
         return StepBatches(self, plan, least, most)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands: what was fetched, what is not given out, how it was shuffled."""
+        """Where the pass stands: what was fetched, what is not given out, how it was shuffled.
+
+        No sample is saved: those that wait are fetched again, from the random states that they
+        were fetched with.
+        """
+        first = self._pieces[0] if self._pieces else None
         return {
             "open": self.open,
+            "passes": self._passes,
+            "samples": self.samples,
             "fetched": self._fetched,
             "ended": self._ended,
-            "waiting": list(self._pieces),
+            "waiting_from": self._fetched if first is None else first.number,
+            "given_out": 0 if first is None else first.whole - first.samples,
+            "fetched_from": [restorable(piece.fetched_from) for piece in self._pieces],
             "started_from": self._started_from,
             "generators": self._generator_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
-        """Goes on in the middle of a pass: replays the loader, then puts the samples back.
+        """Goes on in the middle of a pass: replays the loader up to the samples that waited.
 
         Raises:
-            StateError: the loader ends earlier than it did, so it is not the one of the state.
+            StateError: the loader is not the one of the state.
         """
         self._close()
+        self._passes = state["passes"]
         if state["open"]:
-            self._started_from = state["started_from"]
-            restore_random_state(self._started_from["random"])
-            self._restore_generators(self._started_from["generators"])
-            self._begin(epoch)
-            assert self._iterator is not None
-            for number in range(state["fetched"]):
-                if next(self._iterator, None) is None:
-                    raise StateError(
-                        f"the loader has only {number} batches, the saved state has used "
-                        f"{state['fetched']}; resume with the same data and batch size"
-                    )
-            self._fetched, self._ended = state["fetched"], state["ended"]
-            self._pieces.extend((batch, n) for batch, n in state["waiting"])
-            self._waiting = sum(n for _, n in self._pieces)
+            if None not in (self.samples, state["samples"]) and self.samples != state["samples"]:
+                raise StateError(
+                    f"the loader has {self.samples} samples, the saved one had "
+                    f"{state['samples']}; resume with the same data"
+                )
+            self._replay(state, epoch)
         self._restore_generators(state["generators"])
 
     # one pass
 
+    def _replay(self, state: dict[str, Any], epoch: int) -> None:
+        self._started_from = state["started_from"]
+        if getattr(self.loader, "persistent_workers", False) and self._passes > 1:
+            iter(self.loader)  # only the first pass of persistent workers draws a seed for them
+            warnings.warn(
+                "persistent workers keep random states of their own, which are not restored: what "
+                "they draw at random differs from the interrupted run",
+                stacklevel=4,
+            )
+        restore_random_state(self._started_from["random"])
+        self._restore_generators(self._started_from["generators"])
+        self._passes -= 1
+        self._begin(epoch)
+        fetched_from = iter(state["fetched_from"])
+        for number in range(state["fetched"]):
+            if number >= state["waiting_from"]:
+                restore_random_state(next(fetched_from))
+            if not self._fetch():
+                raise StateError(
+                    f"the loader has only {number} batches, the saved one had at least "
+                    f"{state['fetched']}; resume with the same data and batch size"
+                )
+            if number < state["waiting_from"]:
+                self._waiting -= self._pieces.pop().samples
+        if state["given_out"]:
+            self._take(state["given_out"])
+        self._ended = state["ended"]
+
     def _begin(self, epoch: int) -> None:
-        for holder in self._parts():
+        for holder in [*self._parts(), getattr(self.loader, "dataset", None)]:
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
-        self._fetched, self._ended = 0, False
+        self._passes += 1
+        self._fetched, self._counted, self._ended = 0, 0, False
         self._iterator = iter(self.loader)
 
     def _close(self) -> None:
+        if self._ended:
+            self._learned = self._counted
         self._iterator = None
         self._pieces.clear()
         self._waiting = self._fetched = 0
 
     def _read_until(self, samples: int) -> None:
         """Fetches batches until so many samples wait, or the loader ends."""
-        assert self._iterator is not None
         while self._waiting < samples and not self._ended:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                self._ended = True
-                return
-            count = self._count(batch)
-            if self._fetched == 0:
-                self._check_first(count)
-            self._fetched += 1
-            if count:
-                self._pieces.append((batch, count))
-                self._waiting += count
+            self._ended = not self._fetch()
+
+    def _fetch(self) -> bool:
+        """Takes one batch from the loader; False where there is none."""
+        assert self._iterator is not None
+        fetched_from = raw_random_state()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return False
+        samples = self._count(batch)
+        if self._fetched == 0:
+            self._check_first(samples)
+        self._pieces.append(_Piece(batch, samples, samples, self._fetched, fetched_from))
+        self._fetched += 1
+        self._counted += samples
+        self._waiting += samples
+        return True
 
     def _take(self, samples: int) -> tuple[Batch, int]:
         """The next `samples` samples, or fewer where they cannot be glued together."""
-        parts: list[tuple[Batch, int]] = []
+        parts: list[_Piece] = []
         missing = samples
         while missing:
-            batch, count = self._pieces.popleft()
-            if count > missing:
-                self._pieces.appendleft((self._split(batch, missing, count), count - missing))
-                batch, count = self._split(batch, 0, missing), missing
-            parts.append((batch, count))
-            missing -= count
-        glued = parts[0][0]
+            piece = self._pieces.popleft()
+            if piece.samples > missing:
+                piece, rest = self._cut(piece, missing)
+                self._pieces.appendleft(rest)
+            if piece.samples:
+                parts.append(piece)
+            missing -= piece.samples
+        glued = parts[0].batch
         if len(parts) > 1:
-            glued = glue_samples([batch for batch, _ in parts]) if self._glues else None
+            glued = glue_samples([part.batch for part in parts]) if self._glues else None
         if glued is None:
             self._pieces.extendleft(reversed(parts[1:]))
-            glued, samples = parts[0]
+            glued, samples = parts[0].batch, parts[0].samples
         self._waiting -= samples
         return glued, samples
+
+    def _cut(self, piece: "_Piece", samples: int) -> tuple["_Piece", "_Piece"]:
+        head = self._split(piece.batch, 0, samples)
+        tail = self._split(piece.batch, samples, piece.samples)
+        return (
+            replace(piece, batch=head, samples=samples),
+            replace(piece, batch=tail, samples=piece.samples - samples),
+        )
 
     def _check_first(self, count: int) -> None:
         """A map-style loader's first batch is full, so another size is no sample axis."""
@@ -225,11 +283,28 @@ class Batches:
         return [generator.get_state() for generator in self._generators()]
 
     def _restore_generators(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators(), states, strict=True):
+        generators = self._generators()
+        if len(generators) != len(states):
+            raise StateError(
+                f"the loader has {len(generators)} generators of its own, the saved one had "
+                f"{len(states)}; resume with the same generator="
+            )
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state.cpu())
 
-    def _random_state(self) -> dict[str, Any]:
+    def _random_state(self) -> RandomState:
         return {"random": random_state(), "generators": self._generator_states()}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A batch of the loader, or what is left of it."""
+
+    batch: Batch
+    samples: int
+    whole: int  # samples of the loader's batch
+    number: int  # which one of the epoch it was
+    fetched_from: RandomState  # random states before it was fetched
 
 
 class StepBatches:
@@ -262,13 +337,12 @@ class StepBatches:
 
     def _next_size(self) -> int:
         """What is left, spread evenly over the micro-batches that it needs."""
-        planned = self._plan.accumulation - self._given
-        pieces = max(1, planned, -(-self.left // self._plan.micro))
+        pieces = max(1, self._unmade(), -(-self.left // self._plan.micro))
         return max(1, -(-self.left // pieces))
 
     def _look_ahead(self) -> None:
         rest = self._batches
-        rest._read_until(min(self.left, self._plan.micro) + self._least)
+        rest._read_until(min(self.left, self._plan.micro) + self._least + self._unmade())
         after = rest._waiting - self.left
         if rest._ended and (after < 0 or (0 < after < self._least and rest.tail == "share")):
             self._recut(rest._waiting)
@@ -279,6 +353,10 @@ class StepBatches:
         if self._most is None or total <= self._most or waiting <= self.left:
             self.left = waiting
             return
-        unmade = max(0, self._plan.accumulation - self._given)
-        ours = max(self.taken + unmade, min(total - total // 2, total - self._least))
+        first = self.taken + (self._unmade() if self._given else 1)
+        ours = max(first, min(total - total // 2, total - self._least))
         self.left = min(waiting, ours - self.taken)
+
+    def _unmade(self) -> int:
+        """Micro-batches of the plan that are still to come."""
+        return max(0, self._plan.accumulation - self._given)

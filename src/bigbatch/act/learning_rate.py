@@ -57,17 +57,16 @@ class AdaScale:
 
     def __init__(self, base_batch: int) -> None:
         self._average = NoiseAverage(samples=1000 * base_batch)
-        self._latest: GradientNoise | None = None
 
     def __call__(self, batch_size: int, base_batch: int, noise: GradientNoise | None) -> float:
         """The factor of a step; takes its noise into the averages."""
         if noise is not None:
-            self._latest = self._average.update(noise)
-        if self._latest is None:
+            self._average.update(noise)
+        if math.isnan(self._average.signal):
             return 1.0
-        signal = max(0.0, self._latest.signal)
-        small = signal + self._latest.noise / base_batch
-        large = signal + self._latest.noise / batch_size
+        signal = max(0.0, self._average.signal)
+        small = signal + self._average.noise / base_batch
+        large = signal + self._average.noise / batch_size
         return small / large if large else 1.0
 
     def state_dict(self) -> dict[str, float]:

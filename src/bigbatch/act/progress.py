@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
+    SequentialLR,
 )
 
 from bigbatch.errors import SettingError
@@ -30,7 +31,8 @@ class BaseBatchClock:
         self._optimizer = optimizer
         self._scheduler: LRScheduler | None = None
         self._samples = 0  # since the last tick
-        self._said = False
+        self._refused = 0  # ticks after the schedule's end
+        self._pending: dict[str, Any] | None = None  # state of a scheduler that is still to come
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -51,6 +53,9 @@ class BaseBatchClock:
                 "the scheduler belongs to another optimizer than the one that trains"
             )
         self._scheduler = scheduler
+        if scheduler is not None and self._pending is not None:
+            scheduler.load_state_dict(self._pending)
+            self._pending = None
 
     def advance(self, samples: int) -> None:
         """Takes the samples of one optimizer step in and ticks as often as they fill."""
@@ -65,8 +70,9 @@ class BaseBatchClock:
         last = _last_tick(self._scheduler)
         if last is None or self._scheduler.last_epoch < last:
             self._scheduler.step()
-        elif not self._said:
-            self._said = True
+            return
+        self._refused += 1
+        if self._refused == 2:  # a schedule of T ticks starts at tick 0, so one is always left over
             warnings.warn(
                 f"{type(self._scheduler).__name__} reached its end after {last} base batches and "
                 f"stays there; train.base_steps(epochs) gives the total to build it with",
@@ -81,8 +87,8 @@ class BaseBatchClock:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
         self._samples = state["samples"]
-        if self._scheduler is not None and state["scheduler"] is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+        self._pending = state["scheduler"]
+        self.scheduler = self._scheduler
 
 
 def _last_tick(scheduler: LRScheduler) -> int | None:
@@ -91,4 +97,7 @@ def _last_tick(scheduler: LRScheduler) -> int | None:
         return int(scheduler.total_steps) - 1
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
+    if isinstance(scheduler, SequentialLR):
+        last = _last_tick(scheduler._schedulers[-1])
+        return None if last is None else int(scheduler._milestones[-1]) + last
     return None

@@ -1,12 +1,13 @@
 """The sample axis of a batch: counting, cutting and gluing, for any nesting of tensors.
 
 A batch is a tensor, an array, or tuples, lists, mappings and dataclasses of batches. Its leaves
-share their first size, the number of samples. A list of plain values (strings, numbers) is a leaf
-with one value a sample.
+share their first size, the number of samples. A list or tuple of plain values (strings, numbers) is
+a leaf with one value a sample.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy
@@ -17,6 +18,9 @@ from bigbatch.errors import BatchError
 Batch = Any
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
+_REMEDY = (
+    "wrap the loader: Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
+)
 
 
 def count_samples(batch: Batch) -> int:
@@ -31,10 +35,7 @@ def count_samples(batch: Batch) -> int:
     sizes = {_size(leaf) for leaf in _leaves(batch)}
     if len(sizes) != 1:
         found = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
-        raise BatchError(
-            f"a batch with {found} cannot be cut along its samples; wrap the loader: "
-            "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
-        )
+        raise BatchError(f"a batch with {found} cannot be cut along its samples; {_REMEDY}")
     return sizes.pop()
 
 
@@ -68,16 +69,18 @@ class _NotAlikeError(Exception):
 
 
 def _is_leaf(batch: Batch) -> bool:
-    if isinstance(batch, list):
-        return all(isinstance(value, _PLAIN) for value in batch)
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        return len(batch) > 0 and all(isinstance(value, _PLAIN) for value in batch)
     return isinstance(batch, (torch.Tensor, numpy.ndarray))
 
 
 def _size(leaf: Any) -> int:
-    if isinstance(leaf, list):
+    if isinstance(leaf, (list, tuple)):
         return len(leaf)
     if not leaf.shape:
-        raise BatchError("a batch holds a tensor of no dimension, which has no samples to cut")
+        raise BatchError(
+            f"a batch holds a tensor of no dimension, with no samples to cut; {_REMEDY}"
+        )
     return int(leaf.shape[0])
 
 
@@ -98,7 +101,7 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
         if any(batch.keys() != first.keys() for batch in batches):
             raise _NotAlikeError
         mapped = {key: _map(function, [batch[key] for batch in batches]) for key in first}
-        return mapped if type(first) is dict else type(first)(mapped)  # type: ignore[call-arg]
+        return _like(first, mapped)
     if isinstance(first, (tuple, list)):
         if any(len(batch) != len(first) for batch in batches):
             raise _NotAlikeError
@@ -108,16 +111,22 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
         names = [field.name for field in dataclasses.fields(first)]
         changed = {n: _map(function, [getattr(batch, n) for batch in batches]) for n in names}
         return dataclasses.replace(first, **changed)
-    raise BatchError(
-        f"a batch holds a {type(first).__name__}, which cannot be cut; wrap the loader: "
-        "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
-    )
+    raise BatchError(f"a batch holds a {type(first).__name__}, which cannot be cut; {_REMEDY}")
+
+
+def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`values` in a mapping of the same kind, with what else that kind carries."""
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(values)  # type: ignore[call-arg]
+    twin = copy.copy(mapping)
+    twin.update(values)
+    return twin
 
 
 def _concatenate(leaves: list[Any]) -> Any:
     first = leaves[0]
-    if isinstance(first, list):
-        return [value for leaf in leaves for value in leaf]
+    if isinstance(first, (list, tuple)):
+        return type(first)(value for leaf in leaves for value in leaf)
     if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in leaves):
         raise _NotAlikeError
     if isinstance(first, torch.Tensor):

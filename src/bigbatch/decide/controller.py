@@ -14,7 +14,7 @@ class ControllerState(TypedDict):
 
     target: int
     lr_factor: float
-    samples: int
+    samples: float
     steps: int
 
 
@@ -28,8 +28,8 @@ class Controller:
         policy: any object with `decide(noise, now) -> Decision`.
         batch_size: where it starts, in samples over all ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
-        min_batch: what is remembered never falls below, in samples.
-        max_batch: nor rises above; None for no bound.
+        min_batch: what is remembered never falls below, in samples; nor below the policy's own.
+        max_batch: nor rises above, nor above the policy's own; None for no bound.
     Raises:
         SettingError: a size is not positive, the bounds are crossed, or `policy` cannot decide.
     Example:
@@ -49,15 +49,15 @@ class Controller:
         max_batch: int | None = None,
     ) -> None:
         require_positive(batch_size=batch_size, min_batch=min_batch)
-        require_ordered(min_batch, max_batch)
         if not callable(getattr(policy, "decide", None)):
             raise SettingError(f"policy={policy!r} has no method decide(noise, now)")
         self.policy = policy
         self.base_batch = batch_size if base_batch is None else base_batch
         require_positive(base_batch=self.base_batch)
-        self.min_batch, self.max_batch = min_batch, max_batch
-        self.decision = self._inside(Decision(batch_size, "start"))
-        self._samples = 0
+        self.min_batch = max(min_batch, getattr(policy, "min_batch", 1))
+        self.decision = Decision(batch_size, "start")
+        self.limit(max_batch)
+        self._samples = 0.0
         self._steps = 0
 
     def next(self, noise: GradientNoise, now: Progress | None = None) -> Decision:
@@ -73,13 +73,21 @@ class Controller:
         self._samples += noise.samples
         self._steps += 1
         if now is None:
-            now = Progress(0, noise.samples, self.base_batch, self._samples, self._steps)
+            batch_size, samples = round(noise.samples), round(self._samples)
+            now = Progress(0, batch_size, self.base_batch, samples, self._steps)
         now = replace(now, target=self.decision.batch_size)
         decision = self.policy.decide(noise, now)
         if not isinstance(decision, Decision):
             raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
         self.decision = self._inside(decision)
         return self.decision
+
+    def limit(self, max_batch: int | None) -> None:
+        """Sets another upper bound, as the policy's own allows."""
+        bounds = [max_batch, getattr(self.policy, "max_batch", None)]
+        self.max_batch = min((bound for bound in bounds if bound is not None), default=None)
+        require_ordered(self.min_batch, self.max_batch)
+        self.decision = self._inside(self.decision)
 
     def _inside(self, decision: Decision) -> Decision:
         batch_size = max(decision.batch_size, self.min_batch)

@@ -76,7 +76,7 @@ class BatchPlan:
         wanted = min(max(batch_size, min_batch), highest)
         first = max(min_accumulation, -(-min_micro_batches // ranks))
         if micro is None:
-            first = max(first, _least_accumulation(wanted, ranks, max_micro))
+            first = max(first, -(-wanted // (ranks * max_micro)))
             plan = cls._free_micro(wanted, ranks, max_micro, first, min_batch, max_batch)
         else:
             plan = cls._fixed_micro(wanted, ranks, micro, first, min_batch, max_batch)
@@ -133,10 +133,6 @@ def require_ordered(min_batch: int, max_batch: int | None) -> None:
         raise SettingError(
             f"min_batch={min_batch} exceeds max_batch={max_batch}; swap them or raise max_batch"
         )
-
-
-def _least_accumulation(wanted: int, ranks: int, max_micro: int) -> int:
-    return -(-wanted // (ranks * max_micro))
 
 
 def _nearest(wanted: int, quantum: int) -> int:

@@ -124,7 +124,9 @@ class SimiGrad:
 
     def next_batch(self, similarity: float, batch_size: int) -> int:
         """The paper's rule itself, bounds included."""
-        if similarity < self.target:
+        if not math.isfinite(similarity):
+            pass
+        elif similarity < self.target:
             batch_size = max(batch_size + 1, int(self.grow * batch_size))
         elif similarity > self.target and batch_size > 1:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))

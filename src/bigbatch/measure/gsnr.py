@@ -5,7 +5,8 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 
-_EXACT_SUMS = (torch.float32, torch.float64)
+_SUMS = (torch.float32, torch.float64)  # types that squares may be summed in
+_AGREE = 4  # weights whose standard deviation is below so many roundings agree exactly
 
 
 def gsnr(mean: Tensor, second_moment: Tensor, *, gamma: float, r_max: float) -> Tensor:
@@ -13,14 +14,14 @@ def gsnr(mean: Tensor, second_moment: Tensor, *, gamma: float, r_max: float) -> 
 
         r_j <- G_j^2 / s2_j;   r <- r / (mean of r over the layer);   r <- min(max(r, gamma), r_max)
 
-    No epsilon enters: a constant factor on either argument cancels. Weights whose variance is
-    exactly 0 are left out of the layer's mean; r is then gamma where G_j = 0 too (a dead weight)
-    and r_max where it is not (all micro-batches agree).
+    No epsilon enters: a factor on the gradients cancels. Weights whose variance is 0, or no more
+    than the rounding of G_j, are left out of the layer's mean; r is then gamma where G_j = 0 too
+    (a dead weight) and r_max where it is not (all micro-batches agree).
 
     Args:
         mean: G, the layer's mean gradient, any shape and unit.
-        second_moment: s2, its centred second moment over the micro-batches, in that unit squared,
-            up to a constant factor; same shape.
+        second_moment: s2, the centred second moment over the micro-batches, in that unit squared;
+            same shape and dtype.
         gamma: lower clip, in (0, 1].
         r_max: upper clip, at least 1.
     Returns:
@@ -32,42 +33,39 @@ def gsnr(mean: Tensor, second_moment: Tensor, *, gamma: float, r_max: float) -> 
         >>> gsnr(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0]), gamma=0.1, r_max=10.0)
         tensor([1.6000, 0.4000])
     """
-    live = second_moment > 0
-    highest = torch.finfo(second_moment.dtype).max / max(1, second_moment.numel())
-    ratio = mean.to(second_moment.dtype).square() / second_moment
-    ratio = torch.where(live, ratio, 0).clamp_max(highest)
+    limits = torch.finfo(mean.dtype)
+    deviation = second_moment.sqrt()
+    live = deviation > _AGREE * limits.eps * mean.abs()
+    ratio = torch.where(live, (mean / deviation).square(), 0)
     average = ratio.sum() / live.sum()
-    relative = ratio / average.clamp_min(torch.finfo(average.dtype).tiny)
-    without_variance = torch.where(mean == 0, gamma, r_max).to(ratio.dtype)
-    return torch.where(live, relative, without_variance).clamp(gamma, r_max)
+    ratio /= average.clamp_min(limits.tiny)
+    without_variance = torch.full_like(ratio, r_max).masked_fill_(mean == 0, gamma)
+    return torch.where(live, ratio, without_variance).clamp_(gamma, r_max)
 
 
 class GradientMoments:
-    """Subscriber of a source: M2 = sum_d n_d (g_d - G)^2 per element, centred, in one buffer.
+    """Subscriber of a source: mean and centred second moment of the micro-batch gradients.
 
-    While a hook runs, `.grad` is the sum of the micro-batches before, so it serves as the running
-    mean (Welford, weighted). With W the weight before micro-batch d:
+    Per element, with W the weight before micro-batch d (Welford, weighted):
 
-        M2 += n_d W / (W + n_d) (g_d - mean of those before)^2
+        deviation = g_d - mean;   mean += n_d / (W + n_d) deviation
+        M2 += n_d W / (W + n_d) deviation^2
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
-    Squares are float32 at least; for half types the sum is kept here as well.
+    Both buffers are float32 at least, and what is done to `.grad` later does not reach them.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
     """
 
     def __init__(self) -> None:
-        self.micro_batches = 0
         self._before = 0.0  # weight of the complete micro-batches
         self._total = 0.0  # the present one included
-        self._seen: dict[Tensor, float] = {}  # parameter -> weight that its M2 covers
-        self._m2: dict[Tensor, Tensor] = {}  # parameter -> its buffer, kept from step to step
-        self._sums: dict[Tensor, Tensor] = {}  # half-type parameter -> sum of gradients
+        self._seen: dict[Tensor, float] = {}  # parameter -> weight that its moments cover
+        self._moments: dict[Tensor, tuple[Tensor, Tensor]] = {}  # -> (mean, M2), kept for reuse
 
     def begin(self) -> None:
         """A step starts."""
-        self.micro_batches = 0
         self._before = self._total = 0.0
         self._seen.clear()
 
@@ -77,63 +75,50 @@ class GradientMoments:
         self._total += weight
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Takes in what the micro-batch is about to add to `parameter.grad`."""
-        seen = self._seen.get(parameter, 0.0)
-        if seen == self._total:
+        """Takes in n_d g_d, what the micro-batch is about to add to `parameter.grad`."""
+        if self._seen.get(parameter) == self._total:
             raise GradientError(
                 "a parameter received two gradients in one micro-batch (two backwards, or "
                 "reentrant checkpointing); sum the losses and call backward once"
             )
+        mean, m2 = self._until(parameter, self._before)
         weight = self._total - self._before
-        m2 = self._buffer(parameter)
-        deviation = gradient.to(m2.dtype) / weight
-        if seen:
-            self._count_absence(parameter, self._before)
-            deviation -= self._sum(parameter) / self._before
-        else:
-            m2.zero_()
+        deviation = gradient.to(mean.dtype) / weight - mean
+        mean.add_(deviation, alpha=weight / self._total)
         m2.addcmul_(deviation, deviation, value=weight * self._before / self._total)
-        self._add(parameter, gradient, first=not seen)
         self._seen[parameter] = self._total
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self.micro_batches += 1
 
-    def of(self, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(sum of the gradients, M2 over the whole step); None where no micro-batch reached it.
+    def reached(self, parameter: Tensor) -> bool:
+        """Whether any micro-batch of the step reached the parameter."""
+        return parameter in self._seen
 
-        The two share one unit up to a constant, which is all that `gsnr` asks for.
-        """
-        if not self._seen.get(parameter):
-            return None
-        self._count_absence(parameter, self._total)
-        return self._sum(parameter), self._buffer(parameter)
+    def all_agree(self) -> bool:
+        """Whether no element of any gradient varied over the step; waits for the device."""
+        return not any(bool(self.of(parameter)[1].any()) for parameter in self._seen)
 
-    def _count_absence(self, parameter: Tensor, until: float) -> None:
-        """Merges the micro-batches that did not reach the parameter: gradients of 0."""
-        seen = self._seen[parameter]
-        if seen < until:
-            mean = self._sum(parameter) / seen
-            self._buffer(parameter).addcmul_(mean, mean, value=seen * (until - seen) / until)
-            self._seen[parameter] = until
+    def of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, second moment) over the whole step, as `gsnr` takes them."""
+        mean, m2 = self._until(parameter, self._total)
+        return mean, m2 / self._total
 
-    def _buffer(self, parameter: Tensor) -> Tensor:
-        if parameter not in self._m2:
-            wide = parameter.dtype if parameter.dtype in _EXACT_SUMS else torch.float32
-            self._m2[parameter] = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
-        return self._m2[parameter]
-
-    def _sum(self, parameter: Tensor) -> Tensor:
-        if parameter in self._sums:
-            return self._sums[parameter]
-        assert parameter.grad is not None
-        return parameter.grad
-
-    def _add(self, parameter: Tensor, gradient: Tensor, *, first: bool) -> None:
-        if parameter.dtype in _EXACT_SUMS:
-            return
-        if first:
-            self._sums[parameter] = gradient.float().clone()
-        else:
-            self._sums[parameter].add_(gradient)
+    def _until(self, parameter: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        """The moments over so much weight: micro-batches that were missed count as 0."""
+        if parameter not in self._moments:
+            wide = parameter.dtype if parameter.dtype in _SUMS else torch.float32
+            self._moments[parameter] = (
+                torch.zeros_like(parameter, dtype=wide, requires_grad=False),
+                torch.zeros_like(parameter, dtype=wide, requires_grad=False),
+            )
+        mean, m2 = self._moments[parameter]
+        seen = self._seen.get(parameter, 0.0)
+        if not seen:
+            mean.zero_()
+            m2.zero_()
+        elif seen < weight:
+            m2.addcmul_(mean, mean, value=seen * (weight - seen) / weight)
+            mean.mul_(seen / weight)
+            self._seen[parameter] = weight
+        return mean, m2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from types import TracebackType
 from typing import Literal
 
@@ -70,10 +71,13 @@ class GradientMeter:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Makes every backward inside one micro-batch; keeps one copy of its gradient."""
-        self._norms.hold()
-        with self.source.micro_batch():
-            yield
+        """Makes every backward inside one micro-batch; keeps one copy of `.grad` meanwhile."""
+        try:
+            with self.source.micro_batch():
+                self._norms.compare(self.source.parameters)
+                yield
+        finally:
+            self._norms.compare(None)
 
     def read(self, samples: int | Sequence[float]) -> GradientNoise:
         """Returns the noise of the step and waits for the next one.
@@ -89,9 +93,13 @@ class GradientMeter:
         sizes = self._sizes(samples)
         *squares, of_sum = self.measure().tolist()
         self.source.restart()
-        if self.loss == "mean":
-            return from_mean_losses(squares, of_sum, sizes)
-        return from_weighted_losses(squares, of_sum, sizes)
+        estimate = from_mean_losses if self.loss == "mean" else from_weighted_losses
+        return estimate(squares, of_sum, sizes, self.eps)
+
+    @property
+    def eps(self) -> float:
+        """Relative rounding of the coarsest type among the gradients."""
+        return max(torch.finfo(p.dtype).eps for p in self.source.parameters if p.requires_grad)
 
     def measure(self) -> Tensor:
         """Squared norms of what each micro-batch added to `.grad`, then of `.grad` itself.
@@ -104,14 +112,16 @@ class GradientMeter:
         return torch.stack([*self._norms.squares, of_sum])
 
     def _sizes(self, samples: int | Sequence[float]) -> Sequence[float]:
-        if not isinstance(samples, int):
+        if not isinstance(samples, int | Integral):
             return samples
-        k = max(1, self.source.micro_batches)
-        if samples % k:
+        k = self.source.micro_batches
+        if self._norms.uneven or samples % k:
+            why = "; some did not reach every parameter" if self._norms.uneven else ""
             raise GradientError(
-                f"samples={samples} is not {k} equal micro-batches; give the list of their sizes"
+                f"samples={samples} is not {k} equal micro-batches{why}; give the list of sizes, "
+                "and mark a micro-batch of several backwards `with meter.micro_batch():`"
             )
-        return [samples // k] * k
+        return [int(samples) // k] * k
 
 
 class _MicroBatchNorms:
@@ -119,35 +129,46 @@ class _MicroBatchNorms:
 
     def __init__(self) -> None:
         self.squares: list[Tensor] = []
+        self.uneven = False  # whether micro-batches reached different parameters
         self._present: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
-        self._held: dict[Tensor, Tensor] | None = None  # parameter -> h, where more may come
+        self._reached: set[Tensor] = set()  # by the first micro-batch
+        self._copies: dict[Tensor, Tensor | None] | None = None  # .grad before the present one
 
-    def hold(self) -> None:
-        """Sums the gradients of the next micro-batch before their norm is taken."""
-        self._held = {}
+    def compare(self, parameters: list[Tensor] | None) -> None:
+        """Reads the micro-batch as a difference of `.grad`, whatever makes it up; None: no more."""
+        if parameters is None:
+            self._copies = None
+        else:
+            self._copies = {p: None if p.grad is None else p.grad.clone() for p in parameters}
 
     def begin(self) -> None:
         self.squares.clear()
+        self.uneven = False
 
     def micro_batch(self, weight: float) -> None:
         self._present.clear()
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        if self._held is not None:
-            held = self._held.get(parameter)
-            self._held[parameter] = gradient if held is None else held + gradient
-        elif parameter not in self._present:
-            self._present[parameter] = squared_norm(gradient)
-        else:
+        if self._copies is not None:
+            return
+        if parameter in self._present:
             raise GradientError(
                 "a parameter received two gradients in one micro-batch; mark the micro-batches "
                 "with `with meter.micro_batch():`"
             )
+        self._present[parameter] = squared_norm(gradient)
 
     def end(self) -> None:
-        if self._held is not None:
-            self._present = {p: squared_norm(g) for p, g in self._held.items()}
-            self._held = None
+        if self._copies is not None:
+            self._present = {
+                p: squared_norm(p.grad if before is None else p.grad - before)
+                for p, before in self._copies.items()
+                if p.grad is not None
+            }
+        reached = set(self._present)
+        if not self.squares:
+            self._reached = reached
+        self.uneven |= reached != self._reached
         self.squares.append(_total(list(self._present.values())))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from bigbatch.errors import GradientError
 
+_FLOAT32_EPS = 2.0**-23
 _ROUNDING = 1e-3  # A < N |G|^2 by more than this share of A is no rounding of float32 sums
 
 
@@ -34,15 +35,18 @@ class GradientNoise:
 
     signal: float
     noise: float
-    samples: int
+    samples: float
     micro_batches: int
 
     @property
     def similarity(self) -> float:
         """phi = signal / (signal + 2 noise / N): the expected cosine of two half-batch gradients.
 
-        In [-1, 1]; nan where every gradient is zero.
+        In [-1, 1]; nan where every gradient is zero. Averages, and mean losses of unequal sizes,
+        can hold a signal below what |G|^2 >= 0 allows: that is -1.
         """
+        if self.signal < -self.noise / self.samples:
+            return -1.0
         both = self.signal + 2 * self.noise / self.samples
         return self.signal / both if both else math.nan
 
@@ -55,7 +59,10 @@ class GradientNoise:
 
 
 def from_weighted_losses(
-    squared_norms: Sequence[float], squared_norm_of_sum: float, sizes: Sequence[float]
+    squared_norms: Sequence[float],
+    squared_norm_of_sum: float,
+    sizes: Sequence[float],
+    eps: float = _FLOAT32_EPS,
 ) -> GradientNoise:
     """Noise and signal where the losses of a step sum to its mean loss, so `.grad` is G.
 
@@ -70,6 +77,7 @@ def from_weighted_losses(
         squared_norms: |h_d|^2 of each micro-batch, k of them.
         squared_norm_of_sum: |sum h_d|^2 = |G|^2.
         sizes: n_d, what the loss of each micro-batch averages over, k of them, positive.
+        eps: relative rounding of the gradients' type, for the check that A >= N |G|^2.
     Raises:
         GradientError: fewer than two micro-batches, or A < N |G|^2, which no data can give.
     Source:
@@ -80,12 +88,15 @@ def from_weighted_losses(
     """
     k, total = _count(squared_norms, sizes)
     spread = total**2 * math.fsum(s / n for n, s in zip(sizes, squared_norms, strict=True))
-    noise = _positive(spread, total * squared_norm_of_sum) / (k - 1)
-    return GradientNoise(squared_norm_of_sum - noise / total, noise, round(total), k)
+    noise = _positive(spread, total * squared_norm_of_sum, k * eps) / (k - 1)
+    return GradientNoise(squared_norm_of_sum - noise / total, noise, total, k)
 
 
 def from_mean_losses(
-    squared_norms: Sequence[float], squared_norm_of_sum: float, sizes: Sequence[float]
+    squared_norms: Sequence[float],
+    squared_norm_of_sum: float,
+    sizes: Sequence[float],
+    eps: float = _FLOAT32_EPS,
 ) -> GradientNoise:
     """The same where each backward was its micro-batch's plain mean loss, so `.grad` is sum g_d.
 
@@ -98,6 +109,7 @@ def from_mean_losses(
         squared_norms: |g_d|^2 of each micro-batch, k of them.
         squared_norm_of_sum: |sum g_d|^2.
         sizes: n_d of each micro-batch, positive.
+        eps: as for `from_weighted_losses`.
     Raises:
         GradientError: as for `from_weighted_losses`.
     Source:
@@ -106,8 +118,8 @@ def from_mean_losses(
     k, total = _count(squared_norms, sizes)
     mean = squared_norm_of_sum / k**2
     inverse = math.fsum(1 / n for n in sizes)
-    noise = _positive(math.fsum(squared_norms), k * mean) / ((1 - 1 / k) * inverse)
-    return GradientNoise(mean - noise * inverse / k**2, noise, round(total), k)
+    noise = _positive(math.fsum(squared_norms), k * mean, k * eps) / ((1 - 1 / k) * inverse)
+    return GradientNoise(mean - noise * inverse / k**2, noise, total, k)
 
 
 def _count(squared_norms: Sequence[float], sizes: Sequence[float]) -> tuple[int, float]:
@@ -123,15 +135,16 @@ def _count(squared_norms: Sequence[float], sizes: Sequence[float]) -> tuple[int,
         )
     if min(sizes) <= 0:
         raise GradientError(f"micro-batch sizes must be positive, got {list(sizes)}")
-    return k, math.fsum(sizes)
+    total = math.fsum(sizes)
+    return k, round(total) if math.isclose(total, round(total)) else total
 
 
-def _positive(spread: float, of_mean: float) -> float:
+def _positive(spread: float, of_mean: float, rounding: float) -> float:
     """spread - of_mean, which cannot be negative but for rounding."""
-    if spread - of_mean < -_ROUNDING * spread:
+    if spread - of_mean < -max(_ROUNDING, rounding) * spread:
         raise GradientError(
             f"the step's gradient is longer than its micro-batches allow (sum n_d |g_d|^2 = "
             f"{spread:.6g} < N |G|^2 = {of_mean:.6g}); are the sizes those of the backwards, and "
             "was .grad empty before the first one?"
         )
-    return max(0.0, spread - of_mean)
+    return max(spread - of_mean, 0.0)  # in this order nan stays nan

@@ -19,7 +19,7 @@ class NoiseAverage:
     Args:
         samples: length of the window, in samples; positive.
     Raises:
-        SettingError: the window is not positive.
+        SettingError: the window is not positive and finite.
     Example:
         >>> average = NoiseAverage(samples=1000)
         >>> average.update(GradientNoise(-1.0, 60.0, samples=100, micro_batches=4)).noise_scale
@@ -30,21 +30,35 @@ class NoiseAverage:
     """
 
     def __init__(self, samples: float) -> None:
-        if not samples > 0:
-            raise SettingError(f"samples={samples} must be positive: the window, in samples")
+        if not 0 < samples < math.inf:
+            raise SettingError(f"samples={samples} must be positive and finite: the window")
         self.samples = samples
         self._signal = 0.0
         self._noise = 0.0
         self._unseen = 1.0  # weight of the time before the first step
 
     def update(self, noise: GradientNoise) -> GradientNoise:
-        """Takes one step in and returns it with signal and noise replaced by the averages."""
+        """Takes one step in and returns it with signal and noise replaced by the averages.
+
+        A step that is not finite is returned as it is and not taken in.
+        """
+        if not (math.isfinite(noise.signal) and math.isfinite(noise.noise)):
+            return noise
         keep = math.exp(-noise.samples / self.samples)
         self._signal = keep * self._signal + (1 - keep) * noise.signal
         self._noise = keep * self._noise + (1 - keep) * noise.noise
         self._unseen *= keep
-        seen = 1 - self._unseen
-        return replace(noise, signal=self._signal / seen, noise=self._noise / seen)
+        return replace(noise, signal=self.signal, noise=self.noise)
+
+    @property
+    def signal(self) -> float:
+        """Average signal; nan before the first step."""
+        return self._signal / (1 - self._unseen) if self._unseen < 1 else math.nan
+
+    @property
+    def noise(self) -> float:
+        """Average noise; nan before the first step."""
+        return self._noise / (1 - self._unseen) if self._unseen < 1 else math.nan
 
     def state_dict(self) -> dict[str, float]:
         """What `load_state_dict` needs to go on."""

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.gsnr import GradientMoments, gsnr
@@ -66,6 +66,8 @@ class VarianceReduced(Optimizer):
     ) -> None:
         if isinstance(base, VarianceReduced):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
+        if isinstance(base, LBFGS):
+            raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
         self.base = base
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3}
         self._averages: dict[Tensor, tuple[Tensor, int]] = {}  # parameter -> (p, t)
@@ -77,6 +79,16 @@ class VarianceReduced(Optimizer):
             self._adopt(group)
         self._source: GradientSource = PlainSource(self._parameters())
         self._source.subscribe(self._moments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"base": self.base, "own": self._own, "averages": list(self._averages.items())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "base" not in state:
+            super().__setstate__(state)
+            return
+        VarianceReduced.__init__(self, state["base"], **state["own"])
+        self._averages = dict(state["averages"])
 
     # the base optimizer's, under our name
 
@@ -93,7 +105,11 @@ class VarianceReduced(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer and watches its gradients."""
         self.base.add_param_group(param_group)
-        self._adopt(self.base.param_groups[-1])
+        try:
+            self._adopt(self.base.param_groups[-1])
+        except SettingError:
+            self.base.param_groups.pop()
+            raise
         if isinstance(self._source, PlainSource):
             self._source.add(self._parameters())
 
@@ -143,8 +159,16 @@ class VarianceReduced(Optimizer):
                 f"{type(self).__name__} saw {k} backward() calls since zero_grad(), it needs at "
                 f"least 2 (k >= {_FEW} is better): split the batch into micro-batches"
             )
-        if k < _FEW and not self._warned:
-            self._warned = True
+        if self._warned:
+            return
+        self._warned = True
+        if self._moments.all_agree():
+            warnings.warn(
+                "every micro-batch has the same gradient, so r says nothing; is it the same data, "
+                "or a gradient that was averaged already?",
+                stacklevel=3,
+            )
+        if k < _FEW:
             warnings.warn(
                 f"k = {k} micro-batches give a poor signal-to-noise ratio: pure noise has a mean "
                 f"ratio of 1 / (k - 3); use k >= {_FEW}",
@@ -153,17 +177,19 @@ class VarianceReduced(Optimizer):
 
     def _fold(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Puts r g, or p_hat g, where g was."""
-        moments = self._moments.of(parameter)
-        if moments is None:
-            raise GradientError("a parameter has a gradient that no counted backward gave it")
-        r = gsnr(*moments, gamma=group["gamma"], r_max=group["r_max"])
+        assert parameter.grad is not None
+        if not self._moments.reached(parameter) and parameter.grad.any():
+            raise GradientError(
+                "a parameter has a gradient that no counted backward gave it; let every gradient "
+                "come from backward() after zero_grad()"
+            )
+        r = gsnr(*self._moments.of(parameter), gamma=group["gamma"], r_max=group["r_max"])
         beta3 = group["beta3"]
         if beta3 is not None:
             average, t = self._averages.get(parameter, (torch.zeros_like(r), 0))
             average.lerp_(r, 1 - beta3)
             self._averages[parameter] = average, t + 1
             r = average / (1 - beta3 ** (t + 1))
-        assert parameter.grad is not None
         parameter.grad.mul_(r)
 
     # what is saved
@@ -189,9 +215,11 @@ class VarianceReduced(Optimizer):
             if _AVERAGE in state:
                 average = state[_AVERAGE].to(parameters[index].device, copy=True)
                 averages[parameters[index]] = average, int(state[_STEPS])
+        own = [{name: group[name] for name in self._own} for group in self.param_groups]
         self.base.load_state_dict({**state_dict, "state": {i: s for i, s in rest.items() if s}})
-        for group in self.base.param_groups:
-            self._adopt(group)
+        for group, before in zip(self.base.param_groups, own, strict=True):
+            for name, value in before.items():
+                group.setdefault(name, value)
         self._averages = averages
         self._source.restart()
 

@@ -80,6 +80,7 @@ DIGITS = Recipe(
         base_batch=32,
         micro_batch=128,
         lr=0.02,
+        threads=1,  # so small a network gains nothing from more, and on a busy machine loses much
     ),
     arms={
         "fixed-32": {"policy": "fixed"},

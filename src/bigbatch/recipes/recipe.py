@@ -32,6 +32,7 @@ class Settings:
         gamma, r_max: clips of a VR optimizer; not used by others.
         lr_scaling: "sqrt", "linear", "adascale" or "none".
         checkpoint_every: steps between checkpoints.
+        threads: CPU threads of torch.
     """
 
     recipe: str
@@ -52,6 +53,7 @@ class Settings:
     r_max: float = 1.0
     lr_scaling: str = "sqrt"
     checkpoint_every: int = 100
+    threads: int
 
     def changed(self, changes: dict[str, Any]) -> "Settings":
         """A copy with some settings changed."""

@@ -44,6 +44,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         self.settings = settings
+        torch.set_num_threads(settings.threads)
         random.seed(settings.seed)
         numpy.random.seed(settings.seed)  # noqa: NPY002  # what users' data sets draw from
         torch.manual_seed(settings.seed)

@@ -61,7 +61,7 @@ def describe(kind: Literal["run", "study"], settings: dict[str, Any]) -> bytes:
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in packages},
         },
-        "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
+        "machine": platform.platform(),
     }
     return yaml.safe_dump(about, sort_keys=False).encode()
 

@@ -1,5 +1,6 @@
 """Gradients of plain tensors in one process: a hook on each leaf parameter."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,10 +31,13 @@ class PlainSource:
         self.explicit = explicit
         self.parameters: list[Tensor] = []
         self.micro_batches = 0
-        self.backwards_not_counted = 0
+        self.foreign_backward = False  # one outside changed .grad since the last micro-batch
         self._subscribers: list[Subscriber] = []
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._inside = False
+        self._reached: set[Tensor] = set()  # by the present micro-batch
+        self._by_itself = False  # whether a backward opened it, and not micro_batch()
+        self._callback: weakref.ref[Callable[[], None]] | None = None  # alive while a backward runs
         self._stamps: list[_Stamp] = []
         self._before: list[_Stamp] = []
         weakref.finalize(self, _remove, self._handles)
@@ -63,8 +67,9 @@ class PlainSource:
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
-        self.backwards_not_counted = 0
-        self._inside = False
+        self.foreign_backward = False
+        self._inside = self._by_itself = False
+        self._callback = None
         self._hook()
 
     def zero_grad(self) -> None:
@@ -85,12 +90,17 @@ class PlainSource:
         self._close()
 
     def require_unchanged(self, since: str) -> None:
-        """Raises GradientError where somebody wrote to `.grad` after the last micro-batch."""
+        """Raises GradientError where no step is measured, or `.grad` was written to since."""
         if self._inside:
             self.restart()
             raise GradientError(
                 "the last backward did not finish, so its gradient is incomplete; "
                 "zero the gradients and repeat the step"
+            )
+        if not self.micro_batches:
+            raise GradientError(
+                f"0 micro-batches were seen before {since}; call backward() at least twice, after "
+                "the meter or optimizer is made and after zero_grad()"
             )
         if self._stamp() != self._stamps:
             raise GradientError(
@@ -98,45 +108,90 @@ class PlainSource:
                 "edit gradients, and run backwards of your own, outside the accumulation"
             )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(parameter.grad is None for parameter in self.parameters)
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is; waits for the device."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
     def stamp(self) -> None:
         """Accepts `.grad` as it is now, after a change that belongs to the step."""
         self._stamps = self._stamp()
 
     # what happens to a step
 
+    @torch.no_grad()
     def _gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        begins = self._callback is None or self._callback() is None
+        if begins and self._by_itself:
+            self.restart()  # the backward before this one failed
+        if begins and not self._inside:
+            if not self.explicit:
+                self._open(1.0)
+                self._by_itself = True
+            self._when_backward_ends()
         if not self._inside:
-            if self.explicit:
-                self.backwards_not_counted += 1
-                return
-            self._open(1.0)
-            Variable._execution_engine.queue_callback(self._close_backward)
+            return
+        if gradient.layout != torch.strided:
+            raise GradientError(
+                f"a gradient of layout {gradient.layout} cannot be measured; use dense gradients, "
+                "for embeddings sparse=False"
+            )
+        self._reached.add(parameter)
         for subscriber in self._subscribers:
             subscriber.gradient(parameter, gradient)
 
+    def _when_backward_ends(self) -> None:
+        """Queues a callback that the engine keeps alive until the backward ends or fails."""
+        ended = PlainSource._backward_ended if self._by_itself else PlainSource._foreign_ended
+        callback = functools.partial(ended, self)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
+
     def _open(self, weight: float) -> None:
-        if self.micro_batches and all(p.grad is None for p in self.parameters):
+        self._hook()
+        zeroed = self.micro_batches and self._stamp() != self._stamps and self._is_clean()
+        if zeroed and not self.explicit:
             self.restart()  # zero_grad() was called: what was accumulated is gone
         if self.micro_batches:
             self.require_unchanged("this one")
         else:
             self._require_one_rank()
-            self._require_clean()
+            if not self._is_clean():
+                raise GradientError(
+                    ".grad is not empty before the first backward of a step; call zero_grad() first"
+                )
             for subscriber in self._subscribers:
                 subscriber.begin()
         self._before = self._stamp()
-        self._inside = True
+        self._reached.clear()
+        self._inside, self.foreign_backward = True, False
         for subscriber in self._subscribers:
             subscriber.micro_batch(weight)
 
     def _close(self) -> None:
-        self._inside = False
+        self._inside = self._by_itself = False
         self.micro_batches += 1
         self._stamps = self._stamp()
+        for parameter, before, after in zip(
+            self.parameters, self._before, self._stamps, strict=True
+        ):
+            if before != after and parameter not in self._reached:
+                raise GradientError(
+                    "a parameter received a gradient that was not seen: it was unfrozen, or its "
+                    "hooks were removed, after the step began; do that between steps"
+                )
         for subscriber in self._subscribers:
             subscriber.end()
 
-    def _close_backward(self) -> None:
+    def _foreign_ended(self) -> None:
+        self.foreign_backward |= self._stamp() != self._stamps
+
+    def _backward_ended(self) -> None:
         if self._stamp() == self._before:
             self.restart()
             raise GradientError(
@@ -151,12 +206,10 @@ class PlainSource:
         grads = (parameter.grad for parameter in self.parameters)
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
-    def _require_clean(self) -> None:
+    def _is_clean(self) -> bool:
+        """Whether every `.grad` is None, or zero, which alone costs a look."""
         left = [p.grad for p in self.parameters if p.grad is not None and p.grad.numel()]
-        if left and any(norm != 0 for norm in torch._foreach_norm(left, torch.inf)):
-            raise GradientError(
-                ".grad is not empty before the first backward of a step; call zero_grad() first"
-            )
+        return not left or all(norm == 0 for norm in torch._foreach_norm(left, torch.inf))
 
     def _require_one_rank(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

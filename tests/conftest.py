@@ -1,0 +1,31 @@
+"""What several test files share."""
+
+import sys
+
+import pytest
+import torch
+
+from bigbatch.cli import main
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Two test processes on two cores; sums then also come in one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def bigbatch(monkeypatch, capsys):
+    """The command, in this process: returns (exit status, standard output, standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bigbatch", *map(str, arguments)])
+        status = 0
+        try:
+            main()
+        except SystemExit as ending:
+            status = ending.code
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run

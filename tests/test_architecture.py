@@ -1,0 +1,115 @@
+"""The house: imports follow the data, and optional packages stay in connect/."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bigbatch
+import bigbatch.optim
+
+SOURCE = Path(bigbatch.__file__).parent
+# errors < measure < decide < act, optim < loop < connect, report < recipes < cli
+LEVELS = {
+    "errors": 0,
+    "measure": 1,
+    "decide": 2,
+    "act": 3,
+    "optim": 3,
+    "loop": 4,
+    "connect": 5,
+    "report": 5,
+    "recipes": 6,
+    "bench": 6,
+    "cli": 7,
+}
+LIBRARY = {"errors", "measure", "decide", "act", "optim", "loop"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """The first name below bigbatch, "" for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide the direction"
+            found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_imports_follow_the_data(file):
+    room = room_of(module_of(file))
+    if room == "":
+        return  # the public face may name everything below
+    for imported in imports_of(file):
+        if imported.split(".")[0] == "bigbatch":
+            other = room_of(imported)
+            assert other in LEVELS, f"{file} imports {imported}, which has no place in the house"
+            same_or_lower = other == room or LEVELS[other] < LEVELS[room]
+            assert same_or_lower, f"{file}: {room} may not import {imported}"
+
+
+def test_every_room_has_a_place():
+    rooms = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__pycache__", "py"} <= set(LEVELS) | {"py.typed"}
+
+
+def test_decide_knows_no_tensor_no_clock_and_no_file():
+    forbidden = {"torch", "numpy", "time", "datetime", "os", "pathlib", "io", "random"}
+    for file in (SOURCE / "decide").glob("*.py"):
+        assert not forbidden & {name.split(".")[0] for name in imports_of(file)}, file
+
+
+def test_the_library_needs_torch_and_numpy_alone():
+    allowed = {"torch", "numpy", "bigbatch"} | sys.stdlib_module_names
+    for file in FILES:
+        if room_of(module_of(file)) in LIBRARY:
+            assert {name.split(".")[0] for name in imports_of(file)} <= allowed, file
+
+
+def test_importing_bigbatch_brings_no_package_that_torch_does_not():
+    code = (
+        "import sys, torch, numpy, torch.utils.data; before = set(sys.modules)\n"
+        "import bigbatch, bigbatch.optim\n"
+        "roots = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(roots - set(sys.stdlib_module_names)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "['bigbatch']" == result.stdout.strip()
+
+
+def test_the_public_names_are_these():
+    assert [
+        "AdaptiveBatch",
+        "BatchPlan",
+        "Batches",
+        "BigbatchError",
+        "Controller",
+        "Decision",
+        "Fixed",
+        "GradientMeter",
+        "GradientNoise",
+        "NoiseAverage",
+        "Policy",
+        "Progress",
+        "SimiGrad",
+        "Step",
+        "StepRecord",
+    ] == bigbatch.__all__
+    assert ["VRSGD", "VRAdam", "VarianceReduced"] == bigbatch.optim.__all__

@@ -1,0 +1,140 @@
+"""The command: one line for what is wrong, exit status 2, nothing overwritten, no traceback."""
+
+import json
+
+import pytest
+
+QUICK = ("--epochs", "1", "--quiet")
+
+WRONG = [
+    (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
+    (["train", "--bogus"], "No such option: --bogus"),
+    (["walk"], "No such command 'walk'"),
+    (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: simigrad, fixed"),
+    (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
+    (["train", "--target", "1.5"], "target=1.5 must lie inside (-1, 1)"),
+    (["train", "--target", "-1"], "target=-1.0 must lie inside (-1, 1)"),
+    (["train", "--target", "high"], "--target"),
+    (["train", "--min-batch", "512", "--max-batch", "256"], "min_batch=512 exceeds max_batch=256"),
+    (["train", "--max-batch", "2"], "max_batch=2"),
+    (["train", "--batch-size", "0"], "batch_size=0 must be a whole number of at least 1"),
+    (["train", "--epochs", "0"], "--epochs"),
+    (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must lie in (0, 1]"),
+    (["train", "--data", "nowhere"], "there is no data folder nowhere"),
+    (["train", "--data", "."], "recipe 'digits' brings its own data"),
+    (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
+    (["train", "--resume", "."], "cannot be read as a run of bigbatch"),
+    (["train", "--resume", "x", "--target", "0.1"], "--resume does not go together with --target"),
+    (["train", "--target", "0.1", "--seeds", "2"], "does not go together with --seeds"),
+    (["compare", "nowhere"], "there is no run directory nowhere"),
+    (["report", "."], "cannot be read as a run of bigbatch"),
+    (["report"], "RUN"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: " ".join(value))
+def test_a_mistake_is_one_line_and_writes_nothing(
+    bigbatch, tmp_path, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bigbatch(*arguments)
+    assert 2 == status
+    assert "" == out
+    assert message in err
+    assert err.startswith("bigbatch: ")
+    assert 1 == err.count("\n")
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    for extra in ([], ["--target", "0.5"]):
+        status, _, err = bigbatch("train", "--out", tmp_path / "mine", *extra)
+        assert (2, 1) == (status, err.count("\n"))
+        assert "already in use; nothing was overwritten" in err
+        assert "precious" == (tmp_path / "mine").read_text()
+
+
+def test_help_teaches_by_example(bigbatch):
+    status, out, _ = bigbatch("train", "--help")
+    assert 0 == status
+    assert "bigbatch train --resume runs/digits-1" in out
+    assert 0 == bigbatch("--help")[0]
+
+
+def test_recipes_are_listed_with_their_arms(bigbatch):
+    _, out, _ = bigbatch("recipes")
+    assert "digits" in out
+    assert "simigrad-vr-momentum" in out
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One finished training of one epoch."""
+    import subprocess
+    import sys
+
+    out = tmp_path_factory.mktemp("runs") / "one"
+    code = "from bigbatch.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "--optimizer", "vr-momentum", *QUICK]
+    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
+    return out
+
+
+def test_a_training_leaves_a_whole_run_directory(trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "checkpoint.pt", "events", "report.html"} <= names
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]
+    assert sum(row["batch_size"] for row in rows) == rows[-1]["samples"] == 1347
+    assert rows[-1]["test_accuracy"] is not None
+    for row in rows:
+        assert 1 == row["schema"]
+        assert 16 <= row["batch_size"] <= 512
+        assert row["reason"]
+
+
+def test_tensorboard_reads_the_events(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained / "events")).Reload()
+    logged = [scalar.value for scalar in events.Scalars("batch_size")]
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [row["batch_size"] for row in rows] == logged
+
+
+def test_a_finished_run_is_resumed_to_the_same_table(bigbatch, trained):
+    before = (trained / "metrics.jsonl").read_bytes()
+    status, out, _ = bigbatch("train", "--resume", trained, "--quiet")
+    assert 0 == status
+    assert "test accuracy" in out
+    assert before == (trained / "metrics.jsonl").read_bytes()
+
+
+def test_compare_shows_runs_in_one_table(bigbatch, trained):
+    status, out, _ = bigbatch("compare", trained, trained)
+    assert 0 == status
+    assert "1,347" in out
+
+
+def test_report_goes_where_it_is_told(bigbatch, trained, tmp_path):
+    assert 0 == bigbatch("report", trained, "-o", tmp_path / "page.html")[0]
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert 0 == bigbatch("report", trained, "-o", tmp_path / "curves.png")[0]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    status, _, err = bigbatch("report", trained, "-o", tmp_path / "curves.docx")
+    assert (2, True) == (status, "must be .html, .png or .svg" in err)
+    status, _, err = bigbatch("report", trained, "-o", tmp_path / "no" / "such" / "folder.html")
+    assert (2, True) == (status, "cannot be written" in err)
+
+
+def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
+    status, out, _ = bigbatch(
+        "train", "--target", "0.5", "--epochs", "1", "--out", tmp_path / "run"
+    )
+    assert 0 == status
+    for word in ("batch", "similarity", "target 0.5", "noise scale", "lr", "loss", "samples/s"):
+        assert word in out
+    assert "1,347/1,347" in out
+    quiet = bigbatch("train", "--target", "0.5", *QUICK, "--out", tmp_path / "quiet")[1]
+    assert "samples/s" not in quiet

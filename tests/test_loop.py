@@ -1,0 +1,929 @@
+"""AdaptiveBatch around a loop of one's own: gradients, records, decisions, refusals."""
+
+import copy
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import bigbatch as bb
+from bigbatch.errors import GradientError, LoopError, SettingError, StateError
+from bigbatch.optim import VRSGD, VRAdam
+
+torch.set_num_threads(1)
+SEED = 7
+GROW, SHRINK = bb.SimiGrad(target=0.999), bb.SimiGrad(target=-0.999)
+
+
+def classifier(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def data(n: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    torch.manual_seed(SEED + 1)
+    return TensorDataset(torch.randn(n, 5, dtype=dtype), torch.randint(3, (n,)))
+
+
+def adaptive(
+    n: int = 96,
+    *,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Callable[..., Any] = SGD,
+    loader: Any = None,
+    **more: Any,
+) -> bb.AdaptiveBatch:
+    """A small classifier on n random samples, in batches of 16, every setting open."""
+    model = classifier(dtype)
+    own = optimizer(model.parameters(), lr=0.1)
+    loader = DataLoader(data(n, dtype), 16) if loader is None else loader
+    return bb.AdaptiveBatch(model, own, loader, **{"policy": GROW, **more})
+
+
+def loss_of(train: bb.AdaptiveBatch, batch: Any) -> Tensor:
+    x, y = batch
+    return cross_entropy(train.model(x), y)
+
+
+def one_step(train: bb.AdaptiveBatch, step: bb.Step) -> bb.StepRecord:
+    for batch in step:
+        step.backward(loss_of(train, batch))
+    return step.update()
+
+
+def records(train: bb.AdaptiveBatch) -> Iterator[bb.StepRecord]:
+    """One pass, or the rest of it."""
+    for step in train:
+        yield one_step(train, step)
+
+
+def first_step(train: bb.AdaptiveBatch) -> bb.Step:
+    return next(iter(train))
+
+
+def done(train: bb.AdaptiveBatch) -> bb.Step:
+    """The first step with all its backwards, not yet updated."""
+    step = first_step(train)
+    for batch in step:
+        step.backward(loss_of(train, batch))
+    return step
+
+
+def weights(train: bb.AdaptiveBatch) -> list[Tensor]:
+    return [p.detach().clone() for p in train.model.parameters()]
+
+
+def gradients(train: bb.AdaptiveBatch) -> list[Tensor]:
+    return [p.grad.clone() for p in train.model.parameters()]
+
+
+def same(expected: list[Tensor], actual: list[Tensor]) -> bool:
+    return all(torch.equal(e, a) for e, a in zip(expected, actual, strict=True))
+
+
+def untimed(some: list[bb.StepRecord]) -> list[bb.StepRecord]:
+    return [replace(record, seconds=0.0) for record in some]
+
+
+class Target:
+    """A policy of one's own that walks through a list of batch sizes."""
+
+    def __init__(self, *sizes: int, lr_factor: float = 1.0) -> None:
+        self.sizes, self.lr_factor = sizes, lr_factor
+
+    def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
+        size = self.sizes[min(now.steps, len(self.sizes)) - 1]
+        return bb.Decision(size, f"the {now.steps}. size", self.lr_factor)
+
+
+# the gradient
+
+
+def handed_over(train: bb.AdaptiveBatch) -> list[list[Tensor]]:
+    """Fills with the gradients that the optimizer steps with, one list a step."""
+    seen: list[list[Tensor]] = []
+    train.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(train)))
+    return seen
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    own=st.lists(st.integers(1, 20), min_size=1, max_size=8).filter(lambda own: sum(own) >= 4),
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    micro=st.integers(1, 12),
+)
+def test_the_optimizer_is_handed_the_mean_gradient_of_the_batch(own, sizes, micro):
+    x, y = data(sum(own)).tensors
+    loader = list(zip(x.split(own), y.split(own), strict=True))
+    train = adaptive(loader=loader, policy=Target(*sizes), batch_size=sizes[0], micro_batch=micro)
+    seen = handed_over(train)
+    for _ in range(2):
+        start = 0
+        for step in train:
+            twin = copy.deepcopy(train.model)
+            record = one_step(train, step)
+            stop = start + record.batch_size
+            loss = cross_entropy(twin(x[start:stop]), y[start:stop])
+            expected = torch.autograd.grad(loss, list(twin.parameters()))
+            # float64: only the order of the sum differs
+            torch.testing.assert_close(list(expected), seen[-1], rtol=1e-10, atol=1e-13)
+            assert pytest.approx(loss.item(), rel=1e-12) == record.loss
+            start = stop
+        assert sum(own) == start
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [(None, 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_a_fixed_policy_is_plain_gradient_accumulation_bit_for_bit(scaling, factor):
+    def loader() -> DataLoader:
+        return DataLoader(data(96, torch.float32), 24)
+
+    train = adaptive(
+        dtype=torch.float32,
+        optimizer=lambda parameters, lr: SGD(parameters, lr, momentum=0.9),
+        loader=loader(),
+        policy=bb.Fixed(24),
+        base_batch=6,
+        micro_batch=6,
+        lr_scaling=scaling,
+    )
+    model = classifier(torch.float32)
+    optimizer = SGD(model.parameters(), 0.1 * factor, momentum=0.9)
+    for _ in range(2):
+        list(records(train))
+        for x, y in loader():
+            for some_x, some_y in zip(x.split(6), y.split(6), strict=True):
+                (cross_entropy(model(some_x), some_y) * (6 / 24)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same([p.detach() for p in model.parameters()], weights(train))
+
+
+def padded(n: int, empty: int) -> TensorDataset:
+    """Sequences of 4 tokens, 0 to 3 of them padding; micro-batch `empty` of 4 samples is all so."""
+    torch.manual_seed(SEED + 2)
+    x, y = torch.randn(n, 4, 5, dtype=torch.float64), torch.randint(3, (n, 4))
+    for row, length in enumerate(torch.randint(1, 5, (n,)).tolist()):
+        y[row, length:] = -100
+    y[4 * empty : 4 * empty + 4] = -100
+    return TensorDataset(x, y)
+
+
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean over the tokens that are not padding; nan where all are."""
+    return cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("empty", [0, 2, 3])
+def test_token_weights_give_the_mean_over_the_tokens_and_empty_micro_batches_none(empty):
+    train = adaptive(loader=DataLoader(padded(16, empty), 16), policy=bb.Fixed(16))
+    seen = handed_over(train)
+    twin, meter_twin = copy.deepcopy(train.model), copy.deepcopy(train.model)
+    step, parts = first_step(train), []
+    for x, y in step:
+        parts.append((x, y))
+        step.backward(token_loss(train.model, x, y), weight=(y != -100).sum())
+    record = step.update()
+
+    x, y = (torch.cat(leaves) for leaves in zip(*parts, strict=True))
+    loss = token_loss(twin, x, y)
+    expected = torch.autograd.grad(loss, list(twin.parameters()))
+    # float64: only the order of the sum differs
+    torch.testing.assert_close(list(expected), seen[0], rtol=1e-10, atol=1e-13)
+    assert pytest.approx(loss.item(), rel=1e-12) == record.loss
+
+    tokens = [int((y != -100).sum()) for _, y in parts]
+    assert 0 == tokens[empty]
+    counted = [(part, n) for part, n in zip(parts, tokens, strict=True) if n]
+    with bb.GradientMeter(meter_twin) as meter:
+        for (x, y), n in counted:
+            (token_loss(meter_twin, x, y) * n / sum(tokens)).backward()
+        noise = meter.read(samples=[16 * n / sum(tokens) for _, n in counted])
+    assert_same_noise(noise, record.noise)
+    assert (16, 16, 3) == (record.batch_size, noise.samples, noise.micro_batches)
+
+
+# the measurement
+
+
+def assert_same_noise(expected: bb.GradientNoise, actual: bb.GradientNoise | None) -> None:
+    """Equal but for the order of float64 sums."""
+    assert actual is not None
+    assert (expected.samples, expected.micro_batches) == (actual.samples, actual.micro_batches)
+    assert pytest.approx(expected.signal, rel=1e-9, abs=1e-12) == actual.signal
+    assert pytest.approx(expected.noise, rel=1e-9, abs=1e-12) == actual.noise
+
+
+def metered(model: nn.Module, parts: list[Any]) -> bb.GradientNoise:
+    """What a GradientMeter says of these micro-batches in a loop of its own."""
+    sizes = [len(y) for _, y in parts]
+    with bb.GradientMeter(model) as meter:
+        for x, y in parts:
+            (cross_entropy(model(x), y) * len(y) / sum(sizes)).backward()
+        return meter.read(samples=sizes)
+
+
+@pytest.mark.parametrize(
+    "policy", [GROW, SHRINK, Target(40, 7, 64, 16)], ids=["up", "down", "jump"]
+)
+def test_the_record_holds_what_a_meter_says_of_the_same_micro_batches(policy):
+    train = adaptive(150, policy=policy)
+    for step in train:
+        twin, parts = copy.deepcopy(train.model), []
+        for batch in step:
+            parts.append(batch)
+            step.backward(loss_of(train, batch))
+        record = step.update()
+        expected = metered(twin, parts)
+        assert_same_noise(expected, record.noise)
+        assert record.similarity == record.noise.similarity
+        assert record.noise_scale == record.noise.noise_scale
+        assert (len(parts), sum(len(y) for _, y in parts)) == (
+            record.micro_batches,
+            record.batch_size,
+        )
+
+
+def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_zeroed():
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    train = adaptive(
+        optimizer=lambda parameters, lr: SGD([*parameters, temperature], lr), policy=bb.Fixed(16)
+    )
+    twin, step, parts = copy.deepcopy(train.model), first_step(train), []
+    twin_temperature = nn.Parameter(temperature.detach().clone())
+    for x, y in step:
+        parts.append((x, y))
+        step.backward(cross_entropy(train.model(x) / temperature, y))
+    record = step.update()
+    with bb.GradientMeter([*twin.parameters(), twin_temperature]) as meter:
+        for x, y in parts:
+            (cross_entropy(twin(x) / twin_temperature, y) / len(parts)).backward()
+        assert_same_noise(meter.read(samples=16), record.noise)
+    assert (1 - 0.1 * twin_temperature.grad).item() == pytest.approx(temperature.item(), rel=1e-12)
+    assert temperature.grad is None
+
+
+def test_parameters_of_the_model_outside_the_optimizer_are_measured_and_zeroed():
+    model = classifier()
+    own = SGD(model[2].parameters(), lr=0.1)
+    train = bb.AdaptiveBatch(model, own, DataLoader(data(96), 16), policy=bb.Fixed(16))
+    for step in train:
+        twin, parts = copy.deepcopy(model), []
+        for batch in step:
+            parts.append(batch)
+            step.backward(loss_of(train, batch))
+        assert_same_noise(metered(twin, parts), step.update().noise)
+        assert [None] * 4 == [p.grad for p in model.parameters()]
+
+
+def test_a_layer_that_is_thawed_on_the_way_is_measured_from_then_on():
+    train = adaptive(policy=bb.Fixed(16))
+    train.model[0].requires_grad_(False)
+    one_step(train, first_step(train))
+    train.model[0].requires_grad_(True)
+    for step in train:
+        twin, parts = copy.deepcopy(train.model), []
+        for batch in step:
+            parts.append(batch)
+            step.backward(loss_of(train, batch))
+        assert_same_noise(metered(twin, parts), step.update().noise)
+
+
+def test_a_meter_of_ones_own_is_the_one_that_measures():
+    model = classifier()
+    with bb.GradientMeter(model) as meter:
+        own = SGD(model.parameters(), 0.1)
+        loader = DataLoader(data(96), 16)
+        train = bb.AdaptiveBatch(model, own, loader, policy=GROW, meter=meter)
+        assert train.meter is meter
+        assert not math.isnan(one_step(train, first_step(train)).similarity)
+
+
+# the record
+
+
+def test_a_record_says_where_the_training_stands():
+    train = adaptive(80, policy=bb.Fixed(16))
+    found = [record for _ in range(2) for record in records(train)]
+    assert list(range(1, 11)) == [record.step for record in found]
+    assert [0] * 5 + [1] * 5 == [record.epoch for record in found]
+    assert list(range(16, 161, 16)) == [record.samples for record in found]
+    assert [16] * 10 == [record.batch_size for record in found]
+    assert [4] * 10 == [record.micro_batches for record in found]
+    assert not any(record.skipped for record in found)
+    assert (10, 160, 2, 0) == (train.steps, train.samples, train.epoch, train.skipped)
+
+
+def test_a_record_holds_the_decision_on_the_next_step():
+    train = adaptive(500, policy=Target(24, 40, 20, 64))
+    found = list(records(train))
+    assert [24, 40, 20, 64, 64] == [record.decision.batch_size for record in found[:5]]
+    assert [16, 24, 40, 20, 64] == [record.batch_size for record in found[:5]]
+    assert "the 1. size" == found[0].decision.reason
+
+
+def test_the_rate_used_follows_the_batch_that_was_realised_and_comes_back():
+    train = adaptive(150, policy=GROW, base_batch=12)
+    used: list[float] = []
+    train.optimizer.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    for record in records(train):
+        assert (0.1 * math.sqrt(record.batch_size / 12),) == record.lr == (used[-1],)
+        assert 0.1 == train.optimizer.param_groups[0]["lr"]
+    assert 16 != record.batch_size  # the tail has its own rate
+
+
+def test_the_rate_of_every_group_is_recorded():
+    def groups(parameters: Iterator[nn.Parameter], lr: float) -> SGD:
+        first, *rest = parameters
+        return SGD([{"params": [first], "lr": 3 * lr}, {"params": rest}], lr)
+
+    record = one_step(train := adaptive(optimizer=groups), first_step(train))
+    assert (3 * 0.1, 0.1) == record.lr
+
+
+def test_the_factor_of_a_decision_multiplies_the_rate_of_the_step_it_decides():
+    train = adaptive(96, policy=Target(16, lr_factor=0.5), lr_scaling=None)
+    assert [(0.1,)] + [(0.05,)] * 5 == [record.lr for record in records(train)]
+
+
+# the decision
+
+
+def rule(target: float, start: int, steps: int, **bounds: int) -> list[int]:
+    """The paper's rule, iterated on its own un-rounded numbers."""
+    sizes = [start]
+    for _ in range(steps):
+        grown = max(sizes[-1] + 1, sizes[-1] * 11 // 10)
+        shrunk = max(1, min(sizes[-1] - 1, sizes[-1] * 9 // 10))
+        sizes.append(grown if target > 0 else shrunk)
+    return sizes[1:]
+
+
+@pytest.mark.parametrize("least", [2, 4, 8])
+def test_the_target_is_remembered_before_rounding_so_growth_does_not_stall(least):
+    train = adaptive(1000, policy=GROW, batch_size=24, min_micro_batches=least)
+    found = [record for _, record in zip(range(12), records(train), strict=False)]
+    assert rule(0.999, 24, 12) == [record.decision.batch_size for record in found]
+    assert 24 < found[-1].batch_size
+
+
+@pytest.mark.parametrize("least", [2, 4])
+def test_the_batch_shrinks_although_the_accumulation_is_as_low_as_it_may_be(least):
+    train = adaptive(2000, policy=SHRINK, batch_size=64, micro_batch=64, min_micro_batches=least)
+    found = list(records(train))
+    assert least == train.plan.accumulation
+    assert rule(-0.999, 64, 12) == [record.decision.batch_size for record in found[:12]]
+    assert least == found[-2].batch_size  # the smallest step that can be compared
+
+
+@pytest.mark.filterwarnings("ignore:min_batch=:UserWarning")
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    start=st.integers(1, 300),
+    micro=st.integers(1, 40),
+    low=st.integers(8, 20),
+    n=st.integers(20, 150),
+    policy=st.sampled_from([0.999, -0.999]),
+)
+def test_the_bounds_hold_from_the_first_step_to_the_tail(start, micro, low, n, policy):
+    high = 2 * low + 4  # what is left of an epoch can then always be shared
+    train = adaptive(
+        n,
+        policy=bb.SimiGrad(policy, min_batch=low, max_batch=high),
+        batch_size=start,
+        micro_batch=micro,
+    )
+    for record in [record for _ in range(2) for record in records(train)]:
+        assert low <= record.batch_size <= high
+        assert 4 <= record.micro_batches
+        assert low <= record.decision.batch_size <= high
+
+
+def test_the_bounds_of_a_policy_of_ones_own_hold_whatever_it_decides():
+    class Greedy(Target):
+        min_batch, max_batch = 20, 50
+
+    train = adaptive(400, policy=Greedy(1, 10_000, 3, 700))
+    sizes = [record.batch_size for record in records(train)]
+    assert [20, 20, 48, 20, 48] == sizes[:5]  # 48 is the largest multiple of 4 up to 50
+    assert all(20 <= size <= 50 for size in sizes)
+
+
+def test_no_step_is_larger_than_the_data_set():
+    train = adaptive(40, policy=Target(10_000))
+    found = [record for _ in range(3) for record in records(train)]
+    assert 40 == max(record.batch_size for record in found)
+    assert 40 == found[0].decision.batch_size
+
+
+def test_a_start_outside_the_bounds_is_moved_to_them():
+    assert 32 == adaptive(policy=bb.SimiGrad(min_batch=32)).plan.batch_size
+    assert 8 == adaptive(policy=bb.SimiGrad(max_batch=8)).plan.batch_size
+
+
+def test_a_lower_bound_below_the_smallest_step_is_raised_and_said_once():
+    with pytest.warns(UserWarning, match="min_batch=2 is raised to 4") as said:
+        train = adaptive(policy=bb.SimiGrad(-0.999, min_batch=2))
+    assert 1 == len(said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 4 == min(record.batch_size for _ in range(5) for record in records(train))
+
+
+def test_a_policy_is_told_where_the_training_stands():
+    told: list[bb.Progress] = []
+
+    class Told:
+        def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
+            told.append(now)
+            return bb.Decision(21, "21 is no multiple of 4")
+
+    train = adaptive(84, policy=Told(), base_batch=8)
+    found = list(records(train))
+    assert [16, 20, 20, 20, 8] == [record.batch_size for record in found]
+    assert [16, 20, 20, 20] == [now.batch_size for now in told]  # the tail is not asked about
+    assert [16, 21, 21, 21] == [now.target for now in told]
+    assert [16, 36, 56, 76] == [now.samples for now in told]
+    assert [1, 2, 3, 4] == [now.steps for now in told]
+    assert {(8, 0, 1)} == {(now.base_batch, now.epoch, now.ranks) for now in told}
+    assert [record.lr for record in found[:4]] == [now.lr for now in told]
+
+
+@pytest.mark.parametrize("policy", [GROW, SHRINK], ids=["up", "down"])
+@pytest.mark.parametrize("n", [50, 77, 101])
+def test_a_tail_never_decides(policy, n):
+    train = adaptive(n, policy=policy)
+    tails = 0
+    for _ in range(3):
+        for step in train:
+            target, planned = train.controller.decision.batch_size, train.plan.batch_size
+            record = one_step(train, step)
+            if record.batch_size != planned:
+                tails += 1
+                assert target == record.decision.batch_size == train.controller.decision.batch_size
+                assert "the end of an epoch does not decide" == record.decision.reason
+            else:
+                assert "similarity" in record.decision.reason
+    assert 0 < tails
+
+
+def test_a_variance_reduced_optimizer_has_eight_micro_batches_by_default():
+    train = adaptive(97, optimizer=VRSGD, policy=SHRINK)
+    assert 8 == train.plan.micro_batches
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # too few micro-batches would be warned of
+        found = [record for _ in range(3) for record in records(train)]
+    assert 8 == min(record.micro_batches for record in found)
+    assert 8 == min(record.noise.micro_batches for record in found)
+
+
+# going through the data
+
+
+def test_after_a_break_a_new_for_goes_on_with_the_rest():
+    seen: list[Tensor] = []
+    train = adaptive(96, policy=bb.Fixed(16))
+
+    def some_steps(most: int) -> None:
+        for number, step in enumerate(train, 1):
+            for x, y in step:
+                seen.append(x)
+                step.backward(loss_of(train, (x, y)))
+            step.update()
+            if number == most:
+                break
+
+    some_steps(2)
+    assert 0 == train.epoch
+    some_steps(100)
+    assert 1 == train.epoch
+    assert torch.equal(data(96).tensors[0], torch.cat(seen))
+
+
+def test_range_and_epochs_train_the_same():
+    by_range, by_epochs = adaptive(100), adaptive(100)
+    first = [record for _ in range(3) for record in records(by_range)]
+    second = [record for _ in by_epochs.epochs(3) for record in records(by_epochs)]
+    assert untimed(first) == untimed(second)
+    assert same(weights(by_range), weights(by_epochs))
+
+
+def test_epochs_after_a_resumption_begin_with_the_one_that_was_broken_off():
+    first = adaptive(96, policy=bb.Fixed(16))
+    list(records(first))
+    one_step(first, first_step(first))
+    second = adaptive(96, policy=bb.Fixed(16))
+    second.load_state_dict(first.state_dict())
+    assert [(1, 5), (2, 6)] == [(epoch, len(list(records(second)))) for epoch in second.epochs(3)]
+    assert [] == list(second.epochs(3))
+
+
+# clipping
+
+
+def test_clipping_returns_the_norm_of_the_mean_gradient_and_leaves_the_measurement_alone():
+    plain, clipped = adaptive(), adaptive()
+    expected, step = one_step(plain, first_step(plain)), done(clipped)
+    norm = torch.cat([g.flatten() for g in gradients(clipped)]).norm()
+    assert pytest.approx(norm.item(), rel=1e-12) == step.clip_grad_norm_(0.01).item()
+    assert pytest.approx(0.01, rel=1e-5) == (  # torch divides by norm + 1e-6
+        torch.cat([g.flatten() for g in gradients(clipped)]).norm().item()
+    )
+    assert expected.noise == step.update().noise
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6], ids=["active", "inactive"])
+def test_torchs_own_clipping_after_the_last_backward_does_the_same(max_norm):
+    ours, torchs = adaptive(), adaptive()
+    for one, other in zip(ours, torchs, strict=True):
+        for batch, again in zip(one, other, strict=True):
+            one.backward(loss_of(ours, batch))
+            other.backward(loss_of(torchs, again))
+        one.clip_grad_norm_(max_norm)
+        nn.utils.clip_grad_norm_(torchs.model.parameters(), max_norm)
+        assert untimed([one.update()]) == untimed([other.update()])
+    assert same(weights(ours), weights(torchs))
+
+
+# gradients of the user's own
+
+
+def test_what_autograd_grad_computes_inside_a_step_does_not_count():
+    plain, curious = adaptive(), adaptive()
+    expected = list(records(plain))
+    found = []
+    for step in curious:
+        for batch in step:
+            loss = loss_of(curious, batch)
+            torch.autograd.grad(loss, list(curious.model.parameters()), retain_graph=True)
+            step.backward(loss)
+        found.append(step.update())
+    assert untimed(expected) == untimed(found)
+    assert same(weights(plain), weights(curious))
+
+
+def test_a_penalty_by_autograd_grad_is_part_of_the_loss():
+    train = adaptive(policy=bb.Fixed(16))
+
+    def penalized(model: nn.Module, batch: Any) -> Tensor:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(slope.square().sum() for slope in slopes)
+
+    twin, step, parts = copy.deepcopy(train.model), first_step(train), []
+    for batch in step:
+        parts.append(batch)
+        step.backward(penalized(train.model, batch))
+    for batch in parts:
+        (penalized(twin, batch) / len(parts)).backward()
+    assert same([p.grad for p in twin.parameters()], gradients(train))
+    assert len(parts) == step.update().noise.micro_batches
+
+
+def test_autograd_grad_and_torchs_own_clipping_go_together():
+    train = adaptive()
+    step = first_step(train)
+    for batch in step:
+        loss = loss_of(train, batch)
+        torch.autograd.grad(loss, list(train.model.parameters()), retain_graph=True)
+        step.backward(loss)
+    nn.utils.clip_grad_norm_(train.model.parameters(), 0.01)
+    assert not step.update().skipped
+
+
+def test_a_dirty_gradient_before_the_first_backward_raises():
+    train = adaptive()
+    loss_of(train, data(4).tensors).backward()
+    step = first_step(train)
+    with pytest.raises(GradientError, match="not empty before the first backward"):
+        step.backward(loss_of(train, next(iter(step))))
+
+
+def test_a_gradient_of_zeros_before_the_first_backward_is_clean():
+    train = adaptive()
+    for parameter in train.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert not one_step(train, first_step(train)).skipped
+
+
+def test_a_backward_of_ones_own_between_two_micro_batches_raises():
+    train = adaptive()
+    step = first_step(train)
+    batches = iter(step)
+    step.backward(loss_of(train, next(batches)))
+    loss_of(train, data(4).tensors).backward()
+    with pytest.raises(GradientError, match=r"\.grad was changed"):
+        step.backward(loss_of(train, next(batches)))
+
+
+def test_a_backward_of_ones_own_after_the_last_micro_batch_raises():
+    train = adaptive()
+    step = done(train)
+    loss_of(train, data(4).tensors).backward()
+    with pytest.raises(GradientError, match=r"changed \.grad.*step\.update"):
+        step.update()
+
+
+def test_zeroed_gradients_in_the_middle_of_a_step_raise():
+    train = adaptive()
+
+    def zero_on_the_way() -> None:
+        step = first_step(train)
+        for number, batch in enumerate(step):
+            if number == 2:
+                train.optimizer.zero_grad()
+            step.backward(loss_of(train, batch))
+        step.update()
+
+    with pytest.raises(GradientError):
+        zero_on_the_way()
+
+
+def test_gradients_that_are_gone_before_the_update_raise():
+    train = adaptive()
+    step = done(train)
+    train.optimizer.zero_grad()
+    with pytest.raises(GradientError):
+        step.update()
+
+
+# loops that are not followed
+
+
+def test_a_micro_batch_without_backward_raises():
+    step = first_step(adaptive())
+    with pytest.raises(LoopError, match=r"without step\.backward"):
+        for _ in step:
+            pass
+
+
+def test_the_last_micro_batch_without_backward_raises():
+    train = adaptive()
+    step = first_step(train)
+    batches = iter(step)
+    for _ in range(3):
+        step.backward(loss_of(train, next(batches)))
+    next(batches)
+    with pytest.raises(LoopError, match=r"without step\.backward"):
+        next(batches)
+
+
+def test_a_second_backward_on_one_micro_batch_raises():
+    train = adaptive()
+    step = first_step(train)
+    batch = next(iter(step))
+    step.backward(loss_of(train, batch))
+    with pytest.raises(LoopError, match="called twice"):
+        step.backward(loss_of(train, batch))
+
+
+def test_a_backward_outside_the_micro_batches_raises():
+    train = adaptive()
+    with pytest.raises(LoopError, match="outside"):
+        first_step(train).backward(loss_of(train, data(4).tensors))
+
+
+def test_a_forgotten_update_raises_at_the_next_step():
+    train = adaptive()
+    steps = iter(train)
+    step = next(steps)
+    for batch in step:
+        step.backward(loss_of(train, batch))
+    with pytest.raises(LoopError, match=r"call step\.update\(\)"):
+        next(steps)
+
+
+def test_a_forgotten_update_raises_in_a_new_for_too():
+    train = adaptive()
+    done(train)
+    with pytest.raises(LoopError, match=r"call step\.update\(\)"):
+        first_step(train)
+
+
+def test_a_second_update_raises():
+    step = done(adaptive())
+    step.update()
+    with pytest.raises(LoopError, match=r"after step\.update\(\)"):
+        step.update()
+
+
+@pytest.mark.parametrize("call", [bb.Step.update, lambda step: step.clip_grad_norm_(1.0)])
+@pytest.mark.parametrize("backwards", [0, 1, 3])
+def test_update_and_clipping_before_the_last_micro_batch_raise(call, backwards):
+    train = adaptive()
+    step = first_step(train)
+    for _, batch in zip(range(backwards), step, strict=False):
+        step.backward(loss_of(train, batch))
+    with pytest.raises(LoopError, match="before every micro-batch"):
+        call(step)
+
+
+def test_clipping_after_update_raises():
+    step = done(adaptive())
+    step.update()
+    with pytest.raises(LoopError, match=r"after step\.update\(\)"):
+        step.clip_grad_norm_(1.0)
+
+
+def test_a_loss_that_is_no_single_number_raises_with_its_shape():
+    train = adaptive()
+    step = first_step(train)
+    x, y = next(iter(step))
+    with pytest.raises(LoopError, match=r"shape \(4,\)"):
+        step.backward(cross_entropy(train.model(x), y, reduction="none"))
+
+
+def test_a_loss_of_one_element_is_a_number():
+    train = adaptive()
+    step = first_step(train)
+    for batch in step:
+        step.backward(loss_of(train, batch).reshape(1))
+    assert not step.update().skipped
+
+
+@pytest.mark.parametrize("first", [None, 4.0])
+def test_weights_for_some_micro_batches_only_raise(first):
+    train = adaptive()
+    step = first_step(train)
+    batches = iter(step)
+    step.backward(loss_of(train, next(batches)), weight=first)
+    with pytest.raises(LoopError, match="weight="):
+        step.backward(loss_of(train, next(batches)), weight=4.0 if first is None else None)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_weight_that_is_no_count_raises_with_its_value(weight):
+    train = adaptive()
+    step = first_step(train)
+    with pytest.raises(LoopError, match=f"weight={weight}"):
+        step.backward(loss_of(train, next(iter(step))), weight=weight)
+
+
+def test_a_state_inside_a_step_is_refused():
+    train = adaptive()
+    step = first_step(train)
+    with pytest.raises(LoopError, match=r"step\.update\(\)"):
+        train.state_dict()
+    for batch in step:
+        step.backward(loss_of(train, batch))
+    with pytest.raises(LoopError, match=r"step\.update\(\)"):
+        train.state_dict()
+    step.update()
+    assert 1 == train.state_dict()["version"]
+
+
+def test_a_state_of_another_version_is_refused_with_its_number():
+    train = adaptive()
+    with pytest.raises(StateError, match="version 99"):
+        train.load_state_dict({**train.state_dict(), "version": 99})
+
+
+# settings that cannot work
+
+
+class Crossed(Target):
+    min_batch, max_batch = 32, 16
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"min_micro_batches": 1}, "min_micro_batches=1"),
+        ({"min_micro_batches": 0}, "min_micro_batches=0"),
+        ({"min_micro_batches": 2.5}, r"min_micro_batches=2\.5"),
+        ({"lr_scaling": "cubic"}, "lr_scaling='cubic'"),
+        ({"loader": [data(8).tensors]}, "does not say its batch size; pass micro_batch="),
+        ({"loader": [data(8).tensors], "micro_batch": 4}, "pass batch_size="),
+        ({"micro_batch": 0}, "micro_batch=0"),
+        ({"batch_size": -4}, "batch_size=-4"),
+        ({"base_batch": 0}, "base_batch=0"),
+        ({"policy": Crossed(16)}, "min_batch=32 exceeds"),
+        ({"policy": bb.SimiGrad(min_batch=97)}, "min_batch=97 exceeds the 96 samples"),
+        ({"policy": bb.SimiGrad(max_batch=3)}, "max_batch=3"),
+        ({"policy": 0.3}, r"policy=0\.3 has no method decide"),
+        ({"meter": bb.GradientMeter(classifier(), loss="mean")}, 'loss="weighted"'),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_its_value(settings_, message):
+    with pytest.raises(SettingError, match=message):
+        adaptive(96, **settings_)
+
+
+def test_crossed_bounds_are_refused_with_both_values():
+    with pytest.raises(SettingError, match="min_batch=512 exceeds max_batch=256"):
+        bb.SimiGrad(min_batch=512, max_batch=256)
+
+
+def test_a_policy_that_returns_no_decision_is_refused_with_what_it_returned():
+    class Number(Target):
+        def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> Any:
+            return 32
+
+    step = done(adaptive(policy=Number()))
+    with pytest.raises(SettingError, match="returned 32"):
+        step.update()
+
+
+# steps that are skipped
+
+
+def poisoned(n: int, sample: int, value: float) -> DataLoader:
+    x, y = data(n, torch.float32).tensors
+    x[sample] = value
+    return DataLoader(TensorDataset(x, y), 16)
+
+
+def saved(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "scaler"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p, lr: SGD(p, lr, momentum=0.9), AdamW, VRAdam],
+    ids=["momentum", "AdamW", "VRAdam"],
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(optimizer, value, scaled):
+    train = adaptive(
+        dtype=torch.float32,
+        loader=poisoned(160, 60, value),
+        optimizer=optimizer,
+        scaler=GradScaler("cpu", init_scale=1024.0) if scaled else None,
+        lr_scaling="adascale",
+    )
+    train.scheduler = StepLR(train.optimizer, 1, gamma=0.99)
+    skipped = []
+    state = train.state_dict()
+    for step in train:
+        before, optimizer_before = weights(train), saved(train.optimizer.state_dict())
+        record = one_step(train, step)
+        state, state_before = train.state_dict(), state
+        if not record.skipped:
+            assert not same(before, weights(train))
+            continue
+        skipped.append(record)
+        assert same(before, weights(train))
+        assert optimizer_before == saved(train.optimizer.state_dict())
+        for part in ("controller", "clock", "scaling"):
+            assert saved(state_before[part]) == saved(state[part])
+        assert train.controller.decision.batch_size == record.decision.batch_size
+        assert "skipped" in record.decision.reason
+        assert record.noise is None
+        assert math.isnan(record.similarity)
+    assert 1 == len(skipped) == train.skipped
+    assert train.steps + 1 == record.step
+    assert 160 == train.samples
+    assert all(torch.isfinite(weight).all() for weight in weights(train))
+    if scaled:
+        assert 512.0 == train.scaler.get_scale()
+
+
+@pytest.mark.parametrize("exponent", [10, 70])
+def test_with_a_scaler_too_a_skipped_step_is_one_that_changed_no_weight(exponent):
+    # at 2^70 the gradients are finite in float32, their squares are not
+    scaler = GradScaler("cpu", init_scale=2.0**exponent)
+    train = adaptive(dtype=torch.float32, scaler=scaler)
+    for step in train:
+        before = weights(train)
+        record = one_step(train, step)
+        assert same(before, weights(train)) == record.skipped
+
+
+def test_a_scaler_changes_neither_the_measurement_nor_the_weights():
+    plain = adaptive(160, dtype=torch.float32)
+    # the scale doubles after every third step, so the unit of the gradients changes on the way
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    scaled = adaptive(160, dtype=torch.float32, scaler=scaler)
+    # powers of two scale exactly: float32 differs by nothing but underflow
+    for expected, actual in zip(records(plain), records(scaled), strict=True):
+        assert pytest.approx(expected.noise.signal, rel=1e-6) == actual.noise.signal
+        assert pytest.approx(expected.noise.noise, rel=1e-6) == actual.noise.noise
+        assert expected.batch_size == actual.batch_size
+        assert pytest.approx(expected.loss, rel=1e-6) == actual.loss
+    torch.testing.assert_close(weights(plain), weights(scaled), rtol=1e-6, atol=1e-7)
+    assert 256.0 < scaler.get_scale()
+
+
+def test_clipping_with_a_scaler_clips_the_true_gradient():
+    plain = adaptive(dtype=torch.float32)
+    scaled = adaptive(dtype=torch.float32, scaler=GradScaler("cpu", init_scale=1024.0))
+    one, other = done(plain), done(scaled)
+    # a power of two scales exactly
+    assert one.clip_grad_norm_(0.01).item() == other.clip_grad_norm_(0.01).item()
+    assert one.update().noise == other.update().noise
+    assert same(weights(plain), weights(scaled))

@@ -1,0 +1,643 @@
+"""GradientMeter in the loops that people write, with real models and real backwards."""
+
+import contextlib
+import copy
+import gc
+import io
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch import GradientMeter
+from bigbatch.errors import GradientError, SettingError
+from oracles import noise as oracle
+
+torch.set_num_threads(1)  # small tensors: a second thread only waits
+UNEQUAL = [3, 9, 1, 6]
+EQUAL = [4, 4, 4, 4]
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def data(sizes=EQUAL, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(n, 4, generator=draw, dtype=torch.float64).to(dtype),
+            torch.randint(3, (n,), generator=draw),
+        )
+        for n in sizes
+    ]
+
+
+def shares(batches, loss):
+    """What each mean loss is multiplied by before its backward."""
+    total = sum(len(y) for _, y in batches)
+    return [len(y) / total if loss == "weighted" else 1.0 for _, y in batches]
+
+
+def accumulate(model, batches, loss="weighted"):
+    for (x, y), share in zip(batches, shares(batches, loss), strict=True):
+        (cross_entropy(model(x), y) * share).backward()
+
+
+def expected_of(model, batches, loss="weighted", loss_of=None):
+    """The oracle's answer from `autograd.grad` on a copy, one mean gradient per micro-batch."""
+    model = copy.deepcopy(model)
+    watched = [p for p in model.parameters() if p.requires_grad]
+    gradients = []
+    for x, y in batches:
+        value = cross_entropy(model(x), y) if loss_of is None else loss_of(model, x, y)
+        parts = torch.autograd.grad(value, watched, materialize_grads=True)
+        gradients.append(torch.cat([part.flatten().double() for part in parts]))
+    sizes = [len(y) for _, y in batches]
+    return getattr(oracle, loss)(torch.stack(gradients), sizes)
+
+
+def same(expected, actual, rel=1e-9):
+    """float64 sums in another order agree to 1e-12; no estimate here is a difference near 0."""
+    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
+    return pytest.approx(tuple(expected), rel=rel) == seen
+
+
+def right_or_refused(expected, measure):
+    """What must never happen is a plausible wrong number."""
+    try:
+        actual = measure()
+    except GradientError:
+        return True
+    return same(expected, actual)
+
+
+def feed(parameter, gradient):
+    """One backward whose gradient is `gradient`."""
+    (parameter * torch.as_tensor(gradient, dtype=parameter.dtype)).sum().backward()
+
+
+# right numbers
+
+
+@pytest.mark.parametrize("loss", ["weighted", "mean"])
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL, [5, 2]])
+def test_a_step_gives_the_oracles_numbers(loss, sizes):
+    model, batches = network(), data(sizes)
+    with GradientMeter(model, loss=loss) as meter:
+        accumulate(model, batches, loss)
+        actual = meter.read(samples=sizes)
+    assert same(expected_of(model, batches, loss), actual)
+    assert (sum(sizes), len(sizes)) == (actual.samples, actual.micro_batches)
+
+
+def test_the_number_of_samples_does_where_all_micro_batches_are_equal():
+    model, batches = network(), data(EQUAL)
+    with GradientMeter(model) as meter:
+        accumulate(model, batches)
+        assert same(expected_of(model, batches), meter.read(samples=16))
+
+
+def test_every_step_is_measured_by_itself():
+    model = network()
+    meter = GradientMeter(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for sizes in (EQUAL, UNEQUAL, [5, 2]):
+        expected = expected_of(model, data(sizes))
+        accumulate(model, data(sizes))
+        assert same(expected, meter.read(sizes))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=sizes is EQUAL)  # both ways to empty it
+
+
+def test_steps_that_nobody_reads_do_not_add_up():
+    model = network()
+    meter = GradientMeter(model)
+    for _ in range(3):
+        model.zero_grad()
+        accumulate(model, data(UNEQUAL))
+    assert same(expected_of(model, data(UNEQUAL)), meter.read(UNEQUAL))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_measuring_leaves_the_gradient_bit_for_bit(inside):
+    measured, plain = network(torch.float32), network(torch.float32)
+    meter = GradientMeter(measured)
+    for x, y in data(dtype=torch.float32):
+        cross_entropy(plain(x), y).backward()
+        if inside:
+            with meter.micro_batch():
+                cross_entropy(measured(x), y).backward()
+        else:
+            cross_entropy(measured(x), y).backward()
+    expected = [p.grad for p in plain.parameters()]
+    assert all(map(torch.equal, expected, (p.grad for p in measured.parameters())))
+
+
+@pytest.mark.parametrize("factor", [1e-6, 8.0, 1e6])
+def test_a_factor_on_the_loss_is_squared_in_signal_and_noise_and_leaves_similarity(factor):
+    steps = []
+    for c in (1.0, factor):
+        model = network()
+        with GradientMeter(model) as meter:
+            for x, y in data():
+                (c * cross_entropy(model(x), y) / 4).backward()
+            steps.append(meter.read(16))
+    one, scaled = steps
+    assert pytest.approx(one.signal * factor**2) == scaled.signal
+    assert pytest.approx(one.noise * factor**2) == scaled.noise
+    assert pytest.approx(one.similarity) == scaled.similarity
+
+
+# float32: sums of 50 squares; bfloat16: `.grad` is rounded to 1 part in 256 at every addition
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_narrow_parameters_are_measured_as_their_gradients_are(dtype, rel):
+    model, batches = network(dtype), data(UNEQUAL, dtype)
+    with GradientMeter(model) as meter:
+        accumulate(model, batches)
+        assert same(expected_of(model, batches), meter.read(UNEQUAL), rel)
+
+
+@pytest.mark.parametrize("value", [1024.0, 2.0**-13])  # squares beyond 65504 and below 2^-24
+def test_half_gradients_whose_squares_leave_the_half_range_are_measured(value):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    with GradientMeter([weight]) as meter:
+        feed(weight, [value, 0.0])
+        feed(weight, [0.0, value])
+        step = meter.read([1, 1])
+    # norms of float32: 1 part in 10^7
+    assert pytest.approx((0.0, 4 * value**2), rel=1e-6, abs=1e-6 * value**2) == (
+        step.signal,
+        step.noise,
+    )
+
+
+def test_equal_bfloat16_micro_batches_agree_although_their_sum_is_rounded():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).bfloat16()
+    x = torch.randn(4, 4).bfloat16()
+    with GradientMeter(model) as meter:
+        for _ in range(64):
+            (model(x).square().mean() / 64).backward()
+        # 64 additions, each rounded to 1 part in 512 at most
+        assert pytest.approx(1.0, abs=0.1) == meter.read(256).similarity
+
+
+# models that are not plain
+
+
+def test_tied_weights_count_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    torch.manual_seed(0)
+    model, batches = Tied().double(), data(UNEQUAL)
+    with GradientMeter(model) as meter:
+        accumulate(model, batches)
+        assert same(expected_of(model, batches), meter.read(UNEQUAL))
+
+
+def test_a_parameter_that_some_micro_batches_do_not_reach_has_a_zero_gradient_there():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+        def forward(self, x):
+            return self.experts[0](x) + self.experts[len(x) % 2 + 1](x)
+
+    torch.manual_seed(0)
+    model, batches = Experts().double(), data(UNEQUAL)
+    with GradientMeter(model) as meter:
+        accumulate(model, batches)
+        assert same(expected_of(model, batches), meter.read(UNEQUAL))
+
+
+def test_frozen_parameters_are_left_out():
+    model, batches = network(), data()
+    model[0].requires_grad_(False)
+    with GradientMeter(model) as meter:
+        accumulate(model, batches)
+        assert same(expected_of(model, batches), meter.read(16))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_parameter_that_is_unfrozen_between_steps_is_measured_or_refused(layer):
+    model = network()
+    model[layer].bias.requires_grad_(False)
+    meter = GradientMeter(model)
+    accumulate(model, data())
+    meter.read(16)
+    model.zero_grad()
+    model[layer].bias.requires_grad_(True)
+
+    def measure():
+        accumulate(model, data())
+        return meter.read(16)
+
+    assert right_or_refused(expected_of(model, data()), measure)
+
+
+def test_a_parameter_that_is_unfrozen_is_measured_inside_micro_batch():
+    model = network()
+    model[0].requires_grad_(False)
+    meter = GradientMeter(model)
+    model[0].requires_grad_(True)
+    expected = expected_of(model, data())
+    for x, y in data():
+        with meter.micro_batch():
+            (cross_entropy(model(x), y) / 4).backward()
+    assert same(expected, meter.read(16))
+
+
+def test_scalars_and_empty_parameters_are_measured():
+    scalar = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+    with GradientMeter([scalar, empty]) as meter:
+        for _ in range(2):
+            for gradient in (1.0, 3.0):
+                (scalar * gradient / 2 + empty.sum()).backward()
+            step = meter.read([8, 8])
+            assert (3.0, 16.0) == (step.signal, step.noise)
+            scalar.grad.zero_()  # the second step begins on zeros and on a gradient of no element
+
+
+# what is one micro-batch
+
+
+def two_losses(model, x, y):
+    return cross_entropy(model(x), y), model(x).square().mean()
+
+
+def test_two_losses_are_one_micro_batch_inside_micro_batch():
+    model, batches = network(), data(UNEQUAL)
+    expected = expected_of(model, batches, loss_of=lambda m, x, y: sum(two_losses(m, x, y)))
+    meter = GradientMeter(model)
+    for (x, y), share in zip(batches, shares(batches, "weighted"), strict=True):
+        with meter.micro_batch():
+            for loss in two_losses(model, x, y):
+                (loss * share).backward()
+    assert same(expected, meter.read(UNEQUAL))
+
+
+def test_marked_and_unmarked_micro_batches_make_one_step():
+    model, batches = network(), data(UNEQUAL)
+    meter = GradientMeter(model)
+    for d, ((x, y), share) in enumerate(zip(batches, shares(batches, "weighted"), strict=True)):
+        with meter.micro_batch() if d % 2 else contextlib.nullcontext():
+            (cross_entropy(model(x), y) * share).backward()
+    assert same(expected_of(model, batches), meter.read(UNEQUAL))
+
+
+def test_two_losses_without_micro_batch_are_refused():
+    model = network()
+    meter = GradientMeter(model)
+    for x, y in data():
+        for loss in two_losses(model, x, y):
+            loss.backward()
+    with pytest.raises(GradientError, match=r"8 backwards.*4 sizes.*micro_batch"):
+        meter.read(EQUAL)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body, self.reentrant = nn.Linear(4, 6), nn.Linear(6, 3), reentrant
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.stem(x))
+        if self.reentrant is None:
+            return self.body(hidden)
+        return checkpoint(self.body, hidden, use_reentrant=self.reentrant)
+
+
+def test_checkpointing_that_is_not_reentrant_counts_once():
+    model = Checkpointed(reentrant=False)
+    with GradientMeter(model) as meter:
+        accumulate(model, data(UNEQUAL))
+        actual = meter.read(UNEQUAL)
+    assert same(expected_of(Checkpointed(None), data(UNEQUAL)), actual)
+
+
+def test_reentrant_checkpointing_counts_once_inside_micro_batch():
+    model, batches = Checkpointed(reentrant=True), data(UNEQUAL)
+    meter = GradientMeter(model)
+    for (x, y), share in zip(batches, shares(batches, "weighted"), strict=True):
+        with meter.micro_batch():
+            (cross_entropy(model(x), y) * share).backward()
+    assert same(expected_of(Checkpointed(None), batches), meter.read(UNEQUAL))
+
+
+@pytest.mark.parametrize("samples", [EQUAL, 16])
+def test_reentrant_checkpointing_without_micro_batch_is_refused_or_right(samples):
+    model = Checkpointed(reentrant=True)
+    meter = GradientMeter(model)
+    accumulate(model, data(EQUAL))
+    expected = expected_of(Checkpointed(None), data(EQUAL))
+    assert right_or_refused(expected, lambda: meter.read(samples))
+
+
+def with_gradient_penalty(model, x, y):
+    loss = cross_entropy(model(x), y)
+    parts = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(part.square().sum() for part in parts)
+
+
+def test_a_gradient_penalty_inside_micro_batch_counts_what_reaches_the_gradient():
+    model, batches = network(), data()
+    expected = expected_of(model, batches, loss_of=with_gradient_penalty)
+    meter = GradientMeter(model)
+
+    def measure():
+        for x, y in batches:
+            with meter.micro_batch():
+                (with_gradient_penalty(model, x, y) / 4).backward()
+        return meter.read(16)
+
+    assert right_or_refused(expected, measure)
+
+
+def test_a_micro_batch_inside_a_micro_batch_is_refused_or_one():
+    model, batches = network(), data()
+    meter = GradientMeter(model)
+
+    def measure():
+        for x, y in batches:
+            with meter.micro_batch(), meter.micro_batch():
+                (cross_entropy(model(x), y) / 4).backward()
+        return meter.read(16)
+
+    assert right_or_refused(expected_of(model, batches), measure)
+
+
+def test_gradients_of_the_inputs_are_no_micro_batch():
+    model, batches = network(), data()
+    meter = GradientMeter(model)
+    for x, y in batches:
+        x = x.clone().requires_grad_()
+        torch.autograd.grad(cross_entropy(model(x), y), x)
+        (cross_entropy(model(x.detach()), y) / 4).backward()
+    assert same(expected_of(model, batches), meter.read(16))
+
+
+def test_zeroing_halfway_begins_the_step_anew():
+    model, batches = network(), data(UNEQUAL)
+    meter = GradientMeter(model)
+    accumulate(model, data([7, 7]))
+    model.zero_grad()
+    accumulate(model, batches)
+    assert same(expected_of(model, batches), meter.read(UNEQUAL))
+
+
+def broken_loss_after_a_backward(loss):
+    loss.backward()
+    raise KeyError
+
+
+def test_a_micro_batch_that_raised_is_forgotten():
+    model, batches = network(), data()
+    meter = GradientMeter(model)
+    x, y = batches[0]
+    with pytest.raises(KeyError), meter.micro_batch():
+        broken_loss_after_a_backward(100 * cross_entropy(model(x), y))
+    model.zero_grad()
+    accumulate(model, batches)
+    assert same(expected_of(model, batches), meter.read(16))
+
+
+# refusals; each leaves a meter that measures the next step as if nothing had happened
+
+
+def gradients_left_from_before(model, meter):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-30)
+    accumulate(model, data())
+
+
+def clipping_before_read(model, meter):
+    accumulate(model, data())
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # far from active
+    meter.read(16)
+
+
+def clipping_between_two_micro_batches(model, meter):
+    accumulate(model, data([4]))
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    accumulate(model, data([4]))
+
+
+def zero_grad_before_read(model, meter):
+    accumulate(model, data())
+    model.zero_grad()
+    meter.read(16)
+
+
+def zero_filling_before_read(model, meter):
+    accumulate(model, data())
+    model.zero_grad(set_to_none=False)
+    meter.read(16)
+
+
+def zero_filling_halfway(model, meter):
+    accumulate(model, data())
+    model.zero_grad(set_to_none=False)
+    accumulate(model, data()[:3])
+    meter.read([4, 4, 4, 4])
+
+
+def too_few_sizes(model, meter):
+    accumulate(model, data())
+    meter.read([4, 4, 4])
+
+
+def samples_that_do_not_divide(model, meter):
+    accumulate(model, data())
+    meter.read(18)
+
+
+def autograd_grad_over_the_parameters(model, meter):
+    x, y = data()[0]
+    torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+
+
+def one_micro_batch(model, meter):
+    accumulate(model, data([4]))
+    meter.read(4)
+
+
+def no_micro_batch(model, meter):
+    meter.read(16)
+
+
+def a_backward_of_ones_own(model, meter):
+    x, y = data()[0]
+    cross_entropy(model(x.clone().requires_grad_()), y).backward()  # adversarial inputs, say
+    accumulate(model, data())
+    meter.read(EQUAL)
+
+
+REFUSED = [
+    (gradients_left_from_before, "not empty before the first backward"),
+    (clipping_before_read, "changed between the last counted backward and read"),
+    (clipping_between_two_micro_batches, "changed between the last counted backward"),
+    (zero_grad_before_read, "changed between the last counted backward and read"),
+    (zero_filling_before_read, "changed between the last counted backward and read"),
+    (zero_filling_halfway, "3 backwards were seen but 4 sizes"),
+    (too_few_sizes, "4 backwards were seen but 3 sizes"),
+    (samples_that_do_not_divide, "samples=18 is not 4 equal micro-batches"),
+    (autograd_grad_over_the_parameters, r"autograd\.grad over the parameters"),
+    (one_micro_batch, "1 micro-batch seen, noise needs at least 2"),
+    (no_micro_batch, "0 micro-batch"),
+    (a_backward_of_ones_own, "5 backwards were seen but 4 sizes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"), REFUSED, ids=lambda row: getattr(row, "__name__", "")
+)
+def test_a_mistake_is_refused_and_does_not_spoil_the_next_step(mistake, words):
+    model = network()
+    meter = GradientMeter(model)
+    with pytest.raises(GradientError, match=words):
+        mistake(model, meter)
+    model.zero_grad()
+    accumulate(model, data(UNEQUAL))
+    assert same(expected_of(model, data(UNEQUAL)), meter.read(UNEQUAL))
+
+
+def test_a_backward_that_failed_is_forgotten_once_the_gradients_are_zeroed():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    model = network()
+    meter = GradientMeter(model)
+    with pytest.raises(MemoryError):
+        model[2](Fails.apply(model[0](data()[0][0]))).sum().backward()
+    model.zero_grad()
+    accumulate(model, data())
+    assert same(expected_of(model, data()), meter.read(16))
+
+
+@pytest.mark.parametrize("samples", [EQUAL, 16])
+def test_reading_twice_is_refused(samples):
+    model = network()
+    meter = GradientMeter(model)
+    accumulate(model, data())
+    meter.read(samples)
+    with pytest.raises(GradientError):
+        meter.read(samples)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_gives_no_finite_number(bad):
+    weight = nn.Parameter(torch.zeros(3))
+    with GradientMeter([weight]) as meter:
+        feed(weight, [1.0, bad, 0.0])
+        feed(weight, [1.0, 0.0, 0.0])
+        step = meter.read([4, 4])
+    assert math.isnan(step.similarity)
+    assert not math.isfinite(step.noise_scale)
+
+
+def test_bad_settings_fail_at_construction():
+    with pytest.raises(SettingError, match=r'loss=.sum.*"weighted" or "mean"'):
+        GradientMeter(network(), loss="sum")
+    with pytest.raises(SettingError, match="nothing to measure"):
+        GradientMeter(network().requires_grad_(False))
+    with pytest.raises(SettingError, match="nothing to measure"):
+        GradientMeter(nn.Tanh())
+
+
+def test_more_than_one_rank_is_refused():
+    model = network()
+    meter = GradientMeter(model)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(GradientError, match="2 ranks"):
+            accumulate(model, data())
+    finally:
+        dist.destroy_process_group()
+    model.zero_grad()
+    accumulate(model, data())
+    assert same(expected_of(model, data()), meter.read(16))
+
+
+# hooks
+
+
+def hooks_on(model):
+    return sum(len(p._backward_hooks or ()) for p in model.parameters())  # torch has no public way
+
+
+def test_two_meters_on_one_model_do_not_disturb_each_other():
+    model, batches = network(), data(UNEQUAL)
+    first, second = GradientMeter(model), GradientMeter(model)
+    accumulate(model, batches)
+    expected = expected_of(model, batches)
+    assert same(expected, first.read(UNEQUAL))
+    assert same(expected, second.read(UNEQUAL))
+    model.zero_grad()
+    first.close()
+    accumulate(model, batches)
+    assert same(expected, second.read(UNEQUAL))
+
+
+def test_close_takes_the_hooks_off():
+    model = network()
+    with GradientMeter(model) as meter:
+        assert hooks_on(model) == 4
+    assert hooks_on(model) == 0
+    accumulate(model, data())
+    accumulate(model, data())  # on a dirty gradient: a meter that still watched would refuse
+    meter.close()  # a second time does no harm
+    with pytest.raises(GradientError):
+        meter.read(16)
+
+
+def test_a_meter_that_nobody_holds_leaves_no_hooks():
+    model = network()
+    meter = GradientMeter(model)
+    accumulate(model, data())
+    meter.read(16)
+    model.zero_grad()
+    with meter.micro_batch():
+        accumulate(model, data([4]))
+    assert hooks_on(model) == 4
+    del meter
+    gc.collect()
+    assert hooks_on(model) == 0
+
+
+def test_a_watched_model_can_be_copied_and_saved_without_a_warning():
+    model, plain = network(), torch.zeros(3, requires_grad=True)
+    meter, other = GradientMeter(model), GradientMeter([plain])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(model, io.BytesIO())
+        torch.save(plain, io.BytesIO())  # torch warns of hooks on tensors that are no Parameter
+        clone = copy.deepcopy(model)
+    other.close()
+    accumulate(clone, data())  # not watched
+    accumulate(model, data())
+    assert same(expected_of(model, data()), meter.read(16))

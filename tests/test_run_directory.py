@@ -1,0 +1,152 @@
+"""Runs on disk: atomic, truthful after a kill, and never overwritten."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bigbatch.errors import RunError
+from bigbatch.report.run_directory import (
+    RunDirectory,
+    find_runs,
+    fresh_name,
+    write_atomically,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path / "run", {"seed": 1})
+
+
+def test_settings_and_versions_are_in_the_config(run):
+    reopened = RunDirectory.open(run.path)
+    assert {"seed": 1} == reopened.settings
+    text = (run.path / "config.yaml").read_text()
+    assert torch.__version__ in text
+    assert "bigbatch:" in text
+
+
+def test_a_directory_in_use_is_refused_and_left_alone(run):
+    before = sorted(run.path.iterdir())
+    with pytest.raises(RunError, match="already in use; nothing was overwritten"):
+        RunDirectory.create(run.path, {})
+    assert before == sorted(run.path.iterdir())
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(RunError, match="no run directory .*nowhere"):
+        RunDirectory.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", ["", "kind: [", "just text", "kind: run", "\x00\xff"])
+def test_a_foreign_directory_is_refused(tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match="cannot be read as a run"):
+        RunDirectory.open(tmp_path)
+
+
+def test_a_newer_schema_is_refused(run):
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text().replace("schema: 1", "schema: 2"))
+    with pytest.raises(RunError, match="schema 2"):
+        RunDirectory.open(run.path)
+
+
+def test_rows_come_back_as_they_were_written(run):
+    run.append({"step": 1, "loss": 0.1 + 0.2})
+    run.append({"step": 2, "loss": None})
+    assert [{"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": None}] == run.rows()
+
+
+def test_a_line_torn_by_a_kill_is_left_out(run):
+    run.append({"step": 1})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert [{"step": 1}] == run.rows()
+
+
+def test_a_damaged_line_in_the_middle_is_named(run):
+    run.metrics.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(RunError, match="line 2 is damaged"):
+        run.rows()
+
+
+def test_loading_a_checkpoint_cuts_off_the_metrics_past_it(run):
+    run.append({"step": 1})
+    run.save_checkpoint({"weight": torch.ones(2)})
+    run.append({"step": 2})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3')
+    assert torch.equal(torch.ones(2), run.load_checkpoint()["weight"])
+    assert [{"step": 1}] == run.rows()
+
+
+def test_without_a_checkpoint_the_run_begins_anew(run):
+    run.append({"step": 1})
+    assert run.load_checkpoint() is None
+    assert [] == run.rows()
+
+
+def test_a_damaged_checkpoint_is_named(run):
+    (run.path / "checkpoint.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(RunError, match=r"checkpoint\.pt cannot be loaded"):
+        run.load_checkpoint()
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    target = tmp_path / "file"
+    write_atomically(target, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(target, "no bytes")
+    assert b"old" == target.read_bytes()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_does_not_stop_training(run):
+    run.metrics.symlink_to("/dev/full")  # every write fails with "no space left on device"
+    with pytest.warns(UserWarning, match="metrics are not being written"):
+        run.append({"step": 1})
+    run.append({"step": 2})  # said once
+
+
+def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
+    hold = (
+        "import sys; from pathlib import Path\n"
+        "from bigbatch.report.run_directory import RunDirectory\n"
+        "with RunDirectory.open(Path(sys.argv[1])).locked():\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert "held\n" == holder.stdout.readline()
+    with pytest.raises(RunError, match="in use by another process"), run.locked():
+        pass
+    holder.kill()
+    holder.communicate()
+    with run.locked():
+        pass
+
+
+def test_fresh_names_count_on(tmp_path):
+    assert tmp_path / "digits-1" == fresh_name(tmp_path, "digits")
+    (tmp_path / "digits-1").mkdir()
+    assert tmp_path / "digits-2" == fresh_name(tmp_path, "digits")
+
+
+def test_a_folder_that_is_neither_run_nor_study_is_refused(tmp_path):
+    with pytest.raises(RunError, match="cannot be read as a run"):
+        find_runs(tmp_path)
+
+
+def test_rows_hold_no_number_that_json_lacks(run):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        run.append({"loss": float("nan")})
+    assert json.loads("null") is None
