@@ -1,9 +1,9 @@
 """Runs on disk: atomic, truthful after a kill, and never overwritten."""
 
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(run):
 
 
 def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(RunError, match="no run directory .*nowhere"):
+    with pytest.raises(RunError, match=r"no run directory .*nowhere"):
         RunDirectory.open(tmp_path / "nowhere")
 
 
@@ -105,7 +105,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert b"old" == target.read_bytes()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_does_not_stop_training(run):
     run.metrics.symlink_to("/dev/full")  # every write fails with "no space left on device"
     with pytest.warns(UserWarning, match="metrics are not being written"):

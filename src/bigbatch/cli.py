@@ -18,7 +18,7 @@ from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
 from bigbatch.recipes.training import Training
 from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import history_of, table_of
+from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import (
     RunDirectory,
@@ -130,7 +130,7 @@ def compare(paths: Paths) -> None:
     Two studies: [bold]bigbatch compare runs/digits-1 runs/digits-2[/]
     """
     histories = [history_of(run) for path in paths for run in find_runs(path)]
-    LiveView(Console()).table(table_of(histories), "compared")
+    LiveView(Console()).table(table_of(histories), seeds_of(histories))
 
 
 @app.command()

@@ -6,7 +6,7 @@ from bigbatch.recipes import recipe_named
 from bigbatch.recipes.recipe import Recipe, Settings
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import history_of, table_of
+from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import (
     RunDirectory,
@@ -56,7 +56,8 @@ def train_study(path: Path, view: LiveView) -> None:
 
 def summarize(runs: list[RunDirectory], out: Path, view: LiveView, title: str) -> None:
     """Shows the table of the runs and writes their report."""
-    view.table(table_of([history_of(run) for run in runs]), title)
+    histories = [history_of(run) for run in runs]
+    view.table(table_of(histories), f"{title}: {seeds_of(histories)}")
     write_report(runs, out, title)
     view.say(f"report: {out}")
 

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from itertools import cycle
 from statistics import fmean
 
 from matplotlib import rc_context
@@ -19,6 +20,9 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 _BINS = 120  # points of a curve; a longer log is averaged into so many
 _NOISE_BINS = 40  # the same for what is computed from signal and noise
 
+Points = tuple[list[float], list[float]]
+Draw = Callable[[History, str], Points]
+
 
 def curves(histories: list[History], x: str) -> Figure:
     """Six panels against one of `AXES`: loss, accuracy, batch, similarity, noise scale, rate.
@@ -29,16 +33,16 @@ def curves(histories: list[History], x: str) -> Figure:
     """
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     panels = figure.subplots(2, 3).flat
-    for axes, (title, draw, scale) in zip(panels, _PANELS, strict=True):
-        for color, (group, runs) in zip(_cycle(), grouped(histories).items(), strict=False):
+    for axes, (title, draw, base) in zip(panels, _PANELS, strict=True):
+        for color, (group, runs) in zip(cycle(_COLORS), grouped(histories).items(), strict=False):
             for number, history in enumerate(runs):
                 xs, ys = draw(history, x)
                 label = group if number == 0 else None
                 axes.plot(xs, ys, color=color, alpha=0.75, linewidth=1.1, label=label)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(AXES[x], fontsize=8)
-        axes.set_yscale(scale)
-        if scale == "log":
+        if base is not None:
+            axes.set_yscale("log", base=base)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(labelsize=8)
@@ -60,17 +64,13 @@ def as_svg(figure: Figure) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _cycle() -> list[str]:
-    return list(_COLORS) * 20
-
-
 def _bins(rows: list[Row], number: int = _BINS) -> list[list[Row]]:
     size = max(1, -(-len(rows) // number))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _averaged(value: str) -> Callable[[History, str], tuple[list[float], list[float]]]:
-    def points(history: History, x: str) -> tuple[list[float], list[float]]:
+def _averaged(value: str) -> Draw:
+    def points(history: History, x: str) -> Points:
         bins = _bins([row for row in history.rows if row[value] is not None])
         xs = [part[-1][x] for part in bins]
         return xs, [fmean(row[value] for row in part) for part in bins]
@@ -78,18 +78,18 @@ def _averaged(value: str) -> Callable[[History, str], tuple[list[float], list[fl
     return points
 
 
-def _accuracy(history: History, x: str) -> tuple[list[float], list[float]]:
+def _accuracy(history: History, x: str) -> Points:
     rows = history.accuracies()
     return [row[x] for row in rows], [100 * row["test_accuracy"] for row in rows]
 
 
-def _rate(history: History, x: str) -> tuple[list[float], list[float]]:
+def _rate(history: History, x: str) -> Points:
     bins = _bins(history.rows)
     return [part[-1][x] for part in bins], [fmean(row["lr"][0] for row in part) for part in bins]
 
 
-def _of_noise(value: str) -> Callable[[History, str], tuple[list[float], list[float]]]:
-    def points(history: History, x: str) -> tuple[list[float], list[float]]:
+def _of_noise(value: str) -> Draw:
+    def points(history: History, x: str) -> Points:
         bins = _bins([row for row in history.rows if row["noise"] is not None], _NOISE_BINS)
         noises = [
             GradientNoise(
@@ -115,14 +115,16 @@ def _draw_targets(axes: Axes, histories: list[History]) -> None:
             va="bottom",
             fontsize=8,
             color="#555555",
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.7, "linewidth": 0},
         )
 
 
-_PANELS: list[tuple[str, Callable[[History, str], tuple[list[float], list[float]]], str]] = [
-    ("training loss", _averaged("loss"), "log"),
-    ("test accuracy, %", _accuracy, "linear"),
-    ("batch size, samples", _averaged("batch_size"), "log"),
-    ("gradient similarity", _of_noise("similarity"), "linear"),
-    ("noise scale, samples", _of_noise("noise_scale"), "log"),
-    ("learning rate", _rate, "linear"),
+# title, points of a run, base of a logarithmic axis
+_PANELS: list[tuple[str, Draw, int | None]] = [
+    ("training loss", _averaged("loss"), 10),
+    ("test accuracy, %", _accuracy, None),
+    ("batch size, samples", _averaged("batch_size"), 2),
+    ("gradient similarity", _of_noise("similarity"), None),
+    ("noise scale, samples", _of_noise("noise_scale"), 10),
+    ("learning rate", _rate, None),
 ]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -34,8 +35,9 @@ class LiveView:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def table(self, rows: list[tuple[str, ...]], title: str) -> None:
-        """The results."""
-        table = Table(*COLUMNS, title=title, title_justify="left")
+        """The results, in 80 columns where names allow."""
+        headers = [column.replace(" ", "\n") for column in COLUMNS]
+        table = Table(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
         table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True

@@ -80,6 +80,15 @@ def grouped(histories: list[History]) -> dict[str, list[History]]:
     return groups
 
 
+def seeds_of(histories: list[History]) -> str:
+    """How many runs a row of the table stands for, in words."""
+    counts = sorted({len(runs) for runs in grouped(histories).values()})
+    if counts == [1]:
+        return "one run a row"
+    number = " to ".join(str(count) for count in sorted({counts[0], counts[-1]}))
+    return f"mean ± standard deviation over {number} seeds"
+
+
 def table_of(histories: list[History]) -> list[tuple[str, ...]]:
     """The rows under `COLUMNS`, one per group: the mean, and the standard deviation over seeds."""
     return [_summary(name, runs) for name, runs in grouped(histories).items()]
@@ -95,7 +104,7 @@ def _summary(name: str, runs: list[History]) -> tuple[str, ...]:
     batches = [s / n for s, n in zip(samples, steps, strict=True)]
     accuracies = [100 * run.accuracies()[-1]["test_accuracy"] for run in runs if run.accuracies()]
     return (
-        f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name,
+        name,
         f"{_spread(accuracies, 2)} %" if accuracies else "not measured",
         _spread(steps, 0),
         _spread(batches, 0),
@@ -105,6 +114,7 @@ def _summary(name: str, runs: list[History]) -> tuple[str, ...]:
 
 
 def _spread(values: list[float], digits: int) -> str:
-    """Mean and sample standard deviation, the latter where there is one."""
+    """Mean and sample standard deviation, the latter where it is not 0 at these digits."""
+    deviation = round(stdev(values), digits) if len(values) > 1 else 0
     text = f"{mean(values):,.{digits}f}"
-    return f"{text} ± {stdev(values):,.{digits}f}" if len(values) > 1 else text
+    return f"{text} ± {deviation:,.{digits}f}" if deviation else text

@@ -8,7 +8,7 @@ from jinja2 import Environment
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.report.figures import AXES, as_svg, curves
-from bigbatch.report.metrics import COLUMNS, history_of, table_of
+from bigbatch.report.metrics import COLUMNS, history_of, seeds_of, table_of
 from bigbatch.report.run_directory import RunDirectory, write_atomically
 
 
@@ -37,6 +37,7 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
                 .render(
                     title=title,
                     columns=COLUMNS,
+                    seeds=seeds_of(histories),
                     table=table_of(histories),
                     figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
                     runs=[

@@ -1,0 +1,138 @@
+"""The report: one file that opens offline and shows what it should."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from bigbatch.errors import RunError
+from bigbatch.report.metrics import history_of, seeds_of, table_of
+from bigbatch.report.page import write_report
+from bigbatch.report.run_directory import RunDirectory
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+SETTINGS = {"policy": "simigrad", "target": 0.25}
+
+
+def row(step, *, batch=32, accuracy=None, **changes):
+    values = {
+        "schema": 1,
+        "step": step,
+        "epoch": 0,
+        "samples": step * batch,
+        "batch_size": batch,
+        "micro_batches": 4,
+        "loss": 2.0 / step,
+        "lr": [0.1],
+        "signal": 1.0,
+        "noise": 96.0,
+        "similarity": 0.14,
+        "noise_scale": 96.0,
+        "skipped": False,
+        "next_batch": batch,
+        "reason": "fixed",
+        "test_accuracy": accuracy,
+        "seconds": step / 10,
+    }
+    return {**values, **changes}
+
+
+def run_at(path, rows, **settings):
+    run = RunDirectory.create(path, {**SETTINGS, **settings})
+    for one in rows:
+        run.append(one)
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    def rows(batch, accuracy):
+        return [row(s, batch=batch, accuracy=accuracy if s == 40 else None) for s in range(1, 41)]
+
+    return [
+        run_at(tmp_path / "a0", rows(32, 0.90), arm="a"),
+        run_at(tmp_path / "a1", rows(32, 0.94), arm="a"),
+        run_at(tmp_path / "b0", rows(64, 0.50), arm="b", policy="fixed"),
+    ]
+
+
+def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
+    histories = [history_of(run) for run in runs]
+    assert [
+        ("a", "92.00 ± 2.83 %", "40", "32", "1,280", "4.0 s"),
+        ("b", "50.00 %", "40", "64", "2,560", "4.0 s"),
+    ] == table_of(histories)
+    assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
+
+
+def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
+    run = run_at(tmp_path / "empty", [], arm="late")
+    assert ["late", "nothing yet"] == list(table_of([history_of(run)])[0][:2])
+    with pytest.raises(RunError, match="nothing to report"):
+        write_report([run], tmp_path / "page.html", "empty")
+
+
+def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
+    gaps = {"signal": None, "noise": None, "similarity": None, "noise_scale": None, "loss": None}
+    run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, signal=-5.0)])
+    write_report([run], tmp_path / "page.html", "gaps")
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(runs, tmp_path):
+    write_report(runs, tmp_path / "page.html", "two arms")
+    page = (tmp_path / "page.html").read_text()
+    assert [] == re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", page)
+    assert [] == re.findall(r"url\((?!#)[^)]*\)|@import", page)
+    assert "<script" not in page
+
+
+def test_a_name_with_markup_is_shown_and_not_run(runs, tmp_path):
+    write_report(runs, tmp_path / "page.html", "<script>alert(1)</script>")
+    assert "<script" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium (Debian: apt install chromium)")
+def test_a_browser_shows_the_table_and_every_panel_of_the_chosen_axis(runs, tmp_path):
+    """Headless Chromium measures what it laid out; a probe script writes that into the page."""
+    write_report(runs, tmp_path / "page.html", "two arms")
+    probe = """<script>addEventListener('load', () => {
+      const shown = e => e.getBoundingClientRect().width > 0;
+      const found = tab => { document.getElementById(tab).checked = true;
+        const svg = [...document.querySelectorAll('.tabs svg')].filter(shown);
+        return {figures: svg.length, width: svg[0].getBoundingClientRect().width,
+                panels: svg[0].querySelectorAll('g[id^=axes_]').length,
+                text: svg[0].textContent.replace(/\\s+/g, ' ')}; };
+      const out = {rows: [...document.querySelectorAll('tbody tr')].filter(shown).length,
+                   tabs: ['tab1', 'tab2', 'tab3'].map(found)};
+      document.body.innerHTML = '<pre id=out>' + JSON.stringify(out) + '</pre>'; });</script>"""
+    page = tmp_path / "page.html"
+    page.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    offline = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 0.0.0.0"]
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    dumped = subprocess.run(
+        [
+            BROWSER,
+            *offline,
+            *quiet,
+            "--no-first-run",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    seen = json.loads(re.search(r'<pre id="out">(.*?)</pre>', dumped, re.DOTALL)[1])
+    assert 2 == seen["rows"]
+    for tab, axis in zip(seen["tabs"], ("samples", "optimizer steps", "seconds"), strict=True):
+        assert 1 == tab["figures"]
+        assert 6 == tab["panels"]
+        assert tab["width"] > 500
+        for words in (axis, "training loss", "batch size", "similarity", "target 0.25", "noise"):
+            assert words in tab["text"]
