@@ -51,7 +51,6 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def describe(kind: Literal["run", "study"], settings: dict[str, Any]) -> bytes:
     """A config file: what it is, the settings, and what they ran on."""
-    packages = ("torch", "numpy", "scikit-learn")
     about = {
         "kind": kind,
         "schema": SCHEMA,
@@ -59,7 +58,8 @@ def describe(kind: Literal["run", "study"], settings: dict[str, Any]) -> bytes:
         "versions": {
             "bigbatch": metadata.version("bigbatch"),
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in packages},
+            "torch": str(torch.__version__),
+            **{name: metadata.version(name) for name in ("numpy", "scikit-learn")},
         },
         "machine": platform.platform(),
     }
