@@ -11,21 +11,22 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors < measure < decide < act, optim < loop < connect, report < recipes < cli
+# errors < measure < decide < act, optim < step < loop < connect, report < recipes < cli
 LEVELS = {
     "errors": 0,
     "measure": 1,
     "decide": 2,
     "act": 3,
     "optim": 3,
-    "loop": 4,
-    "connect": 5,
-    "report": 5,
-    "recipes": 6,
-    "bench": 6,
-    "cli": 7,
+    "step": 4,
+    "loop": 5,
+    "connect": 6,
+    "report": 6,
+    "recipes": 7,
+    "bench": 7,
+    "cli": 8,
 }
-LIBRARY = {"errors", "measure", "decide", "act", "optim", "loop"}
+LIBRARY = {"errors", "measure", "decide", "act", "optim", "step", "loop"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

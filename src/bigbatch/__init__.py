@@ -8,10 +8,11 @@ from bigbatch.decide.controller import Controller
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Fixed, Policy, Progress, SimiGrad
 from bigbatch.errors import BigbatchError
-from bigbatch.loop import AdaptiveBatch, Step, StepRecord
+from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
+from bigbatch.step import Step, StepRecord
 
 __version__ = "0.1.0"
 

@@ -5,16 +5,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch.act.batches import Batches, StepBatches
+from bigbatch.act.batches import Batches
 from bigbatch.act.learning_rate import AdaScale, Scaling, multiplied, scaling_named
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.act.randomness import random_state, restore_random_state
@@ -22,54 +20,12 @@ from bigbatch.act.samples import Batch
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.plan import BatchPlan, require_positive
 from bigbatch.decide.policy import Decision, Policy, Progress
-from bigbatch.errors import GradientError, LoopError, SettingError, StateError
+from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
-from bigbatch.measure.noise import GradientNoise, from_weighted_losses
 from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.step import Reading, Step, StepRecord
 
 _STATE_VERSION = 1
-_ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """What one optimizer step was.
-
-    Args:
-        step: its number, from 1, skipped ones included.
-        epoch: passes over the data completed when it ran.
-        samples: samples consumed so far, this step's included.
-        batch_size: samples of this step.
-        micro_batches: backwards of this step.
-        loss: mean loss over the batch.
-        lr: learning rate that was used, one per parameter group.
-        noise: what was measured; None where it could not be (one micro-batch, a skipped step).
-        skipped: True where the gradient was not finite, so that nothing was changed.
-        decision: what the next step will be.
-        seconds: time spent training so far.
-    """
-
-    step: int
-    epoch: int
-    samples: int
-    batch_size: int
-    micro_batches: int
-    loss: float
-    lr: tuple[float, ...]
-    noise: GradientNoise | None
-    skipped: bool
-    decision: Decision
-    seconds: float
-
-    @property
-    def similarity(self) -> float:
-        """phi of this step; nan where nothing was measured."""
-        return math.nan if self.noise is None else self.noise.similarity
-
-    @property
-    def noise_scale(self) -> float:
-        """B_simple of this step in samples; nan where nothing was measured."""
-        return math.nan if self.noise is None else self.noise.noise_scale
 
 
 class AdaptiveBatch:
@@ -184,7 +140,7 @@ class AdaptiveBatch:
             self.batches.start(self.epoch)
         while self.batches.has_step(self.plan):
             cut = self.batches.step(self.plan, self._min_batch, self._max_batch)
-            self._step = Step(self, cut)
+            self._step = Step(cut, self.meter, self.optimizer, self.scaler, self._finish)
             yield self._step
             self._require_updated()
         if fresh and self.samples == before:
@@ -295,51 +251,47 @@ class AdaptiveBatch:
         return meter
 
     def _require_updated(self) -> None:
-        if self._step is not None:
+        if self._step is not None and not self._step.ended:
             raise LoopError("the last step was not finished: call step.update() at its end")
 
-    # what a finished step does; called by Step
+    # what ends a step
 
-    def _finish(self, step: "Step") -> StepRecord:
+    def _finish(self, step: Reading) -> StepRecord:
         """Decides, steps, zeroes the gradients."""
-        noise, loss, finite = step._read()
         self.samples += step.samples
-        self.steps, self.skipped = self.steps + finite, self.skipped + (not finite)
-        factor = self._scaling(step.samples, self._clock.base_batch, noise)
+        self.steps, self.skipped = self.steps + step.finite, self.skipped + (not step.finite)
+        factor = self._scaling(step.samples, self._clock.base_batch, step.noise)
         factor *= self.controller.decision.lr_factor
         if not (math.isfinite(factor) and factor >= 0):
             raise SettingError(f"the learning-rate factor {factor} is not finite and positive")
         with multiplied(self.optimizer, factor) as lr:
-            decision = self._decide(step, noise, lr, finite)
-            self._optimize(finite)
-        if finite:
+            decision = self._decide(step, lr)
+            self._optimize(step.finite)
+        if step.finite:
             self._clock.advance(step.samples)
         self.meter.source.zero_grad()
         self.plan = self._fit(decision)
-        self._step = None
         return StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
             samples=self.samples,
             batch_size=step.samples,
             micro_batches=step.micro_batches,
-            loss=loss,
+            loss=step.loss,
             lr=tuple(lr),
-            noise=noise,
-            skipped=not finite,
+            noise=step.noise,
+            skipped=not step.finite,
             decision=decision,
             seconds=self.seconds,
         )
 
-    def _decide(
-        self, step: "Step", noise: GradientNoise | None, lr: list[float], finite: bool
-    ) -> Decision:
+    def _decide(self, step: Reading, lr: list[float]) -> Decision:
         held = self.controller.decision
-        if not finite:
+        if not step.finite:
             return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
         if step.samples != self.plan.batch_size:
             return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
-        if noise is None:
+        if step.noise is None:
             return Decision(held.batch_size, "not measured", held.lr_factor)
         now = Progress(
             target=held.batch_size,
@@ -351,7 +303,7 @@ class AdaptiveBatch:
             lr=tuple(lr),
             seconds=self.seconds,
         )
-        return self.controller.next(noise, now)
+        return self.controller.next(step.noise, now)
 
     def _optimize(self, finite: bool) -> None:
         if self.scaler is None:
@@ -364,148 +316,3 @@ class AdaptiveBatch:
             with suppress(RuntimeError):  # unscaled already, by clipping
                 self.scaler.unscale_(self.optimizer)
         self.scaler.update()
-
-
-class Step:
-    """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`."""
-
-    def __init__(self, train: AdaptiveBatch, cut: StepBatches) -> None:
-        self.samples = 0
-        self.micro_batches = 0
-        self._train = train
-        self._cut = cut
-        self._waiting = False  # a micro-batch was given out and not called backward on
-        self._present = 0  # its samples
-        self._weights: list[float] = []  # n_d of the micro-batches that count
-        self._losses: list[Tensor] = []
-        self._reference = 0.0  # what the weights are expected to sum to
-        self._in_samples: bool | None = None  # whether the weights are samples
-        self._readings: Tensor | None = None  # everything the host will read, when complete
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch, samples in self._cut:
-            self._waiting, self._present = True, samples
-            yield batch
-            if self._waiting:
-                raise LoopError("a micro-batch was left without step.backward(loss)")
-
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        """Adds this micro-batch's share of the mean gradient to `.grad`.
-
-        Args:
-            loss: mean loss of the micro-batch, one number.
-            weight: what that mean is taken over, where it is not the samples (tokens, say). 0
-                leaves the micro-batch and its loss out.
-        Raises:
-            LoopError: no micro-batch is waiting for it, or weights are given to some only.
-            GradientError: somebody else wrote to `.grad`.
-        """
-        if not self._waiting:
-            raise LoopError(
-                "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
-                "sum the losses of a micro-batch and call it once"
-            )
-        if loss.numel() != 1:
-            raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        in_samples = weight is None
-        if self._in_samples not in (None, in_samples):
-            raise LoopError("weight= is given for some micro-batches of a step and not for others")
-        weight = float(self._present if weight is None else weight)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise LoopError(f"weight={weight} must be finite and not negative")
-        self._in_samples = in_samples
-        self.samples += self._present
-        self.micro_batches += 1
-        if weight:
-            self._accumulate(loss, weight)
-        self._waiting = False
-        if self._cut.left == 0:
-            self._complete()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the true mean gradient, unscaled, and returns its norm before that.
-
-        Raises:
-            LoopError: before the last micro-batch's backward, or after `update()`.
-        """
-        self._require_complete("clip_grad_norm_")
-        optimizer, source = self._train.optimizer, self._train.meter.source
-        if self._train.scaler is not None:
-            self._train.scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(source.parameters, max_norm, norm_type)
-        source.stamp()
-        return norm
-
-    def update(self) -> StepRecord:
-        """Decides the next batch size, steps the optimizer, and zeroes the gradients.
-
-        A gradient that is not finite skips the step: optimizer, scheduler and policy stay.
-
-        Raises:
-            LoopError: micro-batches are missing, or it was called already.
-            GradientError: a backward of your own changed `.grad` after the last micro-batch.
-        """
-        self._require_complete("update")
-        source = self._train.meter.source
-        if source.foreign_backward:
-            raise GradientError(
-                "a backward of your own changed .grad between the last step.backward and "
-                "step.update(); run it outside the step, or as part of the loss"
-            )
-        if source.micro_batches != len(self._weights) or source.is_empty:
-            raise GradientError(_ZEROED)
-        return self._train._finish(self)
-
-    def _accumulate(self, loss: Tensor, weight: float) -> None:
-        if not self._weights:
-            planned = self._cut.taken + self._cut.left
-            self._reference = weight * planned / self._present
-        share = loss * (weight / self._reference)
-        if self._train.scaler is not None:
-            share = self._train.scaler.scale(share)
-        with self._train.meter.source.micro_batch(weight):
-            share.backward()  # type: ignore[no-untyped-call]
-        self._weights.append(weight)
-        if self._train.meter.source.micro_batches != len(self._weights):
-            raise GradientError(_ZEROED)
-        self._losses.append(loss.detach().reshape(()))
-
-    def _complete(self) -> None:
-        """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""
-        total = math.fsum(self._weights)
-        if not total:
-            raise LoopError("every micro-batch of the step has weight 0")
-        source = self._train.meter.source
-        norms = self._train.meter.measure()
-        losses = torch.stack(self._losses).to(norms.device, norms.dtype, non_blocking=True)
-        self._readings = torch.cat([norms, losses])
-        if total != self._reference:
-            grads = [p.grad for p in source.parameters if p.grad is not None]
-            torch._foreach_mul_(grads, self._reference / total)
-            source.stamp()
-
-    def _read(self) -> tuple[GradientNoise | None, float, bool]:
-        """(noise, mean loss, whether the gradient is finite): the one wait for the device."""
-        assert self._readings is not None
-        readings = self._readings.tolist()
-        k, total = len(self._weights), math.fsum(self._weights)
-        squares, of_sum, losses = readings[:k], readings[k], readings[k + 1 :]
-        loss = math.fsum(w * x for w, x in zip(self._weights, losses, strict=True)) / total
-        if not all(math.isfinite(square) for square in (*squares, of_sum)):
-            return None, loss, self._train.meter.source.is_finite()  # a square may overflow alone
-        if k < 2:
-            return None, loss, True
-        scale = self._train.scaler.get_scale() if self._train.scaler is not None else 1.0
-        unit = (self._reference / (total * scale)) ** 2
-        sizes = [self.samples * weight / total for weight in self._weights]
-        squares = [unit * square for square in squares]
-        noise = from_weighted_losses(squares, unit * of_sum, sizes, self._train.meter.eps)
-        return noise, loss, True
-
-    def _require_complete(self, call: str) -> None:
-        if self._train._step is not self:
-            raise LoopError(f"step.{call}() was called after step.update(), which ends the step")
-        if self._readings is None:
-            raise LoopError(
-                f"step.{call}() was called before every micro-batch of the step was done"
-            )

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from bigbatch.loop import StepRecord
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
 from bigbatch.report.metrics import COLUMNS
+from bigbatch.step import StepRecord
 
 _LINES = 5  # of a training, where there is no terminal
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
@@ -123,12 +124,19 @@ class TrainingView:
         return "  ".join(part for part in parts if part)
 
 
+class _Bar(Progress):
+    """A bar, and under it the numbers of the training, so that both fit a narrow terminal."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["numbers"], style="cyan") for task in self.tasks)
+
+
 def _bar(console: Console) -> Progress:
-    return Progress(
+    return _Bar(
         TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=16),
+        BarColumn(bar_width=24),
         TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[numbers]}", style="cyan"),
         console=console,
     )

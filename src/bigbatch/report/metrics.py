@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from bigbatch.loop import StepRecord
 from bigbatch.report.run_directory import SCHEMA, Row, RunDirectory
+from bigbatch.step import StepRecord
 
 COLUMNS = ("run", "test accuracy", "steps", "average batch", "samples", "wall time")
 

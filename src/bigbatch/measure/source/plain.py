@@ -118,6 +118,12 @@ class PlainSource:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient, as part of the step."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(grads, factor)
+        self.stamp()
+
     def stamp(self) -> None:
         """Accepts `.grad` as it is now, after a change that belongs to the step."""
         self._stamps = self._stamp()
