@@ -90,6 +90,8 @@ class TrainingView:
 
     def step(self, record: StepRecord, accuracy: float | None) -> None:
         """Shows one step; `accuracy` where test accuracy was measured after it."""
+        if self._seconds is None:
+            self._seconds, self._done = record.seconds, record.samples
         if record.noise is not None:
             self._noise = self._average.update(record.noise)
         self._accuracy = self._accuracy if accuracy is None else accuracy
@@ -107,9 +109,7 @@ class TrainingView:
         return due
 
     def _numbers(self, record: StepRecord) -> str:
-        if self._seconds is None:
-            self._seconds, self._done = record.seconds, record.samples
-        elapsed = record.seconds - self._seconds
+        elapsed = record.seconds - (self._seconds or 0.0)
         speed = (record.samples - self._done) / elapsed if elapsed else math.nan
         goal = "" if self._target is None else f" (target {self._target:g})"
         parts = [
