@@ -20,6 +20,13 @@ WRONG = [
     (["train", "--batch-size", "0"], "batch_size=0 must be a whole number of at least 1"),
     (["train", "--epochs", "0"], "--epochs"),
     (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must lie in (0, 1]"),
+    (["train", "--gamma", "0.5"], "--optimizer momentum does not go together with --gamma"),
+    (["train", "--policy", "fixed", "--target", "0"], "--policy fixed does not go together with"),
+    (["train", "--lr", "nan"], "lr=nan must be finite"),
+    (["train", "--lr", "-1"], "lr=-1.0 must not be negative"),
+    (["train", "--seed", "-1"], "seed=-1 must not be negative"),
+    (["train", "--runs", "/dev/null"], "/dev/null"),
+    (["train", "--target", "0.1", "--out", "/dev/null/run"], "/dev/null"),
     (["train", "--data", "nowhere"], "there is no data folder nowhere"),
     (["train", "--data", "."], "recipe 'digits' brings its own data"),
     (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
@@ -53,6 +60,35 @@ def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
         assert (2, 1) == (status, err.count("\n"))
         assert "already in use; nothing was overwritten" in err
         assert "precious" == (tmp_path / "mine").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", "kind: run\nschema: 1\nsettings: {recipe: 5}", "are missing"),
+        ("config.yaml", "kind: run\nschema: 1\nsettings: {wings: 2}", "unknown settings ['wings']"),
+        ("study.yaml", "kind: study\nschema: 1\nsettings: {}", "lists no trainings"),
+        ("study.yaml", "kind: study\nschema: 1\nsettings: {trainings: [1]}", "lists no trainings"),
+        ("study.yaml", "kind: run\nschema: 1\nsettings: {}", "is a run of schema 1"),
+    ],
+)
+def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    status, _, err = bigbatch("train", "--resume", tmp_path)
+    assert (2, 1) == (status, err.count("\n"))
+    assert message in err
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"step": 1}', "\udcff"])
+def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
+    config = "kind: run\nschema: 1\nsettings: {}"
+    (tmp_path / "config.yaml").write_text(config)
+    log = f"{line}\n{line}\n".encode(errors="surrogateescape")
+    (tmp_path / "metrics.jsonl").write_bytes(log)
+    for command in ("compare", "report"):
+        status, _, err = bigbatch(command, tmp_path)
+        assert (2, 1) == (status, err.count("\n"))
+        assert "line 1 is" in err
 
 
 def test_help_teaches_by_example(bigbatch):

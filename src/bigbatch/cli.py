@@ -3,7 +3,7 @@
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -47,11 +47,9 @@ def main() -> None:
     try:
         app(standalone_mode=False)
     except (BigbatchError, TyperException) as error:
-        text = error.format_message() if isinstance(error, TyperException) else str(error)
-        Console(stderr=True).print(
-            f"bigbatch: {text}", markup=False, highlight=False, soft_wrap=True
-        )
-        sys.exit(2)
+        _fail(error.format_message() if isinstance(error, TyperException) else str(error))
+    except OSError as error:
+        _fail(f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written")
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("bigbatch: interrupted; go on with: bigbatch train --resume RUN\n")
         sys.exit(_INTERRUPTED)
@@ -109,7 +107,9 @@ def train(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     if resume is not None:
-        _refuse_with("--resume", {**changes, "epochs": epochs, "seeds": seeds, "out": out})
+        _refuse_with(
+            "--resume", {**changes, "epochs": epochs, "seeds": seeds, "out": out, "data": data}
+        )
         resume_at(resume, view)
         return
     chosen = recipe_named(recipe)
@@ -180,6 +180,12 @@ def _train_one(
     recipe: Recipe, changes: dict[str, Any], runs: Path, out: Path | None, view: LiveView
 ) -> None:
     settings = recipe.settings.changed(changes)
+    if settings.policy == "fixed":
+        unused = {"target", "min_batch", "max_batch"} & changes.keys()
+        _refuse_with("--policy fixed", dict.fromkeys(sorted(unused), True))
+    if not settings.optimizer.startswith("vr-"):
+        unused = {"gamma", "r_max"} & changes.keys()
+        _refuse_with(f"--optimizer {settings.optimizer}", dict.fromkeys(sorted(unused), True))
     place = out or fresh_name(runs, f"{recipe.name}-{settings.policy}-{settings.optimizer}")
     require_free(place)
     training = Training(recipe, settings)  # before anything is written
@@ -197,6 +203,11 @@ def _check_data(recipe: Recipe, data: Path | None) -> None:
         raise RunError(f"there is no data folder {data}; name one that exists")
     if data is not None and not recipe.needs_data:
         raise SettingError(f"recipe {recipe.name!r} brings its own data; leave --data out")
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"bigbatch: {' '.join(message.split())}\n")
+    sys.exit(2)
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -92,6 +92,12 @@ class AdaptiveBatch:
         self.controller = Controller(
             policy, start, base_batch, min_batch=self._min_batch, max_batch=self._max_batch
         )
+        if self.controller.decision.batch_size != start:
+            warnings.warn(
+                f"batch_size={start} is out of bounds; training starts with "
+                f"{self.controller.decision.batch_size}",
+                stacklevel=2,
+            )
         self.plan = self._fit(self.controller.decision)
         self._scaling = scaling_named(lr_scaling, base_batch)
         self._clock = BaseBatchClock(base_batch, optimizer)

@@ -1,12 +1,14 @@
 """What a recipe is: settings, the arms of its study, and how to build what is trained."""
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from bigbatch.decide.plan import require_positive
 from bigbatch.decide.policy import Fixed, Policy, SimiGrad
 from bigbatch.errors import SettingError
 from bigbatch.optim import VarianceReduced
@@ -33,6 +35,8 @@ class Settings:
         lr_scaling: "sqrt", "linear", "adascale" or "none".
         checkpoint_every: steps between checkpoints.
         threads: CPU threads of torch.
+    Raises:
+        SettingError: a value of another type, or out of range.
     """
 
     recipe: str
@@ -55,6 +59,21 @@ class Settings:
     checkpoint_every: int = 100
     threads: int
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds = (float, int) if field.type is float else (field.type,)
+            if type(value) not in kinds:
+                raise SettingError(f"{field.name}={value!r} is of another type than {kinds[0]}")
+            if isinstance(value, float | int) and not math.isfinite(value):
+                raise SettingError(f"{field.name}={value} must be finite")
+        sizes = ("epochs", "min_batch", "max_batch", "batch_size", "base_batch", "micro_batch")
+        for name in (*sizes, "checkpoint_every", "threads"):
+            require_positive(**{name: getattr(self, name)})
+        for name in ("seed", "weight_decay", "lr"):
+            if getattr(self, name) < 0:
+                raise SettingError(f"{name}={getattr(self, name)} must not be negative")
+
     def changed(self, changes: dict[str, Any]) -> "Settings":
         """A copy with some settings changed."""
         return replace(self, **changes)
@@ -73,10 +92,10 @@ class Settings:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise SettingError(f"unknown settings {unknown}; known are {sorted(known)}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise SettingError(f"settings are incomplete: {error}") from None
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        if missing := sorted(required - set(values)):
+            raise SettingError(f"settings {missing} are missing")
+        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bigbatch.report.run_directory import (
     RunDirectory,
     describe,
     find_runs,
-    read_config,
+    read_trainings,
     require_free,
     write_atomically,
 )
@@ -32,9 +32,7 @@ def start_study(recipe: Recipe, path: Path, seeds: int, epochs: int | None) -> N
         for arm, changes in recipe.arms.items()
     }
     path.mkdir(parents=True)
-    write_atomically(
-        path / "study.yaml", describe("study", {"recipe": recipe.name, "trainings": trainings})
-    )
+    write_atomically(path / "study.yaml", describe("study", {"trainings": trainings}))
 
 
 def train_study(path: Path, view: LiveView) -> None:
@@ -43,14 +41,11 @@ def train_study(path: Path, view: LiveView) -> None:
     Raises:
         RunError: `path` holds no study, or another process trains in it.
     """
-    plan = read_config(path / "study.yaml", "study")
-    recipe = recipe_named(plan["recipe"])
-    trainings = plan["trainings"]
+    trainings = read_trainings(path)
     for number, (name, settings) in enumerate(trainings.items(), start=1):
         place = path / name
         run = RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
-        training = Training(recipe, Settings.from_dict(run.settings))
-        train_run(training, run, view, f"{number}/{len(trainings)} {name}")
+        train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
     summarize(find_runs(path), path / "report.html", view, path.name)
 
 
@@ -72,8 +67,12 @@ def resume(path: Path, view: LiveView) -> None:
         train_study(path, view)
         return
     run = RunDirectory.open(path)
+    train_one(_training(run), run, view)
+
+
+def _training(run: RunDirectory) -> Training:
     settings = Settings.from_dict(run.settings)
-    train_one(Training(recipe_named(settings.recipe), settings), run, view)
+    return Training(recipe_named(settings.recipe), settings)
 
 
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:

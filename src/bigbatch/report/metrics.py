@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
+from bigbatch.errors import RunError
 from bigbatch.report.run_directory import SCHEMA, Row, RunDirectory
 from bigbatch.step import StepRecord
 
@@ -46,6 +47,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_LOGGED = {"step", "samples", "batch_size", "micro_batches", "loss", "lr", "signal", "noise"} | {
+    "test_accuracy",
+    "seconds",
+}
+
+
 @dataclass(frozen=True)
 class History:
     """One run as it was logged."""
@@ -61,14 +68,21 @@ class History:
 
 
 def history_of(run: RunDirectory) -> History:
-    """Reads a run's log."""
-    settings = run.settings
+    """Reads a run's log.
+
+    Raises:
+        RunError: a line is damaged, or of another schema.
+    """
+    settings, rows = run.settings, run.rows()
+    for number, row in enumerate(rows, start=1):
+        if row.get("schema") != SCHEMA or not row.keys() >= _LOGGED:
+            raise RunError(f"{run.metrics}, line {number} is no step of schema {SCHEMA}")
     simigrad = settings.get("policy") == "simigrad"
     return History(
         name=run.name,
         group=settings.get("arm") or run.name,
         target=settings.get("target") if simigrad else None,
-        rows=run.rows(),
+        rows=rows,
     )
 
 

@@ -173,12 +173,12 @@ class RunDirectory:
         """
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text().splitlines()
+        lines = self.metrics.read_text(errors="replace").splitlines()
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+                rows.append(dict(json.loads(line)))
+            except (json.JSONDecodeError, TypeError, ValueError):
                 if number < len(lines):
                     raise RunError(
                         f"{self.metrics}, line {number} is damaged; delete it to go on"
@@ -237,6 +237,18 @@ def require_free(path: Path) -> None:
         )
 
 
+def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of every training of the study at `path`, by the name of its directory.
+
+    Raises:
+        RunError: it is no study.
+    """
+    trainings = read_config(path / "study.yaml", "study").get("trainings")
+    if not isinstance(trainings, dict) or not all(isinstance(t, dict) for t in trainings.values()):
+        raise RunError(f"{path / 'study.yaml'} lists no trainings; name a study of bigbatch")
+    return trainings
+
+
 def find_runs(path: Path) -> list[RunDirectory]:
     """The run at `path`, or the runs of the study there.
 
@@ -245,5 +257,5 @@ def find_runs(path: Path) -> list[RunDirectory]:
     """
     if not (path / "study.yaml").exists():
         return [RunDirectory.open(path)]
-    names = read_config(path / "study.yaml", "study")["trainings"]
+    names = read_trainings(path)
     return [RunDirectory.open(path / name) for name in names if (path / name).exists()]
