@@ -376,10 +376,51 @@ def test_an_unknown_tail_is_refused_with_its_value():
         Batches(ragged([4]), tail="keep")
 
 
-@pytest.mark.parametrize("half", [{"split": lambda b, lo, hi: b[lo:hi]}, {"count": len}])
-def test_split_and_count_come_together(half):
-    with pytest.raises(SettingError, match="both or neither"):
-        Batches(ragged([4]), **half)
+def test_split_needs_a_count_and_count_a_split():
+    with pytest.raises(SettingError, match="split= needs count="):
+        Batches(ragged([4]), split=lambda b, lo, hi: b[lo:hi])
+    with pytest.raises(SettingError, match="count= belongs to split="):
+        Batches(ragged([4]), count=len)
+
+
+def test_split_alone_counts_by_the_known_length():
+    rows = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=lambda items: {"set": items})
+    batches = Batches(loader, split=lambda b, lo, hi: {"set": b["set"][lo:hi]})
+    batches.start(0)
+    seen = []
+    while batches.has_step(BatchPlan(1, 3, 1)):
+        for batch, samples in batches.step(BatchPlan(1, 3, 1), least=1):
+            assert samples == len(batch["set"])
+            seen += [int(item[0]) for item in batch["set"]]
+    assert list(range(10)) == seen
+
+
+def test_a_pass_over_batches_that_cannot_be_glued_goes_on_with_exactly_the_rest():
+    widths = [(8, 1), (2, 3), (4, 1), (8, 3)]
+    starts = [0, 8, 10, 14]
+    loader = [
+        torch.arange(first, first + n).view(-1, 1).expand(n, width)
+        for (n, width), first in zip(widths, starts, strict=True)
+    ]
+    plan = BatchPlan(1, 3, 2)
+
+    def steps(batches):
+        while batches.has_step(plan):
+            taken = [m[:, 0].tolist() for m, _ in batches.step(plan, least=6, most=18)]
+            yield [sample for part in taken for sample in part]
+
+    whole = Batches(loader)
+    whole.start(0)
+    expected = list(steps(whole))
+    for stop in range(1, len(expected)):
+        first = Batches(loader)
+        first.start(0)
+        before = [step for _, step in zip(range(stop), steps(first), strict=False)]
+        second = Batches(loader)
+        second.load_state_dict(first.state_dict(), 0)
+        assert expected == before + list(steps(second))
+    assert list(range(22)) == [sample for step in expected for sample in step]
 
 
 def adaptive(loader: Any) -> bb.AdaptiveBatch:

@@ -1,9 +1,13 @@
 """The command: one line for what is wrong, exit status 2, nothing overwritten, no traceback."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
+COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
 QUICK = ("--epochs", "1", "--quiet")
 
 WRONG = [
@@ -107,13 +111,9 @@ def test_recipes_are_listed_with_their_arms(bigbatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """One finished training of one epoch."""
-    import subprocess
-    import sys
-
     out = tmp_path_factory.mktemp("runs") / "one"
-    code = "from bigbatch.cli import main; main()"
-    command = [sys.executable, "-c", code, "train", "--optimizer", "vr-momentum", *QUICK]
-    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
+    settings = ["train", "--optimizer", "vr-momentum", *QUICK, "--out", str(out)]
+    subprocess.run([*COMMAND, *settings], check=True, capture_output=True)
     return out
 
 
@@ -174,3 +174,16 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
     assert "1,347/1,347" in out
     quiet = bigbatch("train", "--target", "0.5", *QUICK, "--out", tmp_path / "quiet")[1]
     assert "samples/s" not in quiet
+
+
+def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, "train", "--target", "0.5", "--out", str(run)], stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not (run / "metrics.jsonl").exists():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (130, 1) == (process.returncode, err.count("\n"))
+    assert "bigbatch train --resume RUN" in err

@@ -28,6 +28,9 @@ SEED = 7
 GROW, SHRINK = bb.SimiGrad(target=0.999), bb.SimiGrad(target=-0.999)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:batch_size=.* is out of bounds")
+
+
 def classifier(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(SEED)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
@@ -927,3 +930,101 @@ def test_clipping_with_a_scaler_clips_the_true_gradient():
     assert one.clip_grad_norm_(0.01).item() == other.clip_grad_norm_(0.01).item()
     assert one.update().noise == other.update().noise
     assert same(weights(plain), weights(scaled))
+
+
+def test_a_batch_that_spans_the_epoch_still_decides():
+    train = adaptive(96, policy=bb.SimiGrad(-0.9, min_batch=8, max_batch=96), batch_size=96)
+    batches = [record.batch_size for _ in range(12) for record in records(train)]
+    assert batches[0] == 96
+    assert max(batches[-4:]) < 48  # similarity is above -.9, so the batch shrinks step by step
+
+
+def test_a_micro_batch_of_an_inner_loop_that_was_left_raises():
+    train = adaptive()
+    step = first_step(train)
+    for _ in step:
+        break
+    with pytest.raises(LoopError, match=r"left without step\.backward"):
+        next(iter(step))
+
+
+def test_an_optimizer_step_of_ones_own_inside_a_step_raises():
+    train = adaptive()
+    step = done(train)
+    with pytest.raises(LoopError, match=r"optimizer\.step\(\) was called inside a step"):
+        train.optimizer.step()
+    step.update()
+    train.optimizer.step()  # between steps it is the user's own
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_zeroed_before_the_update_raise(set_to_none):
+    train = adaptive()
+    step = done(train)
+    train.optimizer.zero_grad(set_to_none)
+    with pytest.raises(GradientError, match="zeroed inside the step"):
+        step.update()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = classifier()
+    with pytest.raises(SettingError, match="no parameter of the model"):
+        bb.AdaptiveBatch(
+            classifier(), SGD(other.parameters(), lr=0.1), DataLoader(data(32), 8), policy=GROW
+        )
+
+
+def test_a_start_out_of_bounds_is_said():
+    with pytest.warns(UserWarning, match="batch_size=90 is out of bounds; .* starts with 32"):
+        adaptive(policy=bb.SimiGrad(0.2, max_batch=32), batch_size=90)
+
+
+def test_a_policy_that_fails_counts_no_step():
+    class Fails:
+        def decide(self, noise, now):
+            raise KeyError("no")
+
+    train = adaptive(policy=Fails())
+    step = done(train)
+    before = weights(train)
+    with pytest.raises(KeyError):
+        step.update()
+    assert (0, 0) == (train.samples, train.steps)
+    assert same(before, weights(train))
+
+
+def test_a_length_that_was_learned_is_known_after_a_resume():
+    loader = [tuple(t[i : i + 32] for t in data(320).tensors) for i in range(0, 320, 32)]
+
+    def build():
+        return adaptive(loader=loader, policy=Target(64, 1000), batch_size=64, micro_batch=64)
+
+    train, resumed = build(), build()
+    list(records(train))
+    resumed.model.load_state_dict(train.model.state_dict())
+    resumed.load_state_dict(train.state_dict())
+    assert 320 == train.controller.decision.batch_size == resumed.controller.decision.batch_size
+    assert train.base_steps(2) == resumed.base_steps(2)
+    assert train.plan == resumed.plan
+
+
+def test_a_scheduler_that_is_set_after_loading_goes_on_at_its_rate():
+    def build():
+        return adaptive(policy=bb.Fixed(16), micro_batch=16)
+
+    def warm_up(train):
+        return torch.optim.lr_scheduler.LinearLR(train.optimizer, 0.1, total_iters=12)
+
+    train, resumed = build(), build()
+    train.scheduler = warm_up(train)
+    list(records(train))
+    resumed.optimizer.load_state_dict(train.optimizer.state_dict())
+    resumed.load_state_dict(train.state_dict())
+    again = build()
+    again.optimizer.load_state_dict(train.optimizer.state_dict())
+    again.load_state_dict(resumed.state_dict())  # saved before its scheduler was set
+    for later in (resumed, again):
+        later.scheduler = warm_up(later)
+    expected = [record.lr for record in records(train)]
+    assert expected == [record.lr for record in records(resumed)]
+    assert expected == [record.lr for record in records(again)]

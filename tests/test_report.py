@@ -13,7 +13,7 @@ from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
-SETTINGS = {"policy": "simigrad", "target": 0.25}
+SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
 def row(step, *, batch=32, accuracy=None, **changes):
@@ -52,8 +52,8 @@ def runs(tmp_path):
         return [row(s, batch=batch, accuracy=accuracy if s == 40 else None) for s in range(1, 41)]
 
     return [
-        run_at(tmp_path / "a0", rows(32, 0.90), arm="a"),
-        run_at(tmp_path / "a1", rows(32, 0.94), arm="a"),
+        run_at(tmp_path / "a0", rows(32, 0.90), arm="a", seed=0),
+        run_at(tmp_path / "a1", rows(32, 0.94), arm="a", seed=1),
         run_at(tmp_path / "b0", rows(64, 0.50), arm="b", policy="fixed"),
     ]
 
@@ -65,6 +65,15 @@ def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
         ("b", "50.00 %", "40", "64", "2,560", "4.0 s"),
     ] == table_of(histories)
     assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
+
+
+def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
+    one = run_at(tmp_path / "s1" / "x", [row(1, accuracy=0.5)], arm="a")
+    other = run_at(tmp_path / "s2" / "x", [row(1, accuracy=0.9)], arm="a", epochs=2)
+    histories = [history_of(run) for run in (one, other, one)]
+    names = [line[0] for line in table_of(histories)]
+    assert ["s1/a", "s2/a (1 of 1 unfinished)"] == names
+    assert "one run a row" == seeds_of(histories)
 
 
 def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):

@@ -150,3 +150,34 @@ def test_rows_hold_no_number_that_json_lacks(run):
     with pytest.raises(ValueError, match="JSON compliant"):
         run.append({"loss": float("nan")})
     assert json.loads("null") is None
+
+
+def test_a_log_shorter_than_its_checkpoint_is_refused(run):
+    run.append({"step": 1})
+    run.save_checkpoint({})
+    run.metrics.write_text("")
+    with pytest.raises(RunError, match="shorter than its checkpoint"):
+        run.load_checkpoint()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_goes_on(run):
+    run.save_checkpoint({"step": 1})
+    (run.path / ".checkpoint.pt.new").symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="checkpoint could not be written"):
+        run.save_checkpoint({"step": 2, "weight": torch.ones(10_000)})
+    assert {"step": 1} == run.load_checkpoint()
+
+
+def test_events_of_a_run_that_began_anew_show_each_step_once(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from bigbatch.report.events import Events
+
+    values = dict.fromkeys(("loss", "similarity", "noise_scale", "test_accuracy"))
+    for attempt, steps in ((1, 5), (2, 3)):
+        with Events(run, 1) as events:
+            for step in range(1, steps + 1):
+                events.append({**values, "step": step, "batch_size": attempt, "lr": [0.1]})
+    logged = EventAccumulator(str(run.events)).Reload().Scalars("batch_size")
+    assert [(1, 2.0), (2, 2.0), (3, 2.0)] == [(event.step, event.value) for event in logged]

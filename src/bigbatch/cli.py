@@ -45,19 +45,23 @@ def main() -> None:
     """Runs the command; what goes wrong on purpose is one line and exit status 2."""
     warnings.showwarning = _one_line_warning
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # 130 where a KeyboardInterrupt was caught by typer
     except (BigbatchError, TyperException) as error:
         _fail(error.format_message() if isinstance(error, TyperException) else str(error))
     except OSError as error:
         _fail(f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written")
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("bigbatch: interrupted; go on with: bigbatch train --resume RUN\n")
-        sys.exit(_INTERRUPTED)
+        status = _INTERRUPTED
+    if status == _INTERRUPTED:
+        sys.stderr.write("bigbatch: interrupted; `bigbatch train --resume RUN` goes on\n")
+    sys.exit(status or 0)
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="One of `bigbatch recipes`.")] = "digits",
+    recipe: Annotated[
+        str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help=f"One of: {', '.join(POLICIES)}.")] = None,
     target: Annotated[float | None, typer.Option(help="Similarity to hold, in (-1, 1).")] = None,
     min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
@@ -76,7 +80,7 @@ def train(
     data: Annotated[
         Path | None, typer.Option(help="Data folder, where a recipe needs one.")
     ] = None,
-    runs: Annotated[Path, typer.Option(help="Where fresh directories go.")] = Path("runs"),
+    runs: Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")] = None,
     out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
@@ -107,20 +111,24 @@ def train(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     if resume is not None:
-        _refuse_with(
-            "--resume", {**changes, "epochs": epochs, "seeds": seeds, "out": out, "data": data}
-        )
+        others = {"recipe": recipe, "epochs": epochs, "seeds": seeds, "data": data}
+        _refuse_with("--resume", {**changes, **others, "runs": runs, "out": out})
         resume_at(resume, view)
         return
-    chosen = recipe_named(recipe)
+    if out is not None:
+        _refuse_with("--out", {"runs": runs})
+    chosen = recipe_named(recipe or "digits")
     _check_data(chosen, data)
+    folder = runs or Path("runs")
     if not changes:
-        place = out or fresh_name(runs, chosen.name)
+        place = out or fresh_name(folder, chosen.name)
         start_study(chosen, place, 3 if seeds is None else seeds, epochs)
         train_study(place, view)
         return
     _refuse_with("a setting of a single training", {"seeds": seeds})
-    _train_one(chosen, {**changes, **({"epochs": epochs} if epochs else {})}, runs, out, view)
+    if epochs is not None:
+        changes["epochs"] = epochs
+    _train_one(chosen, changes, folder, out, view)
 
 
 @app.command()
@@ -201,7 +209,7 @@ def _refuse_with(what: str, given: dict[str, Any]) -> None:
 def _check_data(recipe: Recipe, data: Path | None) -> None:
     if data is not None and not data.is_dir():
         raise RunError(f"there is no data folder {data}; name one that exists")
-    if data is not None and not recipe.needs_data:
+    if data is not None:
         raise SettingError(f"recipe {recipe.name!r} brings its own data; leave --data out")
 
 

@@ -104,6 +104,8 @@ class AdaptiveBatch:
         self.scheduler = scheduler
         self.meter = self._share_source(meter or GradientMeter(model))
         self._step: Step | None = None
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._require_own_step)
         self._seconds_before = 0.0
         self._started = time.perf_counter()
 
@@ -154,8 +156,7 @@ class AdaptiveBatch:
                 "the loader gave no step; is it empty or used up, or shorter than one step that "
                 "tail='drop' leaves out?"
             )
-        self._max_batch = self._upper_bound(self.controller.policy)  # a length may be known by now
-        self.controller.limit(self._max_batch)
+        self._learn_length()
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +193,6 @@ class AdaptiveBatch:
                 "release reads; resume with the release that wrote it"
             )
         self.controller.load_state_dict(state["controller"])
-        self.plan = self._fit(self.controller.decision)
         self._clock.load_state_dict(state["clock"])
         if isinstance(self._scaling, AdaScale) and state["scaling"] is not None:
             self._scaling.load_state_dict(state["scaling"])
@@ -201,6 +201,7 @@ class AdaptiveBatch:
         self._step = None
         self.meter.source.zero_grad()
         self.batches.load_state_dict(state["batches"], self.epoch)
+        self._learn_length()
         restore_random_state(state["random"])
 
     # construction
@@ -232,6 +233,14 @@ class AdaptiveBatch:
             )
         return max(asked, smallest)
 
+    def _learn_length(self) -> None:
+        """A loader that does not say its length has shown it after one pass."""
+        longest = self._upper_bound(self.controller.policy)
+        if longest is not None and longest >= self._min_batch:
+            self._max_batch = longest
+            self.controller.limit(longest)
+        self.plan = self._fit(self.controller.decision)
+
     def _fit(self, decision: Decision) -> BatchPlan:
         return self._fit_between(decision.batch_size, self._min_batch, self._max_batch)
 
@@ -251,7 +260,10 @@ class AdaptiveBatch:
                 'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
             )
         meter.source.explicit = True
-        meter.source.add(p for group in self.optimizer.param_groups for p in group["params"])
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not set(trained) & set(self.model.parameters()):
+            raise SettingError("the optimizer holds no parameter of the model; build it from it")
+        meter.source.add(trained)
         if isinstance(self.optimizer, VarianceReduced):
             self.optimizer.follow(meter.source)
         return meter
@@ -264,17 +276,20 @@ class AdaptiveBatch:
 
     def _finish(self, step: Reading) -> StepRecord:
         """Decides, steps, zeroes the gradients."""
-        self.samples += step.samples
-        self.steps, self.skipped = self.steps + step.finite, self.skipped + (not step.finite)
         factor = self._scaling(step.samples, self._clock.base_batch, step.noise)
         factor *= self.controller.decision.lr_factor
         if not (math.isfinite(factor) and factor >= 0):
             raise SettingError(f"the learning-rate factor {factor} is not finite and positive")
+        target = self.controller.decision.batch_size
         with multiplied(self.optimizer, factor) as lr:
             decision = self._decide(step, lr)
             self._optimize(step.finite)
+        self.samples += step.samples
         if step.finite:
+            self.steps += 1
             self._clock.advance(step.samples)
+        else:
+            self.skipped += 1
         self.meter.source.zero_grad()
         self.plan = self._fit(decision)
         return StepRecord(
@@ -282,6 +297,7 @@ class AdaptiveBatch:
             epoch=self.epoch,
             samples=self.samples,
             batch_size=step.samples,
+            target=target,
             micro_batches=step.micro_batches,
             loss=step.loss,
             lr=tuple(lr),
@@ -295,7 +311,8 @@ class AdaptiveBatch:
         held = self.controller.decision
         if not step.finite:
             return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
-        if step.samples != self.plan.batch_size:
+        spans_epoch = self.batches.given_out == step.samples  # the first step of a pass
+        if step.samples != self.plan.batch_size and not spans_epoch:
             return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
         if step.noise is None:
             return Decision(held.batch_size, "not measured", held.lr_factor)
@@ -303,8 +320,8 @@ class AdaptiveBatch:
             target=held.batch_size,
             batch_size=step.samples,
             base_batch=self._clock.base_batch,
-            samples=self.samples,
-            steps=self.steps,
+            samples=self.samples + step.samples,
+            steps=self.steps + 1,
             epoch=self.epoch,
             lr=tuple(lr),
             seconds=self.seconds,
@@ -312,13 +329,21 @@ class AdaptiveBatch:
         return self.controller.next(step.noise, now)
 
     def _optimize(self, finite: bool) -> None:
-        if self.scaler is None:
-            if finite:
+        self._stepping = True
+        try:
+            if self.scaler is None and finite:
                 self.optimizer.step()
-            return
-        if finite:
-            self.scaler.step(self.optimizer)
-        else:
-            with suppress(RuntimeError):  # unscaled already, by clipping
-                self.scaler.unscale_(self.optimizer)
-        self.scaler.update()
+            elif self.scaler is not None and finite:
+                self.scaler.step(self.optimizer)
+            elif self.scaler is not None:
+                with suppress(RuntimeError):  # unscaled already, by clipping
+                    self.scaler.unscale_(self.optimizer)
+        finally:
+            self._stepping = False
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def _require_own_step(self, *_: Any) -> None:
+        """A hook on the optimizer: nobody else steps it while a step is under way."""
+        if not self._stepping and self._step is not None and not self._step.ended:
+            raise LoopError("optimizer.step() was called inside a step; step.update() does that")

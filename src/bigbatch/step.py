@@ -46,6 +46,7 @@ class StepRecord:
         epoch: passes over the data completed when it ran.
         samples: samples consumed so far, this step's included.
         batch_size: samples of this step.
+        target: batch size that was wanted for it, before any rounding.
         micro_batches: backwards of this step.
         loss: mean loss over the batch.
         lr: learning rate that was used, one per parameter group.
@@ -59,6 +60,7 @@ class StepRecord:
     epoch: int
     samples: int
     batch_size: int
+    target: int
     micro_batches: int
     loss: float
     lr: tuple[float, ...]
@@ -114,6 +116,8 @@ class Step:
         self._readings: Tensor | None = None  # everything the host will read, when complete
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._waiting:
+            raise LoopError("a micro-batch was given out before, and left without step.backward")
         for batch, samples in self._cut:
             self._waiting, self._present = True, samples
             yield batch
@@ -181,7 +185,7 @@ class Step:
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
-        if self._source.micro_batches != len(self._weights) or self._source.is_empty:
+        if self._source.micro_batches != len(self._weights) or self._source.was_zeroed():
             raise GradientError(_ZEROED)
         record = self._finish(self._read())
         self.ended = True

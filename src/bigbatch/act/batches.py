@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch.act.randomness import (
     RandomState,
@@ -37,10 +37,11 @@ class Batches:
             "drop": an incomplete last step is left out.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not glued.
-        count: batch -> number of samples; belongs to `split`.
+        count: batch -> number of samples, beside `split`; default: what a DataLoader of known
+            length says.
     Raises:
-        SettingError: the loader can be iterated only once, an unknown `tail`, or `split` without
-            `count`.
+        SettingError: the loader can be iterated only once, an unknown `tail`, or a number of
+            samples that nobody says.
     Example:
         >>> batches = Batches([torch.arange(4), torch.arange(4, 6)])
         >>> batches.start(epoch=0)
@@ -60,12 +61,12 @@ class Batches:
             raise SettingError("the loader is used up after one pass; give one that can start anew")
         if tail not in ("share", "step", "drop"):
             raise SettingError(f'tail={tail!r} is unknown; choose "share", "step" or "drop"')
-        if (split is None) != (count is None):
-            raise SettingError("split and count describe the same batches; give both or neither")
+        if split is None and count is not None:
+            raise SettingError("count= belongs to split=; pass both, or split= alone")
         self.loader = loader
         self.tail = tail
         self._split = split or cut_samples
-        self._count = count or count_samples
+        self._count = count or (count_samples if split is None else self._count_by_length)
         self._glues = split is None
         self._iterator: Iterator[Batch] | None = None
         self._passes = 0  # over the loader, so far
@@ -76,6 +77,8 @@ class Batches:
         self._pieces: deque[_Piece] = deque()  # fetched and not given out
         self._waiting = 0  # samples in the pieces
         self._learned: int | None = None  # samples of a whole epoch that was seen
+        if split is not None and count is None and None in (self.batch_size, self.samples):
+            raise SettingError("split= needs count= where the loader does not say its sizes")
 
     @property
     def batch_size(self) -> int | None:
@@ -94,6 +97,11 @@ class Batches:
         total, size = len(inner), self.batch_size
         drops = getattr(sampler, "drop_last", False)
         return total - total % size if drops and size else total
+
+    @property
+    def given_out(self) -> int:
+        """Samples of this epoch that steps have taken."""
+        return self._counted - self._waiting
 
     @property
     def open(self) -> bool:
@@ -130,6 +138,7 @@ class Batches:
         were fetched with.
         """
         first = self._pieces[0] if self._pieces else None
+        waiting = {piece.number: piece.fetched_from for piece in self._pieces}
         return {
             "open": self.open,
             "passes": self._passes,
@@ -137,8 +146,8 @@ class Batches:
             "fetched": self._fetched,
             "ended": self._ended,
             "waiting_from": self._fetched if first is None else first.number,
-            "given_out": 0 if first is None else first.whole - first.samples,
-            "fetched_from": [restorable(piece.fetched_from) for piece in self._pieces],
+            "given_out": 0 if first is None else first.start,
+            "fetched_from": [restorable(state) for state in waiting.values()],
             "started_from": self._started_from,
             "generators": self._generator_states(),
         }
@@ -150,7 +159,7 @@ class Batches:
             StateError: the loader is not the one of the state.
         """
         self._close()
-        self._passes = state["passes"]
+        self._passes, self._learned = state["passes"], state["samples"]
         if state["open"]:
             if None not in (self.samples, state["samples"]) and self.samples != state["samples"]:
                 raise StateError(
@@ -175,20 +184,38 @@ class Batches:
         self._restore_generators(self._started_from["generators"])
         self._passes -= 1
         self._begin(epoch)
-        fetched_from = iter(state["fetched_from"])
-        for number in range(state["fetched"]):
-            if number >= state["waiting_from"]:
-                restore_random_state(next(fetched_from))
-            if not self._fetch():
-                raise StateError(
-                    f"the loader has only {number} batches, the saved one had at least "
-                    f"{state['fetched']}; resume with the same data and batch size"
-                )
-            if number < state["waiting_from"]:
-                self._waiting -= self._pieces.pop().samples
+        before = torch.get_rng_state()
+        for _ in range(state["waiting_from"]):
+            self._fetch_again(state["fetched"])
+            self._waiting -= self._pieces.pop().samples
+        if not torch.equal(before, torch.get_rng_state()):
+            self._warn_of_draws()
+        for fetched_from in state["fetched_from"]:
+            restore_random_state(fetched_from)
+            self._fetch_again(state["fetched"])
         if state["given_out"]:
-            self._take(state["given_out"])
+            head = self._pieces.popleft()
+            self._pieces.appendleft(self._cut(head, state["given_out"])[1])
+            self._waiting -= state["given_out"]
         self._ended = state["ended"]
+
+    def _fetch_again(self, fetched: int) -> None:
+        if not self._fetch():
+            raise StateError(
+                f"the loader has only {self._fetched} batches, the saved one had at least "
+                f"{fetched}; resume with the same data and batch size"
+            )
+
+    def _warn_of_draws(self) -> None:
+        """A stream's own random state cannot be brought back where the model draws in between."""
+        data = getattr(self.loader, "dataset", None)
+        if data is None or isinstance(data, IterableDataset):
+            warnings.warn(
+                "the loader draws from torch's global generator between its batches; where the "
+                "model draws too, the order of the data differs from the interrupted run: give the "
+                "loader a torch.Generator of its own, or workers",
+                stacklevel=5,
+            )
 
     def _begin(self, epoch: int) -> None:
         for holder in [*self._parts(), getattr(self.loader, "dataset", None)]:
@@ -221,7 +248,7 @@ class Batches:
         samples = self._count(batch)
         if self._fetched == 0:
             self._check_first(samples)
-        self._pieces.append(_Piece(batch, samples, samples, self._fetched, fetched_from))
+        self._pieces.append(_Piece(batch, samples, 0, self._fetched, fetched_from))
         self._fetched += 1
         self._counted += samples
         self._waiting += samples
@@ -253,8 +280,16 @@ class Batches:
         tail = self._split(piece.batch, samples, piece.samples)
         return (
             replace(piece, batch=head, samples=samples),
-            replace(piece, batch=tail, samples=piece.samples - samples),
+            replace(
+                piece, batch=tail, samples=piece.samples - samples, start=piece.start + samples
+            ),
         )
+
+    def _count_by_length(self, batch: Batch) -> int:
+        """Full batches, and a last one of what is left of the known length."""
+        assert self.batch_size is not None
+        assert self.samples is not None
+        return min(self.batch_size, self.samples - self._counted)
 
     def _check_first(self, count: int) -> None:
         """A map-style loader's first batch is full, so another size is no sample axis."""
@@ -302,7 +337,7 @@ class _Piece:
 
     batch: Batch
     samples: int
-    whole: int  # samples of the loader's batch
+    start: int  # samples of the loader's batch that were before it
     number: int  # which one of the epoch it was
     fetched_from: RandomState  # random states before it was fetched
 

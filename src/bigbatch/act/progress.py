@@ -56,6 +56,9 @@ class BaseBatchClock:
         if scheduler is not None and self._pending is not None:
             scheduler.load_state_dict(self._pending)
             self._pending = None
+            groups = self._optimizer.param_groups  # a scheduler that is built later has reset them
+            for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
 
     def advance(self, samples: int) -> None:
         """Takes the samples of one optimizer step in and ticks as often as they fill."""
@@ -81,7 +84,7 @@ class BaseBatchClock:
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on, the scheduler's own state included."""
-        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        scheduler = self._pending if self._scheduler is None else self._scheduler.state_dict()
         return {"samples": self._samples, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

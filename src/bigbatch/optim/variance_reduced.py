@@ -304,7 +304,8 @@ class VRAdam(VarianceReduced):
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`.
-        lr, betas, eps, weight_decay, maximize, foreach, fused: torch's own.
+        lr, betas, eps, maximize, foreach, fused: torch's own.
+        weight_decay: decoupled, as AdamW's; 0 by default.
         gamma, r_max, beta3: see `VarianceReduced`.
     Source:
         VRGD, sections 4.2 and 6.

@@ -88,6 +88,5 @@ DIGITS = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr-momentum": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
-    needs_data=False,
     build=build,
 )

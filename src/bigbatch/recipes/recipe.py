@@ -124,7 +124,6 @@ class Recipe:
         summary: one line.
         settings: the defaults.
         arms: what its study compares, as changes of the settings.
-        needs_data: whether a data folder has to be named.
         build: makes the task.
     """
 
@@ -132,7 +131,6 @@ class Recipe:
     summary: str
     settings: Settings
     arms: dict[str, dict[str, Any]]
-    needs_data: bool
     build: Callable[[Settings], Task]
 
 

@@ -46,15 +46,15 @@ def train_study(path: Path, view: LiveView) -> None:
         place = path / name
         run = RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
-    summarize(find_runs(path), path / "report.html", view, path.name)
+    write_report(find_runs(path), path / "report.html", path.name)
+    _show(path, view)
 
 
-def summarize(runs: list[RunDirectory], out: Path, view: LiveView, title: str) -> None:
-    """Shows the table of the runs and writes their report."""
-    histories = [history_of(run) for run in runs]
-    view.table(table_of(histories), f"{title}: {seeds_of(histories)}")
-    write_report(runs, out, title)
-    view.say(f"report: {out}")
+def _show(path: Path, view: LiveView) -> None:
+    """The table of what is at `path`, and where its report lies."""
+    histories = [history_of(run) for run in find_runs(path)]
+    view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
+    view.say(f"report: {path / 'report.html'}")
 
 
 def resume(path: Path, view: LiveView) -> None:
@@ -78,4 +78,4 @@ def _training(run: RunDirectory) -> Training:
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
     """Trains one run and shows its table."""
     train_run(training, run, view, run.name)
-    summarize([run], run.path / "report.html", view, run.name)
+    _show(run.path, view)

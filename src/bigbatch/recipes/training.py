@@ -27,9 +27,12 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
         saved = run.load_checkpoint()
         if saved is not None:
             training.load_state_dict(saved, run.path)
-        if training.train.epoch < training.settings.epochs:
+        report = run.path / "report.html"
+        unfinished = training.train.epoch < training.settings.epochs
+        if unfinished:
             training.to_the_end(run, view, label)
-            write_report([run], run.path / "report.html", run.name)
+        if unfinished or not report.exists():
+            write_report([run], report, run.name)
 
 
 class Training:
@@ -104,8 +107,8 @@ class Training:
             self.task.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.train.load_state_dict(state["train"])
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise RunError(
-                f"the checkpoint in {path} does not fit its recipe ({error}); resume it with the "
-                "release that wrote it"
+                f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: "
+                f"{error}); resume it with the release that wrote it, or delete it to start anew"
             ) from error

@@ -18,8 +18,7 @@ class Events:
     """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
-        purge = first_step if first_step > 1 else None
-        self._writer = SummaryWriter(str(run.events), purge_step=purge)
+        self._writer = SummaryWriter(str(run.events), purge_step=first_step)
 
     def __enter__(self) -> "Events":
         return self

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -26,6 +27,7 @@ def row_of(record: StepRecord, accuracy: float | None) -> Row:
         "epoch": record.epoch,
         "samples": record.samples,
         "batch_size": record.batch_size,
+        "target": record.target,
         "micro_batches": record.micro_batches,
         "loss": record.loss,
         "lr": list(record.lr),
@@ -34,7 +36,8 @@ def row_of(record: StepRecord, accuracy: float | None) -> Row:
         "similarity": record.similarity,
         "noise_scale": record.noise_scale,
         "skipped": record.skipped,
-        "next_batch": record.decision.batch_size,
+        "next_target": record.decision.batch_size,
+        "next_lr_factor": record.decision.lr_factor,
         "reason": record.decision.reason,
         "test_accuracy": accuracy,
         "seconds": record.seconds,
@@ -47,7 +50,18 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_LOGGED = {"step", "samples", "batch_size", "micro_batches", "loss", "lr", "signal", "noise"} | {
+_LOGGED = {
+    "step",
+    "epoch",
+    "skipped",
+    "samples",
+    "batch_size",
+    "micro_batches",
+    "loss",
+    "lr",
+    "signal",
+    "noise",
+} | {
     "test_accuracy",
     "seconds",
 }
@@ -57,10 +71,29 @@ _LOGGED = {"step", "samples", "batch_size", "micro_batches", "loss", "lr", "sign
 class History:
     """One run as it was logged."""
 
-    name: str
-    group: str  # runs that differ in their seed only
+    path: Path
+    settings: dict[str, Any]
     target: float | None  # similarity that was to be held
     rows: list[Row]
+
+    @property
+    def label(self) -> str:
+        """Its arm of a study, or its own name."""
+        return str(self.settings.get("arm") or self.path.name)
+
+    @property
+    def kind(self) -> str:
+        """The same for runs that differ in their seed only."""
+        return repr({name: value for name, value in self.settings.items() if name != "seed"})
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last epoch is complete."""
+        last = self.rows[-1] if self.rows else None
+        epochs = self.settings.get("epochs")
+        return (
+            last is not None and last["epoch"] + 1 == epochs and last["test_accuracy"] is not None
+        )
 
     def accuracies(self) -> list[Row]:
         """The steps after which test accuracy was measured."""
@@ -78,19 +111,25 @@ def history_of(run: RunDirectory) -> History:
         if row.get("schema") != SCHEMA or not row.keys() >= _LOGGED:
             raise RunError(f"{run.metrics}, line {number} is no step of schema {SCHEMA}")
     simigrad = settings.get("policy") == "simigrad"
-    return History(
-        name=run.name,
-        group=settings.get("arm") or run.name,
-        target=settings.get("target") if simigrad else None,
-        rows=rows,
-    )
+    target = settings.get("target") if simigrad else None
+    return History(run.path.resolve(), settings, target, rows)
 
 
 def grouped(histories: list[History]) -> dict[str, list[History]]:
-    """Runs by what they differ in beside the seed, in the order they come."""
+    """Runs that differ in their seed only, under a name for each group, in the order they come.
+
+    A run given twice counts once. Groups of one label are told apart by their folder.
+    """
+    kinds: dict[tuple[str, str], list[History]] = {}
+    for history in {history.path: history for history in histories}.values():
+        kinds.setdefault((history.label, history.kind), []).append(history)
+    labels = [label for label, _ in kinds]
     groups: dict[str, list[History]] = {}
-    for history in histories:
-        groups.setdefault(history.group, []).append(history)
+    for (label, _), runs in kinds.items():
+        name = label if labels.count(label) == 1 else f"{runs[0].path.parent.name}/{label}"
+        while name in groups:
+            name += "'"
+        groups[name] = runs
     return groups
 
 
@@ -112,10 +151,15 @@ def _summary(name: str, runs: list[History]) -> tuple[str, ...]:
     runs = [run for run in runs if run.rows]
     if not runs:
         return (name, *["nothing yet"] * (len(COLUMNS) - 1))
+    unfinished = sum(not run.finished for run in runs)
+    name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     last = [run.rows[-1] for run in runs]
-    steps = [row["step"] for row in last]
+    steps = [
+        row["step"] - sum(row["skipped"] for row in run.rows)
+        for row, run in zip(last, runs, strict=True)
+    ]
     samples = [row["samples"] for row in last]
-    batches = [s / n for s, n in zip(samples, steps, strict=True)]
+    batches = [s / max(1, n) for s, n in zip(samples, steps, strict=True)]
     accuracies = [100 * run.accuracies()[-1]["test_accuracy"] for run in runs if run.accuracies()]
     return (
         name,

@@ -15,10 +15,10 @@ import platform
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 import yaml
@@ -39,14 +39,24 @@ def fresh_name(folder: Path, name: str) -> Path:
     return folder / f"{name}-{number}"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Replaces `path` as a whole: at any moment it holds the old bytes or the new ones."""
     beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces `path` by these bytes."""
+    with replacing(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def describe(kind: Literal["run", "study"], settings: dict[str, Any]) -> bytes:
@@ -74,15 +84,15 @@ def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
     """
     try:
         about = yaml.safe_load(path.read_text())
-        found, schema, settings = about["kind"], about["schema"], about["settings"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
+        found, schema, settings = about["kind"], about["schema"], dict(about["settings"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
         raise RunError(
             f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
             "directory that `bigbatch train` made"
         ) from None
-    if found != kind or schema != SCHEMA or not isinstance(settings, dict):
+    if found != kind or schema != SCHEMA:
         raise RunError(
-            f"{path} is a {found} of schema {schema}, a {kind} of schema {SCHEMA} is needed; use "
+            f"{path} is a {found} of schema {schema!r}, a {kind} of schema {SCHEMA} is needed; use "
             "the release that wrote it"
         )
     return settings
@@ -159,10 +169,13 @@ class RunDirectory:
 
     def append(self, row: Row) -> None:
         """Adds one step; a kill loses at most this line. A full disk is said once."""
+        length = self._metrics_bytes()
         try:
             with self.metrics.open("a") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
         except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.metrics, length)  # no half line
             self._say(f"metrics are not being written ({error}); training goes on")
 
     def rows(self) -> list[Row]:
@@ -181,21 +194,18 @@ class RunDirectory:
             except (json.JSONDecodeError, TypeError, ValueError):
                 if number < len(lines):
                     raise RunError(
-                        f"{self.metrics}, line {number} is damaged; delete it to go on"
+                        f"{self.metrics}, line {number} is damaged; restore the file, or train anew"
                     ) from None
         return rows
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replaces the checkpoint; it remembers how many lines of metrics belong to it."""
         try:
-            length = self.metrics.stat().st_size if self.metrics.exists() else 0
-            beside = self.path / ".checkpoint.pt.new"
-            with beside.open("wb") as file:
-                torch.save({"metrics_bytes": length, "state": state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self.path / "checkpoint.pt")
-        except OSError as error:
+            with self.metrics.open("a") as metrics:
+                os.fsync(metrics.fileno())
+            with replacing(self.path / "checkpoint.pt") as file:
+                torch.save({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
+        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
             self._say(f"the checkpoint could not be written ({error}); training goes on")
 
     def load_checkpoint(self) -> dict[str, Any] | None:
@@ -210,15 +220,23 @@ class RunDirectory:
             return None
         try:
             saved = torch.load(file, weights_only=True)
-            length, state = saved["metrics_bytes"], saved["state"]
+            length, state = int(saved["metrics_bytes"]), dict(saved["state"])
         except Exception as error:
             raise RunError(
                 f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run anew"
             ) from error
         self._cut_metrics(length)
-        return dict(state)
+        return state
+
+    def _metrics_bytes(self) -> int:
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
 
     def _cut_metrics(self, length: int) -> None:
+        if self._metrics_bytes() < length:
+            raise RunError(
+                f"{self.metrics} is shorter than its checkpoint remembers; delete checkpoint.pt to "
+                "start the run anew"
+            )
         if self.metrics.exists():
             os.truncate(self.metrics, length)
 
@@ -244,9 +262,13 @@ def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
         RunError: it is no study.
     """
     trainings = read_config(path / "study.yaml", "study").get("trainings")
-    if not isinstance(trainings, dict) or not all(isinstance(t, dict) for t in trainings.values()):
+    well_formed = isinstance(trainings, dict) and all(
+        isinstance(settings, dict) and Path(str(name)).name == name
+        for name, settings in trainings.items()
+    )
+    if not trainings or not well_formed:
         raise RunError(f"{path / 'study.yaml'} lists no trainings; name a study of bigbatch")
-    return trainings
+    return dict(trainings)
 
 
 def find_runs(path: Path) -> list[RunDirectory]:

@@ -108,10 +108,9 @@ class PlainSource:
                 "edit gradients, and run backwards of your own, outside the accumulation"
             )
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return all(parameter.grad is None for parameter in self.parameters)
+    def was_zeroed(self) -> bool:
+        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
+        return self._stamp() != self._stamps and self._is_clean()
 
     def is_finite(self) -> bool:
         """Whether every gradient is; waits for the device."""
