@@ -86,12 +86,10 @@ class AdaptiveBatch:
         require_positive(min_micro_batches=self._min_micro_batches)
         if self._min_micro_batches < 2:
             raise SettingError("min_micro_batches=1 leaves nothing to compare; at least 2")
-        self._max_batch = self._upper_bound(policy)
-        self._min_batch = self._lower_bound(policy)
         base_batch = start if base_batch is None else base_batch
-        self.controller = Controller(
-            policy, start, base_batch, min_batch=self._min_batch, max_batch=self._max_batch
-        )
+        self._require_samples(policy)
+        self.controller = Controller(policy, start, base_batch, max_batch=self.batches.samples)
+        self._raise_lower_bound(policy)
         if self.controller.decision.batch_size != start:
             warnings.warn(
                 f"batch_size={start} is out of bounds; training starts with "
@@ -147,7 +145,7 @@ class AdaptiveBatch:
         if fresh:
             self.batches.start(self.epoch)
         while self.batches.has_step(self.plan):
-            cut = self.batches.step(self.plan, self._min_batch, self._max_batch)
+            cut = self.batches.step(self.plan, self.controller.min_batch, self.controller.max_batch)
             self._step = Step(cut, self.meter, self.optimizer, self.scaler, self._finish)
             yield self._step
             self._require_updated()
@@ -213,44 +211,40 @@ class AdaptiveBatch:
         require_positive(**{name: size})
         return size
 
-    def _upper_bound(self, policy: Policy) -> int | None:
-        bounds = [getattr(policy, "max_batch", None), self.batches.samples]
-        return min((bound for bound in bounds if bound is not None), default=None)
+    def _require_samples(self, policy: Policy) -> None:
+        asked, there = getattr(policy, "min_batch", 1), self.batches.samples
+        if there is not None and asked > there:
+            raise SettingError(f"min_batch={asked} exceeds the {there} samples of an epoch")
 
-    def _lower_bound(self, policy: Policy) -> int:
-        """The policy's own, or the smallest step that can be cut where that is more."""
+    def _raise_lower_bound(self, policy: Policy) -> None:
+        """No step is smaller than what can be cut into enough micro-batches."""
+        smallest = self._fit_between(1, 1).batch_size
         asked = getattr(policy, "min_batch", 1)
-        if self._max_batch is not None and asked > self._max_batch:
-            raise SettingError(
-                f"min_batch={asked} exceeds the {self._max_batch} samples that a step can have"
-            )
-        smallest = self._fit_between(1, 1, self._max_batch).batch_size
         if 1 < asked < smallest:
             warnings.warn(
                 f"min_batch={asked} is raised to {smallest}, the smallest step that can be cut "
                 f"into {self._min_micro_batches} micro-batches",
-                stacklevel=4,
+                stacklevel=3,
             )
-        return max(asked, smallest)
+        self.controller.limit(min_batch=smallest)
 
     def _learn_length(self) -> None:
         """A loader that does not say its length has shown it after one pass."""
-        longest = self._upper_bound(self.controller.policy)
-        if longest is not None and longest >= self._min_batch:
-            self._max_batch = longest
-            self.controller.limit(longest)
+        longest = self.batches.samples
+        if longest is not None and longest >= self.controller.min_batch:
+            self.controller.limit(max_batch=longest)
         self.plan = self._fit(self.controller.decision)
 
     def _fit(self, decision: Decision) -> BatchPlan:
-        return self._fit_between(decision.batch_size, self._min_batch, self._max_batch)
+        return self._fit_between(decision.batch_size, self.controller.min_batch)
 
-    def _fit_between(self, batch_size: int, min_batch: int, max_batch: int | None) -> BatchPlan:
+    def _fit_between(self, batch_size: int, min_batch: int) -> BatchPlan:
         return BatchPlan.fit(
             batch_size,
             max_micro=self._max_micro,
             min_micro_batches=self._min_micro_batches,
             min_batch=min_batch,
-            max_batch=max_batch,
+            max_batch=self.controller.max_batch,
         )
 
     def _share_source(self, meter: GradientMeter) -> GradientMeter:

@@ -54,9 +54,10 @@ class Controller:
         self.policy = policy
         self.base_batch = batch_size if base_batch is None else base_batch
         require_positive(base_batch=self.base_batch)
-        self.min_batch = max(min_batch, getattr(policy, "min_batch", 1))
+        self.min_batch: int = getattr(policy, "min_batch", 1)
+        self.max_batch: int | None = getattr(policy, "max_batch", None)
         self.decision = Decision(batch_size, "start")
-        self.limit(max_batch)
+        self.limit(min_batch, max_batch)
         self._samples = 0.0
         self._steps = 0
 
@@ -82,10 +83,15 @@ class Controller:
         self.decision = self._inside(decision)
         return self.decision
 
-    def limit(self, max_batch: int | None) -> None:
-        """Sets another upper bound, as the policy's own allows."""
-        bounds = [max_batch, getattr(self.policy, "max_batch", None)]
-        self.max_batch = min((bound for bound in bounds if bound is not None), default=None)
+    def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
+        """Narrows the bounds, and moves what is remembered into them.
+
+        Raises:
+            SettingError: nothing is left between them.
+        """
+        self.min_batch = max(self.min_batch, min_batch)
+        bounds = [bound for bound in (self.max_batch, max_batch) if bound is not None]
+        self.max_batch = min(bounds, default=None)
         require_ordered(self.min_batch, self.max_batch)
         self.decision = self._inside(self.decision)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.noise import GradientNoise, from_mean_losses, from_weighted_losses
-from bigbatch.measure.source import PlainSource
+from bigbatch.measure.source import GradientSource, PlainSource
 
 
 class GradientMeter:
@@ -48,7 +48,8 @@ class GradientMeter:
         if loss not in ("weighted", "mean"):
             raise SettingError(f'loss={loss!r} is unknown; choose "weighted" or "mean"')
         self.loss = loss
-        self.source = PlainSource(model.parameters() if isinstance(model, nn.Module) else model)
+        parameters = model.parameters() if isinstance(model, nn.Module) else model
+        self.source: GradientSource = PlainSource(parameters)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
         self._norms = _MicroBatchNorms()

@@ -110,8 +110,7 @@ class VarianceReduced(Optimizer):
         except SettingError:
             self.base.param_groups.pop()
             raise
-        if isinstance(self._source, PlainSource):
-            self._source.add(self._parameters())
+        self._source.add(self._parameters())
 
     # one step
 

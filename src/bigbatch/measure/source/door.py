@@ -3,13 +3,15 @@
 A source knows how gradients come about (plain tensors today) and tells its subscribers.
 One step is
 
-    begin(), then per micro-batch: micro_batch(weight), gradient(p, h) ... , then end()
+    begin(), then per micro-batch: micro_batch(weight), gradient(p, h) ... , end()
 
 `h` is what this micro-batch adds to `p.grad`: c * weight * (its mean gradient), with one constant
-c for the whole step. `gradient` is called before h is added, so `p.grad` then holds the sum of
-the micro-batches before it. A parameter that a micro-batch does not reach emits nothing.
+c for the whole step. A parameter that a micro-batch does not reach emits nothing. Nothing here
+says that a micro-batch is one backward.
 """
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -32,15 +34,19 @@ class Subscriber(Protocol):
 
 
 class GradientSource(Protocol):
-    """How gradients come about, for those who read them."""
+    """How gradients come about, and whether what is read from them can be trusted."""
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Every parameter that is watched, each once."""
+    parameters: list[Tensor]
+    """Every parameter that is watched, each once."""
+    micro_batches: int
+    """Complete micro-batches since the step began."""
+    explicit: bool
+    """Whether only what happens inside `micro_batch` is counted."""
+    foreign_backward: bool
+    """Whether a backward that was not counted changed `.grad` since the last micro-batch."""
 
-    @property
-    def micro_batches(self) -> int:
-        """Complete micro-batches since the step began."""
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Watch more parameters."""
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell `subscriber` of every step from the next one on."""
@@ -48,5 +54,29 @@ class GradientSource(Protocol):
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Stop telling `subscriber`."""
 
+    def micro_batch(self, weight: float = 1.0) -> AbstractContextManager[None]:
+        """Whatever is computed inside belongs to one micro-batch of this weight."""
+
     def restart(self) -> None:
         """Forget the step: the next micro-batch is the first of a new one."""
+
+    def zero_grad(self) -> None:
+        """Empty the gradients and forget the step."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient, as part of the step."""
+
+    def stamp(self) -> None:
+        """Accept the gradients as they are now, after a change that belongs to the step."""
+
+    def require_unchanged(self, since: str) -> None:
+        """Raise GradientError where no step is measured, or somebody wrote to a gradient."""
+
+    def was_zeroed(self) -> bool:
+        """Whether somebody zeroed every gradient since the last micro-batch."""
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is; waits for the device."""
+
+    def close(self) -> None:
+        """See nothing from here on."""
