@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -948,13 +949,13 @@ def test_a_micro_batch_of_an_inner_loop_that_was_left_raises():
         next(iter(step))
 
 
-def test_an_optimizer_step_of_ones_own_inside_a_step_raises():
-    train = adaptive()
+@pytest.mark.parametrize("optimizer", [SGD, partial(SGD, fused=True), AdamW, VRSGD])
+def test_an_optimizer_step_of_ones_own_inside_a_step_raises(optimizer):
+    train = adaptive(optimizer=optimizer)
     step = done(train)
+    train.optimizer.step()
     with pytest.raises(LoopError, match=r"optimizer\.step\(\) was called inside a step"):
-        train.optimizer.step()
-    step.update()
-    train.optimizer.step()  # between steps it is the user's own
+        step.update()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

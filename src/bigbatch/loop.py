@@ -102,8 +102,6 @@ class AdaptiveBatch:
         self.scheduler = scheduler
         self.meter = self._share_source(meter or GradientMeter(model))
         self._step: Step | None = None
-        self._stepping = False
-        optimizer.register_step_pre_hook(self._require_own_step)
         self._seconds_before = 0.0
         self._started = time.perf_counter()
 
@@ -323,21 +321,13 @@ class AdaptiveBatch:
         return self.controller.next(step.noise, now)
 
     def _optimize(self, finite: bool) -> None:
-        self._stepping = True
-        try:
-            if self.scaler is None and finite:
+        if self.scaler is None:
+            if finite:
                 self.optimizer.step()
-            elif self.scaler is not None and finite:
-                self.scaler.step(self.optimizer)
-            elif self.scaler is not None:
-                with suppress(RuntimeError):  # unscaled already, by clipping
-                    self.scaler.unscale_(self.optimizer)
-        finally:
-            self._stepping = False
-        if self.scaler is not None:
-            self.scaler.update()
-
-    def _require_own_step(self, *_: Any) -> None:
-        """A hook on the optimizer: nobody else steps it while a step is under way."""
-        if not self._stepping and self._step is not None and not self._step.ended:
-            raise LoopError("optimizer.step() was called inside a step; step.update() does that")
+            return
+        if finite:
+            self.scaler.step(self.optimizer)
+        else:
+            with suppress(RuntimeError):  # unscaled already, by clipping
+                self.scaler.unscale_(self.optimizer)
+        self.scaler.update()

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from bigbatch.act.batches import StepBatches
 from bigbatch.act.samples import Batch
@@ -113,6 +115,8 @@ class Step:
         self._losses: list[Tensor] = []
         self._reference = 0.0  # what the weights are expected to sum to
         self._in_samples: bool | None = None  # whether the weights are samples
+        self._watch: RemovableHandle | None = None  # on the optimizer, once complete
+        self._stepped = False  # by somebody else
         self._readings: Tensor | None = None  # everything the host will read, when complete
 
     def __iter__(self) -> Iterator[Batch]:
@@ -180,6 +184,8 @@ class Step:
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
         self._require_complete("update")
+        if self._stepped:
+            raise LoopError("optimizer.step() was called inside a step; leave it to step.update()")
         if self._source.foreign_backward:
             raise GradientError(
                 "a backward of your own changed .grad between the last step.backward and "
@@ -187,6 +193,8 @@ class Step:
             )
         if self._source.micro_batches != len(self._weights) or self._source.was_zeroed():
             raise GradientError(_ZEROED)
+        assert self._watch is not None
+        self._watch.remove()
         record = self._finish(self._read())
         self.ended = True
         return record
@@ -213,8 +221,12 @@ class Step:
         norms = self._meter.measure()
         losses = torch.stack(self._losses).to(norms.device, norms.dtype, non_blocking=True)
         self._readings = torch.cat([norms, losses])
+        self._watch = self._optimizer.register_step_post_hook(self._note_step)
         if total != self._reference:
             self._source.scale(self._reference / total)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
 
     def _read(self) -> Reading:
         """The one wait for the device."""
