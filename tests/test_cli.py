@@ -105,7 +105,7 @@ def test_help_teaches_by_example(bigbatch):
 def test_recipes_are_listed_with_their_arms(bigbatch):
     _, out, _ = bigbatch("recipes")
     assert "digits" in out
-    assert "simigrad-vr-momentum" in out
+    assert "simigrad-vr" in out
 
 
 @pytest.fixture(scope="module")

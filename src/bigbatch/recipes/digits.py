@@ -86,7 +86,7 @@ DIGITS = Recipe(
         "fixed-32": {"policy": "fixed"},
         "fixed-512": {"policy": "fixed", "batch_size": 512},
         "simigrad": {"policy": "simigrad"},
-        "simigrad-vr-momentum": {"policy": "simigrad", "optimizer": "vr-momentum"},
+        "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
     build=build,
 )
