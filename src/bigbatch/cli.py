@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -96,27 +97,26 @@ def train(
     After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
     """
     view = LiveView(Console(), quiet=quiet)
-    changes = {
-        "policy": policy,
-        "target": target,
-        "min_batch": min_batch,
-        "max_batch": max_batch,
-        "batch_size": batch_size,
-        "optimizer": optimizer,
-        "lr": lr,
-        "gamma": gamma,
-        "r_max": r_max,
-        "seed": seed,
-        "checkpoint_every": checkpoint_every,
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
+    changes = _given(
+        policy=policy,
+        target=target,
+        min_batch=min_batch,
+        max_batch=max_batch,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        lr=lr,
+        gamma=gamma,
+        r_max=r_max,
+        seed=seed,
+        checkpoint_every=checkpoint_every,
+    )
     if resume is not None:
-        others = {"recipe": recipe, "epochs": epochs, "seeds": seeds, "data": data}
-        _refuse_with("--resume", {**changes, **others, "runs": runs, "out": out})
+        others = _given(recipe=recipe, epochs=epochs, seeds=seeds, data=data, runs=runs, out=out)
+        _refuse_with("--resume", [*changes, *others])
         resume_at(resume, view)
         return
     if out is not None:
-        _refuse_with("--out", {"runs": runs})
+        _refuse_with("--out", _given(runs=runs))
     chosen = recipe_named(recipe or "digits")
     _check_data(chosen, data)
     folder = runs or Path("runs")
@@ -125,10 +125,8 @@ def train(
         start_study(chosen, place, 3 if seeds is None else seeds, epochs)
         train_study(place, view)
         return
-    _refuse_with("a setting of a single training", {"seeds": seeds})
-    if epochs is not None:
-        changes["epochs"] = epochs
-    _train_one(chosen, changes, folder, out, view)
+    _refuse_with("a setting of a single training", _given(seeds=seeds))
+    _train_one(chosen, {**changes, **_given(epochs=epochs)}, folder, out, view)
 
 
 @app.command()
@@ -189,21 +187,23 @@ def _train_one(
 ) -> None:
     settings = recipe.settings.changed(changes)
     if settings.policy == "fixed":
-        unused = {"target", "min_batch", "max_batch"} & changes.keys()
-        _refuse_with("--policy fixed", dict.fromkeys(sorted(unused), True))
+        _refuse_with("--policy fixed", changes.keys() & {"target", "min_batch", "max_batch"})
     if not settings.optimizer.startswith("vr-"):
-        unused = {"gamma", "r_max"} & changes.keys()
-        _refuse_with(f"--optimizer {settings.optimizer}", dict.fromkeys(sorted(unused), True))
+        _refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
     place = out or fresh_name(runs, f"{recipe.name}-{settings.policy}-{settings.optimizer}")
     require_free(place)
     training = Training(recipe, settings)  # before anything is written
     train_one(training, RunDirectory.create(place, settings.as_dict()), view)
 
 
-def _refuse_with(what: str, given: dict[str, Any]) -> None:
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse_with(what: str, given: Iterable[str]) -> None:
+    names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
     if names:
-        raise SettingError(f"{what} does not go together with {', '.join(names)}; leave them out")
+        raise SettingError(f"{what} does not go together with {names}; leave them out")
 
 
 def _check_data(recipe: Recipe, data: Path | None) -> None:

@@ -1,7 +1,5 @@
 """The metrics as TensorBoard events."""
 
-from types import TracebackType
-
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from bigbatch.report.run_directory import Row, RunDirectory
@@ -23,12 +21,7 @@ class Events:
     def __enter__(self) -> "Events":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._writer.close()
 
     def append(self, row: Row) -> None:

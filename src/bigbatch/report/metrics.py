@@ -61,7 +61,6 @@ _LOGGED = {
     "lr",
     "signal",
     "noise",
-} | {
     "test_accuracy",
     "seconds",
 }

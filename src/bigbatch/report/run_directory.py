@@ -191,7 +191,7 @@ class RunDirectory:
         for number, line in enumerate(lines, start=1):
             try:
                 rows.append(dict(json.loads(line)))
-            except (json.JSONDecodeError, TypeError, ValueError):
+            except (TypeError, ValueError):  # no JSON, or no object
                 if number < len(lines):
                     raise RunError(
                         f"{self.metrics}, line {number} is damaged; restore the file, or train anew"
@@ -199,7 +199,7 @@ class RunDirectory:
         return rows
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Replaces the checkpoint; it remembers how many lines of metrics belong to it."""
+        """Replaces the checkpoint; it remembers how much of the metrics belongs to it."""
         try:
             with self.metrics.open("a") as metrics:
                 os.fsync(metrics.fileno())

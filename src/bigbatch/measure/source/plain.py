@@ -158,13 +158,14 @@ class PlainSource:
         Variable._execution_engine.queue_callback(callback)
 
     def _open(self, weight: float) -> None:
-        self._hook()
-        zeroed = self.micro_batches and self._stamp() != self._stamps and self._is_clean()
-        if zeroed and not self.explicit:
+        self._before = self._stamp()
+        changed = self._inside or self._before != self._stamps
+        if self.micro_batches and changed and not self.explicit and self._is_clean():
             self.restart()  # zero_grad() was called: what was accumulated is gone
-        if self.micro_batches:
+        if self.micro_batches and changed:
             self.require_unchanged("this one")
-        else:
+        if not self.micro_batches:
+            self._hook()
             self._require_one_rank()
             if not self._is_clean():
                 raise GradientError(
@@ -172,7 +173,6 @@ class PlainSource:
                 )
             for subscriber in self._subscribers:
                 subscriber.begin()
-        self._before = self._stamp()
         self._reached.clear()
         self._inside, self.foreign_backward = True, False
         for subscriber in self._subscribers:
@@ -197,7 +197,7 @@ class PlainSource:
         self.foreign_backward |= self._stamp() != self._stamps
 
     def _backward_ended(self) -> None:
-        if self._stamp() == self._before:
+        if self._before == self._stamp():
             self.restart()
             raise GradientError(
                 "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
