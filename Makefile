@@ -22,10 +22,10 @@ run: $(READY)  ## train the digits study and write its report
 	$(BIN)/bigbatch train --runs $(RUNS)
 
 test: $(READY)  ## the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: $(READY)  ## the slow tests: kill and resume, whole studies
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 check: $(READY)  ## style, types, architecture
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bigbatch.cli import main
+from ranks import Ranks
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,3 +30,18 @@ def bigbatch(monkeypatch, capsys):
         return status, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n)` gives n real processes, made on first use and again after a failure."""
+    pools = {}
+
+    def of_size(count):
+        if count not in pools or not pools[count].alive:
+            pools[count] = Ranks(count)
+        return pools[count]
+
+    yield of_size
+    for pool in pools.values():
+        pool.kill()

@@ -16,18 +16,30 @@ torch.set_num_threads(1)  # small tensors: a second thread only waits
 UNEQUAL = [3, 17, 8, 1, 11]
 
 
+def of_weighted(norms, of_sum, sizes):
+    """The library's function, from |h_d|^2 and n_d of each micro-batch."""
+    over_sizes = math.fsum(norm / n for norm, n in zip(norms, sizes, strict=True))
+    return from_weighted_losses(over_sizes, of_sum, len(sizes), math.fsum(sizes))
+
+
+def of_mean(norms, of_sum, sizes):
+    """The same for plain mean losses."""
+    inverse = math.fsum(1 / n for n in sizes)
+    return from_mean_losses(math.fsum(norms), of_sum, len(sizes), math.fsum(sizes), inverse)
+
+
 def weighted(gradients, sizes):
     """From micro-batch mean gradients (k, P), as a meter sees losses weighted by n_d / N."""
     n = torch.tensor(sizes, dtype=torch.float64)
     added = gradients.double() * (n / n.sum())[:, None]
     norms = added.square().sum(1).tolist()
-    return from_weighted_losses(norms, float(added.sum(0).square().sum()), sizes)
+    return of_weighted(norms, float(added.sum(0).square().sum()), sizes)
 
 
 def mean(gradients, sizes):
     """The same where each loss is its micro-batch's plain mean."""
     norms = gradients.double().square().sum(1).tolist()
-    return from_mean_losses(norms, float(gradients.double().sum(0).square().sum()), sizes)
+    return of_mean(norms, float(gradients.double().sum(0).square().sum()), sizes)
 
 
 def gaussian(*shape, seed):
@@ -183,7 +195,7 @@ def test_no_gradient_at_all_has_neither_similarity_nor_noise_scale():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_gradients_that_are_not_finite_give_no_finite_answer(bad):
-    step = from_weighted_losses([bad, 1.0], bad, [8, 8])
+    step = of_weighted([bad, 1.0], bad, [8, 8])
     assert not math.isfinite(step.signal)
     assert not math.isfinite(step.noise)
     assert math.isnan(step.similarity)
@@ -191,23 +203,19 @@ def test_gradients_that_are_not_finite_give_no_finite_answer(bad):
 
 
 def test_a_sum_longer_by_rounding_is_no_noise():
-    step = from_weighted_losses([1.0, 1.0], 4.0 + 1e-6, [8, 8])
+    step = of_weighted([1.0, 1.0], 4.0 + 1e-6, [8, 8])
     assert (0.0, 1.0) == (step.noise, step.similarity)
 
 
 # refusals
 
 
-@pytest.mark.parametrize("form", [from_weighted_losses, from_mean_losses])
+@pytest.mark.parametrize("form", [of_weighted, of_mean])
 @pytest.mark.parametrize(
     ("norms", "of_sum", "sizes", "words"),
     [
         ([], 0.0, [], "0 micro-batch"),
         ([1.0], 1.0, [8], "1 micro-batch"),
-        ([1.0, 1.0], 2.0, [8], "2 backwards were seen but 1 sizes"),
-        ([1.0, 1.0], 2.0, [8, 8, 8], "2 backwards were seen but 3 sizes"),
-        ([1.0, 1.0], 2.0, [8, 0], "positive"),
-        ([1.0, 1.0], 2.0, [8, -8], "positive"),
         ([1.0, 1.0], 4.1, [8, 8], "longer than its micro-batches allow"),
     ],
 )
@@ -220,6 +228,6 @@ def test_sizes_in_the_wrong_order_are_refused_where_they_cannot_be_right():
     n = torch.tensor([1.0, 31.0])
     added = torch.ones(2, 4) * (n / 32)[:, None]  # two equal gradients
     norms, of_sum = added.square().sum(1).tolist(), 4.0
-    assert 0.0 == from_weighted_losses(norms, of_sum, [1, 31]).noise
+    assert 0.0 == of_weighted(norms, of_sum, [1, 31]).noise
     with pytest.raises(GradientError, match="longer"):
-        from_weighted_losses([norms[0], norms[0]], of_sum, [1, 31])
+        of_weighted([norms[0], norms[0]], of_sum, [1, 31])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -96,11 +96,11 @@ class AdaptiveBatch:
                 f"{self.controller.decision.batch_size}",
                 stacklevel=2,
             )
-        self.plan = self._fit(self.controller.decision)
         self._scaling = scaling_named(lr_scaling, base_batch)
         self._clock = BaseBatchClock(base_batch, optimizer)
         self.scheduler = scheduler
         self.meter = self._share_source(meter or GradientMeter(model))
+        self.plan = self._fit(self.controller.decision)
         self._step: Step | None = None
         self._seconds_before = 0.0
         self._started = time.perf_counter()
@@ -143,6 +143,7 @@ class AdaptiveBatch:
         if fresh:
             self.batches.start(self.epoch)
         while self.batches.has_step(self.plan):
+            self.meter.add(self._trained())
             cut = self.batches.step(self.plan, self.controller.min_batch, self.controller.max_batch)
             self._step = Step(cut, self.meter, self.optimizer, self.scaler, self._finish)
             yield self._step
@@ -169,6 +170,7 @@ class AdaptiveBatch:
             "clock": self._clock.state_dict(),
             "scaling": scaling,
             "batches": self.batches.state_dict(),
+            "measured": self.meter.step,
             "counts": [self.epoch, self.samples, self.steps, self.skipped],
             "seconds": self.seconds,
             "random": random_state(),
@@ -196,6 +198,7 @@ class AdaptiveBatch:
         self._seconds_before, self._started = state["seconds"], time.perf_counter()
         self._step = None
         self.meter.source.zero_grad()
+        self.meter.at_step(state["measured"])
         self.batches.load_state_dict(state["batches"], self.epoch)
         self._learn_length()
         restore_random_state(state["random"])
@@ -216,7 +219,7 @@ class AdaptiveBatch:
 
     def _raise_lower_bound(self, policy: Policy) -> None:
         """No step is smaller than what can be cut into enough micro-batches."""
-        smallest = self._fit_between(1, 1).batch_size
+        smallest = self._fit_between(1, 1, self._min_micro_batches).batch_size
         asked = getattr(policy, "min_batch", 1)
         if 1 < asked < smallest:
             warnings.warn(
@@ -234,13 +237,16 @@ class AdaptiveBatch:
         self.plan = self._fit(self.controller.decision)
 
     def _fit(self, decision: Decision) -> BatchPlan:
-        return self._fit_between(decision.batch_size, self.controller.min_batch)
+        """A step that nobody measures may be one backward."""
+        compared = self.meter.due or isinstance(self.optimizer, VarianceReduced)
+        least = self._min_micro_batches if compared else 1
+        return self._fit_between(decision.batch_size, self.controller.min_batch, least)
 
-    def _fit_between(self, batch_size: int, min_batch: int) -> BatchPlan:
+    def _fit_between(self, batch_size: int, min_batch: int, least: int) -> BatchPlan:
         return BatchPlan.fit(
             batch_size,
             max_micro=self._max_micro,
-            min_micro_batches=self._min_micro_batches,
+            min_micro_batches=least,
             min_batch=min_batch,
             max_batch=self.controller.max_batch,
         )
@@ -251,14 +257,23 @@ class AdaptiveBatch:
             raise SettingError(
                 'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
             )
+        if meter.source.ranks > 1:
+            raise SettingError(
+                f"{meter.source.ranks} ranks found: this release adapts the batch of one process; "
+                "with more, measure by GradientMeter alone"
+            )
         meter.source.explicit = True
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        meter.scaler = self.scaler
+        trained = self._trained()
         if not set(trained) & set(self.model.parameters()):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
-        meter.source.add(trained)
+        meter.add(trained)
         if isinstance(self.optimizer, VarianceReduced):
             self.optimizer.follow(meter.source)
         return meter
+
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _require_updated(self) -> None:
         if self._step is not None and not self._step.ended:
@@ -283,6 +298,7 @@ class AdaptiveBatch:
         else:
             self.skipped += 1
         self.meter.source.zero_grad()
+        self.meter.next_step()
         self.plan = self._fit(decision)
         return StepRecord(
             step=self.steps + self.skipped,

@@ -16,7 +16,7 @@ from bigbatch.act.samples import Batch
 from bigbatch.decide.policy import Decision
 from bigbatch.errors import GradientError, LoopError
 from bigbatch.measure.meter import GradientMeter
-from bigbatch.measure.noise import GradientNoise, from_weighted_losses
+from bigbatch.measure.noise import GradientNoise
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -218,7 +218,11 @@ class Step:
         total = math.fsum(self._weights)
         if not total:
             raise LoopError("every micro-batch of the step has weight 0")
-        norms = self._meter.measure()
+        meter = self._meter
+        if meter.due:
+            norms = meter.measure([self._samples * weight / total for weight in self._weights])
+        else:
+            norms = meter.of_grad()
         losses = torch.stack(self._losses).to(norms.device, norms.dtype, non_blocking=True)
         self._readings = torch.cat([norms, losses])
         self._watch = self._optimizer.register_step_post_hook(self._note_step)
@@ -233,20 +237,17 @@ class Step:
         assert self._readings is not None
         readings = self._readings.tolist()
         k, total = len(self._weights), math.fsum(self._weights)
-        squares, losses = readings[: k + 1], readings[k + 1 :]
+        norms, losses = readings[:-k], readings[-k:]
         loss = math.fsum(w * x for w, x in zip(self._weights, losses, strict=True)) / total
-        finite = all(math.isfinite(square) for square in squares)
-        noise = self._noise(squares, total) if finite and k > 1 else None
+        noise = None
+        finite = math.isfinite(norms[0])
+        if self._meter.due:
+            totals = self._meter.totals(norms)
+            finite = totals.finite
+            if finite and k > 1:  # .grad as it was measured lacked this factor
+                noise = self._meter.noise(totals, (self._reference / total) ** 2)
         finite = finite or self._source.is_finite()  # a square may overflow by itself
         return Reading(self._samples, self._micro_batches, noise, loss, finite)
-
-    def _noise(self, squares: list[float], total: float) -> GradientNoise:
-        """In the units of the mean gradient: without the loss scale, and for the true weights."""
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        unit = (self._reference / (total * scale)) ** 2
-        *of_micro_batches, of_sum = (unit * square for square in squares)
-        sizes = [self._samples * weight / total for weight in self._weights]
-        return from_weighted_losses(of_micro_batches, of_sum, sizes, self._meter.eps)
 
     def _require_complete(self, call: str) -> None:
         if self.ended:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -46,7 +47,7 @@ def unscaled(batch_size: int, base_batch: int, noise: GradientNoise | None = Non
 class AdaScale:
     """AdaScale's gain: between 1 (no noise) and B / B_base (only noise).
 
-        gain = (|mu|^2 + tr(Sigma) / B_base) / (|mu|^2 + tr(Sigma) / B)
+    The formula is that of `GradientNoise.adascale_gain`.
 
     Signal and noise are averaged over a window of 1000 base batches first; a step without a
     measurement uses the average so far, and 1 before there is one.
@@ -64,16 +65,14 @@ class AdaScale:
             self._average.update(noise)
         if math.isnan(self._average.signal):
             return 1.0
-        signal = max(0.0, self._average.signal)
-        small = signal + self._average.noise / base_batch
-        large = signal + self._average.noise / batch_size
-        return small / large if large else 1.0
+        average = GradientNoise(self._average.signal, self._average.noise, batch_size, 0)
+        return average.adascale_gain(base_batch)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on."""
         return self._average.state_dict()
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
         self._average.load_state_dict(state)
 

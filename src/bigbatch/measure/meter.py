@@ -1,31 +1,50 @@
 """Sees each micro-batch's gradient once, before it is summed away."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.measure.halves import Halves
+from bigbatch.measure.health import Health
+from bigbatch.measure.interval import Interval, jackknife, left_out, log_ratio, require_level
 from bigbatch.measure.noise import GradientNoise, from_mean_losses, from_weighted_losses
-from bigbatch.measure.source import GradientSource, PlainSource
+from bigbatch.measure.norms import MicroBatchNorms, squared_norm, wide
+from bigbatch.measure.sketch import Probe, Sketches
+from bigbatch.measure.source import GradientSource, Subscriber, find_source
+from bigbatch.measure.totals import FIELDS, Totals, pack, unpack
 
 
 class GradientMeter:
     """Measures gradient noise in anybody's loop; one read of each micro-batch's gradient.
 
-    Each `backward()` is one micro-batch. After the last one, and before clipping, `step()` or
-    `zero_grad()`, `read` says how much they agreed.
+    Each `backward()` is one micro-batch. After the last one, and before unscaling, clipping,
+    `step()` or `zero_grad()`, `read` says how much they agreed. Works on plain models, compiled
+    ones, under DistributedDataParallel and under fully_shard (FSDP2, HSDP): hand over the wrapped
+    model, and call `read` on every rank.
 
     Args:
         model: whose parameters are measured, or an iterable of parameters.
-        loss: what is called backward on. "weighted": the losses of a step sum to the mean loss
-            (loss * n_d / N, the usual accumulation). "mean": each is the plain mean loss of its
-            micro-batch.
+        loss: what is called backward on. "weighted": the losses of a step sum to the mean loss of
+            this rank (loss * n_d / N, the usual accumulation; N is then the same on every rank).
+            "mean": each is the plain mean loss of its micro-batch.
+        interval: coverage of an interval for similarity and noise scale, 0.9 say; None for none.
+            One more read of each gradient and 8 KB a micro-batch.
+        layers: also measure each layer (module with parameters) by itself.
+        halves: also take SimiGrad's own cosine of two half-batch gradients, for comparison. Keeps
+            one whole gradient more, and sends it where there are ranks.
+        every: measure only each so-manieth step; no hook stays on between.
+        scaler: the GradScaler of the losses, so that signal and noise come without its scale.
     Raises:
-        SettingError: an unknown `loss`, or nothing to measure.
+        SettingError: an option out of range, a model that cannot be measured, or nothing to.
     Source:
         docs/theory.md; the similarity is that of SimiGrad (Qin et al., NeurIPS 2021).
     Example:
@@ -43,16 +62,36 @@ class GradientMeter:
         model: nn.Module | Iterable[Tensor],
         *,
         loss: Literal["weighted", "mean"] = "weighted",
+        interval: float | None = None,
+        layers: bool = False,
+        halves: bool = False,
+        every: int = 1,
+        scaler: GradScaler | None = None,
     ) -> None:
         if loss not in ("weighted", "mean"):
             raise SettingError(f'loss={loss!r} is unknown; choose "weighted" or "mean"')
+        require_level(interval)
+        if every < 1:
+            raise SettingError(f"every={every} must be at least 1: each so-manieth step")
         self.loss = loss
-        parameters = model.parameters() if isinstance(model, nn.Module) else model
-        self.source: GradientSource = PlainSource(parameters)
+        self.interval = interval
+        self.every = every
+        self.scaler = scaler
+        self.step = 0  # steps since the meter was made
+        self.source: GradientSource = find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
-        self._norms = _MicroBatchNorms()
-        self.source.subscribe(self._norms)
+        by_layer = _by_layer(model) if layers else {}
+        self._names = list(dict.fromkeys(by_layer.values()))  # of the layers, by number
+        self._numbers = {p: self._names.index(name) for p, name in by_layer.items()}
+        self._norms = MicroBatchNorms(self._numbers)
+        self._probe = Probe(self.source)
+        self._sketches = None if interval is None else Sketches(self.source.parameters)
+        self._halves = Halves(self.source) if halves else None
+        self._health = Health(loss)
+        self._lengths: dict[str, int] = {}  # of the parts of what `measure` gives
+        self._listening = False
+        self._listen()
 
     def __enter__(self) -> "GradientMeter":
         return self
@@ -64,127 +103,291 @@ class GradientMeter:
         """Takes the meter's hooks off the model."""
         self.source.close()
 
-    @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Makes every backward inside one micro-batch; keeps one copy of `.grad` meanwhile."""
-        try:
-            with self.source.micro_batch():
-                self._norms.compare(self.source.parameters)
-                yield
-        finally:
-            self._norms.compare(None)
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Measures more parameters, from the next step on; as a layer, they are "others"."""
+        self.source.add(parameters)
+        new = [p for p in self.source.parameters if p not in self._numbers]
+        if self._names and new:
+            self._names = list(dict.fromkeys([*self._names, "others"]))
+            self._numbers.update(dict.fromkeys(new, self._names.index("others")))
 
-    def read(self, samples: int | Sequence[float]) -> GradientNoise:
-        """Returns the noise of the step and waits for the next one.
-
-        Args:
-            samples: n_d of each micro-batch, in the order of the backwards; or N where all are
-                equal.
-        Raises:
-            GradientError: the sizes do not fit the backwards seen, fewer than two were seen, or
-                `.grad` was touched since the last one.
-        """
-        self.source.require_unchanged("read()")
-        sizes = self._sizes(samples)
-        *squares, of_sum = self.measure().tolist()
-        self.source.restart()
-        estimate = from_mean_losses if self.loss == "mean" else from_weighted_losses
-        return estimate(squares, of_sum, sizes, self.eps)
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Makes every backward inside one micro-batch; keeps one gradient's copy meanwhile."""
+        return self.source.micro_batch(whole=True)
 
     @property
-    def eps(self) -> float:
-        """Relative rounding of the coarsest type among the gradients."""
-        return max(torch.finfo(p.dtype).eps for p in self.source.parameters if p.requires_grad)
+    def due(self) -> bool:
+        """Whether the present step is measured: each `every`-th, the first one too."""
+        return self.step % self.every == 0
 
-    def measure(self) -> Tensor:
-        """Squared norms of what each micro-batch added to `.grad`, then of `.grad` itself.
+    def read(self, samples: int | Sequence[float]) -> GradientNoise | None:
+        """Returns the noise of the step and waits for the next one; None on a step not measured.
 
-        Returns:
-            float64 tensor of k + 1 numbers on the parameters' device; nothing waits for it.
+        Collective: where there are ranks, each calls it with its own sizes, and all get the same.
+
+        Args:
+            samples: n_d of each micro-batch of this rank, in the order of the backwards; or their
+                sum N where all are equal.
+        Raises:
+            GradientError: the sizes do not fit the backwards seen, fewer than two were seen,
+                `.grad` was touched since the last one, or is not what the backwards add up to.
         """
-        parameters = self.source.parameters
-        of_sum = _total([squared_norm(p.grad) for p in parameters if p.grad is not None])
-        squares = [s.to(of_sum.device, non_blocking=True) for s in self._norms.squares]
-        return torch.stack([*squares, of_sum])
+        if not self.due:
+            self.next_step()
+            return None
+        sizes, failure = self._checked_sizes(samples)
+        totals = self.totals(self.measure(sizes).tolist())
+        if failure is not None:
+            raise failure
+        self.source.restart()
+        self.next_step()
+        return self.noise(totals)
+
+    # for those who read more than the noise in one go, as AdaptiveBatch does
+
+    def next_step(self) -> None:
+        """The step is over; the next one is measured if it is due."""
+        self.at_step(self.step + 1)
+
+    def at_step(self, number: int) -> None:
+        """The step of this number comes next, 0 being the first."""
+        self.step = number
+        self._listen()
+
+    @torch.no_grad()
+    def measure(self, sizes: Sequence[float] | None) -> Tensor:
+        """Everything that the noise of this step rests on, summed over ranks; nothing waits.
+
+        Args:
+            sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
+        Returns:
+            One vector on the parameters' device, for `totals` once the host has read it.
+        """
+        squares, n = self._of_micro_batches(sizes)
+        parts = self._parts(squares, n, failed=sizes is None)
+        means = n.new_zeros(0)
+        if self._sketches is not None:
+            means = self._means(n, failed=sizes is None)
+            parts["weighted_sum"] = n @ means
+            parts["spread"] = n @ means.square().sum(1)
+        self._lengths = {name: part.numel() for name, part in parts.items()}
+        packed = pack(parts)
+        self.source.all_reduce(packed)
+        if self._sketches is None:
+            return packed
+        x = self._left_out(packed, means, n)
+        sums = torch.stack([x.sum(), x.square().sum()])
+        self.source.all_reduce(sums)
+        self._lengths["left_out"] = 2
+        return torch.cat([packed, sums])
+
+    def of_grad(self) -> Tensor:
+        """|.grad|^2 alone, for a step that is not measured, as one element."""
+        return self._of_grad().sum().reshape(1)
+
+    def totals(self, values: Sequence[float]) -> Totals:
+        """What `measure` gave, once the host has read it; raises where a rank took no part."""
+        totals = Totals(unpack(values, self._lengths))
+        totals.require_all_took_part()
+        speak, scaled = self.source.rank == 0, self.scaler is not None
+        self._health.examine(totals, speak=speak, may_overflow=scaled)
+        return totals
+
+    def noise(self, totals: Totals, unit: float = 1.0) -> GradientNoise:
+        """The noise of a step, from its totals.
+
+        Args:
+            totals: from `totals`.
+            unit: what squared norms are multiplied by: square of a factor that `.grad` lacks.
+        Raises:
+            GradientError: as `read`.
+        """
+        replicated = self.source.replicas == self.source.ranks
+        c = totals.reduction(self._norms.eps, replicated) if totals.finite else 1.0
+        if self.loss == "weighted" and c != 1:
+            _require_equal([rank.samples for rank in totals.of_ranks])
+        layers = [
+            self._estimate(totals, unit / totals.scale**2, c, *of_layer)
+            for of_layer in zip(totals.over_sizes, totals.squares, totals.of_sum, strict=True)
+        ]
+        noise = layers[0]
+        if self._names:
+            sums = map(math.fsum, (totals.over_sizes, totals.squares, totals.of_sum))
+            noise = self._estimate(totals, unit / totals.scale**2, c, *sums)
+            noise = replace(noise, layers=dict(zip(self._names, layers, strict=True)))
+        self._health.examine_noise(noise, speak=self.source.rank == 0)
+        return replace(
+            noise, interval=self._interval(noise, totals), halves=self._cosine(totals, c)
+        )
+
+    # what is measured
+
+    def _listen(self) -> None:
+        """Puts the meter's subscribers on where the step is due, and takes them off where not."""
+        if self.due == self._listening:
+            return
+        self._listening = self.due
+        turn = self.source.subscribe if self.due else self.source.unsubscribe
+        subscribers: list[Subscriber | None] = [self._norms, self._probe]
+        for subscriber in [*subscribers, self._sketches, self._halves]:
+            if subscriber is not None:
+                turn(subscriber)
+
+    def _of_micro_batches(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+        """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank takes no part."""
+        device = self.source.parameters[0].device
+        kind = wide(device)
+        if sizes is None:
+            none = torch.zeros(1, self._norms.count, dtype=kind, device=device)
+            return none, torch.ones(1, dtype=kind, device=device)
+        squares = [s.to(device, kind, non_blocking=True) for s in self._norms.squares]
+        n = torch.tensor(sizes, dtype=kind).to(device, non_blocking=True)
+        return torch.stack(squares), n
+
+    def _parts(self, squares: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
+        """What is summed over ranks."""
+        source = self.source
+        of_grad = self._of_grad().to(n.device)
+        of_each = squares.sum(1)
+        one = torch.ones((), device=n.device)
+        scale = one if self.scaler is None else self.scaler.scale(one)
+        parts = {
+            "over_sizes": (squares / n[:, None]).sum(0),
+            "squares": squares.sum(0),
+            "of_sum": of_grad / source.replicas,
+            "inverse_sizes": (1 / n).sum(),
+            "slope": _slope(n, of_each),
+            "scale": scale / source.ranks,
+            "seen": self._probe.seen,
+            "in_grad": self._probe.of_grad() / source.replicas,
+            "lengths": self._probe.lengths,
+            "of_ranks": self._slots(n, of_each, of_grad.sum(), failed=failed),
+        }
+        if self._halves is not None:
+            parts["halves"] = self._halves.dots() / source.replicas
+        return parts
+
+    def _of_grad(self) -> Tensor:
+        grads = ((p, self.source.local(p)) for p in self.source.parameters)
+        return self._norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
+
+    def _slots(self, n: Tensor, of_each: Tensor, of_grad: Tensor, *, failed: bool) -> Tensor:
+        """A place for every rank (`OfRank`), of which this one fills its own."""
+        k = len(of_each)
+        order = torch.arange(1, k + 1, device=n.device)
+        place_of_bad = torch.where(of_each.isfinite(), 0, k + 1 - order).amax()
+        mine = [
+            torch.full_like(n[0], 0 if failed else k),
+            n.sum() * (not failed),
+            torch.full_like(n[0], failed),
+            of_each.sum(),
+            (order * of_each).sum(),
+            torch.where(place_of_bad > 0, k + 1 - place_of_bad, 0).to(n.dtype),
+            of_grad,
+        ]
+        slots = n.new_zeros(self.source.ranks, FIELDS)
+        slots[self.source.rank] = torch.stack(mine)
+        return slots
+
+    def _means(self, n: Tensor, *, failed: bool) -> Tensor:
+        """Sketches of the mean gradients g_d, up to one factor for the whole step."""
+        assert self._sketches is not None
+        if failed:
+            return self._sketches.none()
+        stacked = self._sketches.stacked().to(n.device)
+        return stacked if self.loss == "mean" else stacked / n[:, None]
+
+    def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
+        sums = dict(
+            zip(self._lengths, torch.split(packed, list(self._lengths.values())), strict=True)
+        )
+        count, samples = sums["of_ranks"].view(-1, FIELDS)[:, :2].sum(0)
+        return left_out(means, n, sums["weighted_sum"], sums["spread"][0], count, samples)
+
+    # what comes of it
+
+    def _estimate(
+        self, totals: Totals, unit: float, c: float, over: float, squares: float, of_sum: float
+    ) -> GradientNoise:
+        """Noise of the whole gradient or one layer; c is how the ranks were joined."""
+        k, samples, eps = totals.micro_batches, totals.samples, self._norms.eps
+        if self.loss == "weighted":
+            return from_weighted_losses(unit * c**2 * over, unit * of_sum, k, samples, eps)
+        return from_mean_losses(
+            unit * squares, unit * of_sum / c**2, k, samples, totals.inverse_sizes, eps
+        )
+
+    def _interval(self, noise: GradientNoise, totals: Totals) -> Interval | None:
+        if self.interval is None:
+            return None
+        x = log_ratio(noise.signal, noise.noise, noise.samples)
+        return jackknife(x, totals.left_out, totals.micro_batches, self.interval)
+
+    def _cosine(self, totals: Totals, c: float) -> float | None:
+        if self._halves is None:
+            return None
+        of_signed, dot = totals.halves
+        return Halves.cosine(math.fsum(totals.of_sum) / c**2, of_signed, dot / c)
+
+    def _checked_sizes(
+        self, samples: int | Sequence[float]
+    ) -> tuple[Sequence[float] | None, GradientError | None]:
+        """The sizes of this rank's micro-batches, or what is wrong, which other ranks wait for."""
+        try:
+            self.source.require_unchanged("read()")
+            return self._sizes(samples), None
+        except GradientError as error:
+            if self.source.ranks == 1:
+                raise
+            return None, error
 
     def _sizes(self, samples: int | Sequence[float]) -> Sequence[float]:
-        if not isinstance(samples, int | Integral):
-            return samples
         k = self.source.micro_batches
-        if self._norms.uneven or samples % k:
-            why = "; some did not reach every parameter" if self._norms.uneven else ""
+        if isinstance(samples, int | Integral):
+            if self._norms.uneven or samples % k:
+                why = "; some did not reach every parameter" if self._norms.uneven else ""
+                raise GradientError(
+                    f"samples={samples} is not {k} equal micro-batches{why}; give the list of "
+                    "sizes, and mark a micro-batch of several backwards "
+                    "`with meter.micro_batch():`"
+                )
+            samples = [int(samples) // k] * k
+        if len(samples) != k:
             raise GradientError(
-                f"samples={samples} is not {k} equal micro-batches{why}; give the list of sizes, "
-                "and mark a micro-batch of several backwards `with meter.micro_batch():`"
+                f"{k} backwards were seen but {len(samples)} sizes stated; where one micro-batch "
+                "is several backwards, mark it with `with meter.micro_batch():`"
             )
-        return [int(samples) // k] * k
+        if min(samples) <= 0:
+            raise GradientError(f"micro-batch sizes must be positive, got {list(samples)}")
+        return samples
 
 
-class _MicroBatchNorms:
-    """Subscriber of a source: |h_d|^2 of each micro-batch, h_d being what it adds to `.grad`."""
-
-    def __init__(self) -> None:
-        self.squares: list[Tensor] = []
-        self.uneven = False  # whether micro-batches reached different parameters
-        self._present: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
-        self._reached: set[Tensor] = set()  # by the first micro-batch
-        self._copies: dict[Tensor, Tensor | None] | None = None  # .grad before the present one
-
-    def compare(self, parameters: list[Tensor] | None) -> None:
-        """Reads the micro-batch as a difference of `.grad`, whatever makes it up; None: no more."""
-        if parameters is None:
-            self._copies = None
-        else:
-            self._copies = {p: None if p.grad is None else p.grad.clone() for p in parameters}
-
-    def begin(self) -> None:
-        self.squares.clear()
-        self.uneven = False
-
-    def micro_batch(self, weight: float) -> None:
-        self._present.clear()
-
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        if self._copies is not None:
-            return
-        if parameter in self._present:
-            raise GradientError(
-                "a parameter received two gradients in one micro-batch; mark the micro-batches "
-                "with `with meter.micro_batch():`"
-            )
-        self._present[parameter] = squared_norm(gradient)
-
-    def end(self) -> None:
-        if self._copies is not None:
-            self._present = {
-                p: squared_norm(p.grad if before is None else p.grad - before)
-                for p, before in self._copies.items()
-                if p.grad is not None
-            }
-        reached = set(self._present)
-        if not self.squares:
-            self._reached = reached
-        self.uneven |= reached != self._reached
-        self.squares.append(_total(list(self._present.values())))
+def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
+    """Parameter -> name of the module that holds it, without what wrappers add."""
+    if not isinstance(model, nn.Module):
+        raise SettingError("layers=True needs the model, whose modules have names")
+    return {p: _plain(name, model) for name, p in model.named_parameters()}
 
 
-def squared_norm(gradient: Tensor) -> Tensor:
-    """|gradient|^2 as a 0-dim tensor; a contiguous gradient is not copied.
-
-    A dot product, because `vector_norm` on a CPU sums 10 M float32 with an error of 4e-4 (dot:
-    6e-6; docs/LOG.md). Half types are summed in float32.
-    """
-    flat = gradient.detach().reshape(-1)
-    if flat.dtype in (torch.float32, torch.float64):
-        return torch.dot(flat, flat)
-    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
-    return norm.square()
+def _plain(name: str, model: nn.Module) -> str:
+    """The module of a parameter, without what DDP, torch.compile and checkpointing put before."""
+    if isinstance(model, DistributedDataParallel):
+        name = name.removeprefix("module.")
+    parts = name.split(".")[:-1]
+    return ".".join(p for p in parts if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
-def _total(squares: list[Tensor]) -> Tensor:
-    """Their sum in float64, on the device of the first."""
-    if not squares:
-        return torch.zeros((), dtype=torch.float64)
-    device = squares[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([s.to(device, wide, non_blocking=True) for s in squares]).sum()
+def _slope(n: Tensor, squares: Tensor) -> Tensor:
+    """Covariance and variance sums of ln |h_d|^2 over ln n_d."""
+    deviation = n.log() - n.log().mean()
+    logs = squares.clamp_min(torch.finfo(squares.dtype).tiny).log()
+    return torch.stack([deviation @ logs, deviation @ deviation])
+
+
+def _require_equal(samples: list[float]) -> None:
+    if max(samples) - min(samples) > 1e-6 * max(samples):
+        raise GradientError(
+            f"the ranks have {samples} samples, so the mean over ranks is not the mean over "
+            'samples; give each rank as many, or state loss="mean" where each backward is of its '
+            "micro-batch's plain mean loss"
+        )

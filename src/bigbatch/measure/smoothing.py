@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from bigbatch.errors import SettingError
+from bigbatch.measure.interval import Interval, Scatter, require_level
 from bigbatch.measure.noise import GradientNoise
 
 
@@ -18,8 +20,10 @@ class NoiseAverage:
 
     Args:
         samples: length of the window, in samples; positive.
+        interval: coverage of an interval for the window's average, from the scatter of successive
+            steps; None for none. It says nothing of drift within the window.
     Raises:
-        SettingError: the window is not positive and finite.
+        SettingError: the window is not positive and finite, or the coverage not in (0, 1).
     Example:
         >>> average = NoiseAverage(samples=1000)
         >>> average.update(GradientNoise(-1.0, 60.0, samples=100, micro_batches=4)).noise_scale
@@ -29,16 +33,19 @@ class NoiseAverage:
         54.5
     """
 
-    def __init__(self, samples: float) -> None:
+    def __init__(self, samples: float, *, interval: float | None = None) -> None:
+        require_level(interval)
         if not 0 < samples < math.inf:
             raise SettingError(f"samples={samples} must be positive and finite: the window")
         self.samples = samples
+        self.level = interval
+        self._scatter = Scatter()
         self._signal = 0.0
         self._noise = 0.0
         self._unseen = 1.0  # weight of the time before the first step
 
     def update(self, noise: GradientNoise) -> GradientNoise:
-        """Takes one step in and returns it with signal and noise replaced by the averages.
+        """Takes one step in and returns it with signal, noise and interval those of the window.
 
         A step that is not finite is returned as it is and not taken in.
         """
@@ -48,7 +55,10 @@ class NoiseAverage:
         self._signal = keep * self._signal + (1 - keep) * noise.signal
         self._noise = keep * self._noise + (1 - keep) * noise.noise
         self._unseen *= keep
-        return replace(noise, signal=self.signal, noise=self.noise)
+        self._scatter.update(noise.signal, noise.noise, keep)
+        return replace(
+            noise, signal=self.signal, noise=self.noise, interval=self._interval(noise.samples)
+        )
 
     @property
     def signal(self) -> float:
@@ -60,11 +70,23 @@ class NoiseAverage:
         """Average noise; nan before the first step."""
         return self._noise / (1 - self._unseen) if self._unseen < 1 else math.nan
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on."""
-        return {"signal": self._signal, "noise": self._noise, "unseen": self._unseen}
+        return {
+            "signal": self._signal,
+            "noise": self._noise,
+            "unseen": self._unseen,
+            "scatter": self._scatter.state(),
+        }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
         self._signal, self._noise = state["signal"], state["noise"]
         self._unseen = state["unseen"]
+        self._scatter.load(state["scatter"])
+
+    def _interval(self, samples: float) -> Interval | None:
+        if self.level is None:
+            return None
+        weight = 1 - self._unseen
+        return self._scatter.interval(self.signal, self.noise, samples, weight, self.level)

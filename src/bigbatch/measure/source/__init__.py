@@ -1,6 +1,7 @@
 """Gradients in: the one door that everything which reads a gradient stands behind."""
 
 from bigbatch.measure.source.door import GradientSource, Subscriber
+from bigbatch.measure.source.find import find_source
 from bigbatch.measure.source.plain import PlainSource
 
-__all__ = ["GradientSource", "PlainSource", "Subscriber"]
+__all__ = ["GradientSource", "PlainSource", "Subscriber", "find_source"]

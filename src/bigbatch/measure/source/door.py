@@ -1,13 +1,14 @@
 """The one door for gradients.
 
-A source knows how gradients come about (plain tensors today) and tells its subscribers.
+A source knows how gradients come about (plain tensors, DDP, FSDP2) and tells its subscribers.
 One step is
 
     begin(), then per micro-batch: micro_batch(weight), gradient(p, h) ... , end()
 
-`h` is what this micro-batch adds to `p.grad`: c * weight * (its mean gradient), with one constant
-c for the whole step. A parameter that a micro-batch does not reach emits nothing. Nothing here
-says that a micro-batch is one backward.
+`h` is what this micro-batch adds to `p.grad` on this rank, before ranks are joined: c * weight *
+(its mean gradient), with one constant c for the whole step. A parameter that a micro-batch does
+not reach emits nothing; one that it reaches emits once. Nothing here says that a micro-batch is
+one backward.
 """
 
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ class Subscriber(Protocol):
         """A micro-batch starts; `weight` is its n_d, 1.0 where it is not known."""
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """What the present micro-batch is about to add to `parameter.grad`."""
+        """What the present micro-batch adds to `parameter.grad`, whole, on this rank."""
 
     def end(self) -> None:
         """The present micro-batch is complete."""
@@ -39,11 +40,17 @@ class GradientSource(Protocol):
     parameters: list[Tensor]
     """Every parameter that is watched, each once."""
     micro_batches: int
-    """Complete micro-batches since the step began."""
+    """Complete micro-batches since the step began, on this rank."""
     explicit: bool
     """Whether only what happens inside `micro_batch` is counted."""
     foreign_backward: bool
     """Whether a backward that was not counted changed `.grad` since the last micro-batch."""
+    rank: int
+    """Of this process among those that share the step."""
+    ranks: int
+    """How many processes share the step."""
+    replicas: int
+    """How many ranks hold the same piece of every `.grad`."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watch more parameters."""
@@ -52,10 +59,15 @@ class GradientSource(Protocol):
         """Tell `subscriber` of every step from the next one on."""
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Stop telling `subscriber`."""
+        """Stop telling `subscriber`; with nobody left to tell, no hook stays on."""
 
-    def micro_batch(self, weight: float = 1.0) -> AbstractContextManager[None]:
-        """Whatever is computed inside belongs to one micro-batch of this weight."""
+    def micro_batch(
+        self, weight: float = 1.0, *, whole: bool = False
+    ) -> AbstractContextManager[None]:
+        """Whatever is computed inside belongs to one micro-batch of this weight.
+
+        `whole` allows any number of backwards in it, for one copy of the gradient.
+        """
 
     def restart(self) -> None:
         """Forget the step: the next micro-batch is the first of a new one."""
@@ -77,6 +89,15 @@ class GradientSource(Protocol):
 
     def is_finite(self) -> bool:
         """Whether every gradient is; waits for the device."""
+
+    def local(self, parameter: Tensor) -> Tensor | None:
+        """This rank's piece of `parameter.grad`."""
+
+    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's piece of a tensor shaped like the whole gradient of `parameter`."""
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum `values` over the ranks, in place."""
 
     def close(self) -> None:
         """See nothing from here on."""

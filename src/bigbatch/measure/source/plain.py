@@ -27,6 +27,10 @@ class PlainSource:
     micro-batch and is changed by nobody else until the last.
     """
 
+    rank, ranks, replicas = 0, 1, 1
+    _engine_writes = False  # whether an engine rewrites `.grad` between and after backwards
+    _grad_may_wait = False  # whether a backward may leave `.grad` as it was
+
     def __init__(self, parameters: Iterable[Tensor], *, explicit: bool = False) -> None:
         self.explicit = explicit
         self.parameters: list[Tensor] = []
@@ -34,6 +38,7 @@ class PlainSource:
         self.foreign_backward = False  # one outside changed .grad since the last micro-batch
         self._subscribers: list[Subscriber] = []
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._whole: dict[Tensor, Tensor | None] | None = None  # what a `whole` one starts from
         self._inside = False
         self._reached: set[Tensor] = set()  # by the present micro-batch
         self._by_itself = False  # whether a backward opened it, and not micro_batch()
@@ -55,10 +60,13 @@ class PlainSource:
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tells `subscriber` of every step from the next one on."""
         self._subscribers.append(subscriber)
+        self._hook()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Stops telling `subscriber`."""
+        """Stops telling `subscriber`; with nobody left to tell, no hook stays on."""
         self._subscribers.remove(subscriber)
+        if not self._subscribers:
+            self.close()
 
     def close(self) -> None:
         """Takes every hook off; the source sees nothing from here on."""
@@ -69,7 +77,7 @@ class PlainSource:
         self.micro_batches = 0
         self.foreign_backward = False
         self._inside = self._by_itself = False
-        self._callback = None
+        self._callback = self._whole = None
         self._hook()
 
     def zero_grad(self) -> None:
@@ -79,11 +87,20 @@ class PlainSource:
         self.restart()
 
     @contextmanager
-    def micro_batch(self, weight: float = 1.0) -> Iterator[None]:
-        """Whatever is computed inside belongs to one micro-batch of this weight."""
+    def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
+        """Whatever is computed inside belongs to one micro-batch of this weight.
+
+        `whole` allows any number of backwards in it, for one copy of the gradient.
+        """
+        if self._inside and not self._by_itself:
+            raise GradientError("micro_batch() was entered inside another; leave the first before")
         self._open(weight)
         try:
+            if whole:
+                self._whole = self._start_whole()
             yield
+            if whole:
+                self._emit_whole()
         except BaseException:
             self.restart()
             raise
@@ -114,18 +131,29 @@ class PlainSource:
 
     def is_finite(self) -> bool:
         """Whether every gradient is; waits for the device."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return all(bool(grad.isfinite().all()) for grad in grads)
+        return all(bool(grad.isfinite().all()) for grad in self._grads())
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(self._grads(), factor)
         self.stamp()
 
     def stamp(self) -> None:
         """Accepts `.grad` as it is now, after a change that belongs to the step."""
         self._stamps = self._stamp()
+
+    # ranks: one process holds everything
+
+    def local(self, parameter: Tensor) -> Tensor | None:
+        """This rank's piece of `parameter.grad`."""
+        return parameter.grad
+
+    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's piece of a tensor shaped like the whole gradient of `parameter`."""
+        return whole
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sums `values` over the ranks, in place."""
 
     # what happens to a step
 
@@ -146,15 +174,25 @@ class PlainSource:
                 f"a gradient of layout {gradient.layout} cannot be measured; use dense gradients, "
                 "for embeddings sparse=False"
             )
+        if self._whole is None:
+            self._emit(parameter, gradient)
+        else:
+            self._gather_whole(parameter, gradient)
+
+    def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
         self._reached.add(parameter)
         for subscriber in self._subscribers:
             subscriber.gradient(parameter, gradient)
 
     def _when_backward_ends(self) -> None:
-        """Queues a callback that the engine keeps alive until the backward ends or fails."""
+        """Queues a callback that the autograd engine keeps alive until the backward ends or fails.
+
+        It queues another, which runs after those that DDP and FSDP2 queued to finish `.grad`.
+        """
         ended = PlainSource._backward_ended if self._by_itself else PlainSource._foreign_ended
-        callback = functools.partial(ended, self)
-        self._callback = weakref.ref(callback)
+        last = functools.partial(ended, self)
+        callback = functools.partial(Variable._execution_engine.queue_callback, last)
+        self._callback = weakref.ref(last)
         Variable._execution_engine.queue_callback(callback)
 
     def _open(self, weight: float) -> None:
@@ -162,11 +200,11 @@ class PlainSource:
         changed = self._inside or self._before != self._stamps
         if self.micro_batches and changed and not self.explicit and self._is_clean():
             self.restart()  # zero_grad() was called: what was accumulated is gone
-        if self.micro_batches and changed:
+        if self.micro_batches and changed and not self._engine_writes:
             self.require_unchanged("this one")
         if not self.micro_batches:
             self._hook()
-            self._require_one_rank()
+            self._require_known_ranks()
             if not self._is_clean():
                 raise GradientError(
                     ".grad is not empty before the first backward of a step; call zero_grad() first"
@@ -182,10 +220,11 @@ class PlainSource:
         self._inside = self._by_itself = False
         self.micro_batches += 1
         self._stamps = self._stamp()
+        seen = self._handles if self._engine_writes else self._reached
         for parameter, before, after in zip(
             self.parameters, self._before, self._stamps, strict=True
         ):
-            if before != after and parameter not in self._reached:
+            if self._subscribers and before != after and parameter not in seen:
                 raise GradientError(
                     "a parameter received a gradient that was not seen: it was unfrozen, or its "
                     "hooks were removed, after the step began; do that between steps"
@@ -197,7 +236,7 @@ class PlainSource:
         self.foreign_backward |= self._stamp() != self._stamps
 
     def _backward_ended(self) -> None:
-        if self._before == self._stamp():
+        if self._before == self._stamp() and not self._grad_may_wait:
             self.restart()
             raise GradientError(
                 "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
@@ -205,36 +244,62 @@ class PlainSource:
             )
         self._close()
 
+    # a micro-batch of several backwards: what it adds is a difference of .grad
+
+    def _start_whole(self) -> dict[Tensor, Tensor | None]:
+        return {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
+
+    def _gather_whole(self, parameter: Tensor, gradient: Tensor) -> None:
+        """One of its backwards reached the parameter."""
+
+    @torch.no_grad()
+    def _emit_whole(self) -> None:
+        assert self._whole is not None
+        for (p, before), was, now in zip(
+            self._whole.items(), self._before, self._stamp(), strict=True
+        ):
+            if p.grad is not None and was != now:
+                self._emit(p, p.grad if before is None else p.grad - before)
+        self._whole = None
+
     # what is known of .grad
 
+    @torch.no_grad()
     def _stamp(self) -> list[_Stamp]:
-        grads = (parameter.grad for parameter in self.parameters)
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+        pieces = ((p.grad, self.local(p)) for p in self.parameters)
+        return [None if piece is None else (id(grad), piece._version) for grad, piece in pieces]
+
+    @torch.no_grad()
+    def _grads(self) -> list[Tensor]:
+        return [grad for p in self.parameters if (grad := self.local(p)) is not None]
 
     def _is_clean(self) -> bool:
         """Whether every `.grad` is None, or zero, which alone costs a look."""
-        left = [p.grad for p in self.parameters if p.grad is not None and p.grad.numel()]
+        left = [grad for grad in self._grads() if grad.numel()]
         return not left or all(norm == 0 for norm in torch._foreach_norm(left, torch.inf))
 
-    def _require_one_rank(self) -> None:
+    def _require_known_ranks(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise GradientError(
-                f"{dist.get_world_size()} ranks found; this release measures on one process only"
+                f"{dist.get_world_size()} ranks found, and a model that none of them shares; wrap "
+                "it in DistributedDataParallel or fully_shard, and hand over the wrapped model"
             )
 
     # hooks
 
     def _hook(self) -> None:
         """Puts a hook on every parameter that requires a gradient and has none yet."""
-        for parameter in self.parameters:
+        for parameter in self.parameters if self._subscribers else ():
             if parameter.requires_grad and parameter not in self._handles:
-                hook = _hook_of(weakref.ref(self), weakref.ref(parameter))
+                hook = hook_of(weakref.ref(self), weakref.ref(parameter))
                 self._handles[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _hook_of(
+def hook_of(
     source: "weakref.ref[PlainSource]", parameter: "weakref.ref[Tensor]"
 ) -> Callable[[Tensor], None]:
+    """A hook for a leaf's gradient that keeps neither the source nor the parameter alive."""
+
     def hook(gradient: Tensor) -> None:
         watching, leaf = source(), parameter()
         if watching is not None and leaf is not None:

@@ -1,0 +1,202 @@
+"""How sure: intervals for similarity and noise scale, within one step and over a window.
+
+Everything is computed for x = ln(1 + N signal / noise), whose scatter is nearly the same wherever
+it lies; phi = tanh(x / 2) and B_simple = N / (e^x - 1) are monotonous in it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigbatch.errors import SettingError
+
+_LEAST = 0.05  # of 1 + N signal / noise: below it x says nothing more
+_MOST = 1e12
+_DIFFERENCES = 2 / 3  # degrees of freedom of the squared difference of successive values
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A two-sided interval for x = ln(1 + N signal / noise).
+
+    Args:
+        low, high: its ends; infinite where nothing is known.
+        level: nominal coverage.
+        covers: "step", the truth at this step's weights, or "window", the average over the steps
+            that went in, which is not the present truth where that drifts.
+    """
+
+    low: float
+    high: float
+    level: float
+    covers: Literal["step", "window"]
+
+    @property
+    def similarity(self) -> tuple[float, float]:
+        """(low, high) of phi = tanh(x / 2)."""
+        return math.tanh(self.low / 2), math.tanh(self.high / 2)
+
+    def noise_scale(self, samples: float) -> tuple[float, float]:
+        """(low, high) of B_simple = N / (e^x - 1), in samples; +inf where x <= 0."""
+        return _noise_scale(self.high, samples), _noise_scale(self.low, samples)
+
+
+def _noise_scale(x: float, samples: float) -> float:
+    if x <= 0:
+        return math.inf
+    return samples / math.expm1(x) if x < 700 else 0.0
+
+
+def log_ratio(signal: float, noise: float, samples: float) -> float:
+    """x = ln(1 + N signal / noise), within the range where it says something."""
+    ratio = 1 + samples * signal / noise if noise > 0 else _MOST
+    return math.log(min(max(ratio, _LEAST), _MOST))
+
+
+def require_level(level: float | None) -> None:
+    """Raises SettingError unless `level` can be the coverage of an interval."""
+    if level is not None and not 0 < level < 1:
+        raise SettingError(f"interval={level} must lie in (0, 1): its coverage, 0.9 say")
+
+
+@lru_cache(maxsize=1024)
+def student_t(level: float, freedom: float) -> float:
+    """The t with P(|T| < t) = level, for `freedom` degrees of freedom, by quadrature.
+
+    With T = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1).
+
+    Example:
+        >>> round(student_t(0.9, 2), 3), round(student_t(0.95, 10), 3)
+        (2.92, 2.228)
+    """
+    freedom = min(freedom, 1e4)
+    most = math.pi / 2 if freedom < 100 else 20 / math.sqrt(freedom)
+    angle = np.linspace(0.0, most, 40_001)
+    density = np.cos(angle) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(freedom) * math.tan(np.interp(level, below / below[-1], angle))
+
+
+def left_out(
+    means: Tensor, sizes: Tensor, of_sum: Tensor, spread: Tensor, count: Tensor, samples: Tensor
+) -> Tensor:
+    """x with each micro-batch left out in turn, from sketches of the gradients.
+
+    With t_d the sketch of g_d, a_d = |t_d|^2, t = sum n_d t_d / N, c_d = t_d . t, A = sum n_d a_d:
+
+        N_d = N - n_d,   G2_d = (N^2 |t|^2 - 2 N n_d c_d + n_d^2 a_d) / N_d^2
+        noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
+        x_d = ln(1 + N signal_d / noise_d)
+
+    N and not N_d in x_d: the truth it stands for is that of the whole step.
+
+    Args:
+        means: t_d of this rank's micro-batches, (k_r, m).
+        sizes: their n_d, (k_r,).
+        of_sum: N t over all ranks, (m,).
+        spread: A over all ranks, 0-dim.
+        count: k over all ranks, 0-dim.
+        samples: N over all ranks, 0-dim.
+    Returns:
+        x_d, (k_r,).
+    Source:
+        The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
+    """
+    mean = of_sum / samples
+    squares, dots = means.square().sum(1), means @ mean
+    rest = samples - sizes
+    of_rest = (
+        samples**2 * mean.square().sum() - 2 * samples * sizes * dots + sizes**2 * squares
+    ) / rest**2
+    noise = (spread - sizes * squares - rest * of_rest) / (count - 2)
+    tiny = torch.finfo(noise.dtype).tiny
+    ratio = 1 + samples * (of_rest - noise / rest) / noise.clamp_min(tiny)
+    return ratio.clamp(_LEAST, _MOST).log()
+
+
+def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> Interval:
+    """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 and t of k - 1 degrees of freedom.
+
+    Args:
+        x: from the exact norms.
+        sums: of the x_d that `left_out` gave, and of their squares, over all ranks.
+        count: k; below 3 nothing is known.
+        level: nominal coverage.
+    """
+    of_x, of_squares = sums
+    if count < 3 or not math.isfinite(of_squares):
+        return Interval(-math.inf, math.inf, level, "step")
+    scatter = max(0.0, of_squares - of_x**2 / count)
+    reach = student_t(level, count - 1) * math.sqrt(scatter * (count - 1) / count)
+    return Interval(x - reach, x + reach, level, "step")
+
+
+class Scatter:
+    """Covariance of a weighted average of (signal, noise), from successive steps' differences.
+
+        C = sum w_t^2 (z_t - z_{t-1}) (z_t - z_{t-1})^T / 2,   z = (signal, noise)
+
+    Each term estimates the variance of its own step, so neither a slow drift nor a changing batch
+    size counts as noise.
+
+    Source:
+        von Neumann et al. 1941 (mean square successive difference); docs/theory.md (9).
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+        self._products = [0.0, 0.0, 0.0]  # w^2 / 2 times ds ds, ds dn, dn dn
+        self._squares = 0.0  # sum of w^2, all steps
+        self._with_difference = 0.0  # the same, of steps that have a step before them
+        self._fourths = 0.0
+
+    def update(self, signal: float, noise: float, keep: float) -> None:
+        """Takes in one step; what came before keeps the share `keep` of its weight."""
+        share = (1 - keep) ** 2
+        if self._before is not None:
+            ds, dn = signal - self._before[0], noise - self._before[1]
+            new = (ds * ds, ds * dn, dn * dn)
+        else:
+            new = (0.0, 0.0, 0.0)
+        self._products = [
+            keep**2 * old + share * product / 2
+            for old, product in zip(self._products, new, strict=True)
+        ]
+        self._squares = keep**2 * self._squares + share
+        self._fourths = keep**4 * self._fourths + share**2
+        self._with_difference *= keep**2
+        self._with_difference += 0.0 if self._before is None else share
+        self._before = signal, noise
+
+    def interval(
+        self, signal: float, noise: float, samples: float, weight: float, level: float
+    ) -> Interval:
+        """For x of the averages; `weight` is the sum of all w, by which they were divided."""
+        freedom = _DIFFERENCES * self._squares**2 / self._fourths if self._fourths else 0.0
+        if not self._with_difference or freedom < 1 or noise <= 0:
+            return Interval(-math.inf, math.inf, level, "window")
+        x = log_ratio(signal, noise, samples)
+        both = noise + samples * max(signal, (_LEAST - 1) * noise / samples)
+        by_signal, by_noise = samples / both, -samples * signal / (noise * both)
+        ss, sn, nn = self._products
+        variance = by_signal**2 * ss + 2 * by_signal * by_noise * sn + by_noise**2 * nn
+        variance *= self._squares / self._with_difference / weight**2
+        reach = student_t(level, round(freedom, 1)) * math.sqrt(max(0.0, variance))
+        return Interval(x - reach, x + reach, level, "window")
+
+    def state(self) -> list[float]:
+        """What `load` needs to go on."""
+        before = [math.nan, math.nan] if self._before is None else [*self._before]
+        sums = [self._squares, self._with_difference, self._fourths]
+        return [*before, *self._products, *sums]
+
+    def load(self, state: list[float]) -> None:
+        """Goes on from a saved state."""
+        signal, noise, *self._products = state[:5]
+        self._before = None if math.isnan(signal) else (signal, noise)
+        self._squares, self._with_difference, self._fourths = state[5:]

@@ -1,0 +1,41 @@
+"""Which source a model needs."""
+
+import sys
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.errors import SettingError
+from bigbatch.measure.source.ddp import DDPSource
+from bigbatch.measure.source.door import GradientSource
+from bigbatch.measure.source.plain import PlainSource
+
+
+def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
+    """The source of a model's gradients, by how it is wrapped; compiled or not.
+
+    Raises:
+        SettingError: a wrapper that cannot be measured, or several.
+    """
+    if not isinstance(model, nn.Module):
+        return PlainSource(model)
+    modules = list(model.modules())
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+        raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")
+    if _is_fully_sharded(modules):
+        from bigbatch.measure.source.fsdp2 import FSDP2Source
+
+        return FSDP2Source(model)
+    wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if len(wrappers) > 1:
+        raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
+    if wrappers:
+        return DDPSource(wrappers[0], model.parameters())
+    return PlainSource(model.parameters())
+
+
+def _is_fully_sharded(modules: list[nn.Module]) -> bool:
+    """Without importing FSDP2 for those who do not use it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)

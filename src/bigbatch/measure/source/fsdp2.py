@@ -1,0 +1,140 @@
+"""Gradients under fully_shard (FSDP2, HSDP): hooks on the unsharded parameters."""
+
+import math
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils.hooks import RemovableHandle
+
+from bigbatch.errors import GradientError, SettingError
+from bigbatch.measure.source.engine import EngineSource
+from bigbatch.measure.source.plain import hook_of
+
+_Owned = tuple[nn.Module, str, Tensor]  # a module, the name there, the sharded parameter
+
+
+class FSDP2Source(EngineSource):
+    """Sees the whole local gradient of every parameter before it is reduced and sharded.
+
+    A forward hook on each FSDP module, run when its parameters have just been gathered, puts a
+    leaf hook on them, once: torch keeps the unsharded tensors. Works with several groups, mixed
+    precision, checkpointing, and with or without `set_requires_gradient_sync(False)`; the last
+    backward of a step has to reduce. `.grad` is a DTensor: its local piece is what counts here.
+    """
+
+    _grad_may_wait = True  # until the gradient is synchronized
+
+    def __init__(self, model: nn.Module) -> None:
+        units = _units(model)
+        parameters = [parameter for owned in units.values() for _, _, parameter in owned]
+        first = _require_one_mesh(parameters)
+        mesh = first.device_mesh
+        self.ranks = mesh.size()
+        self.rank = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
+        self.replicas = math.prod(
+            size
+            for size, placement in zip(mesh.shape, first.placements, strict=True)
+            if isinstance(placement, Replicate)
+        )
+        self._units = units
+        self._unsharded: dict[Tensor, weakref.ref[Tensor]] = {}  # where the leaf hooks are
+        self._forward_handles: list[RemovableHandle] = []
+        super().__init__(parameters, [mesh.get_group(dim) for dim in range(mesh.ndim)])
+
+    def close(self) -> None:
+        """Takes every hook off."""
+        super().close()
+        self._unsharded.clear()
+        for handle in self._forward_handles:
+            handle.remove()
+        self._forward_handles.clear()
+
+    def local(self, parameter: Tensor) -> Tensor | None:
+        """This rank's piece of `parameter.grad`."""
+        grad = parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's piece of a tensor shaped like the whole gradient; nothing is sent."""
+        assert isinstance(parameter, DTensor)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+    def _hook(self) -> None:
+        if self._subscribers and not self._forward_handles:
+            source = weakref.ref(self)
+
+            def gathered(unit: nn.Module, *_: Any) -> None:
+                watching = source()
+                if watching is not None:
+                    watching._hook_unit(unit)
+
+            for unit in self._units:
+                self._forward_handles.append(unit.register_forward_pre_hook(gathered))
+
+    def _hook_unit(self, unit: nn.Module) -> None:
+        """Puts a hook on each parameter of the unit that has none yet, and is whole."""
+        for module, name, parameter in self._units[unit]:
+            leaf = module._parameters[name]
+            if leaf is None or isinstance(leaf, DTensor) or not leaf.requires_grad:
+                continue
+            known = self._unsharded.get(parameter)
+            if known is None or known() is not leaf:
+                hook = hook_of(weakref.ref(self), weakref.ref(parameter))
+                self._handles[parameter] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._unsharded[parameter] = weakref.ref(leaf)
+
+    def _gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        if isinstance(gradient, DTensor):
+            raise GradientError(
+                "a gradient is a DTensor before it is reduced: tensor parallelism under "
+                "fully_shard cannot be measured in this release"
+            )
+        super()._gradient(parameter, gradient)
+
+
+def _units(model: nn.Module) -> dict[nn.Module, list[_Owned]]:
+    """For each FSDP module what it shards: parameters of its subtree, less nested FSDP modules."""
+    units: dict[nn.Module, list[_Owned]] = {}
+    seen: set[Tensor] = set()
+
+    def visit(module: nn.Module, unit: nn.Module | None) -> None:
+        unit = module if isinstance(module, FSDPModule) else unit
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in seen:
+                continue
+            if unit is None or not isinstance(parameter, DTensor):
+                raise SettingError(
+                    f"parameter {name!r} of {type(module).__name__} is not sharded by fully_shard, "
+                    "so no rank shares it; wrap the root module too"
+                )
+            seen.add(parameter)
+            units.setdefault(unit, []).append((module, name, parameter))
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, None)
+    return units
+
+
+def _require_one_mesh(parameters: list[Tensor]) -> DTensor:
+    first = parameters[0]
+    assert isinstance(first, DTensor)
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh != first.device_mesh:
+            raise SettingError(
+                f"parameters are sharded over two meshes, {first.device_mesh} and "
+                f"{parameter.device_mesh} (experts?); in this release they share one"
+            )
+        kinds = [isinstance(p, Replicate) for p in parameter.placements]
+        if kinds != [isinstance(p, Replicate) for p in first.placements]:
+            raise SettingError(
+                f"placements {first.placements} and {parameter.placements} on one mesh: tensor "
+                "parallelism cannot be measured in this release"
+            )
+    return first
