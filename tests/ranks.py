@@ -69,9 +69,7 @@ class Ranks:
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
     while True:
         try:
             function, arguments = pipe.recv()

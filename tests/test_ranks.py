@@ -2,19 +2,17 @@
 
 import contextlib
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import GradientMeter
 from oracles import noise as oracle
-from ranks import RankError
 
 pytestmark = pytest.mark.xdist_group("ranks")
 STEPS = 3
