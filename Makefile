@@ -34,7 +34,8 @@ check: $(READY)  ## style, types, architecture
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
-	$(BIN)/bigbatch bench
+	$(BIN)/bigbatch bench measure
+	$(BIN)/bigbatch bench optim
 
 picture: $(READY)  ## the README's picture, from a fresh digits study
 	$(BIN)/bigbatch train --runs .picture --quiet

@@ -8,10 +8,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.exceptions import TyperException
 
-from bigbatch.bench import COLUMNS, costs
+from bigbatch.bench.commands import app as bench
 from bigbatch.errors import BigbatchError, RunError, SettingError
 from bigbatch.recipes import RECIPES, recipe_named
 from bigbatch.recipes.recipe import OPTIMIZERS, POLICIES, Recipe
@@ -171,15 +170,7 @@ def recipes() -> None:
         view.say(f"  arms: {', '.join(recipe.arms)}")
 
 
-@app.command()
-def bench(
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")] = 30,
-) -> None:
-    """Measures what similarity and variance reduction cost on this machine, as ratios."""
-    table = Table(*COLUMNS, title=f"cost, median of {rounds} interleaved rounds")
-    for cost in costs(rounds):
-        table.add_row(*cost.row())
-    Console().print(table)
+app.add_typer(bench, name="bench")
 
 
 def _train_one(

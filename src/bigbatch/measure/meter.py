@@ -71,8 +71,10 @@ class GradientMeter:
         if loss not in ("weighted", "mean"):
             raise SettingError(f'loss={loss!r} is unknown; choose "weighted" or "mean"')
         require_level(interval)
-        if every < 1:
-            raise SettingError(f"every={every} must be at least 1: each so-manieth step")
+        if not isinstance(every, int) or every < 1:
+            raise SettingError(
+                f"every={every} must be a whole number, at least 1: each so-manieth step"
+            )
         self.loss = loss
         self.interval = interval
         self.every = every
@@ -241,7 +243,7 @@ class GradientMeter:
             none = torch.zeros(1, self._norms.count, dtype=kind, device=device)
             return none, torch.ones(1, dtype=kind, device=device)
         squares = [s.to(device, kind, non_blocking=True) for s in self._norms.squares]
-        n = torch.tensor(sizes, dtype=kind).to(device, non_blocking=True)
+        n = torch.tensor(sizes, dtype=kind, device="cpu").to(device, non_blocking=True)
         return torch.stack(squares), n
 
     def _parts(self, squares: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
@@ -293,8 +295,8 @@ class GradientMeter:
         """Sketches of the mean gradients g_d, up to one factor for the whole step."""
         assert self._sketches is not None
         if failed:
-            return self._sketches.none()
-        stacked = self._sketches.stacked().to(n.device)
+            return self._sketches.none().to(n)
+        stacked = self._sketches.stacked().to(n)
         return stacked if self.loss == "mean" else stacked / n[:, None]
 
     def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
@@ -320,6 +322,8 @@ class GradientMeter:
     def _interval(self, noise: GradientNoise, totals: Totals) -> Interval | None:
         if self.interval is None:
             return None
+        if math.isnan(noise.similarity):
+            return jackknife(math.nan, (math.nan, math.nan), totals.micro_batches, self.interval)
         x = log_ratio(noise.signal, noise.noise, noise.samples)
         return jackknife(x, totals.left_out, totals.micro_batches, self.interval)
 
@@ -357,7 +361,7 @@ class GradientMeter:
                 f"{k} backwards were seen but {len(samples)} sizes stated; where one micro-batch "
                 "is several backwards, mark it with `with meter.micro_batch():`"
             )
-        if min(samples) <= 0:
+        if not all(0 < n < math.inf for n in samples):
             raise GradientError(f"micro-batch sizes must be positive, got {list(samples)}")
         return samples
 
@@ -366,22 +370,23 @@ def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
     """Parameter -> name of the module that holds it, without what wrappers add."""
     if not isinstance(model, nn.Module):
         raise SettingError("layers=True needs the model, whose modules have names")
-    return {p: _plain(name, model) for name, p in model.named_parameters()}
+    wrapped = (m.module for m in model.modules() if isinstance(m, DistributedDataParallel))
+    return {p: _plain(name) for name, p in next(wrapped, model).named_parameters()}
 
 
-def _plain(name: str, model: nn.Module) -> str:
-    """The module of a parameter, without what DDP, torch.compile and checkpointing put before."""
-    if isinstance(model, DistributedDataParallel):
-        name = name.removeprefix("module.")
+def _plain(name: str) -> str:
+    """The module of a parameter, without what torch.compile and checkpointing put before."""
     parts = name.split(".")[:-1]
     return ".".join(p for p in parts if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def _slope(n: Tensor, squares: Tensor) -> Tensor:
-    """Covariance and variance sums of ln |h_d|^2 over ln n_d."""
-    deviation = n.log() - n.log().mean()
-    logs = squares.clamp_min(torch.finfo(squares.dtype).tiny).log()
-    return torch.stack([deviation @ logs, deviation @ deviation])
+    """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
+    tiny = torch.finfo(squares.dtype).tiny
+    counts = (squares > tiny).to(n.dtype)
+    mean = (counts @ n.log()) / counts.sum().clamp_min(1)
+    deviation = (n.log() - mean) * counts
+    return torch.stack([deviation @ squares.clamp_min(tiny).log(), deviation @ deviation])
 
 
 def _require_equal(samples: list[float]) -> None:

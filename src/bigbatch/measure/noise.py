@@ -88,7 +88,7 @@ class GradientNoise:
             >>> GradientNoise(0.0, 64.0, samples=256, micro_batches=8).adascale_gain(64)
             4.0
         """
-        signal = max(0.0, self.signal)
+        signal = max(self.signal, 0.0)  # in this order nan stays nan
         large = signal + self.noise / (self.samples if batch_size is None else batch_size)
         return (signal + self.noise / base_batch) / large if large else 1.0
 
@@ -195,7 +195,7 @@ def _whole(samples: float) -> float:
 
 def _positive(spread: float, of_mean: float, rounding: float) -> float:
     """spread - of_mean, which cannot be negative but for rounding."""
-    if spread - of_mean < -max(_ROUNDING, rounding) * spread:
+    if math.isfinite(of_mean) and spread - of_mean < -max(_ROUNDING, rounding) * spread:
         raise GradientError(
             f"the step's gradient is longer than its micro-batches allow (sum n_d |g_d|^2 = "
             f"{spread:.6g} < N |G|^2 = {of_mean:.6g}); are the sizes those of the backwards, and "

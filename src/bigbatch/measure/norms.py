@@ -61,7 +61,7 @@ class MicroBatchNorms:
         values = stacked(list(squares.values()))
         if not self._layers:
             return values.sum().reshape(1)
-        places = torch.tensor([self._layers[p] for p in squares])
+        places = torch.tensor([self._layers[p] for p in squares], device="cpu")
         places = places.to(values.device, non_blocking=True)
         return values.new_zeros(self.count).index_add_(0, places, values)
 

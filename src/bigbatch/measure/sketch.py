@@ -7,8 +7,9 @@ from bigbatch.measure.norms import wide
 from bigbatch.measure.source import GradientSource
 
 _SIZE = 1021  # prime, so that the rows of a weight matrix do not line up with the fold's
-_PROBED = 4096  # elements of one parameter that the probe reads
-_PROBES = 8
+_PROBES = 8  # projections
+_PROBED = 16  # parameters, so many elements of each
+_ELEMENTS = 256
 
 
 class Sketches:
@@ -59,7 +60,8 @@ class Sketches:
 
     def none(self) -> Tensor:
         """A sketch of no gradient, (1, 1021)."""
-        return torch.zeros(1, _SIZE, device=self._parameters[0].device)
+        device = self._parameters[0].device
+        return torch.zeros(1, _SIZE, dtype=torch.float32, device=device)
 
     def _signs_of(self, parameter: Tensor, flat: Tensor) -> Tensor:
         if parameter not in self._signs:
@@ -70,72 +72,76 @@ class Sketches:
 
 
 class Probe:
-    """Subscriber of a source: eight projections of one small parameter's gradient, summed.
+    """Subscriber of a source: eight projections of a few elements of some parameters, summed.
 
     What the hooks saw, added up over micro-batches and ranks, must be what stands in `.grad` at
     the end; the projections of both are compared. That finds an edit of `.grad` which moves no
     version counter (`unscale_`), a lossy or summing reduction, and gradients that were not seen.
+    It reads 256 elements of each of 16 parameters, so an edit of any other alone is not found.
     """
 
     def __init__(self, source: GradientSource) -> None:
         watched = [p for p in source.parameters if p.requires_grad and p.numel()]
+        step = max(1, len(watched) // _PROBED)
         self._source = source
-        self._parameter = min(watched, key=lambda p: abs(p.numel() - _PROBED)) if watched else None
-        self._signs: Tensor | None = None  # of the probed elements, (8, elements)
-        self._mine: Tensor | None = None  # of those that are in this rank's piece of .grad
-        self._places: Tensor | None = None  # where they are
-        self.seen = self.lengths = torch.zeros(())
+        self._places: dict[Tensor, Tensor] = {}  # of the probed elements in this rank's piece
+        self._mine: dict[Tensor, Tensor] = {}  # their signs, (8, elements)
+        self._signs = {
+            p: random_signs((_PROBES, min(_ELEMENTS, p.numel())), number).to(p.device)
+            for number, p in enumerate(watched[::step][:_PROBED])
+        }
+        self._device = watched[0].device if watched else torch.device("cpu")
+        self.begin()
 
     def begin(self) -> None:
         """A step starts."""
-        device = self._device
-        self.seen = torch.zeros(_PROBES, dtype=wide(device), device=device)
-        self.lengths = torch.zeros((), dtype=wide(device), device=device)
+        kind = wide(self._device)
+        self.seen = torch.zeros(_PROBES, dtype=kind, device=self._device)
+        self.lengths = torch.zeros((), dtype=kind, device=self._device)  # summed over micro-batches
+        self.micro_batch(0.0)
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
+        self._present = torch.zeros_like(self.seen)
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Projects the first elements of the gradient, if it is the probed one."""
-        if parameter is self._parameter:
-            signs = self._draw() if self._signs is None else self._signs
-            projected = self._project(gradient.detach().reshape(-1)[:_PROBED], signs)
-            self.seen += projected
-            self.lengths += projected.norm()
+        """Projects the first elements of the gradient, if it is a probed one."""
+        if parameter in self._signs:
+            elements = gradient.detach().reshape(-1)[:_ELEMENTS]
+            self._present += self._projected(elements, self._signs[parameter])
 
     def end(self) -> None:
         """The micro-batch is complete."""
+        self.seen += self._present
+        self.lengths += self._present.norm()
 
     def of_grad(self) -> Tensor:
-        """The projections of this rank's piece of `.grad`, (8,)."""
-        grad = None if self._parameter is None else self._source.local(self._parameter)
-        if grad is None or self._mine is None:
-            return torch.zeros_like(self.seen)
-        piece = grad.detach().reshape(-1)[self._places]
-        return self._project(piece, self._mine)
+        """The projections of this rank's pieces of `.grad`, (8,)."""
+        total = torch.zeros_like(self.seen)
+        for parameter in self._signs:
+            grad = self._source.local(parameter)
+            if grad is not None:
+                if parameter not in self._places:
+                    self._locate(parameter)
+                elements = grad.detach().reshape(-1)[self._places[parameter]]
+                total += self._projected(elements, self._mine[parameter])
+        return total
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cpu") if self._parameter is None else self._parameter.device
+    def _locate(self, parameter: Tensor) -> None:
+        """Finds which of the probed elements this rank holds, and where; waits, but once."""
+        signs = self._signs[parameter]
+        numbers = torch.zeros(parameter.numel(), dtype=torch.int64, device=signs.device)
+        numbers[: signs.shape[1]] = torch.arange(1, signs.shape[1] + 1, device=signs.device)
+        held = self._source.piece(parameter, numbers.view(parameter.shape)).reshape(-1)
+        self._places[parameter] = held.nonzero().squeeze(1)
+        self._mine[parameter] = signs[:, held[self._places[parameter]] - 1]
 
-    def _draw(self) -> Tensor:
-        """Draws the signs of the probed elements, and which of those this rank holds."""
-        assert self._parameter is not None
-        probed = min(_PROBED, self._parameter.numel())
-        numbers = torch.zeros(self._parameter.numel(), dtype=torch.int64, device=self._device)
-        numbers[:probed] = torch.arange(1, probed + 1, device=self._device)
-        held = self._source.piece(self._parameter, numbers.view(self._parameter.shape)).reshape(-1)
-        self._places = held.nonzero().squeeze(1)
-        self._signs = random_signs((_PROBES, probed), 0).to(self._device)
-        self._mine = self._signs[:, held[self._places] - 1]
-        return self._signs
-
-    def _project(self, elements: Tensor, signs: Tensor) -> Tensor:
+    def _projected(self, elements: Tensor, signs: Tensor) -> Tensor:
         kind = wide(elements.device)
-        return torch.mv(signs.to(kind), elements.to(kind))
+        return torch.mv(signs.to(kind), elements.to(kind)).to(self._device, non_blocking=True)
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:
     """-1 or 1, the same on every rank."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(2, shape, generator=draw).mul_(2).sub_(1).float()
+    return torch.randint(2, shape, generator=draw, device="cpu").mul_(2).sub_(1).to(torch.float32)

@@ -45,9 +45,8 @@ class FSDP2Source(EngineSource):
         self._forward_handles: list[RemovableHandle] = []
         super().__init__(parameters, [mesh.get_group(dim) for dim in range(mesh.ndim)])
 
-    def close(self) -> None:
-        """Takes every hook off."""
-        super().close()
+    def _unhook(self) -> None:
+        super()._unhook()
         self._unsharded.clear()
         for handle in self._forward_handles:
             handle.remove()
@@ -65,7 +64,7 @@ class FSDP2Source(EngineSource):
         return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
     def _hook(self) -> None:
-        if self._subscribers and not self._forward_handles:
+        if self._listens and not self._forward_handles:
             source = weakref.ref(self)
 
             def gathered(unit: nn.Module, *_: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.errors import GradientError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.source.door import Subscriber
 
 _Stamp = tuple[int, int] | None  # which tensor .grad is, and how often it was written
@@ -46,12 +46,17 @@ class PlainSource:
         self._stamps: list[_Stamp] = []
         self._before: list[_Stamp] = []
         weakref.finalize(self, _remove, self._handles)
+        self._closed = False
         self.add(parameters)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watches more parameters; those already watched are left as they are."""
         known = set(self.parameters)
         for parameter in parameters:
+            if parameter.is_complex():
+                raise SettingError(
+                    "a complex parameter cannot be measured; hold torch.view_as_real of it"
+                )
             if parameter not in known:
                 known.add(parameter)
                 self.parameters.append(parameter)
@@ -66,11 +71,12 @@ class PlainSource:
         """Stops telling `subscriber`; with nobody left to tell, no hook stays on."""
         self._subscribers.remove(subscriber)
         if not self._subscribers:
-            self.close()
+            self._unhook()
 
     def close(self) -> None:
         """Takes every hook off; the source sees nothing from here on."""
-        _remove(self._handles)
+        self._closed = True
+        self._unhook()
 
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
@@ -287,9 +293,16 @@ class PlainSource:
 
     # hooks
 
+    @property
+    def _listens(self) -> bool:
+        return bool(self._subscribers) and not self._closed
+
+    def _unhook(self) -> None:
+        _remove(self._handles)
+
     def _hook(self) -> None:
         """Puts a hook on every parameter that requires a gradient and has none yet."""
-        for parameter in self.parameters if self._subscribers else ():
+        for parameter in self.parameters if self._listens else ():
             if parameter.requires_grad and parameter not in self._handles:
                 hook = hook_of(weakref.ref(self), weakref.ref(parameter))
                 self._handles[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]

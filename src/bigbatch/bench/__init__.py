@@ -1,0 +1,1 @@
+"""What measuring and scaling cost, and how far the measurement can be trusted."""
