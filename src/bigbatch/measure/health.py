@@ -14,6 +14,8 @@ _SAME = 1e-7  # relative difference of squared norms; kernels may add in another
 _SURE = 3  # steps in which two ranks' norms agree so well; exact equality counts as three
 _AGREE = 1e-5  # noise / (N signal): what rounding leaves of equal gradients
 _LEVERAGE = 20.0  # sum of squared deviations of ln n_d, for a slope with an error near 0.15
+_AS_MEANS = 0.5  # a slope below: 0 or -1 is expected of mean losses, 1 or 2 of weighted ones
+_AS_WEIGHTED = 0.95  # above; heavy tails lift the slope of mean losses to 0.8
 
 
 class Health:
@@ -41,8 +43,9 @@ class Health:
             self._warn(f"outlier {number}", message, speak)
         self._warn("alike", self._same_data(totals.of_ranks), speak)
         covariance, variance = self._slope
-        self._slope = covariance + totals.slope[0], variance + totals.slope[1]
-        self._warn("slope", _wrong_loss(*self._slope, self._loss), speak)
+        if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
+            self._slope = covariance + totals.slope[0], variance + totals.slope[1]
+            self._warn("slope", _wrong_loss(*self._slope, self._loss), speak)
 
     def examine_noise(self, noise: GradientNoise, *, speak: bool) -> None:
         """Looks at the noise of a step."""
@@ -124,12 +127,12 @@ def _wrong_loss(covariance: float, variance: float, loss: str) -> str:
     if variance < _LEVERAGE:
         return ""
     slope = covariance / variance
-    if loss == "weighted" and slope < 0.5:
+    if loss == "weighted" and slope < _AS_MEANS:
         return (
             f"larger micro-batches add no longer gradients (|h|^2 ~ n^{slope:.2f}), as plain mean "
             'losses do; multiply each loss by n_d / N, or state GradientMeter(loss="mean")'
         )
-    if loss == "mean" and slope > 0.5:
+    if loss == "mean" and slope > _AS_WEIGHTED:
         return (
             f"larger micro-batches add longer gradients (|h|^2 ~ n^{slope:.2f}), as losses "
             'weighted by n_d do; state GradientMeter(loss="weighted")'

@@ -75,7 +75,7 @@ def student_t(level: float, freedom: float) -> float:
         (2.92, 2.228)
     """
     freedom = min(freedom, 1e4)
-    most = math.pi / 2 if freedom < 100 else 20 / math.sqrt(freedom)
+    most = min(math.pi / 2, 20 / math.sqrt(freedom))  # beyond it nothing is left
     angle = np.linspace(0.0, most, 40_001)
     density = np.cos(angle) ** (freedom - 1)
     below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
@@ -141,8 +141,8 @@ class Scatter:
 
         C = sum w_t^2 (z_t - z_{t-1}) (z_t - z_{t-1})^T / 2,   z = (signal, noise)
 
-    Each term estimates the variance of its own step, so neither a slow drift nor a changing batch
-    size counts as noise.
+    Each term estimates the variance of its own step and the one before it, so a slow drift does
+    not count as noise; where batch sizes alternate widely, the interval is too wide.
 
     Source:
         von Neumann et al. 1941 (mean square successive difference); docs/theory.md (9).
