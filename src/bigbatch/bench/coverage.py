@@ -1,0 +1,181 @@
+"""How often the intervals hold the truth, where it is known."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import mul
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from bigbatch.bench.populations import Population, measured, populations
+from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.smoothing import NoiseAverage
+
+COLUMNS = (
+    "population",
+    "interval for",
+    "sizes",
+    "k",
+    "N",
+    "truth",
+    "coverage",
+    "its error",
+    "truth below",
+    "truth above",
+    "median width",
+)
+TRIALS = 250
+
+_LEVEL = 0.9
+_COUNTS = (3, 4, 8, 16, 64)  # k
+_SIMILARITIES = (0.1, 0.3, 0.7)  # about which N is chosen
+_WINDOW, _WINDOW_COUNT, _WINDOW_SIMILARITY = 16, 4, 0.3  # steps; k; phi
+_HALVING = 2 * _WINDOW  # steps in which a drifting signal halves
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Intervals of one kind and the similarity that they should hold.
+
+    Similarity and noise scale are one interval, so that both hold the truth or neither.
+
+    Args:
+        population: its name.
+        covers: what the truth is that of: one step, a window, or the present end of one.
+        sizes: how n_d are spread.
+        micro_batches, samples: k and N of a step.
+        truth: phi.
+        intervals: (low, high) of phi, one a trial.
+    """
+
+    population: str
+    covers: str
+    sizes: str
+    micro_batches: int
+    samples: int
+    truth: float
+    intervals: list[tuple[float, float]]
+
+    @property
+    def below(self) -> float:
+        """Share of the trials in which the truth lies below the interval."""
+        return sum(self.truth < low for low, _ in self.intervals) / len(self.intervals)
+
+    @property
+    def above(self) -> float:
+        """Share of the trials in which it lies above."""
+        return sum(self.truth > high for _, high in self.intervals) / len(self.intervals)
+
+    @property
+    def covered(self) -> float:
+        """Share of the trials in which the interval holds it."""
+        return 1 - self.below - self.above
+
+    @property
+    def standard_error(self) -> float:
+        """Binomial, of `covered`."""
+        return math.sqrt(self.covered * (1 - self.covered) / len(self.intervals))
+
+    @property
+    def width(self) -> float:
+        """Median of high - low."""
+        return median(high - low for low, high in self.intervals)
+
+    def row(self) -> tuple[str, ...]:
+        """For a table under `COLUMNS`."""
+        shares = (self.covered, self.standard_error, self.below, self.above, self.width)
+        return (
+            self.population,
+            self.covers,
+            self.sizes,
+            str(self.micro_batches),
+            str(self.samples),
+            f"{self.truth:.3f}",
+            *(f"{share:.3f}" for share in shares),
+        )
+
+
+def run(seed: int = 0, trials: int = TRIALS, data: Path | None = None) -> Iterator[Coverage]:
+    """Coverage of nominal 90 % intervals, for each population one row a setting."""
+    for population in populations(seed, data):
+        yield from of_steps(population, seed, trials)
+        yield of_window(population, trials)
+        yield from of_drift(population, trials)
+        del population  # it is large, and the next one is made now
+
+
+def of_steps(population: Population, seed: int, trials: int) -> Iterator[Coverage]:
+    """Intervals of single steps, with equal and with ragged micro-batches.
+
+    Where N would be less than two samples a micro-batch it is those, and phi is what that gives.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    for spread in ("equal", "ragged"):
+        for count in _COUNTS:
+            wanted = [max(2 * count, population.samples_for(phi)) for phi in _SIMILARITIES]
+            cut = [
+                equal(samples, count) if spread == "equal" else ragged(samples, count, draw)
+                for samples in wanted
+            ]
+            for n in {sum(sizes): sizes for sizes in cut}.values():
+                with GradientMeter(population.parameters(), interval=_LEVEL, halves=True) as meter:
+                    steps = [measured(meter, population, n) for _ in range(trials)]
+                truth = population.similarity(sum(n))
+                ends = [_ends(step) for step in steps]
+                yield Coverage(population.name, "step", spread, count, sum(n), truth, ends)
+
+
+def of_window(population: Population, trials: int) -> Coverage:
+    """Intervals of a running average whose truth stands still, taken two windows apart."""
+    n = equal(population.samples_for(_WINDOW_SIMILARITY), _WINDOW_COUNT)
+    average = NoiseAverage(samples=_WINDOW * sum(n), interval=_LEVEL)
+    ends = []
+    with GradientMeter(population.parameters()) as meter:
+        for number in range(2 * _WINDOW * (trials + 1)):
+            smooth = average.update(measured(meter, population, n))
+            if number >= 2 * _WINDOW and (number + 1) % (2 * _WINDOW) == 0:
+                ends.append(_ends(smooth))
+    truth = population.similarity(sum(n))
+    return Coverage(population.name, "window", "equal", len(n), sum(n), truth, ends)
+
+
+def of_drift(population: Population, trials: int) -> Iterator[Coverage]:
+    """The same where the signal halves in two windows, down to the population's own.
+
+    Once for the truth averaged as the window averages, and once for that of the last step.
+    """
+    n = equal(population.samples_for(_WINDOW_SIMILARITY), _WINDOW_COUNT)
+    pulls = [2 ** (left / _HALVING) for left in reversed(range(3 * _WINDOW))]
+    ends = []
+    with GradientMeter(population.parameters()) as meter:
+        for _ in range(trials):
+            average = NoiseAverage(samples=_WINDOW * sum(n), interval=_LEVEL)
+            for pull in pulls:
+                smooth = average.update(measured(meter, population, n, pull))
+            ends.append(_ends(smooth))
+    weights = [math.exp(-left / _WINDOW) for left in reversed(range(3 * _WINDOW))]
+    pulled = sum(map(mul, weights, pulls)) / sum(weights)
+    for covers, pull in (("window, drifting", pulled), ("its last step", 1.0)):
+        truth = population.similarity(sum(n), pull)
+        yield Coverage(population.name, covers, "equal", len(n), sum(n), truth, ends)
+
+
+def equal(samples: float, count: int) -> list[int]:
+    """Sizes of equal micro-batches, nearest to so many samples."""
+    return [max(1, round(samples / count))] * count
+
+
+def ragged(samples: float, count: int, draw: torch.Generator) -> list[int]:
+    """Sizes about in proportion to 1 ... k, in any order, none below 1."""
+    order = torch.randperm(count, generator=draw).tolist()
+    total = count * (count + 1) / 2
+    return [max(1, round(samples * (place + 1) / total)) for place in order]
+
+
+def _ends(step: GradientNoise) -> tuple[float, float]:
+    ends = step.similarity_interval
+    assert ends is not None
+    return ends

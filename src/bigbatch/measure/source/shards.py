@@ -1,0 +1,76 @@
+"""Reduced gradients of sharded parameters (FSDP2, ZeRO): each rank sees its own piece of them."""
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bigbatch.measure.source.plain import PlainSource
+
+
+class ShardSource(PlainSource):
+    """Watches the local pieces of `.grad` with post-accumulate hooks; nothing is communicated.
+
+    An engine that reduces in every backward leaves the sum so far, S_j, in the piece; what the
+    micro-batch of all ranks together added is S_j - S_{j-1}, for a copy of the piece. So k is the
+    accumulation alone, and a backward whose gradient is not synchronized is not seen.
+    """
+
+    _engine_writes = True
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._sums: dict[Tensor, Tensor] = {}  # S_{j-1}
+        self._arriving: Tensor | None = None  # the parameter whose hook runs
+        super().__init__(parameters)
+
+    def local(self, parameter: Tensor) -> Tensor | None:
+        """This rank's piece of `parameter.grad`."""
+        grad = parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def _require_known_ranks(self) -> None:
+        """The engine knows them; nothing is sent from here."""
+
+    def _open(self, weight: float) -> None:
+        super()._open(weight)
+        if not self.micro_batches:
+            self._sums.clear()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        piece, self._arriving = self.local(parameter), parameter
+        assert piece is not None
+        self._gradient(parameter, piece)
+
+    def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
+        before = self._sums.get(parameter)
+        super()._emit(parameter, gradient if before is None else gradient - before)
+        if before is None:
+            self._sums[parameter] = gradient.clone()
+        else:
+            before.copy_(gradient)
+
+    def _is_clean(self) -> bool:
+        """Whether the other pieces are; this one holds the gradient already."""
+        left = [
+            piece
+            for p in self.parameters
+            if p is not self._arriving and (piece := self.local(p)) is not None
+        ]
+        return not left or (not self.micro_batches and not any(bool(p.any()) for p in left))
+
+    def _hook(self) -> None:
+        for parameter in self.parameters if self._listens else ():
+            if parameter.requires_grad and parameter not in self._handles:
+                hook = _hook_of(weakref.ref(self))
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles[parameter] = handle
+
+
+def _hook_of(source: "weakref.ref[ShardSource]") -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        watching = source()
+        if watching is not None:
+            watching._accumulated(parameter)
+
+    return hook

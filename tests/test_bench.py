@@ -1,0 +1,54 @@
+"""The benches measure what they say; how fast it is, is theirs to print and not ours to assert."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch.bench import measure, models
+from bigbatch.bench.timing import COLUMNS, Cost, interleaved
+
+
+def test_a_row_shows_the_median_its_range_and_the_floor():
+    row = Cost("a / b", [1.1, 1.5, 1.2], floor=1.0).row()
+    assert ("a / b", "1.200", "1.100 to 1.500", "1.000", "1.20") == row
+    assert len(COLUMNS) == len(row)
+
+
+def test_runs_take_turns_after_one_that_is_not_counted():
+    turns = []
+    times = interleaved([lambda: turns.append("a"), lambda: turns.append("b")], rounds=3)
+    assert "ab" * 4 == "".join(turns)
+    assert [2, 2, 2] == [len(row) for row in times]
+
+
+@pytest.mark.parametrize(
+    ("build", "millions"),
+    [(models.resnet18, 11.2), (models.transformer, 4.9), (models.wide_layers, 4.9)],
+)
+def test_the_networks_have_the_size_they_say(build, millions):
+    assert millions == round(models.count(build()) / 1e6, 1)
+
+
+def test_a_shape_is_timed_with_each_measurement():
+    def small() -> nn.Module:
+        return nn.Sequential(nn.Linear(1280, 8), nn.ReLU(), nn.Linear(8, 1280))
+
+    costs = list(measure.shape_costs(measure.Shape("small", small, 4, 1, 4), rounds=2))
+    kinds = [cost.what.split(": ")[1] for cost in costs]
+    assert ["similarity", "similarity and interval", "second moment"] == kinds
+    for cost in costs:
+        assert 2 == len(cost.ratios)
+        assert all(0 < ratio < math.inf for ratio in cost.ratios)
+        assert cost.floor > 1
+    assert costs[1].floor > costs[0].floor  # two reads instead of one
+
+
+def test_benches_of_real_networks_take_batches_that_fit_them():
+    for build, length in ((models.transformer, 16), (models.resnet18, 8), (models.wide_layers, 1)):
+        model = build()
+        x, y = models.random_batch(model, 2, length)
+        out = model(x)
+        assert len(y) == len(out)
+        assert torch.isfinite(out).all()
