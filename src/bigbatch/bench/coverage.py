@@ -27,7 +27,7 @@ COLUMNS = (
     "truth above",
     "median width",
 )
-TRIALS = 250
+TRIALS = 200
 
 _LEVEL = 0.9
 _COUNTS = (3, 4, 8, 16, 64)  # k

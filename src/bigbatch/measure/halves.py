@@ -8,6 +8,8 @@ from torch import Tensor
 from bigbatch.measure.norms import squared_norm, stacked
 from bigbatch.measure.source import GradientSource
 
+_LEAST = 2e-3  # about twice the shorter half over the longer
+
 
 class Halves:
     """Subscriber of a source: Z = sum of e_d h_d, e_d = +1 or -1 by the parity of rank + d.
@@ -61,9 +63,14 @@ class Halves:
 
     @staticmethod
     def cosine(of_sum: float, of_signed: float, dot: float) -> float:
-        """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is zero."""
+        """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly zero beside the other.
+
+        Then float32 sums do not tell their difference from rounding.
+        """
         both = math.sqrt(max(0.0, (of_sum + of_signed) ** 2 - 4 * dot**2))
-        return min(max((of_sum - of_signed) / both, -1.0), 1.0) if both else math.nan
+        if not both > _LEAST * (of_sum + of_signed):
+            return math.nan
+        return min(max((of_sum - of_signed) / both, -1.0), 1.0)
 
     def _summed(self, parameter: Tensor) -> Tensor:
         """Z of one parameter; a rank that did not reach it takes part with zeros."""

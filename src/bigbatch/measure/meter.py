@@ -138,9 +138,10 @@ class GradientMeter:
             self.next_step()
             return None
         sizes, failure = self._checked_sizes(samples)
-        totals = self.totals(self.measure(sizes).tolist())
+        measured = self.measure(sizes)
         if failure is not None:
-            raise failure
+            raise failure  # now that the other ranks know
+        totals = self.totals(measured.tolist())
         self.source.restart()
         self.next_step()
         return self.noise(totals)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.errors import GradientError, SettingError
+from bigbatch.errors import SettingError
 from bigbatch.measure.source.engine import EngineSource
 from bigbatch.measure.source.plain import hook_of
 
@@ -87,14 +87,6 @@ class FSDP2Source(EngineSource):
                 self._handles[parameter] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._unsharded[parameter] = weakref.ref(leaf)
 
-    def _gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        if isinstance(gradient, DTensor):
-            raise GradientError(
-                "a gradient is a DTensor before it is reduced: tensor parallelism under "
-                "fully_shard cannot be measured in this release"
-            )
-        super()._gradient(parameter, gradient)
-
 
 def _units(model: nn.Module) -> dict[nn.Module, list[_Owned]]:
     """For each FSDP module what it shards: parameters of its subtree, less nested FSDP modules."""
@@ -130,10 +122,11 @@ def _require_one_mesh(parameters: list[Tensor]) -> DTensor:
                 f"parameters are sharded over two meshes, {first.device_mesh} and "
                 f"{parameter.device_mesh} (experts?); in this release they share one"
             )
-        kinds = [isinstance(p, Replicate) for p in parameter.placements]
-        if kinds != [isinstance(p, Replicate) for p in first.placements]:
+        *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
+        if shard or not all(copies) or len(copies) > 1:
             raise SettingError(
-                f"placements {first.placements} and {parameter.placements} on one mesh: tensor "
-                "parallelism cannot be measured in this release"
+                f"a parameter has the placements {parameter.placements}, where fully_shard alone "
+                "gives (Shard,) or (Replicate, Shard): tensor parallelism cannot be measured in "
+                "this release"
             )
     return first

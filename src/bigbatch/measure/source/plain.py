@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.source.door import Subscriber
 
-_Stamp = tuple[int, int] | None  # which tensor .grad is, and how often it was written
+_Stamp = tuple[int, int] | None  # which tensor .grad is, and how often it was written to
 
 
 class PlainSource:
@@ -53,7 +53,7 @@ class PlainSource:
         """Watches more parameters; those already watched are left as they are."""
         known = set(self.parameters)
         for parameter in parameters:
-            if parameter.is_complex():
+            if parameter.is_complex() and parameter.requires_grad:
                 raise SettingError(
                     "a complex parameter cannot be measured; hold torch.view_as_real of it"
                 )
@@ -175,10 +175,10 @@ class PlainSource:
             self._when_backward_ends()
         if not self._inside:
             return
-        if gradient.layout != torch.strided:
+        if gradient.layout != torch.strided or gradient.is_complex():
             raise GradientError(
-                f"a gradient of layout {gradient.layout} cannot be measured; use dense gradients, "
-                "for embeddings sparse=False"
+                f"a {gradient.dtype} gradient of layout {gradient.layout} cannot be measured; use "
+                "dense real gradients, for embeddings sparse=False"
             )
         if self._whole is None:
             self._emit(parameter, gradient)
@@ -272,8 +272,12 @@ class PlainSource:
 
     @torch.no_grad()
     def _stamp(self) -> list[_Stamp]:
-        pieces = ((p.grad, self.local(p)) for p in self.parameters)
-        return [None if piece is None else (id(grad), piece._version) for grad, piece in pieces]
+        return [
+            None
+            if p.grad is None or (piece := self.local(p)) is None
+            else (id(p.grad), p.grad._version + piece._version)
+            for p in self.parameters
+        ]
 
     @torch.no_grad()
     def _grads(self) -> list[Tensor]:

@@ -1,0 +1,479 @@
+"""Where a meter works: compiled, autocast, checkpointed, tied, frozen, growing, mixed models."""
+
+import contextlib
+import copy
+import math
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch import AdaptiveBatch, Fixed, GradientMeter
+from bigbatch.errors import BigbatchError, GradientError
+from oracles import noise as oracle
+
+torch.set_num_threads(1)  # small tensors: a second thread only waits
+RAGGED = [3, 9, 1, 6]
+ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def data(sizes=RAGGED, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(n, 4, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(3, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def mean_loss(model, x, y):
+    return cross_entropy(model(x).double(), y)
+
+
+def accumulate(model, batches, loss="weighted", mark=contextlib.nullcontext):
+    total = sum(len(y) for _, y in batches)
+    for x, y in batches:
+        with mark():
+            value = mean_loss(model, x, y)
+            (value * (len(y) / total if loss == "weighted" else 1.0)).backward()
+
+
+def rows_of(model, batches):
+    """Mean gradients, one flat row a micro-batch, from `autograd.grad` on a copy."""
+    model = copy.deepcopy(model)
+    watched = [p for p in model.parameters() if p.requires_grad]
+    rows = []
+    for x, y in batches:
+        parts = torch.autograd.grad(mean_loss(model, x, y), watched, materialize_grads=True)
+        rows.append(torch.cat([part.flatten().double() for part in parts]))
+    return torch.stack(rows)
+
+
+def expected_of(model, batches, loss="weighted"):
+    return getattr(oracle, loss)(rows_of(model, batches), [len(y) for _, y in batches])
+
+
+def cosine_of(model, batches):
+    """Of the sums of the even and the odd micro-batches."""
+    rows = rows_of(model, batches) * torch.tensor([[len(y)] for _, y in batches])
+    return float(torch.cosine_similarity(rows[::2].sum(0), rows[1::2].sum(0), dim=0))
+
+
+def same(expected, actual, rel=1e-9):
+    """float64 sums in another order agree to 1e-12; no estimate here is a difference near 0."""
+    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
+    return pytest.approx(tuple(expected), rel=rel) == seen
+
+
+def right_or_refused(expected, measure):
+    """What must never happen is a plausible wrong number."""
+    try:
+        actual = measure()
+    except BigbatchError:
+        return True
+    return same(expected, actual)
+
+
+def all_right(model, actual, batches, rel=1e-9):
+    """Every number that can be asked for agrees with the others and with the oracle."""
+    assert same(expected_of(model, batches), actual, rel)
+    assert pytest.approx(cosine_of(model, batches), rel=rel) == actual.halves
+    assert pytest.approx(actual.noise) == math.fsum(one.noise for one in actual.layers.values())
+    low, high = actual.similarity_interval
+    assert low < actual.similarity < high
+    return True
+
+
+# compiled
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_is_measured_as_the_plain_one(backend, before, fresh_compiler):
+    model, batches = network(), data()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    if before:  # the hooks are there when it is compiled, or come to a graph that is
+        compiled(batches[0][0])
+    with GradientMeter(compiled, **ALL) as meter:
+        for _ in range(2):
+            accumulate(compiled, batches)
+            assert all_right(model, meter.read(RAGGED), batches)
+            model.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+def test_a_model_compiled_by_inductor_is_measured_as_the_plain_one(fresh_compiler):
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 3).double(), data([5, 5, 5])
+    compiled = torch.compile(model)
+    with GradientMeter(compiled, **ALL) as meter:
+        accumulate(compiled, batches)
+        assert all_right(model, meter.read(15), batches)
+
+
+# types
+
+
+@pytest.mark.parametrize("loss", ["weighted", "mean"])
+def test_under_bfloat16_autocast_the_gradients_that_arrive_are_measured(loss):
+    model, batches = network(torch.float32), data(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = expected_of(model, batches, loss)
+    with GradientMeter(model, loss=loss, **ALL) as meter:
+        total = sum(RAGGED)
+        for x, y in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = mean_loss(model, x, y)
+            (value * (len(y) / total if loss == "weighted" else 1.0)).backward()
+        # a share n / N is another number to round to bfloat16 on the way back
+        assert same(expected, meter.read(RAGGED), rel=0.03)
+
+
+def test_layers_of_three_types_in_one_model_are_measured_together():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.wide, self.single = nn.Linear(4, 8).double(), nn.Linear(8, 8)
+            self.narrow, self.head = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 3).double()
+
+        def forward(self, x):
+            hidden = torch.tanh(self.single(torch.tanh(self.wide(x.double())).float()))
+            return self.head(self.narrow(hidden.bfloat16()).double())
+
+    model, batches = Mixed(), data()
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, batches)
+        step = meter.read(RAGGED)
+    # one layer's gradients are bfloat16, and rounded again as they are added up
+    assert same(expected_of(model, batches), step, rel=0.02)
+    assert ["wide", "single", "narrow", "head"] == list(step.layers)
+    # that layer aside, float32
+    rows = rows_of(model, batches)[:, -27:]
+    assert pytest.approx(tuple(oracle.weighted(rows, RAGGED))[:2], rel=1e-3) == (
+        step.layers["head"].signal,
+        step.layers["head"].noise,
+    )
+
+
+def test_narrow_parameters_with_wide_gradients_are_measured():
+    weight = nn.Parameter(torch.zeros(3000, dtype=torch.bfloat16))
+    if not hasattr(weight, "grad_dtype"):
+        pytest.skip("this torch gives a gradient the type of its parameter")
+    weight.grad_dtype = torch.float32
+    gradients = torch.randn(4, 3000, generator=torch.Generator().manual_seed(2)) + 0.1
+    gradients = gradients.bfloat16().float()  # what a cast lets through; their sums need more
+    with GradientMeter([weight], loss="mean", interval=0.9, halves=True) as meter:
+        for gradient in gradients:
+            (weight.float() * gradient).sum().backward()
+        step = meter.read([4] * 4)
+    assert same(oracle.mean(gradients, [4] * 4), step, rel=1e-4)  # float32
+
+
+def test_a_complex_parameter_is_refused_by_name():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(BigbatchError, match="complex"):
+        GradientMeter([weight])
+    with GradientMeter(network()) as meter, pytest.raises(BigbatchError, match="complex"):
+        meter.add([weight])
+
+
+def test_a_complex_parameter_that_is_frozen_does_no_harm():
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+            turns = torch.polar(torch.ones(2), torch.arange(2.0)).to(torch.complex128)
+            self.turns = nn.Parameter(turns, requires_grad=False)
+
+        def forward(self, x):
+            pairs = torch.view_as_complex(x.view(-1, 2, 2)) * self.turns
+            return self.body(torch.view_as_real(pairs).flatten(1))
+
+    model = Rotated()
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_sparse_gradient_is_refused_by_name(late):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3))
+    meter = GradientMeter(model, **ALL)
+    with (
+        pytest.raises(GradientError, match="sparse=False"),
+        meter.micro_batch() if late else contextlib.nullcontext(),
+    ):
+        model(torch.arange(5)).square().mean().backward()
+
+
+# odd shapes and places
+
+
+def test_scalars_and_empty_parameters_go_with_everything():
+    torch.manual_seed(0)
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(2.0))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+            self.body = nn.Linear(4, 3)
+            self.double()
+
+        def forward(self, x):
+            return self.body(x) / self.temperature + self.nothing.sum()
+
+    model, batches = Odd(), data()
+    with GradientMeter(model, **ALL) as meter:
+        for zero in (True, False):
+            accumulate(model, batches)
+            assert all_right(model, meter.read(RAGGED), batches)
+            model.zero_grad(set_to_none=zero)
+
+
+def test_weights_under_a_parametrization_are_measured():
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 6)), nn.Linear(6, 3)).double()
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+def test_a_tied_weight_goes_with_everything():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    model[2].weight = model[0].weight
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        return self.shared(x) + self.experts[len(x) % 2](x)  # the third one never
+
+
+@pytest.mark.parametrize("mark", [False, True])
+def test_parameters_that_some_or_all_micro_batches_miss_go_with_everything(mark):
+    model = Experts()
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, data(), mark=meter.micro_batch if mark else contextlib.nullcontext)
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+@pytest.mark.parametrize("mark", [False, True])
+def test_one_batch_size_for_all_needs_equal_micro_batches_where_some_miss_parameters(mark):
+    model, batches = Experts(), data([4, 4, 5, 5])
+    meter = GradientMeter(model)
+    accumulate(model, batches, mark=meter.micro_batch if mark else contextlib.nullcontext)
+    with pytest.raises(GradientError, match="list of sizes"):
+        meter.read(18)
+
+
+# checkpointing
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.reentrant = reentrant
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.stem(x))
+        if self.reentrant is None:
+            return self.head(self.body(hidden))
+        return self.head(checkpoint(self.body, hidden, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mark", [False, True])
+def test_a_checkpointed_model_is_measured_as_the_plain_one_or_refused(reentrant, mark):
+    model = Checkpointed(reentrant)
+    meter = GradientMeter(model, **ALL)
+    marked = meter.micro_batch if mark else contextlib.nullcontext
+
+    def measure():
+        accumulate(model, data(), mark=marked)
+        return meter.read(RAGGED)
+
+    if mark or not reentrant:
+        assert all_right(Checkpointed(), measure(), data())
+    else:
+        assert right_or_refused(expected_of(Checkpointed(), data()), measure)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loop_measures_a_checkpointed_model(reentrant):
+    model, batches = Checkpointed(reentrant), data([5, 5, 5, 5])
+    meter = GradientMeter(model, **ALL)
+    train = AdaptiveBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batches,
+        policy=Fixed(20),
+        micro_batch=5,
+        meter=meter,
+    )
+    for step in train:
+        for x, y in step:
+            step.backward(mean_loss(model, x, y))
+        assert all_right(Checkpointed(), step.update().noise, batches)
+
+
+# parameters that come and go
+
+
+def test_a_model_that_thaws_while_it_is_measured_is_right_or_refused():
+    model = network()
+    model[0].requires_grad_(False)
+    meter = GradientMeter(model, **ALL)
+    for thawed in (False, True, True):
+        model[0].requires_grad_(thawed)
+
+        def measure():
+            accumulate(model, data())
+            return meter.read(RAGGED)
+
+        assert right_or_refused(expected_of(model, data()), measure)
+        model.zero_grad()
+        meter.add(model.parameters())  # looks for parameters that have no hook yet
+    accumulate(model, data())
+    assert all_right(model, meter.read(RAGGED), data())
+
+
+def test_a_model_that_freezes_while_it_is_measured_is_right():
+    model = network()
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+        model.zero_grad()
+        model[0].requires_grad_(False)
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+def test_parameters_that_are_added_between_steps_are_measured_from_then_on():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.extra = network(), nn.Linear(4, 3).double()
+
+        def forward(self, x):
+            return self.body(x) + self.extra(x)
+
+    model = Grows()
+    with GradientMeter(model.body, interval=0.9, layers=True, halves=True) as meter:
+        accumulate(model.body, data())
+        assert all_right(model.body, meter.read(RAGGED), data())
+        model.zero_grad()
+        meter.add(model.extra.parameters())
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+def test_parameters_that_are_added_within_a_step_are_refused():
+    model, extra = network(), nn.Linear(4, 3).double()
+    meter = GradientMeter(model, **ALL)
+    total = sum(RAGGED)
+    (x, y), *rest = data()
+    (cross_entropy(model(x) + extra(x), y) * len(y) / total).backward()
+    meter.add(extra.parameters())
+
+    def measure():
+        for x, y in rest:
+            (cross_entropy(model(x) + extra(x), y) * len(y) / total).backward()
+        return meter.read(RAGGED)
+
+    with pytest.raises(GradientError):
+        measure()
+
+
+def test_a_parameter_group_that_an_optimizer_gets_on_the_way_is_measured_and_zeroed():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.extra = network(), nn.Linear(4, 3).double()
+
+        def forward(self, x):
+            return self.body(x) + self.extra(x)
+
+    both = Grows()
+    batches = data([5] * 8)
+    own = torch.optim.SGD(both.body.parameters(), lr=0.1)
+    meter = GradientMeter(both.body, **ALL)
+    train = AdaptiveBatch(
+        both.body, own, batches, policy=Fixed(20), micro_batch=5, meter=meter, lr_scaling=None
+    )
+    seen = []
+    for number, step in enumerate(train):
+        model = both.body if number == 0 else both
+        expected = expected_of(model, batches[4 * number : 4 * number + 4])
+        for x, y in step:
+            step.backward(mean_loss(model, x, y))
+        noise = step.update().noise
+        assert same(expected, noise)
+        seen.append(list(noise.layers))
+        assert all(p.grad is None for p in both.parameters())
+        if number == 0:
+            own.add_param_group({"params": list(both.extra.parameters())})
+    assert [["0", "2"], ["0", "2", "others"]] == seen
+
+
+def test_a_model_that_changes_its_type_between_steps_is_measured():
+    model = network(torch.float32)
+    with GradientMeter(model, **ALL) as meter:
+        accumulate(model, data(dtype=torch.float32))
+        meter.read(RAGGED)
+        model.zero_grad()
+        model.double()
+        accumulate(model, data())
+        assert all_right(model, meter.read(RAGGED), data())
+
+
+def test_a_meter_on_a_part_of_the_model_measures_that_part():
+    model, batches = network(), data()
+    expected = oracle.weighted(rows_of(model, batches)[:, 30:], RAGGED)  # after 4 x 6 + 6
+    with GradientMeter(model[2], **ALL) as meter:
+        accumulate(model, batches)
+        assert same(expected, meter.read(RAGGED))
+
+
+def test_a_backward_towards_some_parameters_only_counts_those():
+    model, batches = network(), data()
+    head = list(model[2].parameters())
+    with GradientMeter(model, **ALL) as meter:
+        for x, y in batches:
+            (mean_loss(model, x, y) * len(y) / 19).backward(inputs=head)
+        expected = oracle.weighted(rows_of(model, batches)[:, 30:], RAGGED)
+        assert same(expected, meter.read(RAGGED))

@@ -1,0 +1,182 @@
+"""What a meter sends: a process group that counts shows every collective and its bytes."""
+
+from collections import Counter
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch import GradientMeter
+from parallel import EQUAL, accumulate, network, sharded
+
+pytestmark = pytest.mark.xdist_group("ranks")
+STEPS = 3
+FLOAT64 = 8
+SKETCH = 1021
+PARAMETERS = [60, 12, 84, 7, 21, 3]  # of the network
+
+
+class CountingGroup(dist.ProcessGroup):
+    """Gloo, and a list of what was sent: (collective, bytes that this rank hands over)."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.sent = []
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self):
+        return "counting"
+
+    @property
+    def group_name(self):
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def allreduce(self, tensors, opts=None):
+        self._note("all-reduce", tensors)
+        return self._gloo.allreduce(tensors, opts or dist.AllreduceOptions())
+
+    def broadcast(self, tensors, opts=None):
+        self._note("broadcast", tensors)
+        return self._gloo.broadcast(tensors, opts or dist.BroadcastOptions())
+
+    def allgather(self, outputs, inputs, opts=None):
+        self._note("all-gather", inputs)
+        return self._gloo.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+
+    def _allgather_base(self, output, own, opts=None):
+        self._note("all-gather", [own])
+        return self._gloo._allgather_base(output, own, opts or dist.AllgatherOptions())
+
+    def _reduce_scatter_base(self, output, whole, opts=None):
+        self._note("reduce-scatter", [whole])
+        return self._gloo._reduce_scatter_base(output, whole, opts or dist.ReduceScatterOptions())
+
+    all_gather_single = _allgather_base  # the names that torch 2.13 calls
+    reduce_scatter_single = _reduce_scatter_base
+
+    def barrier(self, opts=None):
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+    def _note(self, collective, tensors):
+        self.sent.append((collective, sum(t.numel() * t.element_size() for t in tensors)))
+
+
+@cache  # torch takes one mesh for another where their ranks are the same
+def counting(*rows):
+    """The counting group of each row of ranks that this one stands in."""
+    if not hasattr(dist.Backend, "COUNTING"):
+        dist.Backend.register_backend("counting", CountingGroup, devices=["cpu"])
+    made = [(row, dist.new_group(row, backend="counting")) for row in rows]
+    return [group for row, group in made if dist.get_rank() in row]
+
+
+def ddp(model, ranks):
+    groups = counting(range(ranks))
+    return DistributedDataParallel(model, process_group=groups[0]), groups
+
+
+def fsdp2(model, ranks):
+    groups = counting(range(ranks))
+    return sharded(model, mesh=DeviceMesh.from_group(groups[0], "cpu")), groups
+
+
+def hsdp(model, ranks):
+    """Copies (0, 2) and (1, 3), shards (0, 1) and (2, 3)."""
+    groups = counting((0, 2), (1, 3), (0, 1), (2, 3))
+    rows = torch.arange(4).view(2, 2)
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=rows, mesh_dim_names=("copies", "shards"))
+    return sharded(model, mesh=mesh), groups
+
+
+ENGINES = {"ddp": (ddp, 3), "fsdp2": (fsdp2, 3), "hsdp": (hsdp, 4)}
+
+
+def sent_by_step(rank, ranks, *, engine, options, always_sync=False):
+    """Every step's collectives on each of this rank's groups; without options, no meter."""
+    model, groups = ENGINES[engine][0](network(), ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = None if options is None else GradientMeter(model, **options)
+    steps = []
+    for step in range(STEPS):
+        for group in groups:
+            group.sent.clear()
+        accumulate(model, rank, step, EQUAL, always_sync=always_sync)
+        if meter is not None:
+            meter.read(EQUAL[rank])
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append([list(group.sent) for group in groups])
+    return steps
+
+
+def extra(ranks, engine, options, **how):
+    """What the meter sends over a run without: for each rank, step and group, sorted."""
+    count = ENGINES[engine][1]
+    plain = ranks(count)(partial(sent_by_step, engine=engine, options=None, **how))
+    metered = ranks(count)(partial(sent_by_step, engine=engine, options=options, **how))
+    return [
+        [
+            sorted((Counter(with_meter) - without(more, with_meter)).elements())
+            for more, with_meter in zip(*groups, strict=True)
+        ]
+        for of_rank in zip(plain, metered, strict=True)
+        for groups in zip(*of_rank, strict=True)
+    ]
+
+
+def without(plain, metered):
+    """What a run without meter sends, all of which is sent with one."""
+    assert plain
+    assert not Counter(plain) - Counter(metered)
+    return Counter(plain)
+
+
+def scalars(engine, layers=1):
+    """Three sums a layer, 21 others, and seven a rank."""
+    return FLOAT64 * (3 * layers + 21 + 7 * ENGINES[engine][1])
+
+
+def every_step(engine, *collectives):
+    groups = 2 if engine == "hsdp" else 1
+    return [[sorted(collectives)] * groups] * STEPS * ENGINES[engine][1]
+
+
+@pytest.mark.parametrize("always_sync", [False, True], ids=["no_sync", "sync"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_meter_adds_one_all_reduce_of_scalars_a_step(ranks, engine, always_sync):
+    expected = every_step(engine, ("all-reduce", scalars(engine)))
+    assert expected == extra(ranks, engine, {}, always_sync=always_sync)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_add_three_scalars_each(ranks, engine):
+    expected = every_step(engine, ("all-reduce", scalars(engine, layers=3)))
+    assert expected == extra(ranks, engine, {"layers": True})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interval_adds_a_sketch_and_one_all_reduce_of_two_scalars(ranks, engine):
+    expected = every_step(
+        engine,
+        ("all-reduce", scalars(engine) + FLOAT64 * (SKETCH + 1)),
+        ("all-reduce", FLOAT64 * 2),
+    )
+    assert expected == extra(ranks, engine, {"interval": 0.9})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_halves_send_one_gradient_more(ranks, engine):
+    whole = [("all-reduce", 4 * elements) for elements in PARAMETERS]
+    expected = every_step(engine, ("all-reduce", scalars(engine) + FLOAT64 * 2), *whole)
+    assert expected == extra(ranks, engine, {"halves": True})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_that_every_leaves_out_send_nothing(ranks, engine):
+    count = ENGINES[engine][1]
+    groups = 2 if engine == "hsdp" else 1
+    read, left_out = [[("all-reduce", scalars(engine))]] * groups, [[]] * groups
+    assert [read, left_out, read] * count == extra(ranks, engine, {"every": 2})
