@@ -1,27 +1,40 @@
 """`bigbatch bench`: one command for each thing that is measured."""
 
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bigbatch.bench import measure, optimizers
+from bigbatch.bench import coverage, halves, measure, optimizers
 from bigbatch.bench.timing import COLUMNS
 
 app = typer.Typer(help="Measure what things cost on this machine, as ratios.", no_args_is_help=True)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")]
+Trials = Annotated[int, typer.Option(min=2, help="Steps drawn for each row.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(exists=True, help="Folder with fashion-mnist/, for gradients of a real network."),
+]
+
+
+class _Row(Protocol):
+    def row(self) -> tuple[str, ...]: ...
+
+
+_R = TypeVar("_R", bound=_Row)
 
 
 @app.command("measure")
 def measure_(rounds: Rounds = 9) -> None:
     """What similarity, interval and second moment cost per step, by network and micro-batch."""
-    table = Table(*COLUMNS, title=f"a step with / without; median of {rounds} interleaved rounds")
-    for cost in track(measure.costs(rounds), "measuring", total=3 * len(measure.SHAPES)):
-        table.add_row(*cost.row())
-    Console().print(table)
+    title = f"a step with / without; median of {rounds} interleaved rounds"
+    _show(title, COLUMNS, measure.costs(rounds), total=3 * len(measure.SHAPES))
     memory = Table("what", "peak MB", "gradient MB", title="memory of a fresh process")
     for what, megabytes, gradient in measure.peaks():
         memory.add_row(what, f"{megabytes:.0f}", f"{gradient:.0f}")
@@ -31,7 +44,37 @@ def measure_(rounds: Rounds = 9) -> None:
 @app.command("optim")
 def optim(rounds: Rounds = 30) -> None:
     """What a variance-reduced optimizer step costs."""
-    table = Table(*COLUMNS, title=f"median of {rounds} interleaved rounds")
-    for cost in optimizers.costs(rounds):
-        table.add_row(*cost.row())
+    _show(f"median of {rounds} interleaved rounds", COLUMNS, optimizers.costs(rounds), total=3)
+
+
+@app.command("coverage")
+def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = None) -> None:
+    """How often nominal 90 % intervals hold the truth, where the truth is known."""
+    rows = coverage.run(seed, trials, data)
+    _show(f"coverage of nominal 90 % intervals, {trials} trials", coverage.COLUMNS, rows)
+
+
+@app.command("halves")
+def halves_(
+    trials: Trials = halves.TRIALS,
+    seed: Seed = 0,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+) -> None:
+    """Our similarity and SimiGrad's own cosine of the same steps, against the truth."""
+    rows = _show("two estimates", halves.COLUMNS, halves.run(seed, trials, data))
+    if out is not None:
+        halves.figure(rows, out)
+
+
+def _show(
+    title: str, columns: Sequence[str], rows: Iterable[_R], total: int | None = None
+) -> list[_R]:
+    """Shows progress, then the table; returns the rows."""
+    table = Table(*columns, title=title)
+    seen = []
+    for row in track(rows, "measuring", total=total):
+        table.add_row(*row.row())
+        seen.append(row)
     Console().print(table)
+    return seen
