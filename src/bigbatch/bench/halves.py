@@ -96,11 +96,12 @@ def compare(population: Population, trials: int) -> Iterator[Comparison]:
 def figure(rows: Sequence[Comparison], path: Path) -> None:
     """Draws means and standard deviations by k into a file, one panel a population."""
     names = list(dict.fromkeys(row.population for row in rows))
-    drawing = Figure(figsize=(0.5 + 3.2 * len(names), 4.2), layout="constrained")
+    drawing = Figure(figsize=(0.5 + 3.2 * len(names), 5), layout="constrained")
     panels = drawing.subplots(1, len(names), sharey=True, squeeze=False).flat
     for axes, name in zip(panels, names, strict=True):
         _panel(axes, [row for row in rows if row.population == name])
         axes.set_title(name, fontsize=10, loc="left")
+    drawing.axes[0].set_ylabel("similarity: mean and standard deviation", fontsize=8)
     lines, labels = drawing.axes[0].get_legend_handles_labels()
     drawing.legend(lines, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     drawing.savefig(path, dpi=150)

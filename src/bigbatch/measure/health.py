@@ -4,7 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from statistics import median
+from statistics import median_high, median_low
 
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.totals import OfRank, Totals
@@ -111,10 +111,12 @@ def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[int, str]]:
     power = 1 if loss == "weighted" else -1  # h_d is about g_d / k, or g_d
     norms = [math.sqrt(rank.squares * rank.micro_batches**power) for rank in ranks]
     for number, norm in enumerate(norms):
-        others = median(norms[:number] + norms[number + 1 :])
-        short = len(ranks) > 2 and norm * _FAR < others
-        if norm > _FAR * others or short:
-            ratio = norm / others if others else math.inf
+        others = norms[:number] + norms[number + 1 :]
+        long = norm > _FAR * median_high(others)
+        short = len(ranks) > 2 and norm * _FAR < median_low(others)
+        if long or short:
+            middle = median_high(others) if long else median_low(others)
+            ratio = norm / middle if middle else math.inf
             yield (
                 number,
                 f"the gradients of rank {number} are {ratio:.3g} x as long as the median of the "

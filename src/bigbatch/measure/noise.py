@@ -62,7 +62,7 @@ class GradientNoise:
         """B_simple = noise / signal, in samples; +inf where the signal is not positive."""
         if self.signal > 0:
             return self.noise / self.signal
-        return math.inf if self.noise > 0 else math.nan
+        return math.inf if self.signal <= 0 < self.noise else math.nan
 
     @property
     def similarity_interval(self) -> tuple[float, float] | None:

@@ -81,24 +81,35 @@ class Probe:
     """
 
     def __init__(self, source: GradientSource) -> None:
-        watched = [p for p in source.parameters if p.requires_grad and p.numel()]
-        step = max(1, len(watched) // _PROBED)
         self._source = source
-        self._places: dict[Tensor, Tensor] = {}  # of the probed elements in this rank's piece
-        self._mine: dict[Tensor, Tensor] = {}  # their signs, (8, elements)
-        self._signs = {
-            p: random_signs((_PROBES, min(_ELEMENTS, p.numel())), number).to(p.device)
-            for number, p in enumerate(watched[::step][:_PROBED])
-        }
-        self._device = watched[0].device if watched else torch.device("cpu")
+        self._chosen: list[Tensor] = []
+        self._signs: dict[Tensor, Tensor] = {}  # of the probed elements, (8, elements)
+        self._places: dict[Tensor, Tensor] = {}  # where they are in this rank's piece
+        self._mine: dict[Tensor, Tensor] = {}  # the signs of those
+        self._device = source.parameters[0].device
         self.begin()
 
     def begin(self) -> None:
         """A step starts."""
+        self._choose()
         kind = wide(self._device)
         self.seen = torch.zeros(_PROBES, dtype=kind, device=self._device)
         self.lengths = torch.zeros((), dtype=kind, device=self._device)  # summed over micro-batches
         self.micro_batch(0.0)
+
+    def _choose(self) -> None:
+        """Sixteen of those that are trained now, spread over the model."""
+        trained = [p for p in self._source.parameters if p.requires_grad and p.numel()]
+        chosen = trained[:: max(1, len(trained) // _PROBED)][:_PROBED]
+        same = len(chosen) == len(self._chosen)
+        if same and all(p is q for p, q in zip(chosen, self._chosen, strict=True)):
+            return
+        self._chosen = chosen
+        self._places.clear()
+        self._signs = {
+            p: random_signs((_PROBES, min(_ELEMENTS, p.numel())), number).to(p.device)
+            for number, p in enumerate(chosen)
+        }
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""

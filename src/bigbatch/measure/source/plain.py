@@ -72,6 +72,7 @@ class PlainSource:
         self._subscribers.remove(subscriber)
         if not self._subscribers:
             self._unhook()
+            self._hook()
 
     def close(self) -> None:
         """Takes every hook off; the source sees nothing from here on."""
@@ -301,13 +302,18 @@ class PlainSource:
     def _listens(self) -> bool:
         return bool(self._subscribers) and not self._closed
 
+    def _sentinel(self, trained: list[Tensor]) -> list[Tensor]:
+        """Where nobody listens, the one that still shows a backward outside `micro_batch`."""
+        return trained[-1:] if self.explicit and not self._closed else []
+
     def _unhook(self) -> None:
         _remove(self._handles)
 
     def _hook(self) -> None:
         """Puts a hook on every parameter that requires a gradient and has none yet."""
-        for parameter in self.parameters if self._listens else ():
-            if parameter.requires_grad and parameter not in self._handles:
+        trained = [p for p in self.parameters if p.requires_grad]
+        for parameter in trained if self._listens else self._sentinel(trained):
+            if parameter not in self._handles:
                 hook = hook_of(weakref.ref(self), weakref.ref(parameter))
                 self._handles[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
