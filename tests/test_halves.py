@@ -95,6 +95,12 @@ def test_bfloat16_halves_are_summed_in_float32():
     assert pytest.approx(cosine(gradients, [4] * 20, loss="mean"), abs=0.02) == step.halves
 
 
+def test_the_difference_of_float16_halves_may_leave_their_range():
+    gradients = torch.tensor([[48e3, 1e4], [-48e3, 1e4]])  # .grad is (0, 2e4), the other 96e3, 0
+    step = measured(gradients, [4, 4], loss="mean", dtype=torch.float16)
+    assert pytest.approx((1 - 4.8**2) / (1 + 4.8**2), rel=1e-6) == step.halves  # float32
+
+
 @pytest.mark.parametrize("zero", [[0, 1], [0], [1]])
 def test_a_half_without_any_gradient_has_no_cosine(zero):
     gradients = draw(2, 9, seed=6)

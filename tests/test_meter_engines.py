@@ -351,6 +351,25 @@ def test_a_loop_measures_a_checkpointed_model(reentrant):
         assert all_right(Checkpointed(), step.update().noise, batches)
 
 
+def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
+    model, batches, tokens = network(), data([5, 5, 5, 5]), [70, 12, 55, 31]
+    rows = rows_of(model, batches)
+    # a loop counts in samples: the share of the tokens, of 20 samples
+    expected = oracle.weighted(rows, [20 * n / sum(tokens) for n in tokens])
+    weighted = rows * torch.tensor(tokens)[:, None]
+    cosine = torch.cosine_similarity(weighted[::2].sum(0), weighted[1::2].sum(0), dim=0)
+    meter = GradientMeter(model, **ALL)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = AdaptiveBatch(model, own, batches, policy=Fixed(20), micro_batch=5, meter=meter)
+    for step in train:
+        for (x, y), n in zip(step, tokens, strict=True):
+            step.backward(mean_loss(model, x, y), weight=n)
+        noise = step.update().noise
+        assert same(expected, noise)
+        assert pytest.approx(float(cosine)) == noise.halves
+        assert pytest.approx(noise.noise) == math.fsum(one.noise for one in noise.layers.values())
+
+
 # parameters that come and go
 
 

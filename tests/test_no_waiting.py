@@ -14,6 +14,7 @@ from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 SIZES = [4, 4, 4, 4]
+WIDTH = 40  # so that a weight is longer than a sketch
 # what makes the host wait: a number, a shape that depends on data, a comparison of whole tensors
 WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "unique", "masked_select")
 OPTIONS = {
@@ -49,15 +50,15 @@ class Recorded(TorchDispatchMode):
 
 def network(depth=3):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
 
 
 def backwards(model, scaler=None, loss="weighted"):
     generator = torch.Generator().manual_seed(1)
     device = next(model.parameters()).device
     for n in SIZES:
-        x = torch.randn(n, 8, generator=generator).to(device)
-        value = mse_loss(model(x), torch.zeros(n, 8, device=device))
+        x = torch.randn(n, WIDTH, generator=generator).to(device)
+        value = mse_loss(model(x), torch.zeros(n, WIDTH, device=device))
         value = value * n / sum(SIZES) if loss == "weighted" else value
         (value if scaler is None else scaler.scale(value)).backward()
 
@@ -127,7 +128,7 @@ def test_marked_micro_batches_bring_no_wait():
             with Recorded() as seen:
                 for _ in SIZES:
                     with meter.micro_batch():
-                        (model(torch.ones(4, 8)).square().mean() / 4).backward()
+                        (model(torch.ones(4, WIDTH)).square().mean() / 4).backward()
                 meter.measure(SIZES)
             model.zero_grad()
             meter.source.restart()
@@ -140,7 +141,7 @@ def test_micro_batches_that_miss_parameters_bring_no_wait():
     def step():
         with Recorded() as seen:
             for d in range(4):
-                (model[d](torch.ones(4, 8)).square().mean() / 4).backward()
+                (model[d](torch.ones(4, WIDTH)).square().mean() / 4).backward()
             meter.measure(SIZES)
         model.zero_grad()
         meter.source.restart()
@@ -155,7 +156,7 @@ def test_micro_batches_that_miss_parameters_bring_no_wait():
 def test_a_step_of_a_loop_waits_once_in_its_update(every):
     model = network()
     meter = GradientMeter(model, every=every, **OPTIONS["all"])
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
     train = AdaptiveBatch(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, foreach=True),
@@ -195,7 +196,7 @@ def no_synchronization():
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_gpu_is_not_waited_for_between_backward_and_measure(options):
     model = network().cuda()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).cuda()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
     with GradientMeter(model, **options) as meter:
         for number in range(4):
             with no_synchronization() if number else contextlib.nullcontext():
@@ -224,7 +225,7 @@ def test_a_gpu_measures_what_a_cpu_does(options):
         with GradientMeter(model, **options) as meter:
             generator = torch.Generator().manual_seed(1)
             for n in SIZES:
-                x = torch.randn(n, 8, generator=generator, dtype=torch.float64).to(device)
+                x = torch.randn(n, WIDTH, generator=generator, dtype=torch.float64).to(device)
                 (model(x).square().mean() * n / sum(SIZES)).backward()
             seen.append(meter.read(SIZES))
     cpu, gpu = seen

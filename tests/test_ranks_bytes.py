@@ -64,7 +64,7 @@ class CountingGroup(dist.ProcessGroup):
         self.sent.append((collective, sum(t.numel() * t.element_size() for t in tensors)))
 
 
-@cache  # torch takes one mesh for another where their ranks are the same
+@cache  # torch takes one mesh for another where ranks and names are the same: hence names, too
 def counting(*rows):
     """The counting group of each row of ranks that this one stands in."""
     if not hasattr(dist.Backend, "COUNTING"):
@@ -80,14 +80,18 @@ def ddp(model, ranks):
 
 def fsdp2(model, ranks):
     groups = counting(range(ranks))
-    return sharded(model, mesh=DeviceMesh.from_group(groups[0], "cpu")), groups
+    return sharded(
+        model, mesh=DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=("counted",))
+    ), groups
 
 
 def hsdp(model, ranks):
     """Copies (0, 2) and (1, 3), shards (0, 1) and (2, 3)."""
     groups = counting((0, 2), (1, 3), (0, 1), (2, 3))
     rows = torch.arange(4).view(2, 2)
-    mesh = DeviceMesh.from_group(groups, "cpu", mesh=rows, mesh_dim_names=("copies", "shards"))
+    mesh = DeviceMesh.from_group(
+        groups, "cpu", mesh=rows, mesh_dim_names=("counted_copies", "counted_shards")
+    )
     return sharded(model, mesh=mesh), groups
 
 

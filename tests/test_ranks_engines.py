@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
@@ -79,6 +80,17 @@ class Branchy(nn.Module):
 
     def forward(self, x):
         return self.trunk(x) + self.branch(x) if x[0, 0] > 0 else self.trunk(x)
+
+
+class Routed(Branchy):
+    """The branch holds most of the weights; only some ranks take it, in some steps none does."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 3))
+
+    def forward(self, x):
+        return self.trunk(x) + self.branch(x) if x[0, 0] > 1 else self.trunk(x)
 
 
 class Nested(nn.Module):
@@ -163,6 +175,13 @@ def every_child(model, ranks):
     return fully_shard(model)
 
 
+def checkpoint_wrapped(model, ranks):
+    """As trainers apply it: the block recomputes, and the unit is around it, or within."""
+    model[0] = fully_shard(checkpoint_wrapper(model[0]))
+    model[2] = checkpoint_wrapper(fully_shard(model[2]))
+    return fully_shard(model)
+
+
 def nested(model, ranks, **options):
     fully_shard(model.block[1], **options)
     fully_shard(model.block, **options)
@@ -228,6 +247,7 @@ CASES = {  # name: (network, engine)
         made(Branchy),
         ddp(find_unused_parameters=True, gradient_as_bucket_view=True),
     ),
+    "ddp routed": (made(Routed), ddp(find_unused_parameters=True)),
     "fsdp2 one unit": (network, in_one_unit),
     "fsdp2 every child": (made(Nested), every_child),
     "fsdp2 nested": (made(Nested), nested),
@@ -237,6 +257,7 @@ CASES = {  # name: (network, engine)
     "fsdp2 tied": (made(Tied), in_one_unit),
     "fsdp2 checkpointed": (made(Checkpointed), in_one_unit),
     "fsdp2 checkpointed children": (made(Checkpointed), every_child),
+    "fsdp2 checkpoint wrapped": (network, checkpoint_wrapped),
     "fsdp2 frozen": (partly_frozen, fsdp2()),
     "fsdp2 compiled layers": (network, of_compiled_layers),
     "fsdp2 compiled modules": (network, of_compiled_modules),

@@ -194,11 +194,12 @@ def _whole(samples: float) -> float:
 
 
 def _positive(spread: float, of_mean: float, rounding: float) -> float:
-    """spread - of_mean, which cannot be negative but for rounding."""
-    if math.isfinite(of_mean) and spread - of_mean < -max(_ROUNDING, rounding) * spread:
+    """spread - of_mean, which cannot be negative but for rounding; nan where one is not finite."""
+    difference = spread - of_mean
+    if difference < -max(_ROUNDING, rounding) * spread and math.isfinite(difference):
         raise GradientError(
             f"the step's gradient is longer than its micro-batches allow (sum n_d |g_d|^2 = "
             f"{spread:.6g} < N |G|^2 = {of_mean:.6g}); are the sizes those of the backwards, and "
             "was .grad empty before the first one?"
         )
-    return max(spread - of_mean, 0.0)  # in this order nan stays nan
+    return max(difference, 0.0) if math.isfinite(difference) else math.nan
