@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from bigbatch import GradientMeter
 from bigbatch.bench import measure, models
+from bigbatch.bench.sent import bytes_sent
 from bigbatch.bench.timing import COLUMNS, Cost, interleaved
 
 
@@ -25,7 +27,7 @@ def test_runs_take_turns_after_one_that_is_not_counted():
 
 @pytest.mark.parametrize(
     ("build", "millions"),
-    [(models.resnet18, 11.2), (models.transformer, 4.9), (models.wide_layers, 4.9)],
+    [(models.resnet18, 11.2), (models.transformer, 19.2), (models.wide_layers, 4.9)],
 )
 def test_the_networks_have_the_size_they_say(build, millions):
     assert millions == round(models.count(build()) / 1e6, 1)
@@ -35,14 +37,15 @@ def test_a_shape_is_timed_with_each_measurement():
     def small() -> nn.Module:
         return nn.Sequential(nn.Linear(1280, 8), nn.ReLU(), nn.Linear(8, 1280))
 
-    costs = list(measure.shape_costs(measure.Shape("small", small, 4, 1, 4), rounds=2))
+    costs = list(measure.shape_costs(measure.Shape("small", small, 4, 1), rounds=2))
     kinds = [cost.what.split(": ")[1] for cost in costs]
-    assert ["similarity", "similarity and interval", "second moment"] == kinds
+    assert ["nothing", "similarity", "similarity and interval", "second moment"] == kinds
     for cost in costs:
         assert 2 == len(cost.ratios)
         assert all(0 < ratio < math.inf for ratio in cost.ratios)
-        assert cost.floor > 1
-    assert costs[1].floor > costs[0].floor  # two reads instead of one
+    nothing, one, two, moments = (cost.floor for cost in costs)
+    assert 1 == nothing < one < two  # reads
+    assert 1 < moments
 
 
 def test_benches_of_real_networks_take_batches_that_fit_them():
@@ -52,3 +55,36 @@ def test_benches_of_real_networks_take_batches_that_fit_them():
         out = model(x)
         assert len(y) == len(out)
         assert torch.isfinite(out).all()
+
+
+STEPS = 3  # in the second one DDP sorts its buckets, and sends their sizes
+
+
+def linear_steps(wrap):
+    model = wrap(nn.Linear(100, 10, bias=False))
+    for _ in range(STEPS):
+        model(torch.ones(1, 100)).sum().backward()
+        yield
+
+
+def metered_steps(wrap):
+    model = wrap(nn.Linear(100, 10, bias=False))
+    with GradientMeter(model) as meter:
+        for _ in range(STEPS):
+            for scale in (1.0, 2.0):
+                (model(torch.rand(1, 100)).sum() * scale).backward()
+            meter.read(2)
+            model.zero_grad()
+            yield
+
+
+def failing_steps(wrap):
+    raise ValueError
+    yield
+
+
+def test_bytes_that_ranks_send_are_counted():
+    assert 4000 == bytes_sent(linear_steps)  # the gradient
+    assert 2 * 4000 + 8 * (3 + 21 + 2 * 7) == bytes_sent(metered_steps)
+    with pytest.raises(RuntimeError, match="failed"):
+        bytes_sent(failing_steps)

@@ -98,6 +98,24 @@ def test_a_step_gives_the_oracles_numbers(loss, sizes):
     assert (sum(sizes), len(sizes)) == (actual.samples, actual.micro_batches)
 
 
+def test_small_gradients_are_read_together_and_large_ones_by_themselves():
+    draw = torch.Generator().manual_seed(0)
+    sizes = [1 << 14] * 20 + [1, 0, (1 << 14) + 1, 300]  # more than are held at once
+    leaves = [nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in sizes]
+    leaves += [nn.Parameter(torch.zeros(7, 5))]  # of another type
+    gradients = [
+        [torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype) for p in leaves]
+        for _ in range(3)
+    ]
+    with GradientMeter(leaves) as meter:
+        for of_each in gradients:
+            torch.autograd.backward([(p * g).sum() for p, g in zip(leaves, of_each, strict=True)])
+        measured = meter.read([2, 3, 5])
+    rows = torch.stack([torch.cat([g.double().flatten() for g in row]) for row in gradients])
+    means = rows * 10 / torch.tensor([2, 3, 5])[:, None]  # what was added is n_d / N times these
+    assert same(oracle.weighted(means, [2, 3, 5]), measured, rel=1e-7)
+
+
 def test_the_number_of_samples_does_where_all_micro_batches_are_equal():
     model, batches = network(), data(EQUAL)
     with GradientMeter(model) as meter:

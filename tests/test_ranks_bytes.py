@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import GradientMeter
+from bigbatch.bench import sent
 from parallel import EQUAL, accumulate, network, sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -19,49 +20,22 @@ SKETCH = 1021
 PARAMETERS = [60, 12, 84, 7, 21, 3]  # of the network
 
 
-class CountingGroup(dist.ProcessGroup):
-    """Gloo, and a list of what was sent: (collective, bytes that this rank hands over)."""
-
-    def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
-        self.sent = []
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def getBackendName(self):
-        return "counting"
-
-    @property
-    def group_name(self):
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def allreduce(self, tensors, opts=None):
-        self._note("all-reduce", tensors)
-        return self._gloo.allreduce(tensors, opts or dist.AllreduceOptions())
-
-    def broadcast(self, tensors, opts=None):
-        self._note("broadcast", tensors)
-        return self._gloo.broadcast(tensors, opts or dist.BroadcastOptions())
-
-    def allgather(self, outputs, inputs, opts=None):
-        self._note("all-gather", inputs)
-        return self._gloo.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+class CountingGroup(sent.CountingGroup):
+    """With what FSDP2 sends besides."""
 
     def _allgather_base(self, output, own, opts=None):
-        self._note("all-gather", [own])
-        return self._gloo._allgather_base(output, own, opts or dist.AllgatherOptions())
+        self.note("all-gather", [own])
+        return self.gloo._allgather_base(output, own, opts or dist.AllgatherOptions())
 
     def _reduce_scatter_base(self, output, whole, opts=None):
-        self._note("reduce-scatter", [whole])
-        return self._gloo._reduce_scatter_base(output, whole, opts or dist.ReduceScatterOptions())
+        self.note("reduce-scatter", [whole])
+        return self.gloo._reduce_scatter_base(output, whole, opts or dist.ReduceScatterOptions())
 
     all_gather_single = _allgather_base  # the names that torch 2.13 calls
     reduce_scatter_single = _reduce_scatter_base
 
     def barrier(self, opts=None):
-        return self._gloo.barrier(opts or dist.BarrierOptions())
-
-    def _note(self, collective, tensors):
-        self.sent.append((collective, sum(t.numel() * t.element_size() for t in tensors)))
+        return self.gloo.barrier(opts or dist.BarrierOptions())
 
 
 @cache  # torch takes one mesh for another where ranks and names are the same: hence names, too
@@ -149,19 +123,19 @@ def every_step(engine, *collectives):
 
 
 @pytest.mark.parametrize("always_sync", [False, True], ids=["no_sync", "sync"])
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_meter_adds_one_all_reduce_of_scalars_a_step(ranks, engine, always_sync):
     expected = every_step(engine, ("all-reduce", scalars(engine)))
     assert expected == extra(ranks, engine, {}, always_sync=always_sync)
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_layers_add_three_scalars_each(ranks, engine):
     expected = every_step(engine, ("all-reduce", scalars(engine, layers=3)))
     assert expected == extra(ranks, engine, {"layers": True})
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_interval_adds_a_sketch_and_one_all_reduce_of_two_scalars(ranks, engine):
     expected = every_step(
         engine,
@@ -171,14 +145,14 @@ def test_an_interval_adds_a_sketch_and_one_all_reduce_of_two_scalars(ranks, engi
     assert expected == extra(ranks, engine, {"interval": 0.9})
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_halves_send_one_gradient_more(ranks, engine):
     whole = [("all-reduce", 4 * elements) for elements in PARAMETERS]
     expected = every_step(engine, ("all-reduce", scalars(engine) + FLOAT64 * 2), *whole)
     assert expected == extra(ranks, engine, {"halves": True})
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_steps_that_every_leaves_out_send_nothing(ranks, engine):
     count = ENGINES[engine][1]
     groups = 2 if engine == "hsdp" else 1

@@ -31,14 +31,11 @@ _R = TypeVar("_R", bound=_Row)
 
 
 @app.command("measure")
-def measure_(rounds: Rounds = 9) -> None:
+def measure_(rounds: Rounds = 7) -> None:
     """What similarity, interval and second moment cost per step, by network and micro-batch."""
     title = f"a step with / without; median of {rounds} interleaved rounds"
-    _show(title, COLUMNS, measure.costs(rounds), total=3 * len(measure.SHAPES))
-    memory = Table("what", "peak MB", "gradient MB", title="memory of a fresh process")
-    for what, megabytes, gradient in measure.peaks():
-        memory.add_row(what, f"{megabytes:.0f}", f"{gradient:.0f}")
-    Console().print(memory)
+    _show(title, COLUMNS, measure.costs(rounds), total=4 * len(measure.SHAPES))
+    _show("beside time", measure.BESIDE, measure.beside(), total=len(measure.KINDS))
 
 
 @app.command("optim")

@@ -1,24 +1,20 @@
-"""What measuring costs: similarity, interval and second moment, beside the bytes they must read."""
+"""What measuring costs: time beside the bytes it must read, memory, bytes sent."""
 
-import copy
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.bench.models import (
-    count,
-    random_batch,
-    resnet18,
-    transformer,
-    wide_layers,
-)
+from bigbatch.bench.models import count, random_batch, resnet18, transformer, wide_layers
+from bigbatch.bench.sent import bytes_sent
 from bigbatch.bench.timing import Cost, interleaved
 from bigbatch.measure.gsnr import GradientMoments
 from bigbatch.measure.meter import GradientMeter
@@ -36,20 +32,19 @@ class Shape:
         build: makes the network.
         samples: n_d, per micro-batch.
         length: of a sequence, or side of a picture.
-        positions: T, tokens or positions of a micro-batch; None where layers differ.
     """
 
     name: str
     build: Callable[[], nn.Module]
     samples: int
     length: int
-    positions: int | None
 
 
 SHAPES = [
-    Shape("ResNet-18, 8 pictures", resnet18, 8, 32, None),
-    Shape("transformer, 8 x 128 tokens", transformer, 8, 128, 1024),
-    *(Shape(f"linear layers, T = {t}", wide_layers, t, 1, t) for t in (8, 32, 128, 512, 2048)),
+    Shape("ResNet-18, 8 pictures", resnet18, 8, 32),
+    Shape("ResNet-18, 32 pictures", resnet18, 32, 32),
+    Shape("transformer, T = 8 x 128", transformer, 8, 128),
+    *(Shape(f"linear layers, T = {t}", wide_layers, t, 1) for t in (8, 32, 128, 512, 2048)),
 ]
 
 
@@ -60,44 +55,69 @@ def costs(rounds: int) -> Iterator[Cost]:
 
 
 def shape_costs(shape: Shape, rounds: int) -> Iterator[Cost]:
-    """Similarity, similarity with interval, second moment: each on a copy of the network."""
+    """Nothing (how far two equal runs differ), similarity, interval, second moment.
+
+    All on one network, between two steps without any of them, whose mean is the baseline.
+    """
     torch.manual_seed(0)
     model = shape.build()
     batches = [random_batch(model, shape.samples, shape.length) for _ in range(_K)]
-    similarity, interval, moments = (copy.deepcopy(model) for _ in range(3))
-    plain_meter, sure_meter = GradientMeter(similarity), GradientMeter(interval, interval=0.9)
-    source = PlainSource(moments.parameters())
-    source.subscribe(GradientMoments())
-    samples = shape.samples * _K
 
-    def step(net: nn.Module, then: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            _accumulate(net, batches)
-            then()
-
-        return run
+    def plain() -> None:
+        _accumulate(model, batches)
 
     runs: list[Callable[[], None]] = [
-        step(model, lambda: None),
-        step(similarity, lambda: plain_meter.read(samples)),
-        step(interval, lambda: sure_meter.read(samples)),
-        step(moments, source.restart),
+        plain,
+        *(_metered(model, batches, interval) for interval in (None, 0.9)),
+        _with_moments(model, batches),
+        plain,
         lambda: _read(model),
         lambda: _add_in_place(model),
     ]
     times = interleaved(runs, rounds)
-    read, add = (median(row[i] / row[0] for row in times) for i in (4, 5))
+    base = [(row[0] + row[4]) / 2 for row in times]
+    read, add = (median(row[i] / b for row, b in zip(times, base, strict=True)) for i in (5, 6))
     kinds = [
+        ("nothing", 0, 1.0),
         ("similarity", 1, 1 + read),
         ("similarity and interval", 2, 1 + 2 * read),
         ("second moment", 3, 1 + 20 / 8 * add),  # 20 bytes a weight, of which add_ moves 8
     ]
     for kind, number, floor in kinds:
-        ratios = [row[number] / row[0] for row in times]
+        ratios = [row[number] / b for row, b in zip(times, base, strict=True)]
         yield Cost(f"{shape.name}, {count(model) / 1e6:.1f} M: {kind}", ratios, floor)
 
 
-def _accumulate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+_Batches = list[tuple[Tensor, Tensor]]
+
+
+def _metered(model: nn.Module, batches: _Batches, interval: float | None) -> Callable[[], None]:
+    """A step that is measured; its hooks are off outside."""
+    meter = GradientMeter(model, interval=interval, every=2)
+    meter.next_step()
+
+    def run() -> None:
+        meter.at_step(0)
+        _accumulate(model, batches)
+        meter.read(sum(len(x) for x, _ in batches))  # the next one is not due
+
+    return run
+
+
+def _with_moments(model: nn.Module, batches: _Batches) -> Callable[[], None]:
+    """A step whose second moments are taken; its hooks are off outside."""
+    source, moments = PlainSource(model.parameters()), GradientMoments()
+
+    def run() -> None:
+        source.subscribe(moments)
+        _accumulate(model, batches)
+        source.restart()
+        source.unsubscribe(moments)
+
+    return run
+
+
+def _accumulate(model: nn.Module, batches: _Batches) -> None:
     model.zero_grad()
     for x, y in batches:
         (functional.cross_entropy(model(x), y) / _K).backward()  # type: ignore[no-untyped-call]
@@ -121,28 +141,66 @@ def _add_in_place(model: nn.Module) -> None:
             p.grad.add_(1.0)
 
 
-def peaks() -> Iterator[tuple[str, float, float]]:
-    """(what, megabytes at most, gradient in megabytes) of a fresh process for each kind of run."""
-    gradient = count(resnet18()) * 4 / 2**20
-    for kind in ("plain", "similarity", "interval", "halves"):
+@dataclass(frozen=True)
+class Beside:
+    """What a kind of run takes beside time, ResNet-18 of 42.6 MB; a row of a table.
+
+    Args:
+        kind: key of `KINDS`, or "plain".
+        peak: largest resident memory of a fresh process, in megabytes.
+        sent: bytes that a rank sends each step.
+        over: how many of them the run without a meter does not.
+    """
+
+    kind: str
+    peak: float
+    sent: int
+    over: int
+
+    def row(self) -> tuple[str, ...]:
+        """For a table under `BESIDE`."""
+        return f"ResNet-18: {self.kind}", f"{self.peak:.0f}", f"{self.sent:,}", f"{self.over:,}"
+
+
+BESIDE = ("what", "peak MB", "bytes sent a step", "over the plain run")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "similarity": {},
+    "layers": {"layers": True},
+    "interval": {"interval": 0.9},
+    "halves": {"halves": True},
+}
+
+
+def beside() -> Iterator[Beside]:
+    """Memory in one process, and what each of two ranks sends under DDP."""
+    plain = 0
+    for kind in KINDS:
+        sent = bytes_sent(functools.partial(_steps, kind))
+        plain = sent if kind == "plain" else plain
         code = f"from bigbatch.bench.measure import peak; print(peak({kind!r}))"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
-        yield f"ResNet-18, {kind}", float(done.stdout), gradient
+        yield Beside(kind, float(done.stdout), sent, sent - plain)
 
 
 def peak(kind: str) -> float:
     """Largest resident memory of three steps in this process, in megabytes."""
+    for _ in _steps(kind, lambda model: model):
+        pass
+    status = Path("/proc/self/status").read_text()  # Linux; unlike ru_maxrss not inherited
+    return float(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def _steps(kind: str, wrap: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """Three steps of ResNet-18."""
     torch.manual_seed(0)
     model = resnet18()
     batches = [random_batch(model, 8, 32) for _ in range(_K)]
-    interval = 0.9 if kind == "interval" else None
-    meter = None
-    if kind != "plain":
-        meter = GradientMeter(model, interval=interval, halves=kind == "halves")
+    model = wrap(model)
+    meter = None if kind == "plain" else GradientMeter(model, **KINDS[kind])
     for _ in range(3):
         _accumulate(model, batches)
         if meter is not None:
             meter.read(8 * _K)
-    status = Path("/proc/self/status").read_text()  # Linux; unlike ru_maxrss not inherited
-    return float(status.split("VmHWM:")[1].split()[0]) / 1024
+        yield

@@ -130,7 +130,7 @@ def _welford(mean: Tensor, m2: Tensor, gradient: Tensor, weight: float, before: 
     piece = _PIECE if mean.device.type == "cpu" else max(1, mean.numel())
     scratch = mean.new_empty(min(piece, mean.numel()))
     total = before + weight
-    flat = gradient.detach().reshape(-1)
+    flat = gradient.reshape(-1)
     pieces = (torch.split(x, piece) for x in (flat, mean.view(-1), m2.view(-1)))
     for g, m, s in zip(*pieces, strict=True):
         deviation = torch.sub(g if weight == 1 else g / weight, m, out=scratch[: g.numel()])

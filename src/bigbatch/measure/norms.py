@@ -7,9 +7,15 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 
+_FULL = (torch.float32, torch.float64)  # types whose squares are summed as they are
+_SMALL = 1 << 14  # elements; up to here a call costs more than its read
+_HELD = 1 << 17  # elements of small gradients that are held, and stay in cache
+
 
 class MicroBatchNorms:
     """Subscriber of a source: |h_d|^2 of each micro-batch, layer by layer where asked for.
+
+    Large gradients are read while they are hot; small ones are gathered and read together.
 
     Args:
         layers: the number of each parameter's layer, from 0; none where all are one.
@@ -18,36 +24,54 @@ class MicroBatchNorms:
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
         self.squares: list[Tensor] = []  # (L,) each
         self.uneven = False  # whether micro-batches reached different parameters
-        self.eps = 0.0  # relative rounding of the coarsest type among the gradients
+        self._types: set[torch.dtype] = set()
         self._layers = layers
         self._present: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
+        self._small: dict[Tensor, Tensor] = {}  # parameter -> h, not read yet
+        self._held = 0  # elements of those
         self._reached: set[Tensor] = set()  # by the first micro-batch
 
     def begin(self) -> None:
         """A step starts."""
         self.squares.clear()
-        self.uneven, self.eps = False, 0.0
+        self._types.clear()
+        self.uneven = False
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
         self._present.clear()
+        self._small.clear()
+        self._held = 0
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Reads the gradient once."""
-        if parameter in self._present:
+        """Reads the gradient once, now or at the end of the micro-batch."""
+        if parameter in self._present or parameter in self._small:
             raise GradientError(
                 "a parameter received two gradients in one micro-batch; mark the micro-batches "
                 "with `with meter.micro_batch():`"
             )
-        self._present[parameter] = squared_norm(gradient)
-        self.eps = max(self.eps, torch.finfo(gradient.dtype).eps)
+        size = gradient.numel()
+        self._types.add(gradient.dtype)
+        if size > _SMALL or gradient.dtype not in _FULL:
+            self._present[parameter] = squared_norm(gradient)
+            return
+        self._small[parameter] = gradient
+        self._held += size
+        if self._held > _HELD:
+            self._read_small()
 
     def end(self) -> None:
         """The micro-batch is complete."""
+        self._read_small()
         if not self.squares:
             self._reached = set(self._present)
         self.uneven |= self._present.keys() != self._reached
         self.squares.append(self.by_layer(self._present))
+
+    @property
+    def eps(self) -> float:
+        """Relative rounding of the coarsest type among the gradients of the step."""
+        return max((torch.finfo(kind).eps for kind in self._types), default=0.0)
 
     @property
     def count(self) -> int:
@@ -65,6 +89,14 @@ class MicroBatchNorms:
         places = places.to(values.device, non_blocking=True)
         return values.new_zeros(self.count).index_add_(0, places, values)
 
+    def _read_small(self) -> None:
+        if self._small:
+            norms = torch._foreach_norm(list(self._small.values()))
+            torch._foreach_mul_(norms, norms)
+            self._present.update(zip(self._small, norms, strict=True))
+        self._small.clear()
+        self._held = 0
+
 
 def squared_norm(gradient: Tensor) -> Tensor:
     """|gradient|^2 as a 0-dim tensor; a contiguous gradient is not copied.
@@ -72,8 +104,8 @@ def squared_norm(gradient: Tensor) -> Tensor:
     A dot product, because `vector_norm` on a CPU sums 10 M float32 with an error of 4e-4 (dot:
     6e-6; docs/LOG.md). Half types are summed in float32.
     """
-    flat = gradient.detach().reshape(-1)
-    if flat.dtype in (torch.float32, torch.float64):
+    flat = gradient.reshape(-1)
+    if flat.dtype in _FULL:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()

@@ -38,7 +38,7 @@ class Sketches:
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Folds the gradient into the present sketch."""
-        flat = gradient.detach().reshape(-1)
+        flat = gradient.reshape(-1)
         if flat.dtype not in (torch.float32, torch.float64):
             flat = flat.float()
         rows, rest = divmod(flat.numel(), _SIZE)
@@ -82,74 +82,73 @@ class Probe:
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._chosen: list[Tensor] = []
-        self._signs: dict[Tensor, Tensor] = {}  # of the probed elements, (8, elements)
-        self._places: dict[Tensor, Tensor] = {}  # where they are in this rank's piece
-        self._mine: dict[Tensor, Tensor] = {}  # the signs of those
+        self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
+        self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of a rank: see `_held_of`
         self._device = source.parameters[0].device
         self.begin()
 
     def begin(self) -> None:
         """A step starts."""
         self._choose()
-        kind = wide(self._device)
-        self.seen = torch.zeros(_PROBES, dtype=kind, device=self._device)
-        self.lengths = torch.zeros((), dtype=kind, device=self._device)  # summed over micro-batches
-        self.micro_batch(0.0)
+        self.seen = self._elements.new_zeros(_PROBES)
+        self.lengths = self._elements.new_zeros(())  # summed over micro-batches
 
     def _choose(self) -> None:
         """Sixteen of those that are trained now, spread over the model."""
         trained = [p for p in self._source.parameters if p.requires_grad and p.numel()]
         chosen = trained[:: max(1, len(trained) // _PROBED)][:_PROBED]
-        same = len(chosen) == len(self._chosen)
-        if same and all(p is q for p, q in zip(chosen, self._chosen, strict=True)):
+        if [id(p) for p in chosen] == [id(p) for p in self._places]:
             return
-        self._chosen = chosen
-        self._places.clear()
-        self._signs = {
-            p: random_signs((_PROBES, min(_ELEMENTS, p.numel())), number).to(p.device)
+        self._held.clear()
+        self._places = {
+            p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, p.numel()))
             for number, p in enumerate(chosen)
         }
+        kind = wide(self._device)
+        self._elements = torch.zeros(_ELEMENTS * len(chosen), dtype=kind, device=self._device)
+        self._signs = random_signs((_PROBES, _ELEMENTS * len(chosen)), 0).to(self._elements)
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
-        self._present = torch.zeros_like(self.seen)
+        self._elements.zero_()
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Projects the first elements of the gradient, if it is a probed one."""
-        if parameter in self._signs:
-            elements = gradient.detach().reshape(-1)[:_ELEMENTS]
-            self._present += self._projected(elements, self._signs[parameter])
+        """Keeps the first elements of the gradient, if it is a probed one."""
+        place = self._places.get(parameter)
+        if place is not None:
+            elements = gradient.reshape(-1)[:_ELEMENTS]
+            self._elements[place].copy_(elements, non_blocking=True)
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self.seen += self._present
-        self.lengths += self._present.norm()
+        present = torch.mv(self._signs, self._elements)
+        self.seen += present
+        self.lengths += present.norm()
 
     def of_grad(self) -> Tensor:
         """The projections of this rank's pieces of `.grad`, (8,)."""
-        total = torch.zeros_like(self.seen)
-        for parameter in self._signs:
+        self._elements.zero_()
+        for parameter, place in self._places.items():
             grad = self._source.local(parameter)
             if grad is not None:
-                if parameter not in self._places:
-                    self._locate(parameter)
-                elements = grad.detach().reshape(-1)[self._places[parameter]]
-                total += self._projected(elements, self._mine[parameter])
-        return total
+                if parameter not in self._held:
+                    self._held[parameter] = self._held_of(parameter)
+                there, here = self._held[parameter]
+                elements = grad.reshape(-1)[there].to(self._elements, non_blocking=True)
+                self._elements[place].index_copy_(0, here, elements)
+        return torch.mv(self._signs, self._elements)
 
-    def _locate(self, parameter: Tensor) -> None:
-        """Finds which of the probed elements this rank holds, and where; waits, but once."""
-        signs = self._signs[parameter]
-        numbers = torch.zeros(parameter.numel(), dtype=torch.int64, device=signs.device)
-        numbers[: signs.shape[1]] = torch.arange(1, signs.shape[1] + 1, device=signs.device)
+    def _held_of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the probed elements this rank's piece holds: where there, and their numbers.
+
+        Waits for the device, but once.
+        """
+        numbers = torch.zeros(parameter.numel(), dtype=torch.int64, device=parameter.device)
+        count = min(_ELEMENTS, parameter.numel())
+        numbers[:count] = torch.arange(1, count + 1, device=parameter.device)
         held = self._source.piece(parameter, numbers.view(parameter.shape)).reshape(-1)
-        self._places[parameter] = held.nonzero().squeeze(1)
-        self._mine[parameter] = signs[:, held[self._places[parameter]] - 1]
-
-    def _projected(self, elements: Tensor, signs: Tensor) -> Tensor:
-        kind = wide(elements.device)
-        return torch.mv(signs.to(kind), elements.to(kind)).to(self._device, non_blocking=True)
+        there = held.nonzero().squeeze(1)
+        return there, (held[there] - 1).to(self._device)
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:

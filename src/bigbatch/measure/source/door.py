@@ -7,8 +7,8 @@ One step is
 
 `h` is what this micro-batch adds to `p.grad` on this rank, before ranks are joined: c * weight *
 (its mean gradient), with one constant c for the whole step. A parameter that a micro-batch does
-not reach emits nothing; one that it reaches emits once. Nothing here says that a micro-batch is
-one backward.
+not reach emits nothing; one that it reaches emits once. It may be held until end(), and is part of
+no graph. Nothing here says that a micro-batch is one backward.
 """
 
 from collections.abc import Iterable

@@ -164,7 +164,6 @@ class PlainSource:
 
     # what happens to a step
 
-    @torch.no_grad()
     def _gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         begins = self._callback is None or self._callback() is None
         if begins and self._by_itself:
@@ -181,6 +180,8 @@ class PlainSource:
                 f"a {gradient.dtype} gradient of layout {gradient.layout} cannot be measured; use "
                 "dense real gradients, for embeddings sparse=False"
             )
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if self._whole is None:
             self._emit(parameter, gradient)
         else:
