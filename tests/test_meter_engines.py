@@ -370,6 +370,38 @@ def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
         assert pytest.approx(noise.noise) == math.fsum(one.noise for one in noise.layers.values())
 
 
+def normalized():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+
+
+def test_batch_normalization_gives_the_gradients_of_each_micro_batch():
+    model, batches = normalized(), data([3, 9, 2, 6])
+    with GradientMeter(model, **ALL) as meter:
+        expected = oracle.weighted(rows_of(model, batches), [3, 9, 2, 6])
+        accumulate(model, batches)
+        assert same(expected, meter.read([3, 9, 2, 6]))
+
+
+def test_a_micro_batch_of_one_that_batch_normalization_refuses_spoils_no_later_step():
+    model = normalized()
+    with GradientMeter(model, **ALL) as meter:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            accumulate(model, data([3, 1]))
+        model.zero_grad()
+        expected = oracle.weighted(rows_of(model, data([3, 5])), [3, 5])
+        accumulate(model, data([3, 5]))
+        assert same(expected, meter.read([3, 5]))
+
+
+@pytest.mark.slow
+def test_compiled_autograd_traces_no_hook_of_ours_and_is_refused():
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    model = network()
+    with GradientMeter(model), compiled, pytest.raises(Exception, match="queue_callback"):
+        accumulate(model, data())
+
+
 # parameters that come and go
 
 

@@ -327,3 +327,23 @@ def clipped_after_reading(rank, ranks, *, wrapper):
 def test_clipping_after_read_is_the_users_own_affair(ranks, wrapper):
     answers = [one_step(network, step, EQUAL[:2]) for step in range(2)]
     assert all_close(answers, ranks(2)(partial(clipped_after_reading, wrapper=wrapper)))
+
+
+def two_meters(rank, ranks, *, wrapper):
+    """The second one goes on when the first one is closed."""
+    model = WRAPPERS[wrapper](network(), ranks)
+    readings = []
+    meters = [GradientMeter(model), GradientMeter(model)]
+    for _ in range(STEPS):
+        model.zero_grad()
+        accumulate(model, rank, 0, EQUAL)
+        readings += [meter.read(EQUAL[rank]) for meter in meters]
+        if len(meters) == 2:
+            meters.pop(0).close()
+    return readings
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_meters_on_one_model_agree_and_one_may_be_closed(ranks, wrapper):
+    answers = [one_step(network, 0, EQUAL[:2])] * (STEPS + 1)
+    assert all_close(answers, ranks(2)(partial(two_meters, wrapper=wrapper)))

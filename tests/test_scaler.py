@@ -114,6 +114,20 @@ def test_unscaling_clipping_and_stepping_after_read_is_torchs_own_recipe(options
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fused_optimizer_that_unscales_inside_its_step_is_measured_before(kind):
+    model, scaler = network(), scaler_of()
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    with GradientMeter(model, scaler=scaler) as meter:
+        for _ in range(4):
+            expected = expected_of(model)
+            accumulate(model, scaler)
+            assert same(expected, meter.read(RAGGED))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
 def test_a_scale_that_changes_between_steps_is_followed():
     model, scaler = network(), GradScaler("cpu", init_scale=64.0, growth_interval=1)
     optimizer = sgd(model)
