@@ -246,6 +246,21 @@ def test_half_gradients_are_summed_and_squared_in_float32(dtype):
     torch.testing.assert_close(s2, expected_s2.float(), rtol=1e-3, atol=1e-12)
 
 
+def test_small_float16_gradients_of_unequal_micro_batches_lose_nothing():
+    sizes = [512, 256, 1024, 128, 700, 512, 640, 324]  # h_d = n_d g_d / N, which float16 holds
+    h = (gaussian(8, 200, seed=2) * 1e-4 * torch.tensor(sizes)[:, None] / 512).half()
+    means = h.double() / torch.tensor(sizes)[:, None]  # near 2e-7, which it does not
+    weight = nn.Parameter(torch.zeros_like(h[0]))
+    source, moments = watched(weight)
+    for gradient, n in zip(h, sizes, strict=True):
+        with source.micro_batch(weight=n):
+            (weight * gradient).sum().backward()
+    mean, s2 = moments.of(weight)
+    expected_mean, expected_s2 = oracle.second_moment(means, sizes)
+    torch.testing.assert_close(mean, expected_mean.float(), rtol=1e-4, atol=1e-11)
+    torch.testing.assert_close(s2, expected_s2.float(), rtol=1e-4, atol=1e-18)
+
+
 def test_two_gradients_of_one_parameter_in_one_micro_batch_are_refused():
     weight = nn.Parameter(torch.zeros(2))
     source, _ = watched(weight)

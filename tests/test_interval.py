@@ -292,7 +292,7 @@ def test_both_intervals_are_in_order_and_in_range(low, width):
 def sketch(gradients, first=0):
     """The sketch of some tensors; `first` is the place of the first among the parameters."""
     nothing = [torch.zeros(0) for _ in range(first)]  # each place has signs of its own
-    parameters = [torch.zeros_like(g) for g in gradients]
+    parameters = [torch.zeros(g.shape, dtype=g.dtype) for g in gradients]
     sketches = Sketches([*nothing, *parameters])
     sketches.begin()
     sketches.micro_batch(1.0)

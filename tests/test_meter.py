@@ -659,3 +659,26 @@ def test_a_watched_model_can_be_copied_and_saved_without_a_warning():
     accumulate(clone, data())  # not watched
     accumulate(model, data())
     assert same(expected_of(model, data()), meter.read(16))
+
+
+def test_a_model_whose_only_trained_parameter_is_empty_has_no_number():
+    nothing = nn.Parameter(torch.zeros(0))
+    with GradientMeter([nothing]) as meter:
+        for _ in range(2):
+            nothing.sum().backward()
+        assert math.isnan(meter.read(2).similarity)
+
+
+def test_a_step_that_was_refused_for_a_gradient_unseen_is_forgotten():
+    model, batches = network(), data()
+    late = next(model.parameters()).requires_grad_(False)
+    with GradientMeter(model) as meter:
+        cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+        late.requires_grad_(True)
+        with pytest.raises(GradientError, match="was not seen"):
+            cross_entropy(model(batches[1][0]), batches[1][1]).backward()
+        with pytest.raises(GradientError, match="0 micro-batches"):
+            meter.read([4, 4])
+        model.zero_grad()
+        accumulate(model, batches)
+        assert same(expected_of(model, batches), meter.read(16))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import BigbatchError, GradientError
+from bigbatch.measure.norms import flattened, squared_norm
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
@@ -368,6 +369,51 @@ def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
         assert same(expected, noise)
         assert pytest.approx(float(cosine)) == noise.halves
         assert pytest.approx(noise.noise) == math.fsum(one.noise for one in noise.layers.values())
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Tanh(), nn.Conv2d(40, 7, 2))
+        self.double().to(memory_format=torch.channels_last)
+
+    def forward(self, x):  # of 4 numbers a sample
+        pictures = torch.outer(x.sum(1), torch.linspace(-1, 1, 48, dtype=x.dtype)).sin()
+        return self.body(pictures.view(-1, 3, 4, 4)).mean((2, 3))
+
+
+def test_weights_whose_channels_come_last_are_measured():
+    model, batches = Pictures(), data()
+    assert not model.body[0].weight.is_contiguous()
+    expected = oracle.weighted(rows_of(model, batches), RAGGED)
+    with GradientMeter(model, **ALL) as meter, GradientMeter(model) as other:
+        accumulate(model, batches)
+        assert same(expected, meter.read(RAGGED))
+        model.body[2].weight.grad.data.mul_(0.5)  # and probed
+        with pytest.raises(GradientError, match="not the sum"):
+            other.read(RAGGED)
+
+
+def test_dense_gradients_are_read_where_they_are():
+    whole = torch.randn(8, 6, 5, 4)
+    for dense in (whole, whole.to(memory_format=torch.channels_last), whole.permute(2, 0, 3, 1)):
+        flat = flattened(dense, dense.stride())
+        assert flat.data_ptr() == dense.data_ptr()
+        assert pytest.approx(float(whole.square().sum())) == float(squared_norm(dense))
+    assert pytest.approx(float(whole[:, 1].square().sum())) == float(squared_norm(whole[:, 1]))
+
+
+def test_autocast_around_a_whole_step_changes_no_sum():
+    seen = []
+    for where in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        weight = nn.Parameter(torch.zeros(5000))
+        draw = torch.Generator().manual_seed(2)
+        with GradientMeter([weight], interval=0.9, halves=True) as meter, where:
+            for _ in range(4):
+                (weight * torch.randn(5000, generator=draw)).sum().backward()
+            seen.append(meter.read(4))
+    assert seen[0] == seen[1]
 
 
 def normalized():

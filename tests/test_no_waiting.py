@@ -233,3 +233,20 @@ def test_a_gpu_measures_what_a_cpu_does(options):
     assert pytest.approx(cpu.halves) == gpu.halves if "halves" in options else gpu.halves is None
     if "interval" in options:  # sketches are float32
         assert pytest.approx(cpu.similarity_interval, rel=1e-4) == gpu.similarity_interval
+
+
+@GPU
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_model_may_move_to_a_gpu_and_back(options):
+    model = network()
+    seen = []
+    with GradientMeter(model, **options) as meter:
+        for device in ("cpu", "cuda", "cpu"):
+            model.zero_grad()
+            backwards(model.to(device))
+            seen.append(meter.read(SIZES))
+    for there in seen[1:]:
+        assert pytest.approx((seen[0].signal, seen[0].noise), rel=1e-4) == (
+            there.signal,
+            there.noise,
+        )

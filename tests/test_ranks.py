@@ -1,5 +1,6 @@
 """GradientMeter on real processes: DDP, FSDP2 and HSDP against one process in float64."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -341,6 +342,29 @@ def two_meters(rank, ranks, *, wrapper):
         if len(meters) == 2:
             meters.pop(0).close()
     return readings
+
+
+def hooks_after_dropping(rank, ranks, *, wrapper):
+    model = WRAPPERS[wrapper](network(), ranks)
+
+    def hooks():
+        return [len(module._forward_pre_hooks) for module in model.modules()]
+
+    before = hooks()
+    for step in range(3):
+        meter = GradientMeter(model)
+        accumulate(model, rank, step, EQUAL)
+        meter.read(EQUAL[rank])
+        model.zero_grad()
+        del meter
+    gc.collect()
+    return before, hooks()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "hsdp"])
+def test_a_meter_that_nobody_holds_leaves_no_forward_hook(ranks, wrapper):
+    for before, after in ranks(4)(partial(hooks_after_dropping, wrapper=wrapper)):
+        assert before == after
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])

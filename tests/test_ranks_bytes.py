@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import GradientMeter
 from bigbatch.bench import sent
+from bigbatch.measure.gsnr import GradientMoments
+from bigbatch.measure.source.shards import ShardSource
 from parallel import EQUAL, accumulate, network, sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -72,11 +74,14 @@ def hsdp(model, ranks):
 ENGINES = {"ddp": (ddp, 3), "fsdp2": (fsdp2, 3), "hsdp": (hsdp, 4)}
 
 
-def sent_by_step(rank, ranks, *, engine, options, always_sync=False):
+def sent_by_step(rank, ranks, *, engine, options, always_sync=False, moments=False):
     """Every step's collectives on each of this rank's groups; without options, no meter."""
     model, groups = ENGINES[engine][0](network(), ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = None if options is None else GradientMeter(model, **options)
+    source = ShardSource(model.parameters()) if moments else None
+    if source is not None:
+        source.subscribe(GradientMoments())
     steps = []
     for step in range(STEPS):
         for group in groups:
@@ -85,6 +90,9 @@ def sent_by_step(rank, ranks, *, engine, options, always_sync=False):
         if meter is not None:
             meter.read(EQUAL[rank])
         optimizer.step()
+        if source is not None:
+            assert source.micro_batches == len(EQUAL[rank])
+            source.restart()
         optimizer.zero_grad()
         steps.append([list(group.sent) for group in groups])
     return steps
@@ -158,3 +166,10 @@ def test_steps_that_every_leaves_out_send_nothing(ranks, engine):
     groups = 2 if engine == "hsdp" else 1
     read, left_out = [[("all-reduce", scalars(engine))]] * groups, [[]] * groups
     assert [read, left_out, read] * count == extra(ranks, engine, {"every": 2})
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "hsdp"])
+def test_second_moments_of_sharded_gradients_send_nothing(ranks, engine):
+    run = partial(sent_by_step, engine=engine, options=None, always_sync=True)
+    count = ENGINES[engine][1]
+    assert ranks(count)(run) == ranks(count)(partial(run, moments=True))

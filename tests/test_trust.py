@@ -191,6 +191,40 @@ def test_an_edit_of_one_parameter_alone_is_refused(edit, place):
         meter.read(RAGGED)
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 31, 47, 62])
+def test_the_first_and_the_last_parameter_are_probed(count):
+    leaves = [nn.Parameter(torch.zeros(3)) for _ in range(count)]
+    for place in (0, -1):
+        with GradientMeter(leaves) as meter:
+            for number in range(4):
+                weights = torch.tensor([1.0, 2.0, number])
+                torch.autograd.backward([(p * weights).sum() for p in leaves])
+            halved_as_data(leaves[place])
+            with pytest.raises(GradientError, match="not the sum"):
+                meter.read(4)
+        for p in leaves:
+            p.grad = None
+
+
+@pytest.mark.parametrize("k", [8, 32, 128])
+@pytest.mark.parametrize("mean", [0.0, 1.0], ids=["noise", "signal"])
+def test_bfloat16_gradients_are_right_and_refused_where_they_were_edited(k, mean):
+    weight = nn.Parameter(torch.zeros(3000, dtype=torch.bfloat16))
+    draw = torch.Generator().manual_seed(3)
+    for edited in (False, True):
+        with GradientMeter([weight]) as meter:
+            for _ in range(k):
+                gradient = torch.randn(3000, generator=draw) + mean
+                (weight * gradient.bfloat16()).sum().backward()
+            if edited:
+                halved_as_data(weight)
+                with pytest.raises(GradientError, match="not the sum"):
+                    meter.read(k)
+            else:
+                meter.read(k)
+        weight.grad = None
+
+
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("first", [True, False])
 def test_a_gradient_hook_of_ones_own_is_seen_or_refused(first, place):
@@ -432,7 +466,10 @@ def test_a_step_of_the_optimizer_before_read_changes_no_number():
 
 @pytest.mark.parametrize(
     "sizes",
-    [[], [19], [3, 9, 1], [3, 9, 1, 6, 1], [3, 9, 0, 6], [3, 9, -1, 6], [3, 9, math.nan, 6]],
+    [
+        *([], [19], [3, 9, 1], [3, 9, 1, 6, 1], [3, 9, 0, 6], [3, 9, -1, 6], [3, 9, math.nan, 6]),
+        *(19.0, torch.tensor(19), "four", None, [3, 9, None, 6]),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("loss", ["weighted", "mean"])

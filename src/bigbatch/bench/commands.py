@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,6 +29,7 @@ class _Row(Protocol):
 
 
 _R = TypeVar("_R", bound=_Row)
+_WIDE = 200  # columns of a file
 
 
 @app.command("measure")
@@ -67,11 +69,15 @@ def halves_(
 def _show(
     title: str, columns: Sequence[str], rows: Iterable[_R], total: int | None = None
 ) -> list[_R]:
-    """Shows progress, then the table; returns the rows."""
+    """Shows progress, then the table, as Markdown where nobody watches; returns the rows."""
+    console = Console()
     table = Table(*columns, title=title)
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+        table = Table(*columns, box=box.MARKDOWN)
     seen = []
-    for row in track(rows, "measuring", total=total):
+    for row in track(rows, "measuring", total=total, console=Console(stderr=True)):
         table.add_row(*row.row())
         seen.append(row)
-    Console().print(table)
+    console.print(table)
     return seen

@@ -143,7 +143,7 @@ def _add_in_place(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a kind of run takes beside time, ResNet-18 of 42.6 MB; a row of a table.
+    """What a kind of run takes beside time, on ResNet-18 (42.6 MB); a row of a table.
 
     Args:
         kind: key of `KINDS`, or "plain".
@@ -194,7 +194,6 @@ def peak(kind: str) -> float:
 
 def _steps(kind: str, wrap: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
     """Three steps of ResNet-18."""
-    torch.manual_seed(0)
     model = resnet18()
     batches = [random_batch(model, 8, 32) for _ in range(_K)]
     model = wrap(model)

@@ -79,6 +79,7 @@ def bytes_sent(steps: Steps) -> int:
 
 def _count(rank: int, store: Path, result: Any, steps: Steps) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(rank)  # other data on each
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=_RANKS)
     dist.Backend.register_backend("counting", CountingGroup, devices=["cpu"])
     group: Any = dist.new_group(list(range(_RANKS)), backend="counting")

@@ -133,6 +133,6 @@ def _welford(mean: Tensor, m2: Tensor, gradient: Tensor, weight: float, before: 
     flat = gradient.reshape(-1)
     pieces = (torch.split(x, piece) for x in (flat, mean.view(-1), m2.view(-1)))
     for g, m, s in zip(*pieces, strict=True):
-        deviation = torch.sub(g if weight == 1 else g / weight, m, out=scratch[: g.numel()])
-        m.add_(deviation, alpha=weight / total)
-        s.addcmul_(deviation, deviation, value=weight * before / total)
+        deviation = torch.sub(g, m, alpha=weight, out=scratch[: g.numel()])  # weight times it
+        m.add_(deviation, alpha=1 / total)
+        s.addcmul_(deviation, deviation, value=before / (weight * total))

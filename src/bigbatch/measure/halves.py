@@ -57,7 +57,9 @@ class Halves:
                 continue
             grad, signed = self._source.local(parameter), self._summed(parameter)
             piece = self._source.piece(parameter, signed).reshape(-1)
-            dot = piece.new_zeros(()) if grad is None else piece @ grad.reshape(-1).to(piece.dtype)
+            dot = (
+                piece.new_zeros(()) if grad is None else piece.dot(grad.reshape(-1).to(piece.dtype))
+            )
             products += [squared_norm(piece), dot]
         return stacked(products).view(-1, 2).sum(0)
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from statistics import median_high, median_low
 
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.totals import OfRank, Totals
@@ -110,12 +109,15 @@ def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[int, str]]:
         return
     power = 1 if loss == "weighted" else -1  # h_d is about g_d / k, or g_d
     norms = [math.sqrt(rank.squares * rank.micro_batches**power) for rank in ranks]
+    in_order, last = sorted(norms), len(norms) - 1
+    upper, lower = last // 2, (last - 1) // 2  # medians of the others, where one is left out
     for number, norm in enumerate(norms):
-        others = norms[:number] + norms[number + 1 :]
-        long = norm > _FAR * median_high(others)
-        short = len(ranks) > 2 and norm * _FAR < median_low(others)
+        high = in_order[upper + (norm <= in_order[upper])]
+        low = in_order[lower + (norm <= in_order[lower])]
+        long = norm > _FAR * high
+        short = len(ranks) > 2 and norm * _FAR < low
         if long or short:
-            middle = median_high(others) if long else median_low(others)
+            middle = high if long else low
             ratio = norm / middle if middle else math.inf
             yield (
                 number,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -15,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.halves import Halves
 from bigbatch.measure.health import Health
-from bigbatch.measure.interval import Interval, jackknife, left_out, log_ratio, require_level
+from bigbatch.measure.interval import Interval, jackknife, log_ratio, require_level
 from bigbatch.measure.noise import GradientNoise, from_mean_losses, from_weighted_losses
-from bigbatch.measure.norms import MicroBatchNorms, squared_norm, wide
-from bigbatch.measure.sketch import Probe, Sketches
-from bigbatch.measure.source import GradientSource, Subscriber, find_source
-from bigbatch.measure.totals import FIELDS, Totals, pack, unpack
+from bigbatch.measure.source import GradientSource, find_source
+from bigbatch.measure.sums import StepSums
+from bigbatch.measure.totals import Totals, unpack
 
 
 class GradientMeter:
@@ -37,17 +35,18 @@ class GradientMeter:
             this rank (loss * n_d / N, the usual accumulation; N is then the same on every rank).
             "mean": each is the plain mean loss of its micro-batch.
         interval: coverage of an interval for similarity and noise scale, 0.9 say; None for none.
-            One more read of each gradient and 8 KB a micro-batch.
+            One more read of each gradient and 4 KB a micro-batch.
         layers: also measure each layer (module with parameters) by itself.
         halves: also take SimiGrad's own cosine of two half-batch gradients, for comparison. Keeps
             one whole gradient more, and sends it where there are ranks.
-        every: measure only each so-manieth step; no hook stays on between.
+        every: n, to measure every n-th step; no hook stays on between.
         scaler: the GradScaler of the losses, so that signal and noise come without its scale.
     Raises:
         SettingError: an option out of range, a model that cannot be measured, or nothing to.
     Source:
         docs/theory.md; the similarity is that of SimiGrad (Qin et al., NeurIPS 2021).
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> with GradientMeter(model) as meter:
         ...     for gradient in (1.0, 3.0):
@@ -73,7 +72,7 @@ class GradientMeter:
         require_level(interval)
         if not isinstance(every, int) or every < 1:
             raise SettingError(
-                f"every={every} must be a whole number, at least 1: each so-manieth step"
+                f"every={every} must be a whole number, at least 1: n measures every n-th step"
             )
         self.loss = loss
         self.interval = interval
@@ -86,12 +85,10 @@ class GradientMeter:
         by_layer = _by_layer(model) if layers else {}
         self._names = list(dict.fromkeys(by_layer.values()))  # of the layers, by number
         self._numbers = {p: self._names.index(name) for p, name in by_layer.items()}
-        self._norms = MicroBatchNorms(self._numbers)
-        self._probe = Probe(self.source)
-        self._sketches = None if interval is None else Sketches(self.source.parameters)
-        self._halves = Halves(self.source) if halves else None
+        self._sums = StepSums(
+            self.source, self._numbers, sketches=interval is not None, halves=halves
+        )
         self._health = Health(loss)
-        self._lengths: dict[str, int] = {}  # of the parts of what `measure` gives
         self._listening = False
         self._listen()
 
@@ -119,7 +116,7 @@ class GradientMeter:
 
     @property
     def due(self) -> bool:
-        """Whether the present step is measured: each `every`-th, the first one too."""
+        """Whether the present step is measured: every n-th, the first one too."""
         return self.step % self.every == 0
 
     def read(self, samples: int | Sequence[float]) -> GradientNoise | None:
@@ -157,7 +154,6 @@ class GradientMeter:
         self.step = number
         self._listen()
 
-    @torch.no_grad()
     def measure(self, sizes: Sequence[float] | None) -> Tensor:
         """Everything that the noise of this step rests on, summed over ranks; nothing waits.
 
@@ -166,31 +162,15 @@ class GradientMeter:
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it.
         """
-        squares, n = self._of_micro_batches(sizes)
-        parts = self._parts(squares, n, failed=sizes is None)
-        means = n.new_zeros(0)
-        if self._sketches is not None:
-            means = self._means(n, failed=sizes is None)
-            parts["weighted_sum"] = n @ means
-            parts["spread"] = n @ means.square().sum(1)
-        self._lengths = {name: part.numel() for name, part in parts.items()}
-        packed = pack(parts)
-        self.source.all_reduce(packed)
-        if self._sketches is None:
-            return packed
-        x = self._left_out(packed, means, n)
-        sums = torch.stack([x.sum(), x.square().sum()])
-        self.source.all_reduce(sums)
-        self._lengths["left_out"] = 2
-        return torch.cat([packed, sums])
+        return self._sums.measure(sizes, are_means=self.loss == "mean", scaler=self.scaler)
 
     def of_grad(self) -> Tensor:
         """|.grad|^2 alone, for a step that is not measured, as one element."""
-        return self._of_grad().sum().reshape(1)
+        return self._sums.of_grad().sum().reshape(1)
 
     def totals(self, values: Sequence[float]) -> Totals:
         """What `measure` gave, once the host has read it; raises where a rank took no part."""
-        totals = Totals(unpack(values, self._lengths))
+        totals = Totals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
         speak, scaled = self.source.rank == 0, self.scaler is not None
         self._health.examine(totals, speak=speak, may_overflow=scaled)
@@ -206,7 +186,7 @@ class GradientMeter:
             GradientError: as `read`.
         """
         replicated = self.source.replicas == self.source.ranks
-        c = totals.reduction(self._norms.eps, replicated) if totals.finite else 1.0
+        c = totals.reduction(self._sums.norms.eps, replicated) if totals.finite else 1.0
         if self.loss == "weighted" and c != 1:
             _require_equal([rank.samples for rank in totals.of_ranks])
         layers = [
@@ -223,89 +203,14 @@ class GradientMeter:
             noise, interval=self._interval(noise, totals), halves=self._cosine(totals, c)
         )
 
-    # what is measured
-
     def _listen(self) -> None:
         """Puts the meter's subscribers on where the step is due, and takes them off where not."""
         if self.due == self._listening:
             return
         self._listening = self.due
         turn = self.source.subscribe if self.due else self.source.unsubscribe
-        subscribers: list[Subscriber | None] = [self._norms, self._probe]
-        for subscriber in [*subscribers, self._sketches, self._halves]:
-            if subscriber is not None:
-                turn(subscriber)
-
-    def _of_micro_batches(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank takes no part."""
-        device = self.source.parameters[0].device
-        kind = wide(device)
-        if sizes is None:
-            none = torch.zeros(1, self._norms.count, dtype=kind, device=device)
-            return none, torch.ones(1, dtype=kind, device=device)
-        squares = [s.to(device, kind, non_blocking=True) for s in self._norms.squares]
-        n = torch.tensor(sizes, dtype=kind, device="cpu").to(device, non_blocking=True)
-        return torch.stack(squares), n
-
-    def _parts(self, squares: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
-        """What is summed over ranks."""
-        source = self.source
-        of_grad = self._of_grad().to(n.device)
-        of_each = squares.sum(1)
-        one = torch.ones((), device=n.device)
-        scale = one if self.scaler is None else self.scaler.scale(one)
-        parts = {
-            "over_sizes": (squares / n[:, None]).sum(0),
-            "squares": squares.sum(0),
-            "of_sum": of_grad / source.replicas,
-            "inverse_sizes": (1 / n).sum(),
-            "slope": _slope(n, of_each),
-            "scale": scale / source.ranks,
-            "seen": self._probe.seen,
-            "in_grad": self._probe.of_grad() / source.replicas,
-            "lengths": self._probe.lengths,
-            "of_ranks": self._slots(n, of_each, of_grad.sum(), failed=failed),
-        }
-        if self._halves is not None:
-            parts["halves"] = self._halves.dots() / source.replicas
-        return parts
-
-    def _of_grad(self) -> Tensor:
-        grads = ((p, self.source.local(p)) for p in self.source.parameters)
-        return self._norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
-
-    def _slots(self, n: Tensor, of_each: Tensor, of_grad: Tensor, *, failed: bool) -> Tensor:
-        """A place for every rank (`OfRank`), of which this one fills its own."""
-        k = len(of_each)
-        order = torch.arange(1, k + 1, device=n.device)
-        place_of_bad = torch.where(of_each.isfinite(), 0, k + 1 - order).amax()
-        mine = [
-            torch.full_like(n[0], 0 if failed else k),
-            n.sum() * (not failed),
-            torch.full_like(n[0], failed),
-            of_each.sum(),
-            (order * of_each).sum(),
-            torch.where(place_of_bad > 0, k + 1 - place_of_bad, 0).to(n.dtype),
-            of_grad,
-        ]
-        slots = n.new_zeros(self.source.ranks, FIELDS)
-        slots[self.source.rank] = torch.stack(mine)
-        return slots
-
-    def _means(self, n: Tensor, *, failed: bool) -> Tensor:
-        """Sketches of the mean gradients g_d, up to one factor for the whole step."""
-        assert self._sketches is not None
-        if failed:
-            return self._sketches.none().to(n)
-        stacked = self._sketches.stacked().to(n)
-        return stacked if self.loss == "mean" else stacked / n[:, None]
-
-    def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
-        sums = dict(
-            zip(self._lengths, torch.split(packed, list(self._lengths.values())), strict=True)
-        )
-        count, samples = sums["of_ranks"].view(-1, FIELDS)[:, :2].sum(0)
-        return left_out(means, n, sums["weighted_sum"], sums["spread"][0], count, samples)
+        for subscriber in self._sums.subscribers:
+            turn(subscriber)
 
     # what comes of it
 
@@ -313,7 +218,7 @@ class GradientMeter:
         self, totals: Totals, unit: float, c: float, over: float, squares: float, of_sum: float
     ) -> GradientNoise:
         """Noise of the whole gradient or one layer; c is how the ranks were joined."""
-        k, samples, eps = totals.micro_batches, totals.samples, self._norms.eps
+        k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
             return from_weighted_losses(unit * c**2 * over, unit * of_sum, k, samples, eps)
         return from_mean_losses(
@@ -329,7 +234,7 @@ class GradientMeter:
         return jackknife(x, totals.left_out, totals.micro_batches, self.interval)
 
     def _cosine(self, totals: Totals, c: float) -> float | None:
-        if self._halves is None:
+        if self._sums.halves is None:
             return None
         of_signed, dot = totals.halves
         return Halves.cosine(math.fsum(totals.of_sum) / c**2, of_signed, dot / c)
@@ -349,22 +254,29 @@ class GradientMeter:
     def _sizes(self, samples: int | Sequence[float]) -> Sequence[float]:
         k = self.source.micro_batches
         if isinstance(samples, int | Integral):
-            if self._norms.uneven or samples % k:
-                why = "; some did not reach every parameter" if self._norms.uneven else ""
+            uneven = self._sums.norms.uneven
+            if uneven or samples % k:
+                why = "; some did not reach every parameter" if uneven else ""
                 raise GradientError(
                     f"samples={samples} is not {k} equal micro-batches{why}; give the list of "
                     "sizes, and mark a micro-batch of several backwards "
                     "`with meter.micro_batch():`"
                 )
             samples = [int(samples) // k] * k
-        if len(samples) != k:
+        try:
+            sizes = [float(n) for n in samples]
+        except (TypeError, ValueError):
+            sizes = [math.nan]
+        if not all(0 < n < math.inf for n in sizes):
             raise GradientError(
-                f"{k} backwards were seen but {len(samples)} sizes stated; where one micro-batch "
+                f"micro-batch sizes must be positive numbers, or their whole sum; got {samples!r}"
+            )
+        if len(sizes) != k:
+            raise GradientError(
+                f"{k} backwards were seen but {len(sizes)} sizes stated; where one micro-batch "
                 "is several backwards, mark it with `with meter.micro_batch():`"
             )
-        if not all(0 < n < math.inf for n in samples):
-            raise GradientError(f"micro-batch sizes must be positive, got {list(samples)}")
-        return samples
+        return sizes
 
 
 def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
@@ -379,15 +291,6 @@ def _plain(name: str) -> str:
     """The module of a parameter, without what torch.compile and checkpointing put before."""
     parts = name.split(".")[:-1]
     return ".".join(p for p in parts if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
-
-
-def _slope(n: Tensor, squares: Tensor) -> Tensor:
-    """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
-    tiny = torch.finfo(squares.dtype).tiny
-    counts = (squares > tiny).to(n.dtype)
-    mean = (counts @ n.log()) / counts.sum().clamp_min(1)
-    deviation = (n.log() - mean) * counts
-    return torch.stack([deviation @ squares.clamp_min(tiny).log(), deviation @ deviation])
 
 
 def _require_equal(samples: list[float]) -> None:

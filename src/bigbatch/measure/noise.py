@@ -142,7 +142,7 @@ def from_weighted_losses(
     """
     k, total = _require_two(micro_batches), _whole(samples)
     spread = total**2 * over_sizes
-    noise = _positive(spread, total * squared_norm_of_sum, k * eps) / (k - 1)
+    noise = _positive(spread, total * squared_norm_of_sum, math.sqrt(k) * eps) / (k - 1)
     return GradientNoise(squared_norm_of_sum - noise / total, noise, total, k)
 
 
@@ -175,7 +175,7 @@ def from_mean_losses(
     """
     k = _require_two(micro_batches)
     mean = squared_norm_of_sum / k**2
-    noise = _positive(squared_norms, k * mean, k * eps) / ((1 - 1 / k) * inverse_sizes)
+    noise = _positive(squared_norms, k * mean, math.sqrt(k) * eps) / ((1 - 1 / k) * inverse_sizes)
     return GradientNoise(mean - noise * inverse_sizes / k**2, noise, _whole(samples), k)
 
 

@@ -1,6 +1,8 @@
 """Squared norms: of a gradient, of each micro-batch, of each layer."""
 
+import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ _HELD = 1 << 17  # elements of small gradients that are held, and stay in cache
 class MicroBatchNorms:
     """Subscriber of a source: |h_d|^2 of each micro-batch, layer by layer where asked for.
 
-    Large gradients are read while they are hot; small ones are gathered and read together.
+    Large gradients are read while they are hot. Small ones are gathered and read together, on a
+    CPU alone: only there all hooks run in one thread and one stream.
 
     Args:
         layers: the number of each parameter's layer, from 0; none where all are one.
@@ -52,10 +55,10 @@ class MicroBatchNorms:
             )
         size = gradient.numel()
         self._types.add(gradient.dtype)
-        if size > _SMALL or gradient.dtype not in _FULL:
+        if size > _SMALL or gradient.dtype not in _FULL or not gradient.is_cpu:
             self._present[parameter] = squared_norm(gradient)
             return
-        self._small[parameter] = gradient
+        self._small[parameter] = gradient  # itself: torch writes into a detached one's memory
         self._held += size
         if self._held > _HELD:
             self._read_small()
@@ -86,7 +89,7 @@ class MicroBatchNorms:
         if not self._layers:
             return values.sum().reshape(1)
         places = torch.tensor([self._layers[p] for p in squares], device="cpu")
-        places = places.to(values.device, non_blocking=True)
+        places = moved(places, values.device)
         return values.new_zeros(self.count).index_add_(0, places, values)
 
     def _read_small(self) -> None:
@@ -99,24 +102,44 @@ class MicroBatchNorms:
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
-    """|gradient|^2 as a 0-dim tensor; a contiguous gradient is not copied.
+    """|gradient|^2 as a 0-dim tensor; a dense gradient is not copied.
 
     A dot product, because `vector_norm` on a CPU sums 10 M float32 with an error of 4e-4 (dot:
-    6e-6; docs/LOG.md). Half types are summed in float32.
+    1e-5; docs/LOG.md). Half types are summed in float32.
     """
-    flat = gradient.reshape(-1)
+    flat = flattened(gradient, gradient.stride())
     if flat.dtype in _FULL:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()
 
 
+def flattened(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """One-dimensional, in the order of these strides; no copy where the tensor is dense in it."""
+    if all(s >= t for s, t in itertools.pairwise(strides)):
+        return tensor.reshape(-1)
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    return tensor.permute(order).reshape(-1)
+
+
 def stacked(scalars: Sequence[Tensor]) -> Tensor:
     """0-dim tensors as one of the widest float type, on the device of the first."""
     device = scalars[0].device
     if any(s.device != device or s.dtype != scalars[0].dtype for s in scalars):
-        scalars = [s.to(device, wide(device), non_blocking=True) for s in scalars]
+        scalars = [moved(s, device, wide(device)) for s in scalars]
     return torch.stack(list(scalars)).to(wide(device))
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """On another device; waits only where the host is to read it, which has to."""
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """So that sums are not computed in half types where a user's autocast is on."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def wide(device: torch.device) -> torch.dtype:

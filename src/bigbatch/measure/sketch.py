@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bigbatch.measure.norms import wide
+from bigbatch.measure.norms import flattened, moved, wide, without_autocast
 from bigbatch.measure.source import GradientSource
 
 _SIZE = 1021  # prime, so that the rows of a weight matrix do not line up with the fold's
@@ -38,18 +38,19 @@ class Sketches:
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Folds the gradient into the present sketch."""
-        flat = gradient.reshape(-1)
+        flat = flattened(gradient, parameter.stride())
         if flat.dtype not in (torch.float32, torch.float64):
             flat = flat.float()
         rows, rest = divmod(flat.numel(), _SIZE)
         signs = self._signs_of(parameter, flat)
         sketch = self._sketches[-1]
         if rows:
-            folded = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
-            sketch.add_(folded.to(sketch.device, non_blocking=True))
+            with without_autocast(flat.device):
+                folded = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
+            sketch.add_(moved(folded, sketch.device))
         if rest:
             last = flat[rows * _SIZE :] * signs[rows]
-            sketch[:rest].add_(last.to(sketch.device, non_blocking=True))
+            sketch[:rest].add_(moved(last, sketch.device))
 
     def end(self) -> None:
         """The micro-batch is complete."""
@@ -64,11 +65,12 @@ class Sketches:
         return torch.zeros(1, _SIZE, dtype=torch.float32, device=device)
 
     def _signs_of(self, parameter: Tensor, flat: Tensor) -> Tensor:
-        if parameter not in self._signs:
+        signs = self._signs.get(parameter)
+        if signs is None or signs.device != flat.device or signs.dtype != flat.dtype:
             seed = next(i for i, p in enumerate(self._parameters) if p is parameter)
-            signs = random_signs((flat.numel() // _SIZE + 1,), seed)
-            self._signs[parameter] = signs.to(flat.device, flat.dtype)
-        return self._signs[parameter]
+            signs = random_signs((flat.numel() // _SIZE + 1,), seed).to(flat.device, flat.dtype)
+            self._signs[parameter] = signs
+        return signs
 
 
 class Probe:
@@ -83,8 +85,8 @@ class Probe:
     def __init__(self, source: GradientSource) -> None:
         self._source = source
         self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
-        self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of a rank: see `_held_of`
-        self._device = source.parameters[0].device
+        self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_held_of`
+        self._elements = torch.zeros(0, dtype=torch.int8)  # until `_choose`
         self.begin()
 
     def begin(self) -> None:
@@ -94,19 +96,23 @@ class Probe:
         self.lengths = self._elements.new_zeros(())  # summed over micro-batches
 
     def _choose(self) -> None:
-        """Sixteen of those that are trained now, spread over the model."""
+        """Sixteen of those that are trained now, from the first to the last."""
         trained = [p for p in self._source.parameters if p.requires_grad and p.numel()]
-        chosen = trained[:: max(1, len(trained) // _PROBED)][:_PROBED]
-        if [id(p) for p in chosen] == [id(p) for p in self._places]:
+        gaps = max(1, min(_PROBED, len(trained)) - 1)
+        numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
+        chosen = [trained[number] for number in sorted(numbers)]
+        device = self._source.parameters[0].device
+        same = [id(p) for p in chosen] == [id(p) for p in self._places]
+        if same and device == self._elements.device and self._elements.dtype == wide(device):
             return
         self._held.clear()
         self._places = {
             p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, p.numel()))
             for number, p in enumerate(chosen)
         }
-        kind = wide(self._device)
-        self._elements = torch.zeros(_ELEMENTS * len(chosen), dtype=kind, device=self._device)
-        self._signs = random_signs((_PROBES, _ELEMENTS * len(chosen)), 0).to(self._elements)
+        size = _ELEMENTS * len(chosen)
+        self._elements = torch.zeros(size, dtype=wide(device), device=device)
+        self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
@@ -116,12 +122,11 @@ class Probe:
         """Keeps the first elements of the gradient, if it is a probed one."""
         place = self._places.get(parameter)
         if place is not None:
-            elements = gradient.reshape(-1)[:_ELEMENTS]
-            self._elements[place].copy_(elements, non_blocking=True)
+            self._put(place, _head(gradient, parameter)[:_ELEMENTS])
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        present = torch.mv(self._signs, self._elements)
+        present = self._projections()
         self.seen += present
         self.lengths += present.norm()
 
@@ -134,21 +139,36 @@ class Probe:
                 if parameter not in self._held:
                     self._held[parameter] = self._held_of(parameter)
                 there, here = self._held[parameter]
-                elements = grad.reshape(-1)[there].to(self._elements, non_blocking=True)
-                self._elements[place].index_copy_(0, here, elements)
-        return torch.mv(self._signs, self._elements)
+                self._put(place.start + here, _head(grad, parameter)[there])
+        return self._projections()
+
+    def _put(self, place: slice | Tensor, elements: Tensor) -> None:
+        self._elements[place] = moved(elements, self._elements.device, self._elements.dtype)
+
+    def _projections(self) -> Tensor:
+        with without_autocast(self._elements.device):
+            return torch.mv(self._signs, self._elements)
 
     def _held_of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the probed elements this rank's piece holds: where there, and their numbers.
+        """Which of the probed elements this rank's piece holds; waits, but once.
 
-        Waits for the device, but once.
+        Returns:
+            Where they are in the head of the piece, and their numbers, from 0.
         """
         numbers = torch.zeros(parameter.numel(), dtype=torch.int64, device=parameter.device)
         count = min(_ELEMENTS, parameter.numel())
         numbers[:count] = torch.arange(1, count + 1, device=parameter.device)
-        held = self._source.piece(parameter, numbers.view(parameter.shape)).reshape(-1)
+        held = _head(self._source.piece(parameter, numbers.view(parameter.shape)), parameter)
         there = held.nonzero().squeeze(1)
-        return there, (held[there] - 1).to(self._device)
+        return there, moved(held[there] - 1, self._elements.device)
+
+
+def _head(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of a gradient, or of a piece of it, that hold the first elements, flattened."""
+    if not parameter.ndim:
+        return tensor.reshape(-1)
+    rows = -(-_ELEMENTS * len(parameter) // parameter.numel())
+    return tensor[:rows].reshape(-1)
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:

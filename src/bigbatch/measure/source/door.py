@@ -53,10 +53,10 @@ class GradientSource(Protocol):
     """How many ranks hold the same piece of every `.grad`."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Watch more parameters."""
+        """Watch more parameters; between steps."""
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Tell `subscriber` of every step from the next one on."""
+        """Tell `subscriber` of every step from now on; between steps."""
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Stop telling `subscriber`; with nobody left to tell, no hook stays on."""

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import SettingError
 from bigbatch.measure.source.engine import EngineSource
-from bigbatch.measure.source.plain import hook_of
+from bigbatch.measure.source.plain import hook_of, remove
+from bigbatch.measure.source.shards import local_grad
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the name there, the sharded parameter
 
@@ -42,20 +43,18 @@ class FSDP2Source(EngineSource):
         )
         self._units = units
         self._unsharded: dict[Tensor, weakref.ref[Tensor]] = {}  # where the leaf hooks are
-        self._forward_handles: list[RemovableHandle] = []
+        self._forward_handles: dict[nn.Module, RemovableHandle] = {}
+        weakref.finalize(self, remove, self._forward_handles)
         super().__init__(parameters, [mesh.get_group(dim) for dim in range(mesh.ndim)])
 
     def _unhook(self) -> None:
         super()._unhook()
         self._unsharded.clear()
-        for handle in self._forward_handles:
-            handle.remove()
-        self._forward_handles.clear()
+        remove(self._forward_handles)
 
     def local(self, parameter: Tensor) -> Tensor | None:
         """This rank's piece of `parameter.grad`."""
-        grad = parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        return local_grad(parameter)
 
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient; nothing is sent."""
@@ -73,7 +72,7 @@ class FSDP2Source(EngineSource):
                     watching._hook_unit(unit)
 
             for unit in self._units:
-                self._forward_handles.append(unit.register_forward_pre_hook(gathered))
+                self._forward_handles[unit] = unit.register_forward_pre_hook(gathered)
 
     def _hook_unit(self, unit: nn.Module) -> None:
         """Puts a hook on each parameter of the unit that has none yet, and is whole."""
@@ -121,6 +120,11 @@ def _require_one_mesh(parameters: list[Tensor]) -> DTensor:
             raise SettingError(
                 f"parameters are sharded over two meshes, {first.device_mesh} and "
                 f"{parameter.device_mesh} (experts?); in this release they share one"
+            )
+        if first.device.type == "cpu" != first.device_mesh.device_type:
+            raise SettingError(
+                "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
+                f"{first.device_mesh.device_type}; that cannot be measured in this release"
             )
         *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
         if shard or not all(copies) or len(copies) > 1:

@@ -2,8 +2,9 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.measure.norms import stacked
 from bigbatch.measure.source.door import Subscriber
 
 _Stamp = tuple[int, int] | None  # which tensor .grad is, and how often it was written to
@@ -45,7 +47,7 @@ class PlainSource:
         self._callback: weakref.ref[Callable[[], None]] | None = None  # alive while a backward runs
         self._stamps: list[_Stamp] = []
         self._before: list[_Stamp] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove, self._handles)
         self._closed = False
         self.add(parameters)
 
@@ -63,7 +65,7 @@ class PlainSource:
         self._hook()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Tells `subscriber` of every step from the next one on."""
+        """Tells `subscriber` of every step from now on; between steps."""
         self._subscribers.append(subscriber)
         self._hook()
 
@@ -233,6 +235,7 @@ class PlainSource:
             self.parameters, self._before, self._stamps, strict=True
         ):
             if self._subscribers and before != after and parameter not in seen:
+                self.restart()
                 raise GradientError(
                     "a parameter received a gradient that was not seen: it was unfrozen, or its "
                     "hooks were removed, after the step began; do that between steps"
@@ -288,7 +291,7 @@ class PlainSource:
     def _is_clean(self) -> bool:
         """Whether every `.grad` is None, or zero, which alone costs a look."""
         left = [grad for grad in self._grads() if grad.numel()]
-        return not left or all(norm == 0 for norm in torch._foreach_norm(left, torch.inf))
+        return not left or not bool(stacked(torch._foreach_norm(left, torch.inf)).any())
 
     def _require_known_ranks(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -308,7 +311,7 @@ class PlainSource:
         return trained[-1:] if self.explicit and not self._closed else []
 
     def _unhook(self) -> None:
-        _remove(self._handles)
+        remove(self._handles)
 
     def _hook(self) -> None:
         """Puts a hook on every parameter that requires a gradient and has none yet."""
@@ -333,7 +336,8 @@ def hook_of(
     return hook
 
 
-def _remove(handles: dict[Tensor, RemovableHandle]) -> None:
+def remove(handles: MutableMapping[Any, RemovableHandle]) -> None:
+    """Takes hooks off."""
     for handle in handles.values():
         handle.remove()
     handles.clear()

@@ -26,8 +26,7 @@ class ShardSource(PlainSource):
 
     def local(self, parameter: Tensor) -> Tensor | None:
         """This rank's piece of `parameter.grad`."""
-        grad = parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        return local_grad(parameter)
 
     def _require_known_ranks(self) -> None:
         """The engine knows them; nothing is sent from here."""
@@ -41,6 +40,7 @@ class ShardSource(PlainSource):
         piece, self._arriving = self.local(parameter), parameter
         assert piece is not None
         self._gradient(parameter, piece)
+        self._arriving = None
 
     def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
         before = self._sums.get(parameter)
@@ -65,6 +65,12 @@ class ShardSource(PlainSource):
                 hook = _hook_of(weakref.ref(self))
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[parameter] = handle
+
+
+def local_grad(parameter: Tensor) -> Tensor | None:
+    """This rank's piece of `.grad`, whether that is a DTensor or plain."""
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _hook_of(source: "weakref.ref[ShardSource]") -> Callable[[Tensor], None]:
