@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
+from bigbatch.measure.devices import moved, wide
 
 _FULL = (torch.float32, torch.float64)  # types whose squares are summed as they are
 _SMALL = 1 << 14  # elements; up to here a call costs more than its read
@@ -128,20 +128,3 @@ def stacked(scalars: Sequence[Tensor]) -> Tensor:
     if any(s.device != device or s.dtype != scalars[0].dtype for s in scalars):
         scalars = [moved(s, device, wide(device)) for s in scalars]
     return torch.stack(list(scalars)).to(wide(device))
-
-
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """On another device; waits only where the host is to read it, which has to."""
-    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """So that sums are not computed in half types where a user's autocast is on."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """The widest float type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64

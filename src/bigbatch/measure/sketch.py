@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from bigbatch.measure.norms import flattened, moved, wide, without_autocast
+from bigbatch.measure.devices import moved, wide, without_autocast
+from bigbatch.measure.norms import flattened
 from bigbatch.measure.source import GradientSource
 
 _SIZE = 1021  # prime, so that the rows of a weight matrix do not line up with the fold's

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from bigbatch.measure.devices import moved, wide, without_autocast
 from bigbatch.measure.halves import Halves
 from bigbatch.measure.interval import left_out
-from bigbatch.measure.norms import MicroBatchNorms, moved, squared_norm, wide, without_autocast
+from bigbatch.measure.norms import MicroBatchNorms, squared_norm
 from bigbatch.measure.sketch import Probe, Sketches
 from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.totals import FIELDS, pack

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.measure.norms import moved, wide
+from bigbatch.measure.devices import moved, wide
 
 _TOLERANCE = 1e-2  # of .grad against what was seen, where ranks may reduce in half types
 _ALONE = 1e-4  # the same in one process

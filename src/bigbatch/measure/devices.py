@@ -1,0 +1,23 @@
+"""Where sums are computed, and in which type."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """On another device; waits only where the host is to read it, which has to."""
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """So that sums are not computed in half types where a user's autocast is on."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The widest float type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
