@@ -9,29 +9,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from alone import RAGGED, accumulate, data
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import SettingError
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-RAGGED = [3, 9, 1, 6]
-
-
-def data(sizes=RAGGED):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(n, 4, generator=generator, dtype=torch.float64),
-            torch.randint(3, (n,), generator=generator),
-        )
-        for n in sizes
-    ]
-
-
-def accumulate(model, batches, loss="weighted"):
-    total = sum(len(y) for _, y in batches)
-    for x, y in batches:
-        (cross_entropy(model(x), y) * (len(y) / total if loss == "weighted" else 1)).backward()
 
 
 def measured(model, *, loss="weighted", **options):

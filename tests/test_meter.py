@@ -15,68 +15,13 @@ from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from alone import RAGGED, accumulate, data, expected_of, network, right_or_refused, same, shares
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError, SettingError
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-UNEQUAL = [3, 9, 1, 6]
 EQUAL = [4, 4, 4, 4]
-
-
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-
-
-def data(sizes=EQUAL, dtype=torch.float64):
-    draw = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(n, 4, generator=draw, dtype=torch.float64).to(dtype),
-            torch.randint(3, (n,), generator=draw),
-        )
-        for n in sizes
-    ]
-
-
-def shares(batches, loss):
-    """What each mean loss is multiplied by before its backward."""
-    total = sum(len(y) for _, y in batches)
-    return [len(y) / total if loss == "weighted" else 1.0 for _, y in batches]
-
-
-def accumulate(model, batches, loss="weighted"):
-    for (x, y), share in zip(batches, shares(batches, loss), strict=True):
-        (cross_entropy(model(x), y) * share).backward()
-
-
-def expected_of(model, batches, loss="weighted", loss_of=None):
-    """The oracle's answer from `autograd.grad` on a copy, one mean gradient per micro-batch."""
-    model = copy.deepcopy(model)
-    watched = [p for p in model.parameters() if p.requires_grad]
-    gradients = []
-    for x, y in batches:
-        value = cross_entropy(model(x), y) if loss_of is None else loss_of(model, x, y)
-        parts = torch.autograd.grad(value, watched, materialize_grads=True)
-        gradients.append(torch.cat([part.flatten().double() for part in parts]))
-    sizes = [len(y) for _, y in batches]
-    return getattr(oracle, loss)(torch.stack(gradients), sizes)
-
-
-def same(expected, actual, rel=1e-9):
-    """float64 sums in another order agree to 1e-12; no estimate here is a difference near 0."""
-    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
-    return pytest.approx(tuple(expected), rel=rel) == seen
-
-
-def right_or_refused(expected, measure):
-    """What must never happen is a plausible wrong number."""
-    try:
-        actual = measure()
-    except GradientError:
-        return True
-    return same(expected, actual)
 
 
 def feed(parameter, gradient):
@@ -88,7 +33,7 @@ def feed(parameter, gradient):
 
 
 @pytest.mark.parametrize("loss", ["weighted", "mean"])
-@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL, [5, 2]])
+@pytest.mark.parametrize("sizes", [EQUAL, RAGGED, [5, 2]])
 def test_a_step_gives_the_oracles_numbers(loss, sizes):
     model, batches = network(), data(sizes)
     with GradientMeter(model, loss=loss) as meter:
@@ -127,7 +72,7 @@ def test_every_step_is_measured_by_itself():
     model = network()
     meter = GradientMeter(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for sizes in (EQUAL, UNEQUAL, [5, 2]):
+    for sizes in (EQUAL, RAGGED, [5, 2]):
         expected = expected_of(model, data(sizes))
         accumulate(model, data(sizes))
         assert same(expected, meter.read(sizes))
@@ -140,15 +85,15 @@ def test_steps_that_nobody_reads_do_not_add_up():
     meter = GradientMeter(model)
     for _ in range(3):
         model.zero_grad()
-        accumulate(model, data(UNEQUAL))
-    assert same(expected_of(model, data(UNEQUAL)), meter.read(UNEQUAL))
+        accumulate(model, data(RAGGED))
+    assert same(expected_of(model, data(RAGGED)), meter.read(RAGGED))
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_measuring_leaves_the_gradient_bit_for_bit(inside):
     measured, plain = network(torch.float32), network(torch.float32)
     meter = GradientMeter(measured)
-    for x, y in data(dtype=torch.float32):
+    for x, y in data(EQUAL, dtype=torch.float32):
         cross_entropy(plain(x), y).backward()
         if inside:
             with meter.micro_batch():
@@ -165,7 +110,7 @@ def test_a_factor_on_the_loss_is_squared_in_signal_and_noise_and_leaves_similari
     for c in (1.0, factor):
         model = network()
         with GradientMeter(model) as meter:
-            for x, y in data():
+            for x, y in data(EQUAL):
                 (c * cross_entropy(model(x), y) / 4).backward()
             steps.append(meter.read(16))
     one, scaled = steps
@@ -177,10 +122,10 @@ def test_a_factor_on_the_loss_is_squared_in_signal_and_noise_and_leaves_similari
 # float32: sums of 50 squares; bfloat16: `.grad` is rounded to 1 part in 256 at every addition
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_narrow_parameters_are_measured_as_their_gradients_are(dtype, rel):
-    model, batches = network(dtype), data(UNEQUAL, dtype)
+    model, batches = network(dtype), data(RAGGED, dtype)
     with GradientMeter(model) as meter:
         accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(UNEQUAL), rel)
+        assert same(expected_of(model, batches), meter.read(RAGGED), rel)
 
 
 @pytest.mark.parametrize("value", [1024.0, 2.0**-13])  # squares beyond 65504 and below 2^-24
@@ -222,10 +167,10 @@ def test_tied_weights_count_once():
             return self.second(torch.tanh(self.first(x)))
 
     torch.manual_seed(0)
-    model, batches = Tied().double(), data(UNEQUAL)
+    model, batches = Tied().double(), data(RAGGED)
     with GradientMeter(model) as meter:
         accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(UNEQUAL))
+        assert same(expected_of(model, batches), meter.read(RAGGED))
 
 
 def test_a_parameter_that_some_micro_batches_do_not_reach_has_a_zero_gradient_there():
@@ -238,14 +183,14 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_has_a_zero_gradient_th
             return self.experts[0](x) + self.experts[len(x) % 2 + 1](x)
 
     torch.manual_seed(0)
-    model, batches = Experts().double(), data(UNEQUAL)
+    model, batches = Experts().double(), data(RAGGED)
     with GradientMeter(model) as meter:
         accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(UNEQUAL))
+        assert same(expected_of(model, batches), meter.read(RAGGED))
 
 
 def test_frozen_parameters_are_left_out():
-    model, batches = network(), data()
+    model, batches = network(), data(EQUAL)
     model[0].requires_grad_(False)
     with GradientMeter(model) as meter:
         accumulate(model, batches)
@@ -257,16 +202,16 @@ def test_a_parameter_that_is_unfrozen_between_steps_is_measured_or_refused(layer
     model = network()
     model[layer].bias.requires_grad_(False)
     meter = GradientMeter(model)
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     meter.read(16)
     model.zero_grad()
     model[layer].bias.requires_grad_(True)
 
     def measure():
-        accumulate(model, data())
+        accumulate(model, data(EQUAL))
         return meter.read(16)
 
-    assert right_or_refused(expected_of(model, data()), measure)
+    assert right_or_refused(expected_of(model, data(EQUAL)), measure)
 
 
 def test_a_parameter_that_is_unfrozen_is_measured_inside_micro_batch():
@@ -274,8 +219,8 @@ def test_a_parameter_that_is_unfrozen_is_measured_inside_micro_batch():
     model[0].requires_grad_(False)
     meter = GradientMeter(model)
     model[0].requires_grad_(True)
-    expected = expected_of(model, data())
-    for x, y in data():
+    expected = expected_of(model, data(EQUAL))
+    for x, y in data(EQUAL):
         with meter.micro_batch():
             (cross_entropy(model(x), y) / 4).backward()
     assert same(expected, meter.read(16))
@@ -301,29 +246,29 @@ def two_losses(model, x, y):
 
 
 def test_two_losses_are_one_micro_batch_inside_micro_batch():
-    model, batches = network(), data(UNEQUAL)
+    model, batches = network(), data(RAGGED)
     expected = expected_of(model, batches, loss_of=lambda m, x, y: sum(two_losses(m, x, y)))
     meter = GradientMeter(model)
     for (x, y), share in zip(batches, shares(batches, "weighted"), strict=True):
         with meter.micro_batch():
             for loss in two_losses(model, x, y):
                 (loss * share).backward()
-    assert same(expected, meter.read(UNEQUAL))
+    assert same(expected, meter.read(RAGGED))
 
 
 def test_marked_and_unmarked_micro_batches_make_one_step():
-    model, batches = network(), data(UNEQUAL)
+    model, batches = network(), data(RAGGED)
     meter = GradientMeter(model)
     for d, ((x, y), share) in enumerate(zip(batches, shares(batches, "weighted"), strict=True)):
         with meter.micro_batch() if d % 2 else contextlib.nullcontext():
             (cross_entropy(model(x), y) * share).backward()
-    assert same(expected_of(model, batches), meter.read(UNEQUAL))
+    assert same(expected_of(model, batches), meter.read(RAGGED))
 
 
 def test_two_losses_without_micro_batch_are_refused():
     model = network()
     meter = GradientMeter(model)
-    for x, y in data():
+    for x, y in data(EQUAL):
         for loss in two_losses(model, x, y):
             loss.backward()
     with pytest.raises(GradientError, match=r"8 backwards.*4 sizes.*micro_batch"):
@@ -347,18 +292,18 @@ class Checkpointed(nn.Module):
 def test_checkpointing_that_is_not_reentrant_counts_once():
     model = Checkpointed(reentrant=False)
     with GradientMeter(model) as meter:
-        accumulate(model, data(UNEQUAL))
-        actual = meter.read(UNEQUAL)
-    assert same(expected_of(Checkpointed(None), data(UNEQUAL)), actual)
+        accumulate(model, data(RAGGED))
+        actual = meter.read(RAGGED)
+    assert same(expected_of(Checkpointed(None), data(RAGGED)), actual)
 
 
 def test_reentrant_checkpointing_counts_once_inside_micro_batch():
-    model, batches = Checkpointed(reentrant=True), data(UNEQUAL)
+    model, batches = Checkpointed(reentrant=True), data(RAGGED)
     meter = GradientMeter(model)
     for (x, y), share in zip(batches, shares(batches, "weighted"), strict=True):
         with meter.micro_batch():
             (cross_entropy(model(x), y) * share).backward()
-    assert same(expected_of(Checkpointed(None), batches), meter.read(UNEQUAL))
+    assert same(expected_of(Checkpointed(None), batches), meter.read(RAGGED))
 
 
 @pytest.mark.parametrize("samples", [EQUAL, 16])
@@ -377,7 +322,7 @@ def with_gradient_penalty(model, x, y):
 
 
 def test_a_gradient_penalty_inside_micro_batch_counts_what_reaches_the_gradient():
-    model, batches = network(), data()
+    model, batches = network(), data(EQUAL)
     expected = expected_of(model, batches, loss_of=with_gradient_penalty)
     meter = GradientMeter(model)
 
@@ -391,7 +336,7 @@ def test_a_gradient_penalty_inside_micro_batch_counts_what_reaches_the_gradient(
 
 
 def test_a_micro_batch_inside_a_micro_batch_is_refused_or_one():
-    model, batches = network(), data()
+    model, batches = network(), data(EQUAL)
     meter = GradientMeter(model)
 
     def measure():
@@ -404,7 +349,7 @@ def test_a_micro_batch_inside_a_micro_batch_is_refused_or_one():
 
 
 def test_gradients_of_the_inputs_are_no_micro_batch():
-    model, batches = network(), data()
+    model, batches = network(), data(EQUAL)
     meter = GradientMeter(model)
     for x, y in batches:
         x = x.clone().requires_grad_()
@@ -414,12 +359,12 @@ def test_gradients_of_the_inputs_are_no_micro_batch():
 
 
 def test_zeroing_halfway_begins_the_step_anew():
-    model, batches = network(), data(UNEQUAL)
+    model, batches = network(), data(RAGGED)
     meter = GradientMeter(model)
     accumulate(model, data([7, 7]))
     model.zero_grad()
     accumulate(model, batches)
-    assert same(expected_of(model, batches), meter.read(UNEQUAL))
+    assert same(expected_of(model, batches), meter.read(RAGGED))
 
 
 def broken_loss_after_a_backward(loss):
@@ -428,7 +373,7 @@ def broken_loss_after_a_backward(loss):
 
 
 def test_a_micro_batch_that_raised_is_forgotten():
-    model, batches = network(), data()
+    model, batches = network(), data(EQUAL)
     meter = GradientMeter(model)
     x, y = batches[0]
     with pytest.raises(KeyError), meter.micro_batch():
@@ -444,11 +389,11 @@ def test_a_micro_batch_that_raised_is_forgotten():
 def gradients_left_from_before(model, meter):
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e-30)
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
 
 
 def clipping_before_read(model, meter):
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # far from active
     meter.read(16)
 
@@ -460,36 +405,36 @@ def clipping_between_two_micro_batches(model, meter):
 
 
 def zero_grad_before_read(model, meter):
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     model.zero_grad()
     meter.read(16)
 
 
 def zero_filling_before_read(model, meter):
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     model.zero_grad(set_to_none=False)
     meter.read(16)
 
 
 def zero_filling_halfway(model, meter):
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     model.zero_grad(set_to_none=False)
-    accumulate(model, data()[:3])
+    accumulate(model, data(EQUAL)[:3])
     meter.read([4, 4, 4, 4])
 
 
 def too_few_sizes(model, meter):
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     meter.read([4, 4, 4])
 
 
 def samples_that_do_not_divide(model, meter):
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     meter.read(18)
 
 
 def autograd_grad_over_the_parameters(model, meter):
-    x, y = data()[0]
+    x, y = data(EQUAL)[0]
     torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
 
 
@@ -503,9 +448,9 @@ def no_micro_batch(model, meter):
 
 
 def a_backward_of_ones_own(model, meter):
-    x, y = data()[0]
+    x, y = data(EQUAL)[0]
     cross_entropy(model(x.clone().requires_grad_()), y).backward()  # adversarial inputs, say
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     meter.read(EQUAL)
 
 
@@ -534,8 +479,8 @@ def test_a_mistake_is_refused_and_does_not_spoil_the_next_step(mistake, words):
     with pytest.raises(GradientError, match=words):
         mistake(model, meter)
     model.zero_grad()
-    accumulate(model, data(UNEQUAL))
-    assert same(expected_of(model, data(UNEQUAL)), meter.read(UNEQUAL))
+    accumulate(model, data(RAGGED))
+    assert same(expected_of(model, data(RAGGED)), meter.read(RAGGED))
 
 
 def test_a_backward_that_failed_is_forgotten_once_the_gradients_are_zeroed():
@@ -551,17 +496,17 @@ def test_a_backward_that_failed_is_forgotten_once_the_gradients_are_zeroed():
     model = network()
     meter = GradientMeter(model)
     with pytest.raises(MemoryError):
-        model[2](Fails.apply(model[0](data()[0][0]))).sum().backward()
+        model[2](Fails.apply(model[0](data(EQUAL)[0][0]))).sum().backward()
     model.zero_grad()
-    accumulate(model, data())
-    assert same(expected_of(model, data()), meter.read(16))
+    accumulate(model, data(EQUAL))
+    assert same(expected_of(model, data(EQUAL)), meter.read(16))
 
 
 @pytest.mark.parametrize("samples", [EQUAL, 16])
 def test_reading_twice_is_refused(samples):
     model = network()
     meter = GradientMeter(model)
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     meter.read(samples)
     with pytest.raises(GradientError):
         meter.read(samples)
@@ -593,12 +538,12 @@ def test_more_than_one_rank_is_refused():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(GradientError, match="2 ranks"):
-            accumulate(model, data())
+            accumulate(model, data(EQUAL))
     finally:
         dist.destroy_process_group()
     model.zero_grad()
-    accumulate(model, data())
-    assert same(expected_of(model, data()), meter.read(16))
+    accumulate(model, data(EQUAL))
+    assert same(expected_of(model, data(EQUAL)), meter.read(16))
 
 
 # hooks
@@ -609,16 +554,16 @@ def hooks_on(model):
 
 
 def test_two_meters_on_one_model_do_not_disturb_each_other():
-    model, batches = network(), data(UNEQUAL)
+    model, batches = network(), data(RAGGED)
     first, second = GradientMeter(model), GradientMeter(model)
     accumulate(model, batches)
     expected = expected_of(model, batches)
-    assert same(expected, first.read(UNEQUAL))
-    assert same(expected, second.read(UNEQUAL))
+    assert same(expected, first.read(RAGGED))
+    assert same(expected, second.read(RAGGED))
     model.zero_grad()
     first.close()
     accumulate(model, batches)
-    assert same(expected, second.read(UNEQUAL))
+    assert same(expected, second.read(RAGGED))
 
 
 def test_close_takes_the_hooks_off():
@@ -626,8 +571,8 @@ def test_close_takes_the_hooks_off():
     with GradientMeter(model) as meter:
         assert hooks_on(model) == 4
     assert hooks_on(model) == 0
-    accumulate(model, data())
-    accumulate(model, data())  # on a dirty gradient: a meter that still watched would refuse
+    accumulate(model, data(EQUAL))
+    accumulate(model, data(EQUAL))  # on a dirty gradient: a meter that still watched would refuse
     meter.close()  # a second time does no harm
     with pytest.raises(GradientError):
         meter.read(16)
@@ -636,7 +581,7 @@ def test_close_takes_the_hooks_off():
 def test_a_meter_that_nobody_holds_leaves_no_hooks():
     model = network()
     meter = GradientMeter(model)
-    accumulate(model, data())
+    accumulate(model, data(EQUAL))
     meter.read(16)
     model.zero_grad()
     with meter.micro_batch():
@@ -656,9 +601,9 @@ def test_a_watched_model_can_be_copied_and_saved_without_a_warning():
         torch.save(plain, io.BytesIO())  # torch warns of hooks on tensors that are no Parameter
         clone = copy.deepcopy(model)
     other.close()
-    accumulate(clone, data())  # not watched
-    accumulate(model, data())
-    assert same(expected_of(model, data()), meter.read(16))
+    accumulate(clone, data(EQUAL))  # not watched
+    accumulate(model, data(EQUAL))
+    assert same(expected_of(model, data(EQUAL)), meter.read(16))
 
 
 def test_a_model_whose_only_trained_parameter_is_empty_has_no_number():
@@ -670,7 +615,7 @@ def test_a_model_whose_only_trained_parameter_is_empty_has_no_number():
 
 
 def test_a_step_that_was_refused_for_a_gradient_unseen_is_forgotten():
-    model, batches = network(), data()
+    model, batches = network(), data(EQUAL)
     late = next(model.parameters()).requires_grad_(False)
     with GradientMeter(model) as meter:
         cross_entropy(model(batches[0][0]), batches[0][1]).backward()

@@ -1,7 +1,6 @@
 """Where a meter works: compiled, autocast, checkpointed, tied, frozen, growing, mixed models."""
 
 import contextlib
-import copy
 import math
 import shutil
 
@@ -12,78 +11,30 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from alone import (
+    RAGGED,
+    accumulate,
+    data,
+    expected_of,
+    mean_loss,
+    network,
+    right_or_refused,
+    rows_of,
+    same,
+)
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import BigbatchError, GradientError
 from bigbatch.measure.norms import flattened, squared_norm
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-RAGGED = [3, 9, 1, 6]
 ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
-
-
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-
-
-def data(sizes=RAGGED, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(n, 4, generator=generator, dtype=torch.float64).to(dtype),
-            torch.randint(3, (n,), generator=generator),
-        )
-        for n in sizes
-    ]
-
-
-def mean_loss(model, x, y):
-    return cross_entropy(model(x).double(), y)
-
-
-def accumulate(model, batches, loss="weighted", mark=contextlib.nullcontext):
-    total = sum(len(y) for _, y in batches)
-    for x, y in batches:
-        with mark():
-            value = mean_loss(model, x, y)
-            (value * (len(y) / total if loss == "weighted" else 1.0)).backward()
-
-
-def rows_of(model, batches):
-    """Mean gradients, one flat row a micro-batch, from `autograd.grad` on a copy."""
-    model = copy.deepcopy(model)
-    watched = [p for p in model.parameters() if p.requires_grad]
-    rows = []
-    for x, y in batches:
-        parts = torch.autograd.grad(mean_loss(model, x, y), watched, materialize_grads=True)
-        rows.append(torch.cat([part.flatten().double() for part in parts]))
-    return torch.stack(rows)
-
-
-def expected_of(model, batches, loss="weighted"):
-    return getattr(oracle, loss)(rows_of(model, batches), [len(y) for _, y in batches])
 
 
 def cosine_of(model, batches):
     """Of the sums of the even and the odd micro-batches."""
     rows = rows_of(model, batches) * torch.tensor([[len(y)] for _, y in batches])
     return float(torch.cosine_similarity(rows[::2].sum(0), rows[1::2].sum(0), dim=0))
-
-
-def same(expected, actual, rel=1e-9):
-    """float64 sums in another order agree to 1e-12; no estimate here is a difference near 0."""
-    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
-    return pytest.approx(tuple(expected), rel=rel) == seen
-
-
-def right_or_refused(expected, measure):
-    """What must never happen is a plausible wrong number."""
-    try:
-        actual = measure()
-    except BigbatchError:
-        return True
-    return same(expected, actual)
 
 
 def all_right(model, actual, batches, rel=1e-9):

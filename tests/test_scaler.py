@@ -1,6 +1,7 @@
 """Losses under a GradScaler: true units, before and after unscaling, by hand and in a loop."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -9,27 +10,20 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 
+import alone
+from alone import RAGGED
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-RAGGED = [3, 9, 1, 6]
 ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
 REL = 1e-4  # GradScaler wants float32 parameters: sums of 50 squares
 
 
-def network(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-
-
-def data(sizes=RAGGED):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator))
-        for n in sizes
-    ]
+network = functools.partial(alone.network, torch.float32)
+data = functools.partial(alone.data, dtype=torch.float32)
+same = functools.partial(alone.same, rel=REL)
 
 
 def scaler_of(scale=1024.0):
@@ -49,11 +43,6 @@ def expected_of(model, loss="weighted", sizes=RAGGED):
         parts = torch.autograd.grad(cross_entropy(model(x.double()), y), list(model.parameters()))
         rows.append(torch.cat([part.flatten() for part in parts]))
     return getattr(oracle, loss)(torch.stack(rows), sizes)
-
-
-def same(expected, actual):
-    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
-    return pytest.approx(tuple(expected), rel=REL) == seen
 
 
 def sgd(model):

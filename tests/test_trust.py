@@ -1,7 +1,6 @@
 """Never a plausible wrong number: what users do to gradients is measured right, or refused."""
 
 import contextlib
-import copy
 import math
 
 import pytest
@@ -9,69 +8,28 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import alone
+from alone import RAGGED, data, mean_loss, network, right_or_refused, rows_of, same
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
-from bigbatch.errors import BigbatchError, GradientError
+from bigbatch.errors import GradientError
 from bigbatch.optim import VRSGD
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-RAGGED = [3, 9, 1, 6]
 ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
-
-
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-
-
-def data(sizes=RAGGED):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(n, 4, generator=generator, dtype=torch.float64),
-            torch.randint(3, (n,), generator=generator),
-        )
-        for n in sizes
-    ]
 
 
 def share_of(y, loss="weighted"):
     return len(y) / sum(RAGGED) if loss == "weighted" else 1.0
 
 
+def expected_of(model, loss="weighted", loss_of=mean_loss):
+    return alone.expected_of(model, data(), loss, loss_of)
+
+
 def accumulate(model, batches=None, loss="weighted"):
     for x, y in data() if batches is None else batches:
         (cross_entropy(model(x), y) * share_of(y, loss)).backward()
-
-
-def rows_of(model, batches, loss_of=None):
-    """Mean gradients, one flat row a micro-batch, from `autograd.grad` on a copy."""
-    model = copy.deepcopy(model)
-    rows = []
-    for x, y in batches:
-        value = cross_entropy(model(x), y) if loss_of is None else loss_of(model, x, y)
-        parts = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True)
-        rows.append(torch.cat([part.flatten().double() for part in parts]))
-    return torch.stack(rows)
-
-
-def expected_of(model, loss="weighted", loss_of=None):
-    return getattr(oracle, loss)(rows_of(model, data(), loss_of), RAGGED)
-
-
-def same(expected, actual, rel=1e-9):
-    """float64 sums in another order agree to 1e-12; no estimate here is a difference near 0."""
-    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
-    return pytest.approx(tuple(expected), rel=rel) == seen
-
-
-def right_or_refused(expected, measure):
-    """What must never happen is a plausible wrong number."""
-    try:
-        actual = measure()
-    except BigbatchError:
-        return True
-    return same(expected, actual)
 
 
 # the formula (docs: `loss="mean"` with unequal sizes is not the weighted one)
