@@ -426,7 +426,7 @@ def test_a_step_of_the_optimizer_before_read_changes_no_number():
     "sizes",
     [
         *([], [19], [3, 9, 1], [3, 9, 1, 6, 1], [3, 9, 0, 6], [3, 9, -1, 6], [3, 9, math.nan, 6]),
-        *(19.0, torch.tensor(19), "four", None, [3, 9, None, 6]),
+        *(19.0, torch.tensor(19), "four", "3916", None, [3, 9, None, 6], [3, 9, 1, 10**400]),
     ],
     ids=str,
 )

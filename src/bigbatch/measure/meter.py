@@ -264,8 +264,8 @@ class GradientMeter:
                 )
             samples = [int(samples) // k] * k
         try:
-            sizes = [float(n) for n in samples]
-        except (TypeError, ValueError):
+            sizes = [math.nan] if isinstance(samples, str) else [float(n) for n in samples]
+        except (TypeError, ValueError, OverflowError):
             sizes = [math.nan]
         if not all(0 < n < math.inf for n in sizes):
             raise GradientError(

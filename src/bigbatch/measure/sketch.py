@@ -94,7 +94,7 @@ class Probe:
         """A step starts."""
         self._choose()
         self.seen = self._elements.new_zeros(_PROBES)
-        self.lengths = self._elements.new_zeros(())  # summed over micro-batches
+        self.squares = self._elements.new_zeros(())  # of each micro-batch's projections
 
     def _choose(self) -> None:
         """Sixteen of those that are trained now, from the first to the last."""
@@ -129,7 +129,7 @@ class Probe:
         """The micro-batch is complete."""
         present = self._projections()
         self.seen += present
-        self.lengths += present.norm()
+        self.squares += present.square().sum()
 
     def of_grad(self) -> Tensor:
         """The projections of this rank's pieces of `.grad`, (8,)."""
@@ -156,12 +156,12 @@ class Probe:
         Returns:
             Where they are in the head of the piece, and their numbers, from 0.
         """
-        numbers = torch.zeros(parameter.numel(), dtype=torch.int64, device=parameter.device)
+        numbers = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
         count = min(_ELEMENTS, parameter.numel())
         numbers[:count] = torch.arange(1, count + 1, device=parameter.device)
         held = _head(self._source.piece(parameter, numbers.view(parameter.shape)), parameter)
         there = held.nonzero().squeeze(1)
-        return there, moved(held[there] - 1, self._elements.device)
+        return there, moved(held[there] - 1, self._elements.device, torch.int64)
 
 
 def _head(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ class StepSums:
             self.lengths["left_out"] = 2
             return torch.cat([packed, sums])
 
+    @torch.no_grad()
     def of_grad(self) -> Tensor:
         """|.grad|^2 of this rank's pieces, by layer (L,)."""
         grads = ((p, self._source.local(p)) for p in self._source.parameters)
@@ -108,7 +109,7 @@ class StepSums:
             "slope": _slope(n, of_each),
             "seen": self._probe.seen,
             "in_grad": self._probe.of_grad() / source.replicas,
-            "lengths": self._probe.lengths,
+            "probed": self._probe.squares,
             "of_ranks": self._slots(n, of_each, of_grad.sum(), failed=failed),
         }
         if self.halves is not None:

@@ -121,7 +121,7 @@ def _require_one_mesh(parameters: list[Tensor]) -> DTensor:
                 f"parameters are sharded over two meshes, {first.device_mesh} and "
                 f"{parameter.device_mesh} (experts?); in this release they share one"
             )
-        if first.device.type == "cpu" != first.device_mesh.device_type:
+        if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
             raise SettingError(
                 "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
                 f"{first.device_mesh.device_type}; that cannot be measured in this release"

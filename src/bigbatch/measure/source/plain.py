@@ -270,7 +270,8 @@ class PlainSource:
             self._whole.items(), self._before, self._stamp(), strict=True
         ):
             if p.grad is not None and was != now:
-                self._emit(p, p.grad if before is None else p.grad - before)
+                grad = p.grad.detach()
+                self._emit(p, grad if before is None else grad - before)
         self._whole = None
 
     # what is known of .grad

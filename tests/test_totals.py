@@ -1,0 +1,87 @@
+"""What stands in `.grad` against what was seen: found for any number of ranks, or refused."""
+
+import itertools
+
+import pytest
+import torch
+
+from bigbatch.errors import GradientError
+from bigbatch.measure.totals import Totals
+
+PROBES, ELEMENTS = 8, 4096
+CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (256, 8)]
+EPS = {torch.float32: 1.2e-7, torch.bfloat16: 2**-7}
+
+
+def totals_of(gradients, grad):
+    """Of gradients (ranks, k, elements) and what stands in `.grad`."""
+    _, k, _ = gradients.shape
+    draw = torch.Generator().manual_seed(1)
+    signs = torch.randint(2, (PROBES, ELEMENTS), generator=draw).double() * 2 - 1
+    projected = gradients.double() @ signs.t()
+    squares = gradients.double().square().sum((1, 2))
+    slots = [[k, k, 0, float(q), float(q), 0, float(grad.double().square().sum())] for q in squares]
+    return Totals(
+        {
+            **{name: [1.0] for name in ("over_sizes", "squares", "of_sum", "inverse_sizes")},
+            "slope": [0.0, 0.0],
+            "scale": [1.0],
+            "seen": projected.sum((0, 1)).tolist(),
+            "in_grad": (signs @ grad.double()).tolist(),
+            "probed": [float(projected.square().sum())],
+            "of_ranks": list(itertools.chain.from_iterable(slots)),
+        }
+    )
+
+
+def step(ranks, k, mean, dtype):
+    """Gradients, and what accumulating and reducing them rank by rank in this type leaves."""
+    draw = torch.Generator().manual_seed(ranks + k)
+    gradients = (torch.randn(ranks, k, ELEMENTS, generator=draw) + mean).to(dtype)
+    local = torch.zeros(ranks, ELEMENTS, dtype=dtype)
+    for number in range(k):
+        local += gradients[:, number]
+    total = torch.zeros(ELEMENTS, dtype=dtype)
+    for of_rank in local:
+        total += of_rank / ranks
+    return gradients, total
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("mean", [0.0, 0.05, 1.0], ids=["noise", "both", "signal"])
+@pytest.mark.parametrize(("ranks", "k"), CASES)
+def test_a_mean_and_a_sum_are_told_apart_and_a_clipped_one_is_refused(ranks, k, mean, dtype):
+    gradients, grad = step(ranks, k, mean, dtype)
+    assert 1 / ranks == totals_of(gradients, grad).reduction(EPS[dtype], True)
+    assert 1 == totals_of(gradients, grad * ranks).reduction(EPS[dtype], True)
+    for factor in (0.5, 0.8):
+        with pytest.raises(GradientError, match="not the sum"):
+            totals_of(gradients, grad * factor).reduction(EPS[dtype], True)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0], ids=["noise", "signal"])
+@pytest.mark.parametrize(("ranks", "k"), CASES)
+def test_float32_gradients_may_be_reduced_in_bfloat16(ranks, k, mean):
+    gradients, _ = step(ranks, k, mean, torch.float32)
+    total = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    for of_rank in gradients.sum(1).bfloat16():
+        total += of_rank / ranks
+    if ranks > 1:
+        assert 1 / ranks == totals_of(gradients, total).reduction(EPS[torch.float32], True)
+
+
+@pytest.mark.parametrize(("ranks", "k"), CASES)
+def test_a_float32_gradient_clipped_a_little_is_refused_on_any_number_of_ranks(ranks, k):
+    gradients, grad = step(ranks, k, 0.02, torch.float32)
+    least = 0.999 if ranks == 1 else 1 - 0.012 * (1 + ranks**0.5)
+    with pytest.raises(GradientError, match="not the sum"):
+        totals_of(gradients, grad * least).reduction(EPS[torch.float32], True)
+
+
+def test_gradients_that_cancel_are_no_edit():
+    gradients = torch.randn(4, 1, ELEMENTS, generator=torch.Generator().manual_seed(3))
+    gradients = torch.cat([gradients, -gradients])
+    rounded = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    for of_rank in gradients.sum(1).bfloat16():
+        rounded += of_rank / 8
+    assert totals_of(gradients, rounded).reduction(EPS[torch.float32], True) in (1 / 8, 1)
