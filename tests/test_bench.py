@@ -37,7 +37,7 @@ def test_a_shape_is_timed_with_each_measurement():
     def small() -> nn.Module:
         return nn.Sequential(nn.Linear(1280, 8), nn.ReLU(), nn.Linear(8, 1280))
 
-    costs = list(measure.shape_costs(measure.Shape("small", small, 4, 1), rounds=2))
+    costs = list(measure.shape_costs(measure.Shape("small", small, 4, 1), 2, "cpu"))
     kinds = [cost.what.split(": ")[1] for cost in costs]
     assert ["nothing", "similarity", "similarity and interval", "second moment"] == kinds
     for cost in costs:

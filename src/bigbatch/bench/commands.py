@@ -33,10 +33,13 @@ _WIDE = 200  # columns of a file
 
 
 @app.command("measure")
-def measure_(rounds: Rounds = 7) -> None:
+def measure_(
+    rounds: Rounds = 7,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
+) -> None:
     """What similarity, interval and second moment cost per step, by network and micro-batch."""
     title = f"a step with / without; median of {rounds} interleaved rounds"
-    _show(title, COLUMNS, measure.costs(rounds), total=4 * len(measure.SHAPES))
+    _show(title, COLUMNS, measure.costs(rounds, device), total=4 * len(measure.SHAPES))
     _show("beside time", measure.BESIDE, measure.beside(), total=len(measure.KINDS))
 
 

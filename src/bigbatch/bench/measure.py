@@ -48,20 +48,22 @@ SHAPES = [
 ]
 
 
-def costs(rounds: int) -> Iterator[Cost]:
+def costs(rounds: int, device: str) -> Iterator[Cost]:
     """Every shape: a step of k = 8 micro-batches with the measurement, over the same without."""
     for shape in SHAPES:
-        yield from shape_costs(shape, rounds)
+        yield from shape_costs(shape, rounds, device)
 
 
-def shape_costs(shape: Shape, rounds: int) -> Iterator[Cost]:
+def shape_costs(shape: Shape, rounds: int, device: str) -> Iterator[Cost]:
     """Nothing (one plain step over the other), similarity, interval, second moment.
 
     All on one network, between two steps without any of them, whose mean is the baseline.
     """
     torch.manual_seed(0)
     model = shape.build()
-    batches = [random_batch(model, shape.samples, shape.length) for _ in range(_K)]
+    drawn = [random_batch(model, shape.samples, shape.length) for _ in range(_K)]
+    batches = [(x.to(device), y.to(device)) for x, y in drawn]
+    model.to(device)
 
     def plain() -> None:
         _accumulate(model, batches)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
+
 COLUMNS = ("what", "ratio", "least and most", "floor", "ratio / floor")
 
 
@@ -42,7 +44,14 @@ def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one run."""
+    """Of one run, to the end of what it leaves to a GPU."""
+    _wait()
     start = time.perf_counter()
     run()
+    _wait()
     return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
