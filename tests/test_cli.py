@@ -179,7 +179,10 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
 def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [*COMMAND, "train", "--target", "0.5", "--out", str(run)], stderr=subprocess.PIPE, text=True
+        [*COMMAND, "train", "--target", "0.5", "--out", str(run)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
     )
     while process.poll() is None and not (run / "metrics.jsonl").exists():
         pass
