@@ -12,6 +12,8 @@ import alone
 from alone import RAGGED, data, mean_loss, network, right_or_refused, rows_of, same
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
+from bigbatch.measure.gsnr import GradientMoments
+from bigbatch.measure.source import PlainSource
 from bigbatch.optim import VRSGD
 from oracles import noise as oracle
 
@@ -370,6 +372,22 @@ def test_a_backward_that_creates_a_graph_is_right_or_refused():
         return meter.read(RAGGED)
 
     assert right_or_refused(expected_of(model), measure)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("mark", [False, True])
+def test_what_subscribers_see_is_part_of_no_graph(mark):
+    model, seen = network(), GradientMoments()
+    source = PlainSource(model.parameters())
+    seen.gradient = lambda parameter, gradient: graphs.append(gradient.requires_grad)
+    source.subscribe(seen)
+    graphs = []
+    with GradientMeter(model) as meter:
+        for x, y in data():
+            with source.micro_batch(whole=True) if mark else contextlib.nullcontext():
+                (mean_loss(model, x, y) * share_of(y)).backward(create_graph=True)
+        assert [False] * 16 == graphs
+        assert not meter.of_grad().requires_grad
 
 
 def test_gradients_towards_the_parameters_in_each_micro_batch_are_refused_unless_marked():
