@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from typer import BadParameter
 
 from bigbatch import GradientMeter
-from bigbatch.bench import measure, models
+from bigbatch.bench import commands, measure, models
 from bigbatch.bench.sent import bytes_sent
 from bigbatch.bench.timing import COLUMNS, Cost, interleaved
 
@@ -88,3 +89,9 @@ def test_bytes_that_ranks_send_are_counted():
     assert 2 * 4000 + 8 * (3 + 21 + 2 * 7) == bytes_sent(metered_steps)
     with pytest.raises(RuntimeError, match="failed"):
         bytes_sent(failing_steps)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(BadParameter, match="torch sees no GPU here"):
+        commands.measure_(device="cuda")

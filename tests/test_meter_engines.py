@@ -431,15 +431,16 @@ def test_a_model_that_freezes_while_it_is_measured_is_right():
         assert all_right(model, meter.read(RAGGED), data())
 
 
+class Grows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra = network(), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.body(x) + self.extra(x)
+
+
 def test_parameters_that_are_added_between_steps_are_measured_from_then_on():
-    class Grows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.extra = network(), nn.Linear(4, 3).double()
-
-        def forward(self, x):
-            return self.body(x) + self.extra(x)
-
     model = Grows()
     with GradientMeter(model.body, interval=0.9, layers=True, halves=True) as meter:
         accumulate(model.body, data())
@@ -468,14 +469,6 @@ def test_parameters_that_are_added_within_a_step_are_refused():
 
 
 def test_a_parameter_group_that_an_optimizer_gets_on_the_way_is_measured_and_zeroed():
-    class Grows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.extra = network(), nn.Linear(4, 3).double()
-
-        def forward(self, x):
-            return self.body(x) + self.extra(x)
-
     both = Grows()
     batches = data([5] * 8)
     own = torch.optim.SGD(both.body.parameters(), lr=0.1)

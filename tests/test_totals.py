@@ -73,7 +73,8 @@ def test_float32_gradients_may_be_reduced_in_bfloat16(ranks, k, mean):
 @pytest.mark.parametrize(("ranks", "k"), CASES)
 def test_a_float32_gradient_clipped_a_little_is_refused_on_any_number_of_ranks(ranks, k):
     gradients, grad = step(ranks, k, 0.02, torch.float32)
-    least = 0.999 if ranks == 1 else 1 - 0.012 * (1 + ranks**0.5)
+    # three times the rounding that is allowed: |sum| and the root of the squares, each once or more
+    least = 0.999 if ranks == 1 else 1 - 3 * 2**-8 * (1 + ranks**0.5)
     with pytest.raises(GradientError, match="not the sum"):
         totals_of(gradients, grad * least).reduction(EPS[torch.float32], True)
 

@@ -12,7 +12,6 @@ import alone
 from alone import RAGGED, data, mean_loss, network, right_or_refused, rows_of, same
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
-from bigbatch.measure.gsnr import GradientMoments
 from bigbatch.measure.source import PlainSource
 from bigbatch.optim import VRSGD
 from oracles import noise as oracle
@@ -374,19 +373,36 @@ def test_a_backward_that_creates_a_graph_is_right_or_refused():
     assert right_or_refused(expected_of(model), measure)
 
 
+class Graphs:
+    """A subscriber that asks of each gradient whether it is part of a graph."""
+
+    def __init__(self):
+        self.seen = []
+
+    def begin(self):
+        self.seen.clear()
+
+    def micro_batch(self, weight):
+        pass
+
+    def gradient(self, parameter, gradient):
+        self.seen.append(gradient.requires_grad)
+
+    def end(self):
+        pass
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("mark", [False, True])
 def test_what_subscribers_see_is_part_of_no_graph(mark):
-    model, seen = network(), GradientMoments()
+    model, graphs = network(), Graphs()
     source = PlainSource(model.parameters())
-    seen.gradient = lambda parameter, gradient: graphs.append(gradient.requires_grad)
-    source.subscribe(seen)
-    graphs = []
+    source.subscribe(graphs)
     with GradientMeter(model) as meter:
         for x, y in data():
             with source.micro_batch(whole=True) if mark else contextlib.nullcontext():
                 (mean_loss(model, x, y) * share_of(y)).backward(create_graph=True)
-        assert [False] * 16 == graphs
+        assert [False] * 16 == graphs.seen
         assert not meter.of_grad().requires_grad
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -38,6 +39,8 @@ def measure_(
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
 ) -> None:
     """What similarity, interval and second moment cost per step, by network and micro-batch."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise typer.BadParameter(f"torch sees no GPU here, so --device {device} cannot be timed")
     title = f"a step with / without; median of {rounds} interleaved rounds"
     _show(title, COLUMNS, measure.costs(rounds, device), total=4 * len(measure.SHAPES))
     _show("beside time", measure.BESIDE, measure.beside(), total=len(measure.KINDS))

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+FULL = (torch.float32, torch.float64)  # types that squares may be summed in
+
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """On another device; waits only where the host is to read it, which has to."""

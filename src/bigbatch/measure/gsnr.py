@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
+from bigbatch.measure.devices import FULL
 
-_SUMS = (torch.float32, torch.float64)  # types that squares may be summed in
 _PIECE = 1 << 16  # elements, of 256 KB in float32
 _AGREE = 4  # weights whose standard deviation is below so many roundings agree exactly
 
@@ -106,7 +106,7 @@ class GradientMoments:
     def _until(self, parameter: Tensor, weight: float, like: Tensor) -> tuple[Tensor, Tensor]:
         """The moments over so much weight: micro-batches that were missed count as 0."""
         if parameter not in self._moments:
-            wide = like.dtype if like.dtype in _SUMS else torch.float32
+            wide = like.dtype if like.dtype in FULL else torch.float32
             mean = torch.zeros(like.shape, dtype=wide, device=like.device)
             self._moments[parameter] = mean, torch.zeros_like(mean)
         mean, m2 = self._moments[parameter]

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.measure.devices import moved, wide
+from bigbatch.measure.devices import FULL, moved, wide
 
-_FULL = (torch.float32, torch.float64)  # types whose squares are summed as they are
 _SMALL = 1 << 14  # elements; up to here a call costs more than its read
 _HELD = 1 << 17  # elements of small gradients that are held, and stay in cache
 
@@ -55,7 +54,7 @@ class MicroBatchNorms:
             )
         size = gradient.numel()
         self._types.add(gradient.dtype)
-        if size > _SMALL or gradient.dtype not in _FULL or not gradient.is_cpu:
+        if size > _SMALL or gradient.dtype not in FULL or not gradient.is_cpu:
             self._present[parameter] = squared_norm(gradient)
             return
         self._small[parameter] = gradient  # itself: torch writes into a detached one's memory
@@ -108,7 +107,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
     1e-5; docs/LOG.md). Half types are summed in float32.
     """
     flat = flattened(gradient, gradient.stride())
-    if flat.dtype in _FULL:
+    if flat.dtype in FULL:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()

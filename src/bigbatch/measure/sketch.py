@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bigbatch.measure.devices import moved, wide, without_autocast
+from bigbatch.measure.devices import FULL, moved, wide, without_autocast
 from bigbatch.measure.norms import flattened
 from bigbatch.measure.source import GradientSource
 
@@ -40,7 +40,7 @@ class Sketches:
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Folds the gradient into the present sketch."""
         flat = flattened(gradient, parameter.stride())
-        if flat.dtype not in (torch.float32, torch.float64):
+        if flat.dtype not in FULL:
             flat = flat.float()
         rows, rest = divmod(flat.numel(), _SIZE)
         signs = self._signs_of(parameter, flat)

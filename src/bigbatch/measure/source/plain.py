@@ -291,8 +291,7 @@ class PlainSource:
 
     def _is_clean(self) -> bool:
         """Whether every `.grad` is None, or zero, which alone costs a look."""
-        left = [grad for grad in self._grads() if grad.numel()]
-        return not left or not bool(stacked(torch._foreach_norm(left, torch.inf)).any())
+        return all_zero(self._grads())
 
     def _require_known_ranks(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -335,6 +334,12 @@ def hook_of(
 
     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save(model) stays silent
     return hook
+
+
+def all_zero(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing but zeros is in them; waits for the device once, if there is anything."""
+    left = [tensor for tensor in tensors if tensor.numel()]
+    return not left or not bool(stacked(torch._foreach_norm(left, torch.inf)).any())
 
 
 def remove(handles: MutableMapping[Any, RemovableHandle]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bigbatch.measure.source.plain import PlainSource
+from bigbatch.measure.source.plain import PlainSource, all_zero
 
 
 class ShardSource(PlainSource):
@@ -57,7 +57,7 @@ class ShardSource(PlainSource):
             for p in self.parameters
             if p is not self._arriving and (piece := self.local(p)) is not None
         ]
-        return not left or (not self.micro_batches and not any(bool(p.any()) for p in left))
+        return not left or (not self.micro_batches and all_zero(left))
 
     def _hook(self) -> None:
         for parameter in self.parameters if self._listens else ():
