@@ -373,6 +373,19 @@ def test_a_backward_that_creates_a_graph_is_right_or_refused():
     assert right_or_refused(expected_of(model), measure)
 
 
+def test_a_gradient_at_the_address_of_the_one_before_is_another_one():
+    p = nn.Parameter(torch.ones(5))
+    for _ in range(20):  # Python gives the freed one's place to the next of its kind
+        source = PlainSource([p])
+        source.subscribe(Graphs())
+        (p * 2).sum().backward()
+        p.grad = None
+        p.grad = torch.full((5,), 3.0)
+        with pytest.raises(GradientError, match="grad was changed"):
+            source.require_unchanged("the end")
+        p.grad = None
+
+
 class Graphs:
     """A subscriber that asks of each gradient whether it is part of a graph."""
 

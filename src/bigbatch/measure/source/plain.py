@@ -16,7 +16,9 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.norms import stacked
 from bigbatch.measure.source.door import Subscriber
 
-_Stamp = tuple[int, int] | None  # which tensor .grad is, and how often it was written to
+# Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
+# next tensor; its weak reference is one object while anybody holds it, here the last of the three.
+_Stamp = tuple[int, int, weakref.ref[Tensor]] | None
 
 
 class PlainSource:
@@ -281,7 +283,7 @@ class PlainSource:
         return [
             None
             if p.grad is None or (piece := self.local(p)) is None
-            else (id(p.grad), p.grad._version + piece._version)
+            else (id(ref := weakref.ref(p.grad)), p.grad._version + piece._version, ref)
             for p in self.parameters
         ]
 
