@@ -19,6 +19,20 @@ def network(dtype=torch.float64):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
 
 
+class Experts(nn.Module):
+    """Of three experts a micro-batch reaches the one of its size's parity; the third none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        return self.shared(x) + self.experts[len(x) % 2](x)
+
+
 def data(sizes=RAGGED, dtype=torch.float64):
     draw = torch.Generator().manual_seed(1)
     return [

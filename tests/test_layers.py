@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from alone import RAGGED, accumulate, data
+from alone import RAGGED, Experts, accumulate, data
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import SettingError
 from oracles import noise as oracle
@@ -185,21 +185,11 @@ def test_a_layer_that_no_micro_batch_reaches_is_there_without_noise():
 
 
 def test_a_layer_that_some_micro_batches_do_not_reach_counts_as_zero_there():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.shared = nn.Linear(4, 3)
-            self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
-            self.double()
-
-        def forward(self, x):
-            return self.shared(x) + self.experts[len(x) % 2](x)
-
     layers = {
         "shared": ["shared.weight", "shared.bias"],
         "experts.0": ["experts.0.weight", "experts.0.bias"],  # one micro-batch of four
         "experts.1": ["experts.1.weight", "experts.1.bias"],
+        "experts.2": ["experts.2.weight", "experts.2.bias"],  # none
     }
     assert same(expected_of(Experts(), layers), measured(Experts()))
 

@@ -173,22 +173,6 @@ def test_tied_weights_count_once():
         assert same(expected_of(model, batches), meter.read(RAGGED))
 
 
-def test_a_parameter_that_some_micro_batches_do_not_reach_has_a_zero_gradient_there():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
-
-        def forward(self, x):
-            return self.experts[0](x) + self.experts[len(x) % 2 + 1](x)
-
-    torch.manual_seed(0)
-    model, batches = Experts().double(), data(RAGGED)
-    with GradientMeter(model) as meter:
-        accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(RAGGED))
-
-
 def test_frozen_parameters_are_left_out():
     model, batches = network(), data(EQUAL)
     model[0].requires_grad_(False)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from alone import (
     RAGGED,
+    Experts,
     accumulate,
     data,
     expected_of,
@@ -219,18 +220,6 @@ def test_a_tied_weight_goes_with_everything():
     with GradientMeter(model, **ALL) as meter:
         accumulate(model, data())
         assert all_right(model, meter.read(RAGGED), data())
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.shared = nn.Linear(4, 3)
-        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
-        self.double()
-
-    def forward(self, x):
-        return self.shared(x) + self.experts[len(x) % 2](x)  # the third one never
 
 
 @pytest.mark.parametrize("mark", [False, True])

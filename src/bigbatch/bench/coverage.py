@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from bigbatch.bench.populations import Population, measured, populations
+from bigbatch.bench.populations import SIMILARITIES, Population, measured, populations
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
@@ -31,7 +31,6 @@ TRIALS = 200
 
 _LEVEL = 0.9
 _COUNTS = (3, 4, 8, 16, 64)  # k
-_SIMILARITIES = (0.1, 0.3, 0.7)  # about which N is chosen
 _WINDOW, _WINDOW_COUNT, _WINDOW_SIMILARITY = 16, 4, 0.3  # steps; k; phi
 _HALVING = 2 * _WINDOW  # steps in which a drifting signal halves
 
@@ -115,7 +114,7 @@ def of_steps(population: Population, seed: int, trials: int) -> Iterator[Coverag
     draw = torch.Generator().manual_seed(seed)
     for spread in ("equal", "ragged"):
         for count in _COUNTS:
-            wanted = [max(2 * count, population.samples_for(phi)) for phi in _SIMILARITIES]
+            wanted = [max(2 * count, population.samples_for(phi)) for phi in SIMILARITIES]
             cut = [
                 equal(samples, count) if spread == "equal" else ragged(samples, count, draw)
                 for samples in wanted

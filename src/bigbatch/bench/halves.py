@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from bigbatch.bench.populations import Population, measured, populations
+from bigbatch.bench.populations import SIMILARITIES, Population, measured, populations
 from bigbatch.measure.meter import GradientMeter
 
 COLUMNS = (
@@ -28,7 +28,6 @@ COLUMNS = (
 TRIALS = 600
 
 _COUNTS = (2, 4, 8, 16, 32, 64)  # k
-_SIMILARITIES = (0.1, 0.3, 0.7)  # about which N is chosen
 _OURS, _THEIRS = "#0072b2", "#d55e00"
 
 
@@ -75,7 +74,7 @@ def run(seed: int = 0, trials: int = TRIALS, data: Path | None = None) -> Iterat
 
 def compare(population: Population, trials: int) -> Iterator[Comparison]:
     """Equal micro-batches; left out where N has not one sample for each."""
-    for near in _SIMILARITIES:
+    for near in SIMILARITIES:
         for count in _COUNTS:
             size = math.floor(population.samples_for(near) / count + 0.5)
             if size < 1:

@@ -16,6 +16,8 @@ from torch.nn import functional
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
 
+SIMILARITIES = (0.1, 0.3, 0.7)  # of steps that are compared: N is chosen for them
+
 _DIMENSIONS, _EFFECTIVE = 20_000, 100  # elements; (tr Sigma)^2 / tr Sigma^2
 _SCALE = 1000  # B_simple of the populations that are made up
 _RECORDED = 10_000  # samples whose gradients are kept

@@ -115,7 +115,7 @@ class PlainSource:
         except BaseException:
             self.restart()
             raise
-        self._close()
+        self._close(self._stamp())
 
     def require_unchanged(self, since: str) -> None:
         """Raises GradientError where no step is measured, or `.grad` was written to since."""
@@ -228,10 +228,10 @@ class PlainSource:
         for subscriber in self._subscribers:
             subscriber.micro_batch(weight)
 
-    def _close(self) -> None:
+    def _close(self, stamps: list[_Stamp]) -> None:
         self._inside = self._by_itself = False
         self.micro_batches += 1
-        self._stamps = self._stamp()
+        self._stamps = stamps
         seen = self._handles if self._engine_writes else self._reached
         for parameter, before, after in zip(
             self.parameters, self._before, self._stamps, strict=True
@@ -249,13 +249,14 @@ class PlainSource:
         self.foreign_backward |= self._stamp() != self._stamps
 
     def _backward_ended(self) -> None:
-        if self._before == self._stamp() and not self._grad_may_wait:
+        now = self._stamp()
+        if self._before == now and not self._grad_may_wait:
             self.restart()
             raise GradientError(
                 "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
                 "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
             )
-        self._close()
+        self._close(now)
 
     # a micro-batch of several backwards: what it adds is a difference of .grad
 
