@@ -12,7 +12,7 @@ help:  ## this list
 
 setup: $(READY)  ## create .venv with every extra
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -11,9 +11,10 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors < measure < decide < act, optim < step < loop < connect, report < recipes < cli
+# errors, kernels < measure < decide < act, optim < step < loop < connect, report < recipes < cli
 LEVELS = {
     "errors": 0,
+    "kernels": 0,
     "measure": 1,
     "decide": 2,
     "act": 3,
@@ -26,7 +27,7 @@ LEVELS = {
     "bench": 7,
     "cli": 8,
 }
-LIBRARY = {"errors", "measure", "decide", "act", "optim", "step", "loop"}
+LIBRARY = {"errors", "kernels", "measure", "decide", "act", "optim", "step", "loop"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -113,4 +114,12 @@ def test_the_public_names_are_these():
         "Step",
         "StepRecord",
     ] == bigbatch.__all__
-    assert ["VRSGD", "VRAdam", "VarianceReduced"] == bigbatch.optim.__all__
+    assert [
+        "LAMB",
+        "LARS",
+        "VRLAMB",
+        "VRLARS",
+        "VRSGD",
+        "VRAdam",
+        "VarianceReduced",
+    ] == bigbatch.optim.__all__

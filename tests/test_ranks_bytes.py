@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import GradientMeter
 from bigbatch.bench import sent
-from bigbatch.measure.gsnr import GradientMoments
+from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source.shards import ShardSource
 from parallel import EQUAL, accumulate, network, sharded
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from bigbatch.measure.gsnr import GradientMoments
+from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source.shards import ShardSource
 from oracles import noise as oracle
 from parallel import batch, network, sharded
@@ -28,7 +28,8 @@ def moments(rank, ranks, hybrid):
             x, y = batch(rank, step, number, N)
             (cross_entropy(model(x), y) / K).backward()
         assert K == source.micro_batches
-        steps.append([tuple(t.clone() for t in seen.of(p)) for p in model.parameters()])
+        moments = [seen.of(p) for p in model.parameters()]
+        steps.append([(total / seen.weight, m2 / seen.weight) for total, m2 in moments])
         model.zero_grad()
         source.restart()
     places = [(p.device_mesh.get_coordinate(), p.placements) for p in model.parameters()]

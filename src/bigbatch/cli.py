@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 
 from bigbatch.bench.commands import app as bench
 from bigbatch.errors import BigbatchError, RunError, SettingError
-from bigbatch.recipes import RECIPES, recipe_named
+from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.recipes.recipe import OPTIMIZERS, POLICIES, Recipe
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
@@ -93,6 +93,8 @@ def train(
 
     One training of your own: [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]
 
+    Figures 1 and 3 of the VRGD paper: [bold]bigbatch train linear-regression[/]
+
     After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
     """
     view = LiveView(Console(), quiet=quiet)
@@ -116,9 +118,14 @@ def train(
         return
     if out is not None:
         _refuse_with("--out", _given(runs=runs))
+    folder = runs or Path("runs")
+    if recipe in EXPERIMENTS:
+        others = _given(epochs=epochs, data=data)
+        _refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
+        EXPERIMENTS[recipe].run(out or fresh_name(folder, recipe), seeds or 3, quiet)
+        return
     chosen = recipe_named(recipe or "digits")
     _check_data(chosen, data)
-    folder = runs or Path("runs")
     if not changes:
         place = out or fresh_name(folder, chosen.name)
         start_study(chosen, place, 3 if seeds is None else seeds, epochs)
@@ -168,6 +175,8 @@ def recipes() -> None:
     for recipe in RECIPES.values():
         view.say(f"{recipe.name}  {recipe.summary}")
         view.say(f"  arms: {', '.join(recipe.arms)}")
+    for experiment in EXPERIMENTS.values():
+        view.say(f"{experiment.name}  {experiment.summary}")
 
 
 app.add_typer(bench, name="bench")

@@ -16,8 +16,8 @@ from torch.nn import functional
 from bigbatch.bench.models import count, random_batch, resnet18, transformer, wide_layers
 from bigbatch.bench.sent import bytes_sent
 from bigbatch.bench.timing import Cost, interleaved
-from bigbatch.measure.gsnr import GradientMoments
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import PlainSource
 
 _K = 8

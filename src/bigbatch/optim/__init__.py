@@ -1,5 +1,8 @@
-"""Optimizers whose every step is scaled by how well its gradient is known."""
+"""Optimizers whose every step is scaled by how well its gradient is known, and their baselines."""
 
-from bigbatch.optim.variance_reduced import VRSGD, VarianceReduced, VRAdam
+from bigbatch.optim.lamb import LAMB
+from bigbatch.optim.lars import LARS
+from bigbatch.optim.named import VRLAMB, VRLARS, VRSGD, VRAdam
+from bigbatch.optim.variance_reduced import VarianceReduced
 
-__all__ = ["VRSGD", "VRAdam", "VarianceReduced"]
+__all__ = ["LAMB", "LARS", "VRLAMB", "VRLARS", "VRSGD", "VRAdam", "VarianceReduced"]

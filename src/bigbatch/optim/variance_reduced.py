@@ -2,22 +2,36 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any, TypedDict, overload
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch._compile import _disable_dynamo
+from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.measure.gsnr import GradientMoments, gsnr
-from bigbatch.measure.source import GradientSource, PlainSource
+from bigbatch.measure.moments import GradientMoments
+from bigbatch.measure.source import GradientSource
+from bigbatch.optim.average import Averages
+from bigbatch.optim.diagnostics import Factors
+from bigbatch.optim.fold import How, Layer, fold
+from bigbatch.optim.passes import require_kernels
+from bigbatch.optim.ranks import join_of, local, source_of
+from bigbatch.optim.rules import FACTORS, ratio
 
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-_AVERAGE = "gsnr_average"
-_STEPS = "gsnr_steps"
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
+
+
+class Options(TypedDict, total=False):
+    """What every variance-reduced optimizer takes beside its base's own; see `VarianceReduced`."""
+
+    gamma: float
+    r_max: float
+    beta3: float | None
+    factor: str
+    watch: bool
+    compiled: bool
 
 
 class VarianceReduced(Optimizer):
@@ -31,24 +45,36 @@ class VarianceReduced(Optimizer):
     every backward is one micro-batch of the same size and its losses share one factor. In
     `AdaptiveBatch` the sizes are known and may differ. After `step()`, `.grad` holds r g.
 
-    `param_groups`, `state` and `defaults` are the base optimizer's own; gamma, r_max and beta3
-    stand in the groups and may differ between them.
+    `param_groups`, `state` and `defaults` are the base optimizer's own. gamma, r_max, beta3 and
+    vr stand in the groups and may differ between them; `vr=False` leaves a group's gradients
+    as they are (embeddings, whose rows are seen by some micro-batches only: docs/optimizers.md).
+
+    Under fully_shard (FSDP2) the moments are those of the reduced shards: nothing is sent for
+    them, the layer means are those of the whole layers, and k is the accumulation alone.
 
     Args:
         base: the optimizer to be scaled, over dense real parameters.
-        gamma: lower clip of r, in (0, 1]. 1 turns the scaling off where r_max is 1 too.
+        gamma: lower clip of r, in (0, 1]; 0 too where the factor is not "gsnr". 1 turns the
+            scaling off where r_max is 1 too.
         r_max: upper clip of r, at least 1. 1 as printed in the paper (equation 9), which makes
             every step at most the base optimizer's; 1 / gamma lets well-known weights go further.
         beta3: momentum of r, in [0, 1); None for none.
+        factor: "gsnr", the paper's. Not from the paper, without a layer mean that one outlier could
+            own, and never above 1: "shrinkage" (M-SVAG) and "positive-part"; see `rules`.
+        watch: whether `factors` tells what each step did, by layer.
+        fused: whether compiled kernels may do it; None: where they were built and fit (float32 on
+            the CPU), torch elsewhere; True: they have to be there.
+        compiled: whether `torch.compile` is given what the kernels do not do: for GPUs.
     Raises:
         SettingError: a value outside its range, or a base optimizer that is scaled already.
-        GradientError: at `step()`, fewer than two micro-batches since `zero_grad()`.
+        GradientError: at `step()`, fewer than two micro-batches since `zero_grad()`; at
+            `backward()`, more than one rank, and parameters that none of them shares.
     Source:
-        VRGD (Jiang et al. 2023, arXiv 2309.13681), algorithm 1; VR-Adam and VR-Momentum are
-        reconstructed from its text (docs/theory.md (7)).
+        VRGD (Jiang et al. 2023, arXiv 2309.13681), algorithm 1; what is reconstructed from its
+        text: docs/theory.md (7).
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = VarianceReduced(SGD([weight], lr=1.0), gamma=0.1)
+        >>> optimizer = VarianceReduced(torch.optim.SGD([weight], lr=1.0), gamma=0.1)
         >>> for gradient in ([1.0, 1.0], [1.0, 3.0]):
         ...     (weight * torch.tensor(gradient) / 2).sum().backward()
         >>> optimizer.step()
@@ -63,32 +89,46 @@ class VarianceReduced(Optimizer):
         gamma: float = 0.1,
         r_max: float = 1.0,
         beta3: float | None = None,
+        factor: str = "gsnr",
+        watch: bool = False,
+        fused: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         if isinstance(base, VarianceReduced):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         if isinstance(base, LBFGS):
             raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
+        if factor not in FACTORS:
+            raise SettingError(f"factor={factor!r} is unknown; choose one of: {', '.join(FACTORS)}")
+        require_kernels(fused)
         self.base = base
-        self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3}
-        self._averages: dict[Tensor, tuple[Tensor, int]] = {}  # parameter -> (p, t)
-        self._moments = GradientMoments()
+        self.watch = watch
+        self.factors: Factors | None = None  # of the last step, where watch is on
+        self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
+        self._factor = factor
+        self._engine = {"fused": fused is not False, "compiled": compiled}
+        self._averages = Averages()
+        self._scaled: set[Tensor] = set()  # parameters of the groups with vr
+        self._moments = GradientMoments(self._scaled, fused=fused is not False)
         self._warned = False
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
             self._adopt(group)
-        self._source: GradientSource = PlainSource(self._parameters())
+        self._source: GradientSource = source_of(self._parameters(), type(self).__name__)
         self._source.subscribe(self._moments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"base": self.base, "own": self._own, "averages": list(self._averages.items())}
+        own = {name: value for name, value in self._own.items() if name != "vr"}
+        options = {**own, **self._engine, "factor": self._factor, "watch": self.watch}
+        return {"base": self.base, "options": options, "averages": self._averages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "base" not in state:
             super().__setstate__(state)
             return
-        VarianceReduced.__init__(self, state["base"], **state["own"])
-        self._averages = dict(state["averages"])
+        VarianceReduced.__init__(self, state["base"], **state["options"])
+        self._averages = state["averages"]
 
     # the base optimizer's, under our name
 
@@ -118,6 +158,7 @@ class VarianceReduced(Optimizer):
         """Takes its gradients from `source` instead of hooks of its own."""
         self._source.unsubscribe(self._moments)
         self._source = source
+        self._moments.sum_of = None
         self._source.subscribe(self._moments)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,6 +172,7 @@ class VarianceReduced(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # torch.compiler.disable would import the compiler
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Folds r into the gradients and lets the base optimizer step.
 
@@ -141,55 +183,106 @@ class VarianceReduced(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_micro_batches()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._fold(parameter, group)
-        self.base.step()
+        if self._source.micro_batches or not self._changes_nothing():
+            self._require_micro_batches()
+            sums_intact = self._sums_intact()
+            with torch.no_grad():
+                self._fold()
+            self._moments.sum_of = self._source.sum_of if sums_intact else None
+        self._step_base()
         self._source.restart()
         return loss
+
+    def _step_base(self) -> None:
+        """The base optimizer's step along what was folded."""
+        self.base.step()
+
+    def _changes_nothing(self) -> bool:
+        """Whether the step is one that only makes state, as torch's checkpoints do."""
+        return all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)
 
     def _require_micro_batches(self) -> None:
         k = self._source.micro_batches
         if k < 2:
             raise GradientError(
                 f"{type(self).__name__} saw {k} backward() calls since zero_grad(), it needs at "
-                f"least 2 (k >= {_FEW} is better): split the batch into micro-batches"
+                f"least 2 (k >= {_FEW} is better): split the batch into micro-batches; under "
+                "fully_shard a micro-batch counts where its gradient is reduced, so leave "
+                "set_requires_gradient_sync on"
             )
         if self._warned:
             return
         self._warned = True
-        if self._moments.all_agree():
+        if self._all_agree():
             warnings.warn(
                 "every micro-batch has the same gradient, so r says nothing; is it the same data, "
                 "or a gradient that was averaged already?",
-                stacklevel=3,
+                stacklevel=5,
             )
         if k < _FEW:
             warnings.warn(
                 f"k = {k} micro-batches give a poor signal-to-noise ratio: pure noise has a mean "
                 f"ratio of 1 / (k - 3); use k >= {_FEW}",
-                stacklevel=3,
+                stacklevel=5,
             )
 
-    def _fold(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _sums_intact(self) -> bool:
+        """Whether `.grad` came here as the backwards left it, so that it can be the sum itself."""
+        intact = self._source.sums_intact
+        if self._moments.sum_of is not None and not intact:
+            warnings.warn(
+                "gradients were changed between the last backward() and step(), and were not in "
+                "the step before; r of this one step is that of the changed gradients",
+                stacklevel=5,
+            )
+        return intact
+
+    def _all_agree(self) -> bool:
+        """Whether no element of any gradient varied over the step; waits for the device."""
+        for parameter in filter(self._moments.reached, self._scaled):
+            total, m2 = self._moments.of(parameter)
+            varied = ratio(total, m2, self._moments.weight).isfinite() | ~total.isfinite()
+            if varied.any():
+                return False
+        return True
+
+    def _fold(self) -> None:
         """Puts r g, or p_hat g, where g was."""
-        assert parameter.grad is not None
-        if not self._moments.reached(parameter) and parameter.grad.any():
+        told, seen = [], []
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if p.grad is not None and group["vr"]]
+            layers = [self._layer(parameter, group["beta3"]) for parameter in chosen]
+            join = join_of(chosen)
+            told.append(fold(self._how(group), layers, join))
+            seen += chosen
+            if self.watch and join is not None:
+                join(told[-1])
+        if self.watch:
+            self.factors = Factors(seen, torch.cat(told), self._moments.micro_batches)
+
+    def _how(self, group: dict[str, Any]) -> How:
+        return How(
+            self._factor,
+            group["gamma"],
+            group["r_max"],
+            group["beta3"] or 0.0,
+            self._moments.weight,
+            self._moments.micro_batches,
+            self.watch,
+            **self._engine,
+        )
+
+    def _layer(self, parameter: Tensor, beta3: float | None) -> Layer:
+        gradient = local(parameter.grad)
+        if not self._moments.reached(parameter) and gradient.any():
             raise GradientError(
                 "a parameter has a gradient that no counted backward gave it; let every gradient "
                 "come from backward() after zero_grad()"
             )
-        r = gsnr(*self._moments.of(parameter), gamma=group["gamma"], r_max=group["r_max"])
-        beta3 = group["beta3"]
-        if beta3 is not None:
-            average, t = self._averages.get(parameter, (torch.zeros_like(r), 0))
-            average.lerp_(r, 1 - beta3)
-            self._averages[parameter] = average, t + 1
-            r = average / (1 - beta3 ** (t + 1))
-        parameter.grad.mul_(r)
+        total, m2 = self._moments.of(parameter, gradient)
+        if beta3 is None:
+            return Layer(total, m2, gradient)
+        return Layer(total, m2, gradient, *self._averages.next(parameter, m2, beta3))
 
     # what is saved
 
@@ -198,22 +291,18 @@ class VarianceReduced(Optimizer):
         packed = self.base.state_dict()
         packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
         for index, parameter in enumerate(self._parameters()):
-            if parameter in self._averages:
-                average, t = self._averages[parameter]
-                mine = {_AVERAGE: average, _STEPS: torch.tensor(float(t))}
+            if mine := self._averages.packed(parameter):
                 packed["state"].setdefault(index, {}).update(mine)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave, or the state dict of a bare base optimizer."""
-        averages: dict[Tensor, tuple[Tensor, int]] = {}
+        averages = Averages()
         parameters = self._parameters()
-        rest: dict[Any, dict[str, Any]] = {}
-        for index, state in state_dict["state"].items():
-            rest[index] = {k: v for k, v in state.items() if k not in (_AVERAGE, _STEPS)}
-            if _AVERAGE in state:
-                average = state[_AVERAGE].to(parameters[index].device, copy=True)
-                averages[parameters[index]] = average, int(state[_STEPS])
+        rest = {
+            index: averages.unpack(parameters[index], state)
+            for index, state in state_dict["state"].items()
+        }
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
         self.base.load_state_dict({**state_dict, "state": {i: s for i, s in rest.items() if s}})
         for group, before in zip(self.base.param_groups, own, strict=True):
@@ -225,114 +314,33 @@ class VarianceReduced(Optimizer):
     # groups
 
     def _parameters(self) -> list[Tensor]:
+        """Of all groups, in the order of the state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _adopt(self, group: dict[str, Any]) -> None:
         for name, default in self._own.items():
             group.setdefault(name, default)
-        _require_valid(group)
+        _require_valid(group, self._factor)
+        if group["vr"]:
+            self._scaled.update(group["params"])
 
 
-def _require_valid(group: dict[str, Any]) -> None:
+def _require_valid(group: dict[str, Any], factor: str) -> None:
     gamma, r_max, beta3 = group["gamma"], group["r_max"], group["beta3"]
-    if not 0 < gamma <= 1:
-        raise SettingError(f"gamma={gamma} must lie in (0, 1]: it is the least factor of a step")
+    if not (0 < gamma <= 1 or (gamma == 0 and factor != "gsnr")):
+        raise SettingError(
+            f"gamma={gamma} must lie in (0, 1]: it is the least factor of a step; 0 goes with "
+            "another factor than gsnr"
+        )
     if not 1 <= r_max < math.inf:
         raise SettingError(f"r_max={r_max} must be at least 1; 1.0 or 1 / gamma are usual")
+    if r_max != 1 and factor != "gsnr":
+        raise SettingError(f"r_max={r_max} has no effect: factor={factor!r} is never above 1")
     if beta3 is not None and not 0 <= beta3 < 1:
         raise SettingError(f"beta3={beta3} must lie in [0, 1), or be None for no momentum on r")
-    for parameter in group["params"]:
+    for parameter in group["params"] if group["vr"] else ():
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise SettingError(
                 f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; give it "
-                "to an optimizer of its own"
+                "to an optimizer of its own, or to a group with vr=False"
             )
-
-
-class VRSGD(VarianceReduced):
-    """VR-SGD, and VR-Momentum where `momentum` is not 0: torch's SGD on r g.
-
-        b <- momentum b + (1 - dampening) (r g + weight_decay theta);   theta <- theta - lr b
-
-    Args:
-        params: parameters or groups, as for `torch.optim.SGD`.
-        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: torch's own.
-        gamma, r_max, beta3: see `VarianceReduced`.
-    Source:
-        VRGD, algorithm 1 (VR-SGD); VR-Momentum by its section 4.2.
-    """
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-    ) -> None:
-        base = SGD(
-            params,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-        )
-        super().__init__(base, gamma=gamma, r_max=r_max, beta3=beta3)
-
-
-class VRAdam(VarianceReduced):
-    """VR-Adam: torch's AdamW on p_hat g, p being the momentum of r.
-
-        g <- p_hat g;   m, v and theta as in AdamW (decoupled weight decay)
-
-    Reconstructed: the paper's own box was not available, and its text fixes these three choices
-    only by implication: both moments see the adapted gradient, r is clipped before it is averaged,
-    the hat is the bias correction.
-
-    Args:
-        params: parameters or groups, as for `torch.optim.AdamW`.
-        lr, betas, eps, maximize, foreach, fused: torch's own.
-        weight_decay: decoupled, as AdamW's; 0 by default.
-        gamma, r_max, beta3: see `VarianceReduced`.
-    Source:
-        VRGD, sections 4.2 and 6.
-    """
-
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = 0.9,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-    ) -> None:
-        base = AdamW(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-        )
-        super().__init__(base, gamma=gamma, r_max=r_max, beta3=beta3)

@@ -1,16 +1,48 @@
 """One file a published experiment: what to train, on which data, with which numbers."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import SettingError
+from bigbatch.recipes import linear_regression
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.recipe import Recipe, require_choice
 
+
+@dataclass(frozen=True)
+class Experiment:
+    """A recipe that is no training of one model, and so has no settings, arms or checkpoints.
+
+    Args:
+        name: on the command line.
+        summary: one line.
+        run: does all of it, given the directory to make, the number of seeds, and quiet.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Path, int, bool], None]
+
+
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DIGITS,)}
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "linear-regression": Experiment(
+        name="linear-regression",
+        summary="figures 1 and 3 of the VRGD paper, for both upper clips and five input laws",
+        run=linear_regression.run,
+    )
+}
 
 
 def recipe_named(name: str) -> Recipe:
     """The recipe of that name.
 
     Raises:
-        SettingError: there is none.
+        SettingError: there is none, or it is an experiment.
     """
-    require_choice("recipe", name, RECIPES)
+    require_choice("recipe", name, (*RECIPES, *EXPERIMENTS))
+    if name in EXPERIMENTS:
+        raise SettingError(f"recipe {name!r} has no single training; run it as a whole")
     return RECIPES[name]

@@ -84,6 +84,17 @@ class GradientSource(Protocol):
     def require_unchanged(self, since: str) -> None:
         """Raise GradientError where no step is measured, or somebody wrote to a gradient."""
 
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """This rank's piece of the sum of what `parameter` got in the complete micro-batches.
+
+        Not to be written to. It is that to the last bit where `sums_intact`, and there during
+        backwards too.
+        """
+
+    @property
+    def sums_intact(self) -> bool:
+        """Whether nothing was done to what `sum_of` gives since the last micro-batch."""
+
     def was_zeroed(self) -> bool:
         """Whether somebody zeroed every gradient since the last micro-batch."""
 

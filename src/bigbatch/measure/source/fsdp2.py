@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import SettingError
 from bigbatch.measure.source.engine import EngineSource
+from bigbatch.measure.source.mesh import require_one_mesh
 from bigbatch.measure.source.plain import hook_of, remove
 from bigbatch.measure.source.shards import local_grad
 
@@ -32,7 +33,7 @@ class FSDP2Source(EngineSource):
     def __init__(self, model: nn.Module) -> None:
         units = _units(model)
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
-        first = _require_one_mesh(parameters)
+        first = require_one_mesh(parameters)
         mesh = first.device_mesh
         self.ranks = mesh.size()
         self.rank = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
@@ -109,28 +110,3 @@ def _units(model: nn.Module) -> dict[nn.Module, list[_Owned]]:
 
     visit(model, None)
     return units
-
-
-def _require_one_mesh(parameters: list[Tensor]) -> DTensor:
-    first = parameters[0]
-    assert isinstance(first, DTensor)
-    for parameter in parameters:
-        assert isinstance(parameter, DTensor)
-        if parameter.device_mesh != first.device_mesh:
-            raise SettingError(
-                f"parameters are sharded over two meshes, {first.device_mesh} and "
-                f"{parameter.device_mesh} (experts?); in this release they share one"
-            )
-        if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
-            raise SettingError(
-                "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
-                f"{first.device_mesh.device_type}; that cannot be measured in this release"
-            )
-        *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
-        if shard or not all(copies) or len(copies) > 1:
-            raise SettingError(
-                f"a parameter has the placements {parameter.placements}, where fully_shard alone "
-                "gives (Shard,) or (Replicate, Shard): tensor parallelism cannot be measured in "
-                "this release"
-            )
-    return first

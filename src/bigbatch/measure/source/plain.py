@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +43,7 @@ class PlainSource:
         self.foreign_backward = False  # one outside changed .grad since the last micro-batch
         self._subscribers: list[Subscriber] = []
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._edited = False  # by what belongs to the step
         self._whole: dict[Tensor, Tensor | None] | None = None  # what a `whole` one starts from
         self._inside = False
         self._reached: set[Tensor] = set()  # by the present micro-batch
@@ -86,7 +88,7 @@ class PlainSource:
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
-        self.foreign_backward = False
+        self.foreign_backward = self._edited = False
         self._inside = self._by_itself = False
         self._callback = self._whole = None
         self._hook()
@@ -136,6 +138,17 @@ class PlainSource:
                 "edit gradients, and run backwards of your own, outside the accumulation"
             )
 
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """What `.grad` holds, or held when a micro-batch of several backwards began."""
+        held = parameter.grad if self._whole is None else self._whole[parameter]
+        assert held is not None
+        return held.detach()
+
+    @property
+    def sums_intact(self) -> bool:
+        """Whether `.grad` is what the micro-batches left there; never where an engine writes."""
+        return not (self._engine_writes or self._edited) and self._stamp() == self._stamps
+
     def was_zeroed(self) -> bool:
         """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
         return self._stamp() != self._stamps and self._is_clean()
@@ -151,6 +164,7 @@ class PlainSource:
 
     def stamp(self) -> None:
         """Accepts `.grad` as it is now, after a change that belongs to the step."""
+        self._edited = True
         self._stamps = self._stamp()
 
     # ranks: one process holds everything
@@ -245,9 +259,11 @@ class PlainSource:
         for subscriber in self._subscribers:
             subscriber.end()
 
+    @_disable_dynamo
     def _foreign_ended(self) -> None:
         self.foreign_backward |= self._stamp() != self._stamps
 
+    @_disable_dynamo
     def _backward_ended(self) -> None:
         now = self._stamp()
         if self._before == now and not self._grad_may_wait:
@@ -330,6 +346,7 @@ def hook_of(
 ) -> Callable[[Tensor], None]:
     """A hook for a leaf's gradient that keeps neither the source nor the parameter alive."""
 
+    @_disable_dynamo  # in a compiled training step
     def hook(gradient: Tensor) -> None:
         watching, leaf = source(), parameter()
         if watching is not None and leaf is not None:

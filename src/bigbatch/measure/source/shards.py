@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from bigbatch.measure.source.plain import PlainSource, all_zero
@@ -27,6 +28,15 @@ class ShardSource(PlainSource):
     def local(self, parameter: Tensor) -> Tensor | None:
         """This rank's piece of `parameter.grad`."""
         return local_grad(parameter)
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """This rank's piece of S_j, in a buffer that nobody else knows."""
+        return self._sums[parameter]
+
+    @property
+    def sums_intact(self) -> bool:
+        """They are."""
+        return True
 
     def _require_known_ranks(self) -> None:
         """The engine knows them; nothing is sent from here."""
@@ -74,6 +84,7 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 
 
 def _hook_of(source: "weakref.ref[ShardSource]") -> Callable[[Tensor], None]:
+    @_disable_dynamo  # in a compiled training step
     def hook(parameter: Tensor) -> None:
         watching = source()
         if watching is not None:

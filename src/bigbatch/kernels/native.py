@@ -1,0 +1,156 @@
+"""The compiled kernels, as functions of tensors; what each computes is in kernels.c."""
+
+import ctypes
+import functools
+import importlib.util
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_ELEMENTS_A_THREAD = 1 << 16  # fewer are not worth one
+_SUMS, _SEEN = 2, 5  # as in kernels.c
+_REAL = ctypes.c_double
+
+Layer = Sequence[Tensor | None]  # up to four arrays of one length
+
+
+class Rule(IntEnum):
+    """What `run` does to every layer; its arrays and settings are listed in kernels.c."""
+
+    FOLD = 0
+    LARS = 1
+    LAMB = 2
+
+
+class Passes(IntEnum):
+    """Which passes of a rule: the second needs the sums that the first leaves."""
+
+    FIRST = 1
+    SECOND = 2
+    BOTH = 3
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None where no compiler built it at installation."""
+    found = importlib.util.find_spec("bigbatch.kernels._kernels")
+    if found is None or found.origin is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(found.origin)
+    except OSError:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    loaded.welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
+    loaded.run.argtypes = [
+        *[ctypes.c_int] * 2,
+        pointer,
+        size,
+        *[pointer] * 4,
+        ctypes.c_int,
+    ]
+    loaded.welford.restype = loaded.run.restype = None
+    return loaded
+
+
+def fits(*tensors: Tensor | None) -> bool:
+    """Whether kernels exist and take these arrays: float32 on the CPU, all of one dense layout."""
+    if library() is None:
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in given):
+        return False
+    if all(t.is_contiguous() for t in given):
+        return True
+    strides = given[0].stride()
+    channels_last = given[0].is_contiguous(memory_format=torch.channels_last)
+    return channels_last and all(t.stride() == strides for t in given)
+
+
+def threads_for(elements: int) -> int:
+    """As many as torch would use, where there is work for them."""
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_A_THREAD))
+
+
+def welford(
+    gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
+) -> None:
+    """m2 += weight (gradient - mean_of total)^2; if it adds, then total += gradient; all fit."""
+    n = gradient.numel()
+    called = library()
+    assert called is not None
+    called.welford(
+        gradient.data_ptr(),
+        total.data_ptr(),
+        m2.data_ptr(),
+        n,
+        mean_of,
+        weight,
+        adds,
+        threads_for(n),
+    )
+
+
+def run(
+    rule: Rule,
+    layers: Sequence[Layer],
+    own: Iterable[float],
+    group: Iterable[float],
+    *,
+    passes: Passes = Passes.BOTH,
+    sums: Tensor | None = None,
+    watch: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Applies a rule to a list of layers; every array of a layer `fits`.
+
+    Args:
+        rule: which.
+        layers: the arrays of each.
+        own: two numbers a layer.
+        group: settings of all of them.
+        passes: which of the rule's passes.
+        sums: of the first pass, one row of two a layer, where only the second is to run.
+        watch: whether to tell what a fold did.
+    Returns:
+        The sums of the first pass, (layers, 2), and of a fold the sum of r, the elements at gamma
+        and at r_max, |g|^2 and |r g|^2, (layers, 5), zeros where not watched; float64.
+    """
+    called = library()
+    assert called is not None
+    count = len(layers)
+    table = array("q")
+    for arrays in layers:
+        table.extend(0 if t is None else t.data_ptr() for t in arrays)
+        table.extend([0] * (4 - len(arrays)))
+        table.append(_length(arrays))
+    threads = threads_for(sum(table[4::5]))
+    made = torch.zeros(threads, count, _SUMS, dtype=torch.float64)
+    if sums is not None:
+        made[0] = sums
+    seen = torch.zeros(threads if watch else 0, count, _SEEN, dtype=torch.float64)
+    own_, group_ = array("d", own), array("d", group)
+    called.run(
+        rule,
+        passes,
+        _address(table),
+        count,
+        _address(own_),
+        _address(group_),
+        made.data_ptr(),
+        seen.data_ptr() if watch else None,
+        threads,
+    )
+    return made.sum(0), seen.sum(0)
+
+
+def _length(arrays: Layer) -> int:
+    first = arrays[0]
+    assert first is not None
+    return first.numel()
+
+
+def _address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]

@@ -1,0 +1,164 @@
+"""Per-element sum and centred second moment of the micro-batch gradients."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import GradientError
+from bigbatch.kernels import native
+from bigbatch.measure.devices import FULL
+
+_PIECE = 1 << 16  # elements, of 256 KB in float32
+
+
+@dataclass
+class _Moment:
+    """Of one parameter, over so much weight; nothing where that is 0.
+
+    S is here, or where `sum_of` finds it.
+    """
+
+    m2: Tensor
+    total: Tensor | None = None
+    weight: float = 0.0
+
+
+class GradientMoments:
+    """Subscriber of a source: sum and centred second moment of the micro-batch gradients.
+
+    Per element, with S and W before micro-batch d (Welford, weighted):
+
+        M2 += n_d W / (W + n_d) (g_d - S / W)^2;   S += n_d g_d;   W += n_d
+
+    A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
+    M2 is float32 at least. So is S, in a buffer of its own that nothing done to `.grad` reaches;
+    or it is what `sum_of` gives, where that is known to be S to the last bit.
+
+    Args:
+        watched: whose moments are wanted, now and as it grows; None: everybody's.
+        fused: whether compiled kernels may be used.
+    Source:
+        Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
+    """
+
+    def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
+        self.micro_batches = 0
+        self.weight = 0.0  # of all micro-batches, the present one included
+        self.sum_of: Callable[[Tensor], Tensor] | None = None  # set between steps only
+        self._watched = watched
+        self._fused = fused
+        self._before = 0.0  # weight of the complete micro-batches
+        self._moments: dict[Tensor, _Moment] = {}  # kept for reuse
+
+    def begin(self) -> None:
+        """A step starts."""
+        self.micro_batches = 0
+        self.weight = self._before = 0.0
+        for moment in self._moments.values():
+            moment.weight = 0.0
+
+    def micro_batch(self, weight: float) -> None:
+        """A micro-batch of n_d = weight starts."""
+        self.micro_batches += 1
+        self._before = self.weight
+        self.weight += weight
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Takes in n_d g_d, what the micro-batch is about to add to `parameter.grad`."""
+        if self._watched is not None and parameter not in self._watched:
+            return
+        moment = self._moment(parameter, gradient)
+        if moment.weight == self.weight:
+            raise GradientError(
+                "a parameter received two gradients in one micro-batch (two backwards, or "
+                "reentrant checkpointing); sum the losses and call backward once"
+            )
+        gradient = _laid_out(gradient, moment.m2)
+        if moment.weight:
+            self._add(parameter, moment, gradient)
+        else:
+            self._start(moment, gradient)
+        moment.weight = self.weight
+
+    def end(self) -> None:
+        """The micro-batch is complete."""
+
+    def reached(self, parameter: Tensor) -> bool:
+        """Whether any micro-batch of the step reached the parameter."""
+        return parameter in self._moments and self._moments[parameter].weight > 0
+
+    def of(self, parameter: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(S, M2) over the whole step; zeros, like its gradient, where nothing reached it."""
+        moment = self._moment(parameter, parameter if gradient is None else gradient)
+        if not moment.weight:
+            return torch.zeros_like(moment.m2), moment.m2.zero_()
+        total = self._sum(parameter, moment)
+        self._catch_up(moment, total, self.weight)
+        return total, moment.m2
+
+    def _start(self, moment: _Moment, gradient: Tensor) -> None:
+        """The first gradient of a step; it was 0 in the micro-batches before."""
+        moment.m2.zero_()
+        if self._before:
+            share = self._before / ((self.weight - self._before) * self.weight)
+            moment.m2.addcmul_(gradient, gradient, value=share)
+        if self.sum_of is not None and gradient.dtype in FULL:
+            moment.total = None
+        elif moment.total is None:
+            moment.total = gradient.to(moment.m2.dtype, copy=True)
+        else:
+            moment.total.copy_(gradient)
+
+    def _add(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
+        """A further gradient of a step."""
+        total = self._sum(parameter, moment)
+        self._catch_up(moment, total, self._before)
+        weight, adds = self.weight - self._before, moment.total is not None
+        mean_of, share = weight / self._before, self._before / (weight * self.weight)
+        fused = self._fused and native.fits(gradient, total, moment.m2)
+        welford = native.welford if fused else _welford
+        welford(gradient, total, moment.m2, mean_of, share, adds=adds)
+
+    def _moment(self, parameter: Tensor, like: Tensor) -> _Moment:
+        if parameter not in self._moments:
+            dtype = like.dtype if like.dtype in FULL else torch.float32
+            m2 = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            self._moments[parameter] = _Moment(m2)
+        return self._moments[parameter]
+
+    def _sum(self, parameter: Tensor, moment: _Moment) -> Tensor:
+        """S, with the strides of M2."""
+        if moment.total is not None:
+            return moment.total
+        assert self.sum_of is not None
+        return _laid_out(self.sum_of(parameter), moment.m2)
+
+    def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
+        """Counts the micro-batches that missed the parameter since its last gradient."""
+        if moment.weight < weight:
+            share = (weight - moment.weight) / (moment.weight * weight)
+            moment.m2.addcmul_(total, total, value=share)
+            moment.weight = weight
+
+
+def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient with the strides of `like`, so that their elements meet in memory."""
+    if gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()):
+        return gradient
+    return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
+
+
+def _welford(
+    gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
+) -> None:
+    """What the kernel does, in pieces that stay in a CPU's cache."""
+    whole = total.device.type != "cpu" or not total.is_contiguous()
+    arrays = (gradient, total, m2)
+    pieces = [[x] if whole else torch.split(x.view(-1), _PIECE) for x in arrays]
+    for g, s, m in zip(*pieces, strict=True):
+        deviation = torch.sub(g, s, alpha=mean_of)
+        m.addcmul_(deviation, deviation, value=weight)
+        if adds:
+            s.add_(g)

@@ -1,0 +1,38 @@
+"""Which meshes of ranks can be measured: those that fully_shard alone makes."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from bigbatch.errors import SettingError
+
+
+def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
+    """The first parameter, for the mesh and placements of all.
+
+    Raises:
+        SettingError: two meshes, offloaded parameters, or other placements.
+    """
+    first = parameters[0]
+    assert isinstance(first, DTensor)
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh != first.device_mesh:
+            raise SettingError(
+                f"parameters are sharded over two meshes, {first.device_mesh} and "
+                f"{parameter.device_mesh} (experts?); in this release they share one"
+            )
+        if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
+            raise SettingError(
+                "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
+                f"{first.device_mesh.device_type}; that cannot be measured in this release"
+            )
+        *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
+        if shard or not all(copies) or len(copies) > 1:
+            raise SettingError(
+                f"a parameter has the placements {parameter.placements}, where fully_shard alone "
+                "gives (Shard,) or (Replicate, Shard): tensor parallelism cannot be measured in "
+                "this release"
+            )
+    return first

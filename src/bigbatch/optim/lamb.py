@@ -1,0 +1,110 @@
+"""LAMB: Adam whose every layer has its own rate."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import SettingError
+from bigbatch.kernels import native
+from bigbatch.measure.devices import FULL
+from bigbatch.optim import rules
+from bigbatch.optim.layerwise import Layerwise, Parameters, require_share
+from bigbatch.optim.passes import Passes
+from bigbatch.optim.ranks import local
+
+
+class LAMB(Layerwise):
+    """Layer-wise adaptive moments: Adam's direction, as long as the layer's weights.
+
+        m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
+        u = m_hat / (sqrt(v_hat) + eps) + weight_decay theta
+        theta <- theta - lr |theta| / |u| u                              (1 where a norm is 0)
+
+    Both moments are bias-corrected and |theta| is not clamped, as in the authors' use. Clip the
+    global norm yourself: nothing here does.
+
+    Args:
+        params: parameters or groups, floating point and dense.
+        lr: learning rate; a number or a tensor of one.
+        betas: of the two moments, in [0, 1).
+        eps: above 0.
+        weight_decay: inside the direction that the trust ratio scales.
+        exclude_bias_and_norm: no decay and ratio 1 for parameters of at most one dimension.
+        maximize: steps along the gradient.
+        fused: whether compiled kernels may do it; None: where they fit, torch elsewhere.
+    Raises:
+        SettingError: a value outside its range.
+    Source:
+        You et al. 2020 (arXiv 1904.00962), algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        exclude_bias_and_norm: bool = True,
+        maximize: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "exclude_bias_and_norm": exclude_bias_and_norm,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def _require_valid(self, group: dict[str, Any]) -> None:
+        super()._require_valid(group)
+        require_share(beta1=group["betas"][0], beta2=group["betas"][1])
+        if not group["eps"] > 0:
+            raise SettingError(f"eps={group['eps']} must be above 0")
+
+    def _start(self, parameter: Tensor) -> dict[str, Tensor]:
+        dtype = parameter.dtype if parameter.dtype in FULL else torch.float32
+        return {
+            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+            "step": torch.tensor(0.0),
+        }
+
+    def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:
+        states = [self._state(parameter) for parameter in parameters]
+        layers = [
+            (local(p), local(p.grad), m, v) for p, (m, v, _) in zip(parameters, states, strict=True)
+        ]
+        steps = [float(step.add_(1)) for *_, step in states]
+        (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
+        correct = [(1 - beta1**t, 1 - beta2**t) for t in steps]
+        decay = group["weight_decay"] if adapts else 0.0
+        sign = -1.0 if group["maximize"] else 1.0
+
+        def moments(i: int) -> Tensor:
+            theta, gradient, m, v = layers[i]
+            rules.lamb_moments(sign * gradient, m, v, beta1, beta2)
+            u = rules.lamb_direction(theta, m, v, correct[i], eps, decay)
+            return torch.stack([rules.squares(theta), rules.squares(u)])
+
+        def step(i: int, sums: Tensor) -> None:
+            theta, _, m, v = layers[i]
+            weight, norm = sums.sqrt()
+            rate = rules.lamb_rate(weight, norm) if adapts else 1.0
+            u = rules.lamb_direction(theta, m, v, correct[i], eps, decay)
+            theta.sub_(u * (lr * rate))
+
+        return Passes(
+            native.Rule.LAMB,
+            layers,
+            own=correct,
+            group=[lr, decay, sign, adapts, beta1, beta2, eps],
+            first=moments,
+            second=step,
+        )

@@ -1,0 +1,97 @@
+"""LARS: momentum whose every layer has its own rate."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import SettingError
+from bigbatch.kernels import native
+from bigbatch.optim import rules
+from bigbatch.optim.layerwise import Layerwise, Parameters, require_share
+from bigbatch.optim.passes import Passes
+from bigbatch.optim.ranks import local
+
+
+class LARS(Layerwise):
+    """Layer-wise adaptive rate scaling: steps in proportion to the norm of a layer's weights.
+
+        rate = trust_coefficient |theta| / (|g| + weight_decay |theta|)     (1 where a norm is 0)
+        b <- momentum b + lr rate (g + weight_decay theta);   theta <- theta - b
+
+    The learning rate is inside the buffer, as in the paper: when it changes, steps already in the
+    buffer keep theirs.
+
+    Args:
+        params: parameters or groups, floating point and dense.
+        lr: learning rate; a number or a tensor of one.
+        momentum: in [0, 1).
+        weight_decay: added to the gradient, inside the trust ratio.
+        trust_coefficient: eta, above 0.
+        nesterov: theta <- theta - (momentum b + the last summand).
+        exclude_bias_and_norm: no decay and rate 1 for parameters of at most one dimension.
+        maximize: steps along the gradient.
+        fused: whether compiled kernels may do it; None: where they fit, torch elsewhere.
+    Raises:
+        SettingError: a value outside its range.
+    Source:
+        You, Gitman and Ginsburg 2017 (arXiv 1708.03888), algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float = 0.001,
+        nesterov: bool = False,
+        exclude_bias_and_norm: bool = True,
+        maximize: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "nesterov": nesterov,
+            "exclude_bias_and_norm": exclude_bias_and_norm,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def _require_valid(self, group: dict[str, Any]) -> None:
+        super()._require_valid(group)
+        require_share(momentum=group["momentum"])
+        if not group["trust_coefficient"] > 0:
+            raise SettingError(f"trust_coefficient={group['trust_coefficient']} must be above 0")
+        if group["nesterov"] and not group["momentum"]:
+            raise SettingError("nesterov=True needs a momentum")
+
+    def _start(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+
+    def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:
+        layers = [(local(p), local(p.grad), *self._state(p)) for p in parameters]
+        lr, trust = float(group["lr"]), group["trust_coefficient"]
+        decay = group["weight_decay"] if adapts else 0.0
+        momentum, nesterov = group["momentum"], group["nesterov"]
+        sign = -1.0 if group["maximize"] else 1.0
+
+        def step(i: int, sums: Tensor) -> None:
+            theta, gradient, buffer = layers[i]
+            weight, norm = sums.sqrt()
+            rate = rules.lars_rate(weight, norm, decay, trust) if adapts else 1.0
+            rules.lars_step(theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov)
+
+        return Passes(
+            native.Rule.LARS,
+            layers,
+            own=[(0.0, 0.0)] * len(layers),
+            group=[lr, decay, sign, adapts, momentum, trust, nesterov],
+            first=lambda i: torch.stack([rules.squares(x) for x in layers[i][:2]]),
+            second=step,
+        )
