@@ -11,7 +11,8 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < measure < decide < act, optim < step < loop < connect, report < recipes < cli
+# errors, kernels < measure < decide < act, optim < step < loop < connect, report < recipes
+# < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
@@ -24,8 +25,8 @@ LEVELS = {
     "connect": 6,
     "report": 6,
     "recipes": 7,
-    "bench": 7,
-    "cli": 8,
+    "bench": 8,
+    "cli": 9,
 }
 LIBRARY = {"errors", "kernels", "measure", "decide", "act", "optim", "step", "loop"}
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -313,6 +313,7 @@ class AdaptiveBatch:
             skipped=not step.finite,
             decision=decision,
             seconds=self.seconds,
+            factors=getattr(self.optimizer, "factors", None) if step.finite else None,
         )
 
     def _decide(self, step: Reading, lr: list[float]) -> Decision:

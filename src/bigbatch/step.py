@@ -17,6 +17,7 @@ from bigbatch.decide.policy import Decision
 from bigbatch.errors import GradientError, LoopError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.optim.diagnostics import Factors
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -56,6 +57,7 @@ class StepRecord:
         skipped: True where the gradient was not finite, so that nothing was changed.
         decision: what the next step will be.
         seconds: time spent training so far.
+        factors: what a watched `VarianceReduced` did to each layer; None without one.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepRecord:
     skipped: bool
     decision: Decision
     seconds: float
+    factors: Factors | None = None
 
     @property
     def similarity(self) -> float:

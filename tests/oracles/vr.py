@@ -1,10 +1,12 @@
-"""VR-SGD, VR-Momentum and VR-Adam, slow and obvious, in float64 (spec/vrgd.md sections 1 to 3).
+"""The VR optimizers, slow and obvious, in float64 (spec/vrgd.md sections 1 to 3 and 7).
 
 A step takes, for every parameter, the list of its mean gradients, one a micro-batch; None is a
 micro-batch that did not reach the parameter. A parameter that none reached is left alone. The
 variance is taken in two passes over the list, with weights n_d / N.
 """
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, float64, ones_like, stack, zeros_like
@@ -37,33 +39,75 @@ def gsnr(
     return r
 
 
+def student(gradients: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """t^2 = g^2 / (s2 / (k - 1)) of every element: inf where all are equal, nan where all are 0."""
+    g = mean(gradients, weights)
+    s2 = mean([(g_d - g) ** 2 for g_d in gradients], weights)
+    equal = stack([g_d == gradients[0] for g_d in gradients]).all(dim=0)
+    s2[equal] = 0  # whatever the rounding of g
+    return g**2 / (s2 / (len(gradients) - 1))
+
+
+def shrinkage(gradients: Sequence[Tensor], weights: Sequence[float], gamma: float) -> Tensor:
+    """t^2 / (1 + t^2), at least gamma; 1 where all agree, gamma where all are 0."""
+    t2 = student(gradients, weights)
+    r = t2 / (1 + t2)
+    r[t2 == math.inf] = 1
+    r[t2.isnan()] = gamma
+    return r.clamp(min=gamma)
+
+
+def positive_part(gradients: Sequence[Tensor], weights: Sequence[float], gamma: float) -> Tensor:
+    """max(0, 1 - 1 / t^2), at least gamma; 1 where all agree, gamma where all are 0."""
+    t2 = student(gradients, weights)
+    r = (1 - 1 / t2).clamp(min=0)
+    r[t2.isnan()] = gamma
+    return r.clamp(min=gamma)
+
+
 class Fold:
     """r, or its bias-corrected average p_hat where beta3 is given."""
 
-    def __init__(self, gamma: float, r_max: float, beta3: float | None):
-        self.gamma, self.r_max, self.beta3 = gamma, r_max, beta3
+    def __init__(self, gamma: float, r_max: float, beta3: float | None, factor: str = "gsnr"):
+        self.gamma, self.r_max, self.beta3, self.factor = gamma, r_max, beta3, factor
         self.p: dict[int, Tensor] = {}
         self.t: dict[int, int] = {}
 
     def __call__(self, i: int, gradients: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """What the mean gradient of parameter i is multiplied by."""
-        r = gsnr(gradients, weights, self.gamma, self.r_max)
+        r = self.r(gradients, weights)
         if self.beta3 is None:
             return r
         self.t[i] = self.t.get(i, 0) + 1
         self.p[i] = self.beta3 * self.p.get(i, zeros_like(r)) + (1 - self.beta3) * r
         return self.p[i] / (1 - self.beta3 ** self.t[i])
 
+    def r(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """The factor before its average."""
+        if self.factor == "shrinkage":
+            return shrinkage(gradients, weights, self.gamma)
+        if self.factor == "positive-part":
+            return positive_part(gradients, weights, self.gamma)
+        return gsnr(gradients, weights, self.gamma, self.r_max)
+
 
 class _Oracle:
     """Float64 copies of the parameters, a fold, and a base rule."""
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float, gamma: float, r_max: float, beta3: float | None
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        gamma: float,
+        r_max: float,
+        beta3: float | None,
+        factor: str = "gsnr",
+        maximize: bool = False,
     ):
         self.params = [p.detach().to(float64, copy=True) for p in params]
         self.lr = lr
-        self.fold = Fold(gamma, r_max, beta3)
+        self.sign = -1 if maximize else 1
+        self.fold = Fold(gamma, r_max, beta3, factor)
 
     def step(
         self,
@@ -78,7 +122,7 @@ class _Oracle:
             like = self.params[i]
             g_ds = [zeros_like(like) if g_d is None else g_d.to(float64) for g_d in micro]
             n_ds = [1.0] * len(g_ds) if weights is None else list(weights)
-            gh = self.fold(i, g_ds, n_ds) * clip(mean(g_ds, n_ds))
+            gh = self.sign * self.fold(i, g_ds, n_ds) * clip(mean(g_ds, n_ds))
             self.params[i] = self.update(i, like, gh)
 
     def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
@@ -101,8 +145,10 @@ class VRSGD(_Oracle):
         dampening: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        factor: str = "gsnr",
+        maximize: bool = False,
     ):
-        super().__init__(params, lr, gamma, r_max, beta3)
+        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
         self.momentum, self.dampening, self.nesterov = momentum, dampening, nesterov
         self.weight_decay = weight_decay
         self.buf: dict[int, Tensor] = {}
@@ -120,8 +166,27 @@ class VRSGD(_Oracle):
         return theta - self.lr * self.buf[i]
 
 
-class VRAdam(_Oracle):
-    """VR-Adam with decoupled weight decay."""
+class _Moments(_Oracle):
+    """Adam's two moments, bias-corrected: what VR-Adam and VR-LAMB have in common."""
+
+    betas: tuple[float, float]
+
+    def moments(self, i: int, gh: Tensor) -> tuple[Tensor, Tensor]:
+        """m_hat and v_hat of parameter i after they have seen gh."""
+        b1, b2 = self.betas
+        t = self.steps[i] = self.steps.get(i, 0) + 1
+        self.m[i] = b1 * self.m.get(i, zeros_like(gh)) + (1 - b1) * gh
+        self.v[i] = b2 * self.v.get(i, zeros_like(gh)) + (1 - b2) * gh**2
+        return self.m[i] / (1 - b1**t), self.v[i] / (1 - b2**t)
+
+    def begin(self) -> None:
+        self.m: dict[int, Tensor] = {}
+        self.v: dict[int, Tensor] = {}
+        self.steps: dict[int, int] = {}
+
+
+class VRAdam(_Moments):
+    """VR-Adam; the decay is AdamW's, or Adam's L2 penalty where it is not decoupled."""
 
     def __init__(
         self,
@@ -134,19 +199,99 @@ class VRAdam(_Oracle):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = True,
+        factor: str = "gsnr",
+        maximize: bool = False,
     ):
-        super().__init__(params, lr, gamma, r_max, beta3)
+        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.m: dict[int, Tensor] = {}
-        self.v: dict[int, Tensor] = {}
-        self.steps: dict[int, int] = {}
+        self.decoupled = decoupled_weight_decay
+        self.begin()
 
     def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
-        b1, b2 = self.betas
-        t = self.steps[i] = self.steps.get(i, 0) + 1
-        self.m[i] = b1 * self.m.get(i, zeros_like(theta)) + (1 - b1) * gh
-        self.v[i] = b2 * self.v.get(i, zeros_like(theta)) + (1 - b2) * gh**2
-        m_hat = self.m[i] / (1 - b1**t)
-        v_hat = self.v[i] / (1 - b2**t)
-        theta = theta - self.lr * self.weight_decay * theta
+        if self.decoupled:
+            theta = theta - self.lr * self.weight_decay * theta
+        else:
+            gh = gh + self.weight_decay * theta
+        m_hat, v_hat = self.moments(i, gh)
         return theta - self.lr * m_hat / (v_hat.sqrt() + self.eps)
+
+
+class VRLARS(_Oracle):
+    """VR-LARS (You 2017, algorithm 1, on gh): the rate, lr inside, stands in the buffer."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        gamma: float = 0.1,
+        r_max: float = 1.0,
+        beta3: float | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        nesterov: bool = False,
+        exclude_bias_and_norm: bool = True,
+        factor: str = "gsnr",
+        maximize: bool = False,
+    ):
+        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
+        self.momentum, self.weight_decay, self.nesterov = momentum, weight_decay, nesterov
+        self.trust, self.exclude = trust_coefficient, exclude_bias_and_norm
+        self.buf: dict[int, Tensor] = {}
+
+    def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
+        rate, decay = 1.0, 0.0
+        if theta.ndim > 1 or not self.exclude:
+            decay = self.weight_decay
+            weight, gradient = norm(theta), norm(gh)
+            if weight > 0 and gradient > 0:
+                rate = self.trust * weight / (gradient + decay * weight)
+        step = self.lr * rate * (gh + decay * theta)
+        self.buf[i] = self.momentum * self.buf.get(i, zeros_like(theta)) + step
+        return theta - (self.momentum * self.buf[i] + step if self.nesterov else self.buf[i])
+
+
+class VRLAMB(_Moments):
+    """VR-LAMB (You 2020, algorithm 2, on gh): Adam's direction and the decay, as long as theta."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        gamma: float = 0.1,
+        r_max: float = 1.0,
+        beta3: float | None = 0.9,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        exclude_bias_and_norm: bool = True,
+        factor: str = "gsnr",
+        maximize: bool = False,
+    ):
+        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.exclude = exclude_bias_and_norm
+        self.begin()
+
+    def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
+        m_hat, v_hat = self.moments(i, gh)
+        u = m_hat / (v_hat.sqrt() + self.eps)
+        rate = 1.0
+        if theta.ndim > 1 or not self.exclude:
+            u = u + self.weight_decay * theta
+            if norm(theta) > 0 and norm(u) > 0:
+                rate = norm(theta) / norm(u)
+        return theta - self.lr * rate * u
+
+
+# the bases: r is 1 everywhere, so a list of one mean gradient will do
+LARS = functools.partial(VRLARS, gamma=1.0)
+LAMB = functools.partial(VRLAMB, gamma=1.0, beta3=None)
+
+
+def norm(x: Tensor) -> float:
+    """Euclidean, over all elements."""
+    return math.sqrt(math.fsum((x**2).flatten().tolist()))

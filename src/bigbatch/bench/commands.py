@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bigbatch.bench import coverage, halves, measure, optimizers
+from bigbatch.bench import coverage, halves, measure, optimizers, twins
 from bigbatch.bench.timing import COLUMNS
 
 app = typer.Typer(help="Measure what things cost on this machine, as ratios.", no_args_is_help=True)
@@ -47,9 +47,30 @@ def measure_(
 
 
 @app.command("optim")
-def optim(rounds: Rounds = 30) -> None:
-    """What a variance-reduced optimizer step costs."""
-    _show(f"median of {rounds} interleaved rounds", COLUMNS, optimizers.costs(rounds), total=3)
+def optim(
+    rounds: Rounds = 7,
+    over: Annotated[
+        list[str] | None, typer.Option(help=f"Parameter lists: {', '.join(optimizers.LISTS)}.")
+    ] = None,
+) -> None:
+    """What optimizer steps cost, over the bytes that must move, memory's speed and their base."""
+    for name in over or ():
+        if name not in optimizers.LISTS:
+            raise typer.BadParameter(f"--over {name!r}: one of {', '.join(optimizers.LISTS)}")
+    title = f"{optimizers.path()}; median [least, most] of {rounds} interleaved rounds"
+    lists = over or list(optimizers.LISTS)
+    rows = (row for name in lists for row in optimizers.step_costs(name, rounds))
+    total = len(lists) * sum(len(team) for team in optimizers.teams())
+    _show(title, optimizers.COLUMNS, rows, total=total)
+    _show(title, optimizers.MOMENT_COLUMNS, optimizers.moment_costs(rounds), total=3)
+    _show("median of 3 rounds", COLUMNS, [optimizers.import_cost(rounds=3)])
+
+
+@app.command("twins")
+def twins_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
+    """Variance-reduced optimizers and their bases on the digits, each at its best rate."""
+    title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
+    _show(title, twins.COLUMNS, twins.run(seeds), total=4 * len(twins.GRIDS))
 
 
 @app.command("coverage")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.measure.devices import FULL
 from bigbatch.optim.ranks import local, sharded_like
 
 _AVERAGE = "gsnr_average"
@@ -23,17 +24,19 @@ class Averages:
     def __setstate__(self, state: list[tuple[Tensor, tuple[Tensor, int]]]) -> None:
         self._state = dict(state)
 
-    def next(self, parameter: Tensor, like: Tensor, beta3: float) -> tuple[Tensor, float]:
+    def next(self, parameter: Tensor, beta3: float) -> tuple[Tensor, float]:
         """(p, 1 / (1 - beta3^t)) of the step that is about to be taken."""
-        average, t = self.at(parameter, like)
+        self.make(parameter)
+        average, t = self._state[parameter]
         self._state[parameter] = average, t + 1
         return average, 1 / (1 - beta3 ** (t + 1))
 
-    def at(self, parameter: Tensor, like: Tensor) -> tuple[Tensor, int]:
-        """(p, t) as they stand; zeros like `like` before the first step."""
+    def make(self, parameter: Tensor) -> None:
+        """p before the first step: zeros, float32 at least."""
         if parameter not in self._state:
-            self._state[parameter] = torch.zeros_like(like), 0
-        return self._state[parameter]
+            piece = local(parameter)
+            dtype = piece.dtype if piece.dtype in FULL else torch.float32
+            self._state[parameter] = torch.zeros_like(piece, dtype=dtype, requires_grad=False), 0
 
     def packed(self, parameter: Tensor) -> dict[str, Tensor]:
         """As tensors for a state dict, p sharded as its parameter is; {} where there is none."""

@@ -95,74 +95,76 @@ def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
 
 def _sums(how: How, layer: Layer) -> Tensor:
     weight, *_ = _numbers(how, layer)
-    live_sums = _live_sums(how.compiled)
-    pieces = _pieces(layer.total, layer.m2)
+    live_sums = _compiled(_live_sums) if how.compiled else _live_sums
+    pieces = _pieces(how, layer.total, layer.m2)
     return torch.stack([live_sums(total, m2, weight) for total, m2 in pieces]).sum(0)
 
 
 def _fold(how: How, layer: Layer, sums: Tensor) -> Tensor | None:
     numbers = _numbers(how, layer)
-    multiply = _multiply(how.factor, how.gamma, how.r_max, how.beta3, how.watch, how.compiled)
-    told = [multiply(*piece, sums, *numbers) for piece in _pieces(*layer.arrays)]
+    mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
+    multiply = _compiled(_multiply) if how.compiled else _multiply
+    told = [
+        multiply(how.factor, how.watch, mean, *numbers, *piece)
+        for piece in _pieces(how, *layer.arrays)
+    ]
     return torch.stack([seen for seen in told if seen is not None]).sum(0) if how.watch else None
 
 
-def _pieces(*arrays: Tensor | None) -> Iterator[Sequence[Tensor | None]]:
-    """The arrays in pieces that stay in a CPU's cache; whole where that cannot be."""
+def _pieces(how: How, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
+    """The arrays in pieces that stay in a CPU's cache; whole where that cannot be or need not."""
     given = [array for array in arrays if array is not None]
-    if given[0].device.type != "cpu" or not all(array.is_contiguous() for array in given):
+    if not all(array.is_contiguous() for array in given):
         yield arrays
         return
+    flat = [None if array is None else array.view(-1) for array in arrays]
+    if how.compiled or given[0].device.type != "cpu":
+        yield flat
+        return
     for start in range(0, max(1, given[0].numel()), _PIECE):
-        yield [None if x is None else x.view(-1)[start : start + _PIECE] for x in arrays]
+        yield [None if x is None else x[start : start + _PIECE] for x in flat]
 
 
-def _numbers(how: How, layer: Layer) -> tuple[Any, Any, Any]:
-    """What changes from step to step; as tensors for a compiler, which floats make compile anew."""
-    numbers = how.weight, how.k, layer.corrected
+def _numbers(how: How, layer: Layer) -> tuple[Any, ...]:
+    """The settings; as tensors for a compiler, which floats make compile anew."""
+    numbers = how.weight, how.k, how.gamma, how.r_max, how.beta3, layer.corrected
     if not how.compiled:
         return numbers
-    weight, k, corrected = layer.m2.new_tensor(numbers).unbind()
-    return weight, k, corrected
+    m2 = layer.m2
+    return tuple(torch.full((), number, dtype=m2.dtype, device=m2.device) for number in numbers)
 
 
-@functools.cache
-def _live_sums(compiled: bool) -> Callable[..., Tensor]:
-    def live_sums(total: Tensor, m2: Tensor, weight: float) -> Tensor:
-        return rules.live_sums(rules.ratio(total, m2, weight))
-
-    return _maybe_compiled(live_sums, compiled)
+def _live_sums(total: Tensor, m2: Tensor, weight: float) -> Tensor:
+    return rules.live_sums(rules.ratio(total, m2, weight))
 
 
-@functools.cache
 def _multiply(
-    factor: str, gamma: float, r_max: float, beta3: float, watch: bool, compiled: bool
-) -> Callable[..., Tensor | None]:
-    """The fold of one array; what it closes over never changes."""
-
-    def multiply(
-        total: Tensor,
-        m2: Tensor,
-        gradient: Tensor,
-        average: Tensor | None,
-        sums: Tensor,
-        weight: float,
-        k: int,
-        corrected: float,
-    ) -> Tensor | None:
-        q = rules.ratio(total, m2, weight)
-        r = rules.FACTORS[factor](q, sums, k, gamma, r_max)
-        hat = r if average is None else rules.averaged(average, r, beta3, corrected)
-        if not watch:
-            gradient.mul_(hat)
-            return None
-        before = rules.squares(gradient)
+    factor: str,
+    watch: bool,
+    mean: Tensor,
+    weight: float,
+    k: float,
+    gamma: float,
+    r_max: float,
+    beta3: float,
+    corrected: float,
+    total: Tensor,
+    m2: Tensor,
+    gradient: Tensor,
+    average: Tensor | None,
+) -> Tensor | None:
+    q = rules.ratio(total, m2, weight)
+    r = rules.FACTORS[factor](q, mean, k, gamma, r_max)
+    hat = r if average is None else rules.averaged(average, r, beta3, corrected)
+    if not watch:
         gradient.mul_(hat)
-        told = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, rules.squares(gradient)]
-        return torch.stack([number.to(r.dtype) for number in told])
+        return None
+    before = rules.squares(gradient)
+    gradient.mul_(hat)
+    told = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, rules.squares(gradient)]
+    return torch.stack([number.to(r.dtype) for number in told])
 
-    return _maybe_compiled(multiply, compiled)
 
-
-def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)

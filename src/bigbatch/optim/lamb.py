@@ -39,6 +39,8 @@ class LAMB(Layerwise):
         You et al. 2020 (arXiv 1904.00962), algorithm 2.
     """
 
+    _names = ("exp_avg", "exp_avg_sq", "step")
+
     def __init__(
         self,
         params: Parameters,

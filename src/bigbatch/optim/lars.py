@@ -38,6 +38,8 @@ class LARS(Layerwise):
         You, Gitman and Ginsburg 2017 (arXiv 1708.03888), algorithm 1.
     """
 
+    _names = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Parameters,

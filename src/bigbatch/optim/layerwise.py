@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
+from bigbatch.measure.devices import FULL
 from bigbatch.optim.passes import Passes, require_kernels
 from bigbatch.optim.ranks import join_of, local
 
@@ -24,6 +25,8 @@ class Layerwise(Optimizer):
     and norms, that is parameters of at most one dimension, get neither decay nor trust ratio where
     their group has `exclude_bias_and_norm`.
     """
+
+    _names: tuple[str, ...]  # of a parameter's state, in the order that `_passes` takes it
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         require_kernels(defaults["fused"])
@@ -58,20 +61,31 @@ class Layerwise(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 chosen = [p for p in group["params"] if p.grad is not None]
-                excluded = [group["exclude_bias_and_norm"] and p.ndim <= 1 for p in chosen]
+                excluded = [bool(group["exclude_bias_and_norm"]) and p.ndim <= 1 for p in chosen]
                 for exclude in (False, True):
                     part = [p for p, e in zip(chosen, excluded, strict=True) if e is exclude]
                     if part:
                         passes = self._passes(part, group, adapts=not exclude)
-                        passes.run(fused=group["fused"] is not False, join=join_of(part))
+                        join = None if exclude else join_of(part)
+                        passes.run(fused=group["fused"] is not False, join=join)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, except that state keeps its type where the parameter has a half one."""
+        super().load_state_dict(state_dict)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if value.dtype in FULL and self.state[parameter][name].dtype not in FULL:
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
 
     def _state(self, parameter: Tensor) -> list[Tensor]:
         """This rank's pieces of its parameter's state, made before the first step."""
         state = self.state[parameter]
-        if not state:
+        if any(name not in state for name in self._names):
             state.update(self._start(parameter))
-        return [local(tensor) for tensor in state.values()]
+        return [local(state[name]) for name in self._names]
 
     @abstractmethod
     def _start(self, parameter: Tensor) -> dict[str, Tensor]:

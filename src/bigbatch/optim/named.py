@@ -8,7 +8,9 @@ from torch.optim import SGD, Adam, Optimizer
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
 from bigbatch.optim.layerwise import Parameters
-from bigbatch.optim.variance_reduced import Options, VarianceReduced
+from bigbatch.optim.options import Options
+from bigbatch.optim.ranks import is_sharded
+from bigbatch.optim.variance_reduced import VarianceReduced
 
 
 class VRSGD(VarianceReduced):
@@ -200,11 +202,14 @@ def _fuse(base: Optimizer) -> Optimizer:
     """Takes torch's fused step for every group that did not choose and can.
 
     That is dense floats on a device with such a kernel; a group with vr=False may have sparse
-    gradients, which no fused step takes.
+    gradients, which no fused step takes, and torch's fused SGD takes no sharded ones.
     """
     for group in base.param_groups:
         if group["fused"] is None and group["foreach"] is None and group.get("vr", True):
             group["fused"] = all(
-                p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"]
+                p.is_floating_point()
+                and p.device.type in ("cpu", "cuda")
+                and not (is_sharded(p) and isinstance(base, SGD))
+                for p in group["params"]
             )
     return base

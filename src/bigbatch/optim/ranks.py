@@ -82,10 +82,20 @@ def sharded_like(parameter: Any, piece: Tensor) -> Tensor:
 
 
 def join_of(parameters: list[Any]) -> Join | None:
-    """Adds numbers of layers up over the ranks that hold the rest of them; None: all is here."""
-    if not parameters or not is_sharded(parameters[0]):
+    """Adds numbers of layers up over the ranks that hold the rest of them; None: all is here.
+
+    Raises:
+        SettingError: some are sharded and some are not, or over another mesh.
+    """
+    sharded = [is_sharded(parameter) for parameter in parameters]
+    if not any(sharded):
         return None
-    mesh = parameters[0].device_mesh
+    mesh = parameters[sharded.index(True)].device_mesh
+    if not all(sharded) or any(parameter.device_mesh != mesh for parameter in parameters):
+        raise SettingError(
+            f"{sum(sharded)} of {len(parameters)} parameters are sharded, or not over one mesh; "
+            "give the others to a group, or an optimizer, of their own"
+        )
     groups = [
         mesh.get_group(dim)
         for dim, placement in enumerate(parameters[0].placements)

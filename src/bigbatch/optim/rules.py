@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bigbatch.measure.devices import wide
+
 _AGREE = 4  # roundings of the mean: a standard deviation of less is none
 
 
@@ -39,19 +41,18 @@ def live_sums(q: Tensor) -> Tensor:
     return torch.stack([q.where(live, 0).sum(), live.sum().to(q.dtype)])
 
 
-def normalized(q: Tensor, sums: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+def normalized(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
     """r of the paper: the ratio over its mean in the layer, clipped; dead elements get gamma.
 
-        r = min(max(q / (sum q / number), gamma), r_max)
+        r = min(max(q / mean of q, gamma), r_max)
 
     Source:
         VRGD, equations 8 and 9; where they are not defined: docs/theory.md (6).
     """
-    mean = sums[0] / sums[1].clamp_min(1)
-    return clipped(q / mean.to(q.dtype), gamma, r_max)
+    return clipped(q / mean, gamma, r_max)
 
 
-def shrinkage(q: Tensor, sums: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+def shrinkage(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
     """r of M-SVAG; not from the VRGD paper. The factor that makes E |r g - mu|^2 least.
 
         r = t^2 / (1 + t^2),   t^2 = (k - 1) q
@@ -62,7 +63,7 @@ def shrinkage(q: Tensor, sums: Tensor, k: float, gamma: float, r_max: float) -> 
     return clipped(1 - 1 / (1 + (k - 1) * q), gamma, r_max)
 
 
-def positive_part(q: Tensor, sums: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+def positive_part(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
     """r by positive-part shrinkage; not from the VRGD paper. 0 where noise explains the gradient.
 
         r = max(0, 1 - 1 / t^2),   t^2 = (k - 1) q
@@ -73,7 +74,7 @@ def positive_part(q: Tensor, sums: Tensor, k: float, gamma: float, r_max: float)
     return clipped(1 - 1 / ((k - 1) * q), gamma, r_max)
 
 
-# name -> r of (ratio, layer sums, k, gamma, r_max); the order is that of kernels.c
+# name -> r of (ratio, its mean in the layer, k, gamma, r_max); the order is that of kernels.c
 FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
     "gsnr": normalized,
     "shrinkage": shrinkage,
@@ -83,7 +84,7 @@ FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 
 def clipped(r: Tensor, low: float, high: float) -> Tensor:
     """Between two bounds; what is no number gets the lower one."""
-    return torch.fmax(r, r.new_tensor(low)).clamp_max_(high)
+    return r.where(r > low, low).clamp_max_(high)
 
 
 def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max: float) -> Tensor:
@@ -111,13 +112,13 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
         tensor([1.6000, 0.4000])
     """
     q = ratio(total, m2, weight)
-    return normalized(q, live_sums(q), math.nan, gamma, r_max)
+    sums = live_sums(q)
+    return normalized(q, sums[0] / sums[1].clamp_min(1), math.nan, gamma, r_max)
 
 
 def squares(x: Tensor) -> Tensor:
-    """|x|^2, in float32 at least."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=dtype)
+    """|x|^2, in the widest type of the device: float32 sums of large layers drift."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=wide(x.device))
     return norm.square()
 
 

@@ -1,37 +1,26 @@
 """Variance-reduced gradient descent: fold r into the gradient, then the base optimizer's step."""
 
-import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypedDict, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import LBFGS, Optimizer
 
-from bigbatch.errors import GradientError, SettingError
+from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.average import Averages
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import How, Layer, fold
+from bigbatch.optim.options import require_factor, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import join_of, local, source_of
-from bigbatch.optim.rules import FACTORS, ratio
+from bigbatch.optim.rules import ratio
 
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
-
-
-class Options(TypedDict, total=False):
-    """What every variance-reduced optimizer takes beside its base's own; see `VarianceReduced`."""
-
-    gamma: float
-    r_max: float
-    beta3: float | None
-    factor: str
-    watch: bool
-    compiled: bool
 
 
 class VarianceReduced(Optimizer):
@@ -98,29 +87,30 @@ class VarianceReduced(Optimizer):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         if isinstance(base, LBFGS):
             raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
-        if factor not in FACTORS:
-            raise SettingError(f"factor={factor!r} is unknown; choose one of: {', '.join(FACTORS)}")
+        require_factor(factor)
         require_kernels(fused)
         self.base = base
         self.watch = watch
         self.factors: Factors | None = None  # of the last step, where watch is on
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
         self._factor = factor
-        self._engine = {"fused": fused is not False, "compiled": compiled}
+        self._fused, self._compiled = fused, compiled
         self._averages = Averages()
-        self._scaled: set[Tensor] = set()  # parameters of the groups with vr
-        self._moments = GradientMoments(self._scaled, fused=fused is not False)
+        self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
+        self._moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
         self._warned = False
+        self._hooks: list[tuple[int, int]] = []  # on each parameter, when gradients came through
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
             self._adopt(group)
-        self._source: GradientSource = source_of(self._parameters(), type(self).__name__)
+        self._source: GradientSource = source_of(self._scaled, type(self).__name__)
         self._source.subscribe(self._moments)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self._own.items() if name != "vr"}
-        options = {**own, **self._engine, "factor": self._factor, "watch": self.watch}
+        options = {**own, "factor": self._factor, "watch": self.watch}
+        options |= {"fused": self._fused, "compiled": self._compiled}
         return {"base": self.base, "options": options, "averages": self._averages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,7 +140,7 @@ class VarianceReduced(Optimizer):
         except SettingError:
             self.base.param_groups.pop()
             raise
-        self._source.add(self._parameters())
+        self._source.add(self._scaled)
 
     # one step
 
@@ -183,12 +173,14 @@ class VarianceReduced(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._source.micro_batches or not self._changes_nothing():
+        if self._scaled and (self._source.micro_batches or not self._changes_nothing()):
             self._require_micro_batches()
             sums_intact = self._sums_intact()
             with torch.no_grad():
                 self._fold()
             self._moments.sum_of = self._source.sum_of if sums_intact else None
+        else:
+            self._make_state()
         self._step_base()
         self._source.restart()
         return loss
@@ -200,6 +192,13 @@ class VarianceReduced(Optimizer):
     def _changes_nothing(self) -> bool:
         """Whether the step is one that only makes state, as torch's checkpoints do."""
         return all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)
+
+    def _make_state(self) -> None:
+        """p of every parameter, as it is before the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"] if group["vr"] else ():
+                if group["beta3"] is not None and parameter.grad is not None:
+                    self._averages.make(parameter)
 
     def _require_micro_batches(self) -> None:
         k = self._source.micro_batches
@@ -227,38 +226,60 @@ class VarianceReduced(Optimizer):
             )
 
     def _sums_intact(self) -> bool:
-        """Whether `.grad` came here as the backwards left it, so that it can be the sum itself."""
+        """Whether `.grad` came here as the backwards brought it, so that it can be the sum itself.
+
+        Not where somebody wrote to it, nor where a hook that runs after ours changes gradients.
+        """
+        hooks = [
+            (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
+            for p in self._scaled
+        ]
+        same, self._hooks = hooks == self._hooks, hooks
         intact = self._source.sums_intact
-        if self._moments.sum_of is not None and not intact:
+        if self._moments.sum_of is None:
+            return intact and all(
+                torch.equal(self._moments.of(p)[0], local(p.grad))
+                for p in filter(self._moments.reached, self._scaled)
+            )
+        if not (intact and same):
             warnings.warn(
-                "gradients were changed between the last backward() and step(), and were not in "
-                "the step before; r of this one step is that of the changed gradients",
+                "gradients were changed between backward() and step(), or by a new hook, and were "
+                "not in the step before; r of this one step is that of the changed gradients",
                 stacklevel=5,
             )
-        return intact
+        return intact and same
 
     def _all_agree(self) -> bool:
-        """Whether no element of any gradient varied over the step; waits for the device."""
+        """Whether there are gradients and none of their elements varied; waits for the device."""
+        agree = False
         for parameter in filter(self._moments.reached, self._scaled):
             total, m2 = self._moments.of(parameter)
-            varied = ratio(total, m2, self._moments.weight).isfinite() | ~total.isfinite()
-            if varied.any():
+            q = ratio(total, m2, self._moments.weight)
+            if (q.isfinite() | ~total.isfinite()).any():
                 return False
-        return True
+            agree = agree or bool(q.isinf().any())
+        return agree
 
     def _fold(self) -> None:
         """Puts r g, or p_hat g, where g was."""
-        told, seen = [], []
+        told: list[Tensor] = []
+        seen: set[Tensor] = set()
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.grad is not None and group["vr"]]
             layers = [self._layer(parameter, group["beta3"]) for parameter in chosen]
             join = join_of(chosen)
             told.append(fold(self._how(group), layers, join))
-            seen += chosen
+            seen.update(chosen)
             if self.watch and join is not None:
                 join(told[-1])
         if self.watch:
-            self.factors = Factors(seen, torch.cat(told), self._moments.micro_batches)
+            named = [(name, p.numel()) for name, p in self._named() if p in seen]
+            self.factors = Factors(
+                [name for name, _ in named],
+                [elements for _, elements in named],
+                torch.cat([part.to(told[0]) for part in told]),
+                self._moments.micro_batches,
+            )
 
     def _how(self, group: dict[str, Any]) -> How:
         return How(
@@ -269,7 +290,8 @@ class VarianceReduced(Optimizer):
             self._moments.weight,
             self._moments.micro_batches,
             self.watch,
-            **self._engine,
+            fused=self._fused is not False,
+            compiled=self._compiled,
         )
 
     def _layer(self, parameter: Tensor, beta3: float | None) -> Layer:
@@ -282,34 +304,57 @@ class VarianceReduced(Optimizer):
         total, m2 = self._moments.of(parameter, gradient)
         if beta3 is None:
             return Layer(total, m2, gradient)
-        return Layer(total, m2, gradient, *self._averages.next(parameter, m2, beta3))
+        return Layer(total, m2, gradient, *self._averages.next(parameter, beta3))
 
     # what is saved
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state dict; p and its step count stand with each parameter."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         packed = self.base.state_dict()
         packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
         for index, parameter in enumerate(self._parameters()):
             if mine := self._averages.packed(parameter):
                 packed["state"].setdefault(index, {}).update(mine)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            packed = after(self, packed) or packed
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, or the state dict of a bare base optimizer."""
+        """Loads what `state_dict` gave, or the state dict of a bare base optimizer.
+
+        Raises:
+            StateError: it was saved with p, and p is not in it.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         averages = Averages()
-        parameters = self._parameters()
-        rest = {
-            index: averages.unpack(parameters[index], state)
-            for index, state in state_dict["state"].items()
-        }
+        saved = state_dict["param_groups"]
+        keys = [key for group in saved for key in group["params"]]  # numbers, or names
+        of_key = dict(zip(keys, self._parameters(), strict=False))  # the base checks the number
+        rest = {key: averages.unpack(of_key[key], s) for key, s in state_dict["state"].items()}
+        lost = [
+            key
+            for group in saved
+            for key in group["params"]
+            if group.get("beta3") is not None and group["vr"] and rest.get(key)
+            if key in of_key and not averages.packed(of_key[key])
+        ]
+        if lost:
+            raise StateError(
+                f"the state of {len(lost)} parameters, {lost[0]!r} the first, was saved without "
+                "its average of r; save without flatten_optimizer_state_dict, which drops it"
+            )
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
         self.base.load_state_dict({**state_dict, "state": {i: s for i, s in rest.items() if s}})
-        for group, before in zip(self.base.param_groups, own, strict=True):
-            for name, value in before.items():
+        for group, mine in zip(self.base.param_groups, own, strict=True):
+            for name, value in mine.items():
                 group.setdefault(name, value)
         self._averages = averages
         self._source.restart()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     # groups
 
@@ -317,30 +362,21 @@ class VarianceReduced(Optimizer):
         """Of all groups, in the order of the state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """The same with names: those that the optimizer was given, else their numbers."""
+        parameters = self._parameters()
+        names = [
+            name
+            for group in self.param_groups
+            for name in group.get("param_names", [""] * len(group["params"]))
+        ]
+        return [
+            (name or str(i), p) for i, (name, p) in enumerate(zip(names, parameters, strict=True))
+        ]
+
     def _adopt(self, group: dict[str, Any]) -> None:
         for name, default in self._own.items():
             group.setdefault(name, default)
-        _require_valid(group, self._factor)
+        require_valid(group, self._factor)
         if group["vr"]:
-            self._scaled.update(group["params"])
-
-
-def _require_valid(group: dict[str, Any], factor: str) -> None:
-    gamma, r_max, beta3 = group["gamma"], group["r_max"], group["beta3"]
-    if not (0 < gamma <= 1 or (gamma == 0 and factor != "gsnr")):
-        raise SettingError(
-            f"gamma={gamma} must lie in (0, 1]: it is the least factor of a step; 0 goes with "
-            "another factor than gsnr"
-        )
-    if not 1 <= r_max < math.inf:
-        raise SettingError(f"r_max={r_max} must be at least 1; 1.0 or 1 / gamma are usual")
-    if r_max != 1 and factor != "gsnr":
-        raise SettingError(f"r_max={r_max} has no effect: factor={factor!r} is never above 1")
-    if beta3 is not None and not 0 <= beta3 < 1:
-        raise SettingError(f"beta3={beta3} must lie in [0, 1), or be None for no momentum on r")
-    for parameter in group["params"] if group["vr"] else ():
-        if parameter.is_complex() or parameter.layout != torch.strided:
-            raise SettingError(
-                f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; give it "
-                "to an optimizer of its own, or to a group with vr=False"
-            )
+            self._scaled.update(dict.fromkeys(group["params"]))

@@ -11,9 +11,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from bigbatch.decide.plan import require_positive
 from bigbatch.decide.policy import Fixed, Policy, SimiGrad
 from bigbatch.errors import SettingError
-from bigbatch.optim import VarianceReduced
+from bigbatch.optim import LAMB, LARS, VarianceReduced
+from bigbatch.optim.options import Options
 
 POLICIES = ("simigrad", "fixed")
+Named = tuple[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +148,8 @@ def build_policy(settings: Settings) -> Policy:
     return SimiGrad(settings.target, settings.min_batch, settings.max_batch)
 
 
-def build_optimizer(settings: Settings, parameters: Iterable[Tensor]) -> Optimizer:
-    """The optimizer that the settings name.
+def build_optimizer(settings: Settings, parameters: Iterable[Named]) -> Optimizer:
+    """The optimizer that the settings name, over a model's named parameters.
 
     Raises:
         SettingError: an unknown name, or a value out of range.
@@ -156,14 +158,17 @@ def build_optimizer(settings: Settings, parameters: Iterable[Tensor]) -> Optimiz
     base = _BASES[settings.optimizer.removeprefix("vr-")](list(parameters), settings)
     if not settings.optimizer.startswith("vr-"):
         return base
-    beta3 = 0.9 if isinstance(base, AdamW) else None  # VR-Adam averages r
-    return VarianceReduced(base, gamma=settings.gamma, r_max=settings.r_max, beta3=beta3)
+    beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
+    options = Options(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=True)
+    return VarianceReduced(base, **options)
 
 
-_BASES: dict[str, Callable[[list[Tensor], Settings], Optimizer]] = {
+_BASES: dict[str, Callable[[list[Named], Settings], Optimizer]] = {
     "sgd": lambda p, s: SGD(p, s.lr, weight_decay=s.weight_decay),
     "momentum": lambda p, s: SGD(p, s.lr, momentum=0.9, weight_decay=s.weight_decay),
     "adam": lambda p, s: AdamW(p, s.lr, weight_decay=s.weight_decay),
+    "lars": lambda p, s: LARS(p, s.lr, weight_decay=s.weight_decay),
+    "lamb": lambda p, s: LAMB(p, s.lr, weight_decay=s.weight_decay),
 }
 OPTIMIZERS = (*_BASES, *(f"vr-{name}" for name in _BASES))
 

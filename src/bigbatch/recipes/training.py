@@ -52,7 +52,7 @@ class Training:
         numpy.random.seed(settings.seed)  # noqa: NPY002  # what users' data sets draw from
         torch.manual_seed(settings.seed)
         self.task: Task = recipe.build(settings)
-        self.optimizer = build_optimizer(settings, self.task.model.parameters())
+        self.optimizer = build_optimizer(settings, self.task.model.named_parameters())
         self.train = AdaptiveBatch(
             self.task.model,
             self.optimizer,

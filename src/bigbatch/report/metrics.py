@@ -42,12 +42,22 @@ def row_of(record: StepRecord, accuracy: float | None) -> Row:
         "test_accuracy": accuracy,
         "seconds": record.seconds,
     }
+    if record.factors is not None:
+        row["factors"] = {
+            name: [_rounded(number) for number in numbers]
+            for name, numbers in record.factors.by_layer().items()
+        }
     return {name: _finite(value) for name, value in row.items()}
 
 
 def _finite(value: Any) -> Any:
     """JSON has no nan and no infinity: null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded(number: float) -> float | None:
+    """To four digits: a layer has four numbers in every line."""
+    return float(f"{number:.4g}") if math.isfinite(number) else None
 
 
 _LOGGED = {

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import yaml
 from jinja2 import Environment
+from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.report.figures import AXES, as_svg, curves
-from bigbatch.report.metrics import COLUMNS, history_of, seeds_of, table_of
+from bigbatch.report.layers import heat_maps
+from bigbatch.report.metrics import COLUMNS, History, grouped, history_of, seeds_of, table_of
 from bigbatch.report.run_directory import RunDirectory, write_atomically
 
 
@@ -40,6 +42,7 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
                     seeds=seeds_of(histories),
                     table=table_of(histories),
                     figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
+                    maps=[as_svg(drawn) for drawn in _heat_maps(histories)],
                     runs=[
                         (run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs
                     ],
@@ -50,3 +53,9 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
             raise SettingError(f"-o {out}: the ending must be .html, .png or .svg")
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def _heat_maps(histories: list[History]) -> list[Figure]:
+    """Of the first of each group of runs that differ in their seed only."""
+    drawn = [heat_maps(runs[0]) for runs in grouped(histories).values()]
+    return [figure for figure in drawn if figure is not None]

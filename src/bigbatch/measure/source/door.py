@@ -87,8 +87,7 @@ class GradientSource(Protocol):
     def sum_of(self, parameter: Tensor) -> Tensor:
         """This rank's piece of the sum of what `parameter` got in the complete micro-batches.
 
-        Not to be written to. It is that to the last bit where `sums_intact`, and there during
-        backwards too.
+        Not to be written to. It is right where `sums_intact`, and there during backwards too.
         """
 
     @property

@@ -43,7 +43,8 @@ class PlainSource:
         self.foreign_backward = False  # one outside changed .grad since the last micro-batch
         self._subscribers: list[Subscriber] = []
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._edited = False  # by what belongs to the step
+        self._edited = False  # .grad was, by what belongs to the step
+        self._scaled = 1.0  # what it was multiplied by here
         self._whole: dict[Tensor, Tensor | None] | None = None  # what a `whole` one starts from
         self._inside = False
         self._reached: set[Tensor] = set()  # by the present micro-batch
@@ -89,6 +90,7 @@ class PlainSource:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
         self.foreign_backward = self._edited = False
+        self._scaled = 1.0
         self._inside = self._by_itself = False
         self._callback = self._whole = None
         self._hook()
@@ -139,10 +141,10 @@ class PlainSource:
             )
 
     def sum_of(self, parameter: Tensor) -> Tensor:
-        """What `.grad` holds, or held when a micro-batch of several backwards began."""
+        """What `.grad` holds, without `scale`; in a `whole` micro-batch what it held before."""
         held = parameter.grad if self._whole is None else self._whole[parameter]
         assert held is not None
-        return held.detach()
+        return held.detach() if self._scaled == 1.0 else held.detach() / self._scaled
 
     @property
     def sums_intact(self) -> bool:
@@ -160,7 +162,8 @@ class PlainSource:
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""
         torch._foreach_mul_(self._grads(), factor)
-        self.stamp()
+        self._scaled *= factor
+        self._stamps = self._stamp()
 
     def stamp(self) -> None:
         """Accepts `.grad` as it is now, after a change that belongs to the step."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
+from bigbatch.errors import GradientError
 from bigbatch.measure.source.plain import PlainSource, all_zero
 
 
@@ -19,6 +20,7 @@ class ShardSource(PlainSource):
     """
 
     _engine_writes = True
+    _grad_may_wait = True  # autograd.grad runs no hook here, so every backward that is seen counts
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._sums: dict[Tensor, Tensor] = {}  # S_{j-1}
@@ -61,13 +63,23 @@ class ShardSource(PlainSource):
             before.copy_(gradient)
 
     def _is_clean(self) -> bool:
-        """Whether the other pieces are; this one holds the gradient already."""
-        left = [
-            piece
-            for p in self.parameters
-            if p is not self._arriving and (piece := self.local(p)) is not None
-        ]
-        return not left or (not self.micro_batches and all_zero(left))
+        """Whether the other pieces are; this one holds the gradient already.
+
+        Within a step that is not asked of the data, which may be zero on one rank only: what was
+        written to more than once since the last micro-batch is refused, on every rank alike.
+        """
+        if self.micro_batches:
+            for was, now in zip(self._stamps, self._before, strict=True):
+                if was and (now is None or now[0] != was[0]):
+                    return True  # set to None since
+                if was and now and now[1] - was[1] > 1:
+                    raise GradientError(
+                        ".grad was written to between two backwards of a step; where a step was "
+                        "left out, call optimizer.zero_grad(), or zero_grad(set_to_none=True)"
+                    )
+            return False
+        left = [p for p in self.parameters if p is not self._arriving]
+        return all_zero(piece for p in left if (piece := self.local(p)) is not None)
 
     def _hook(self) -> None:
         for parameter in self.parameters if self._listens else ():

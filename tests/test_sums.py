@@ -1,0 +1,171 @@
+"""Where the sum of the gradients is kept: in `.grad` itself while nobody else writes there."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader, TensorDataset
+
+import bigbatch as bb
+from bigbatch.optim import VRSGD, VRAdam
+
+K = 8
+CHANGED = "gradients were changed"
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 2)).to(dtype)
+
+
+def batches(step, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(K, 5, 6, generator=draw, dtype=torch.float64).to(dtype)
+
+
+def train(model, optimizer, steps, change=lambda step, parameters: None):
+    """Weights after the steps; `change` is what happens between the last backward and step()."""
+    for step in steps:
+        for x in batches(step, model[0].weight.dtype):
+            (model(x).square().mean() / K).backward()
+        change(step, list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def clip_to_nothing(step, parameters):
+    clip_grad_norm_(parameters, 1e9)  # multiplies by 1, so `.grad` is written to
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_r_is_the_same_to_the_bit_wherever_the_sum_is_kept(dtype, fused):
+    models = [network(dtype) for _ in range(2)]
+    ends = [
+        train(model, VRAdam(model.parameters(), 0.01, fused=fused), range(6), change)
+        for model, change in zip(models, (lambda *_: None, clip_to_nothing), strict=True)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_buffer_is_freed_once_grad_has_come_through_untouched():
+    model = network()
+    optimizer = VRSGD(model.parameters(), 0.1)
+    elements = sum(p.numel() for p in model.parameters())
+
+    def held():
+        """Elements of all tensors that are alive, over those of the parameters."""
+        gc.collect()
+        sizes = [x.numel() for x in gc.get_objects() if type(x) is torch.Tensor]
+        return sum(sizes) / elements
+
+    before = held()
+    train(model, optimizer, [0])
+    with_sums = held()
+    train(model, optimizer, [1])
+    assert with_sums - before >= 2  # M2 and S
+    assert held() - before < with_sums - before - 0.9
+
+
+def test_a_step_that_is_the_first_to_change_gradients_says_so_once():
+    model = network()
+    optimizer = VRSGD(model.parameters(), 0.1)
+    train(model, optimizer, range(2))
+    with pytest.warns(UserWarning, match=CHANGED):
+        train(model, optimizer, [2], clip_to_nothing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(3, 5), clip_to_nothing)
+
+
+def test_scaling_all_gradients_alike_changes_no_r_not_even_unannounced():
+    def halve(step, parameters):
+        for p in parameters if step == 2 else ():
+            p.grad.mul_(0.5)
+
+    ends = []
+    for change in (lambda *_: None, halve):
+        model = network(torch.float64)
+        optimizer = VRSGD(model.parameters(), 0.0, watch=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, optimizer, range(3), change)
+        ends.append(optimizer.factors.mean)
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
+
+
+def test_clipping_by_value_from_the_first_step_on_leaves_r():
+    clip = 1e-3
+    model = network(torch.float64)
+    optimizer = VRSGD(model.parameters(), 0.0, watch=True)
+    train(model, optimizer, range(2), lambda step, p: clip_grad_value_(p, clip))
+    other = network(torch.float64)
+    plain = VRSGD(other.parameters(), 0.0, watch=True)
+    train(other, plain, range(2))
+    assert torch.equal(plain.factors.mean, optimizer.factors.mean)
+    assert not torch.equal(plain.factors.lr_factor, optimizer.factors.lr_factor)
+
+
+@pytest.mark.parametrize("factor", ["gsnr", "shrinkage"])
+def test_the_loops_own_rescale_of_a_ragged_step_is_no_change(factor):
+    """44 samples: the second step of an epoch has 4 micro-batches of 3 and 4 of 2, rescaled."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(44, 6, dtype=torch.float64))
+    ends = []
+    for clipped in (False, True):
+        model = network(torch.float64)
+        optimizer = VRSGD(model.parameters(), 0.05, factor=factor)
+        loop = bb.AdaptiveBatch(
+            model,
+            optimizer,
+            DataLoader(data, batch_size=11),
+            policy=bb.Fixed(24),
+            micro_batch=3,
+            lr_scaling=None,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in loop.epochs(3):
+                for step in loop:
+                    for (x,) in step:
+                        step.backward(model(x).square().mean())
+                    if clipped:
+                        step.clip_grad_norm_(1e9)
+                    step.update()
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-15)
+
+
+def test_half_gradients_keep_sums_of_their_own():
+    model = network(torch.bfloat16)
+    other = copy.deepcopy(model)
+    ends = [
+        train(m, VRSGD(m.parameters(), 0.1), range(4), change)
+        for m, change in ((model, lambda *_: None), (other, clip_to_nothing))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_parameter_that_is_missed_by_micro_batches_counts_them_as_zero(clipped):
+    """The second weight is reached by the even micro-batches only, whose gradients are known."""
+    first, second = (nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(2))
+    optimizer = VRSGD([first, second], 0.0, watch=True)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        g = torch.randn(K, 5, generator=draw, dtype=torch.float64)
+        g[1::2] = 0
+        for i, one in enumerate(g):
+            ((first + (second if i % 2 == 0 else 0)) @ (one + (i % 2)) / K).backward()
+        if clipped:
+            clip_grad_norm_([first, second], 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+    q = g.mean(0).square() / g.var(0, correction=0)
+    expected = (q / q.mean()).clamp(0.1, 1.0).mean().item()
+    assert pytest.approx(expected, rel=1e-9) == optimizer.factors.mean[1].item()
