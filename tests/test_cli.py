@@ -190,3 +190,17 @@ def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
     _, err = process.communicate(timeout=60)
     assert (130, 1) == (process.returncode, err.count("\n"))
     assert "bigbatch train --resume RUN" in err
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "vr-lamb"])
+def test_every_optimizer_trains_and_a_scaled_one_logs_r_by_layer(bigbatch, tmp_path, optimizer):
+    place = tmp_path / "run"
+    options = ["--optimizer", optimizer, "--epochs", 1, "--out", place, "--quiet"]
+    assert 0 == bigbatch("train", "digits", *options)[0]
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    told = [row.get("factors") for row in rows]
+    if optimizer == "lars":
+        assert [None] * len(rows) == told
+    else:
+        assert all(0.1 <= mean <= 1 for row in told for mean, *_ in row.values())
+        assert {"0.weight", "9.bias"} <= set(told[0])

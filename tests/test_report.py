@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from bigbatch.errors import RunError
+from bigbatch.report.layers import heat_maps
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
@@ -145,3 +146,33 @@ def test_a_browser_shows_the_table_and_every_panel_of_the_chosen_axis(runs, tmp_
         assert tab["width"] > 500
         for words in (axis, "training loss", "batch size", "similarity", "target 0.25", "noise"):
             assert words in tab["text"]
+
+
+def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
+    def factors(step):
+        return {"0.weight": [0.5, 0.2, 0.3, 0.9], "9.bias": [step / 10, 0.0, 1.0, None]}
+
+    rows = [row(step, factors=factors(step)) for step in range(1, 6)]
+    watched = run_at(tmp_path / "vr", rows, arm="vr")
+    out = tmp_path / "report.html"
+    write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
+    page = out.read_text()
+    assert 1 == page.count('class="map"')
+    for text in ("0.weight", "9.bias", "mean r", "share of weights at gamma"):
+        assert text in page
+
+
+def test_a_run_that_tells_nothing_of_r_has_no_heat_map(runs, tmp_path):
+    out = tmp_path / "report.html"
+    write_report(runs, out, "plain")
+    assert "How far each layer is let go" not in out.read_text()
+
+
+def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):
+    """Of 100 steps two make a column; a number that was never known stays blank."""
+    rows = [row(s, factors={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
+    history = history_of(run_at(tmp_path / "vr", rows))
+    mean, *_, factor = [axes.images[0].get_array() for axes in heat_maps(history).axes[:4]]
+    assert (1, 50) == mean.shape
+    assert [0.015, 0.035] == pytest.approx(mean[0, :2].tolist())
+    assert factor.mask.all()
