@@ -46,7 +46,7 @@ LISTS: dict[str, list[tuple[int, ...]]] = {
 }
 _K = 2  # backwards before a timed step: what they bring does not change its time
 _WARM = 3  # steps that are not counted: they make state, and free what is not needed
-_YARDSTICK = 20_000_000  # elements, beyond the caches
+_YARDSTICK = 20_000_000  # elements at least, beyond the caches; as many as the parameters
 
 Make = Callable[[list[Tensor]], Optimizer]
 
@@ -174,8 +174,8 @@ def _team_costs(over: str, team: list[Contestant], rounds: int) -> list[StepCost
     gradients = [torch.randn(shape) for shape in shapes]
     optimizers = [one.make([nn.Parameter(0.02 * torch.randn(s)) for s in shapes]) for one in team]
     in_place, copy = [], []
-    x = torch.zeros(_YARDSTICK)
-    y = torch.zeros(_YARDSTICK)
+    count = sum(gradient.numel() for gradient in gradients)
+    x, y = torch.zeros(2, max(_YARDSTICK, count)).unbind()
     for number in range(rounds + _WARM):
         bandwidths = [
             2 * x.nbytes / seconds(run) for run in (lambda: x.add_(1), lambda: y.copy_(x))
@@ -188,7 +188,6 @@ def _team_costs(over: str, team: list[Contestant], rounds: int) -> list[StepCost
         if number >= _WARM:
             in_place.append(bandwidths[0])
             copy.append(bandwidths[1])
-    count = sum(gradient.numel() for gradient in gradients)
     return [StepCost(over, one, count, team[0].times, in_place, copy) for one in team]
 
 
