@@ -1,6 +1,7 @@
 """Kernels are built where there is a compiler; without one everything installs and trains."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +37,14 @@ print(model.weight.tolist())
 
 
 def installed(folder, compiler):
-    """The package in `folder`, built with that compiler."""
+    """What a training prints with the package in `folder`, built with that compiler."""
+    sources = folder / "sources"
+    shutil.copytree(ROOT / "src", sources / "src", ignore=shutil.ignore_patterns("*.so"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, sources)
     options = "-q --no-deps --no-build-isolation --no-cache-dir --disable-pip-version-check"
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options.split(), "--target", folder, ROOT],
+        [sys.executable, "-m", "pip", "install", *options.split(), "--target", folder, sources],
         check=True,
         env=os.environ | {"CC": compiler},
         capture_output=True,

@@ -98,10 +98,11 @@ def _show(
 ) -> list[_R]:
     """Shows progress, then the table, as Markdown where nobody watches; returns the rows."""
     console = Console()
-    table = Table(*columns, title=title)
+    table = Table(*columns)
     if not console.is_terminal:
         console = Console(width=_WIDE)
         table = Table(*columns, box=box.MARKDOWN)
+    console.print(title, markup=False, highlight=False)
     seen = []
     for row in track(rows, "measuring", total=total, console=Console(stderr=True)):
         table.add_row(*row.row())
