@@ -22,6 +22,7 @@ from bigbatch.decide.plan import BatchPlan, require_positive
 from bigbatch.decide.policy import Decision, Policy, Progress
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.step import Reading, Step, StepRecord
 
@@ -313,8 +314,11 @@ class AdaptiveBatch:
             skipped=not step.finite,
             decision=decision,
             seconds=self.seconds,
-            factors=getattr(self.optimizer, "factors", None) if step.finite else None,
+            factors=self._factors() if step.finite else None,
         )
+
+    def _factors(self) -> Factors | None:
+        return self.optimizer.factors if isinstance(self.optimizer, VarianceReduced) else None
 
     def _decide(self, step: Reading, lr: list[float]) -> Decision:
         held = self.controller.decision

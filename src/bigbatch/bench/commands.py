@@ -70,7 +70,7 @@ def optim(
 def twins_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
     """Variance-reduced optimizers and their bases on the digits, each at its best rate."""
     title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
-    _show(title, twins.COLUMNS, twins.run(seeds), total=4 * len(twins.GRIDS))
+    _show(title, twins.COLUMNS, twins.run(seeds), total=3 * len(twins.GRIDS) + 1)
 
 
 @app.command("coverage")

@@ -134,6 +134,8 @@ def teams() -> list[list[Contestant]]:
         [
             Contestant("AdamW, torch fused", 28, lambda p: AdamW(p, 1e-3, fused=True)),
             Contestant("VR-Adam", 48, lambda p: VRAdam(p, 1e-3)),
+            Contestant("VR-Adam, fold by torch", 48, lambda p: _vr_adam(p, compiled=False)),
+            Contestant("VR-Adam, fold compiled", 48, lambda p: _vr_adam(p, compiled=True)),
         ],
         [
             Contestant("LARS", 28, lambda p: LARS(p, 1e-3, weight_decay=1e-4)),
@@ -146,6 +148,12 @@ def teams() -> list[list[Contestant]]:
             *_rivals("LAMB", 40),
         ],
     ]
+
+
+def _vr_adam(parameters: list[Tensor], *, compiled: bool) -> Optimizer:
+    """VR-Adam without kernels, before the same fused step."""
+    base = AdamW(parameters, 1e-3, fused=True)
+    return VarianceReduced(base, beta3=0.9, fused=False, compiled=compiled)
 
 
 def _rivals(name: str, floor: int) -> list[Contestant]:
