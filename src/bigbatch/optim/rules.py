@@ -1,7 +1,8 @@
 """The mathematics of every rule: pure functions of tensors, one a few lines.
 
 They are what the compiled kernels are tested against, what runs where there are none, and what
-`torch.compile` is given. Any shape will do. One layer has S = sum n_d g_d, the sum of its weighted
+`torch.compile` is given. Masks are avoided: on a CPU a comparison costs eager torch ten
+multiplications. Any shape will do. One layer has S = sum n_d g_d, the sum of its weighted
 micro-batch gradients, M2 = sum n_d (g_d - S / N)^2, and N = sum n_d over k micro-batches.
 """
 
@@ -31,14 +32,14 @@ def ratio(total: Tensor, m2: Tensor, weight: float) -> Tensor:
     Source:
         VRGD (Jiang et al. 2023, arXiv 2309.13681), equations 2 and 7; t is Student's statistic.
     """
-    q = (total / m2).mul_(total).div_(weight)  # so ordered, no square overflows before M2 does
-    return q.masked_fill_(q >= agreement(q.dtype), torch.inf)
+    less = (total / m2).mul_(total).div_(-weight)  # so ordered, no square overflows before M2 does
+    return torch.threshold_(less, -agreement(less.dtype), -torch.inf).neg_()
 
 
 def live_sums(q: Tensor) -> Tensor:
     """(sum, number) of the ratios that count in a layer's mean: the finite ones."""
-    live = q.isfinite()
-    return torch.stack([q.where(live, 0).sum(), live.sum().to(q.dtype)])
+    zero = q * 0  # nan where q is not finite
+    return torch.stack([(q + zero).nansum(), zero.add_(1).nansum()])
 
 
 def normalized(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
@@ -84,7 +85,7 @@ FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 
 def clipped(r: Tensor, low: float, high: float) -> Tensor:
     """Between two bounds; what is no number gets the lower one."""
-    return r.where(r > low, low).clamp_max_(high)
+    return r.nan_to_num(nan=0.0, posinf=torch.inf).clamp_(low, high)
 
 
 def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max: float) -> Tensor:
