@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from bigbatch.bench import optimizers
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
-from bigbatch.optim import LAMB, VRAdam
+from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 
 ROOT = Path(__file__).parent.parent
 TRAINS = """
@@ -108,3 +109,75 @@ def test_a_rows_ratios_are_time_times_speed_over_bytes():
         "1.00 [0.50, 1.50]",
         "4.00 [2.00, 6.00]",
     ) == cost.row()
+
+
+# what they must not be given
+
+
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
+
+
+@needs_kernels
+def test_kernels_take_plain_float32_arrays_of_one_shape_and_layout():
+    x = torch.zeros(4, 6)
+    image = torch.zeros(2, 3, 4, 5)
+    last = image.contiguous(memory_format=torch.channels_last)
+    assert native.fits(x, None, torch.ones(4, 6), nn.Parameter(x))
+    assert native.fits(last, last.clone())
+    assert not native.fits(x, torch.zeros(6, 4))
+    assert not native.fits(x, torch.zeros(4, 5))
+    assert not native.fits(x, x.double())
+    assert not native.fits(x, torch.zeros(4, 12)[:, ::2])
+    assert not native.fits(image, last)
+    assert not native.fits(x.to("meta"))
+    assert not native.fits(torch.zeros(3, dtype=torch.complex64).conj().imag)
+    assert not native.fits(TwoTensor(x, x))
+
+
+class Negated(nn.Module):
+    """The imaginary part of a conjugate: its gradient is a view with a minus in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, factor):
+        z = torch.complex(torch.ones(1), self.weight).conj()
+        return (z.imag * factor).sum()
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB, VRSGD, VRAdam], ids=lambda c: c.__name__)
+def test_gradients_that_are_negated_views_go_the_right_way(make):
+    ends = []
+    for fused in (None, False):
+        model = Negated()
+        optimizer = make(model.parameters(), lr=1.0, fused=fused)
+        for factor in (1.0, 3.0):
+            model(factor).backward()
+        optimizer.step()
+        ends.append(model.weight.item())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-6)
+    assert ends[0] > 2.0  # the gradient is -4
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB], ids=lambda c: c.__name__)
+def test_a_tensor_subclass_goes_by_torch(make):
+    ends = []
+    for of in (lambda t: t, lambda t: TwoTensor(t, t.clone())):
+        weight = nn.Parameter(of(torch.ones(3, 2)))
+        weight.grad = of(torch.arange(6.0).view(3, 2))
+        make([weight], lr=0.5).step()
+        ends.append(weight.a if isinstance(weight, TwoTensor) else weight)
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e18])
+def test_the_norms_of_lars_neither_under_nor_overflow(size):
+    ends = []
+    for fused in (None, False):
+        weight = nn.Parameter(torch.ones(4, 5))
+        weight.grad = torch.full((4, 5), size)
+        LARS([weight], lr=0.5, fused=fused).step()
+        ends.append(weight)
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=0)
+    assert (ends[0] < 0.9999).all()

@@ -350,6 +350,27 @@ def test_r_of_a_clipped_step_is_that_of_the_unclipped_one(ranks):
         assert torch.equal(expected_mean, mean)
 
 
+def own_sums(rank, ranks, limit):
+    """After two steps, in the third: how many parameters have S twice; the first step loses one."""
+    model = fsdp2(ranks)
+    optimizer = VRSGD(model.parameters(), 0.1)
+    for step in range(3):
+        accumulate(model, step, rank, ranks)
+        if step == 0:
+            model[0].weight.grad = None
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return sum(optimizer._moments.keeps_sum(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3], ids=["untouched", "clipped"])
+def test_the_reduced_shards_are_summed_once_clipped_or_not(ranks, limit):
+    assert [0, 0] == ranks(2)(own_sums, limit)
+
+
 def scaled(rank, ranks, name, overflow):
     """Under a scaler; before its last step, one whose loss is inf on one rank alone."""
     model = fsdp2(ranks)

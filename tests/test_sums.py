@@ -83,7 +83,7 @@ def test_a_step_that_is_the_first_to_change_gradients_says_so_once():
         train(model, optimizer, range(3, 5), clip_to_nothing)
 
 
-def test_scaling_all_gradients_alike_changes_no_r_not_even_unannounced():
+def test_scaling_all_gradients_alike_changes_no_gsnr_not_even_unannounced():
     def halve(step, parameters):
         for p in parameters if step == 2 else ():
             p.grad.mul_(0.5)
@@ -109,6 +109,100 @@ def test_clipping_by_value_from_the_first_step_on_leaves_r():
     train(other, plain, range(2))
     assert torch.equal(plain.factors.mean, optimizer.factors.mean)
     assert not torch.equal(plain.factors.lr_factor, optimizer.factors.lr_factor)
+
+
+def clamped(gradient):
+    return gradient.clamp(-0.01, 0.01)
+
+
+def told(change=None, hook=False, scale=lambda step: 1.0, steps=4):
+    """Mean r of each step of one weight, and the warnings."""
+    weight = nn.Parameter(torch.zeros(100))
+    optimizer = VRSGD([weight], 0.0, watch=True)
+    if hook:
+        weight.register_hook(clamped)  # after ours
+    draw, means = torch.Generator().manual_seed(0), []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            for row in (torch.randn(K, 100, generator=draw) + 0.5) * scale(step):
+                torch.autograd.backward([weight], [row])
+            if change is not None:
+                change(weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            means.append(optimizer.factors.mean.item())
+    return means, [str(warning.message) for warning in seen]
+
+
+def test_a_hook_that_clips_only_later_leaves_r_all_the_same():
+    """In the first step it changes nothing that could be seen."""
+    sizes = {"scale": lambda step: 1e-4 if step == 0 else 1.0}
+    plain, hooked = told(**sizes), told(hook=True, **sizes)
+    assert plain == hooked
+
+
+def test_a_hook_registered_later_is_told_of():
+    def register(weight):
+        if not weight._backward_hooks or len(weight._backward_hooks) == 1:
+            weight.register_hook(clamped)
+
+    _, warned = told(register)
+    assert not warned  # the first step has sums of its own, and so have those behind a hook
+    model = network()
+    optimizer = VRSGD(model.parameters(), 0.1)
+    train(model, optimizer, range(2))
+    model[0].weight.register_hook(clamped)
+    with pytest.warns(UserWarning, match=CHANGED):
+        train(model, optimizer, [2])
+
+
+def test_the_meters_own_hooks_do_not_cost_a_buffer():
+    model = network()
+    optimizer, meter = VRSGD(model.parameters(), 0.1), bb.GradientMeter(model)
+    for step in range(2):
+        for x in batches(step):
+            (model(x).square().mean() / K).backward()
+        meter.read([5] * K)
+        optimizer.step()
+        optimizer.zero_grad()
+    for x in batches(2):
+        (model(x).square().mean() / K).backward()
+    assert not any(optimizer._moments.keeps_sum(p) for p in model.parameters())
+
+
+def test_changes_through_data_are_found_by_comparing_now_and_then():
+    def clip(weight):
+        weight.grad.data.clamp_(-2.0, 2.0)  # which no version counter shows
+
+    sizes = {"scale": lambda step: 1e-4 if step == 0 else 1.0, "steps": 40}
+    plain, clipped = told(**sizes), told(clip, **sizes)
+    assert not plain[1]
+    assert 1 == len(clipped[1])
+    assert CHANGED in clipped[1][0]
+    same = [abs(a - b) < 1e-6 for a, b in zip(plain[0], clipped[0], strict=True)]
+    assert same[0]
+    assert not all(same[1:15])
+    assert all(same[16:])  # compared in step 16, and with sums of its own from there on
+
+
+def test_a_weight_that_grew_between_steps_has_new_moments():
+    weight = nn.Parameter(torch.zeros(10, 8))
+    optimizer = VRSGD([weight], 0.1, watch=True)
+    draw = torch.Generator().manual_seed(0)
+    for rows in (10, 10, 12):
+        weight.data = torch.zeros(rows, 8)
+        drawn = torch.randn(K, rows, 8, generator=draw)
+        for row in drawn:
+            torch.autograd.backward([weight], [row])
+        optimizer.step()
+        optimizer.zero_grad()
+    fresh = nn.Parameter(torch.zeros(12, 8))
+    other = VRSGD([fresh], 0.1)
+    for row in drawn:
+        torch.autograd.backward([fresh], [row])
+    other.step()
+    torch.testing.assert_close(weight, fresh, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("factor", ["gsnr", "shrinkage"])

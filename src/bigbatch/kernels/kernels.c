@@ -2,7 +2,7 @@
  *
  * Plain C11, loaded by native.py; the reference are the pure functions of optim/rules.py and the
  * torch operations of measure/moments.py. A list of layers is one call, shared by threads that live
- * as long as it. Sums are kept in double, block by block: the number of threads changes their last
+ * as long as it. Sums are kept in double: the number of threads changes their last
  * bits only.
  */
 #include <math.h>
@@ -266,22 +266,16 @@ WIDE static void fold_pass(const Job *job, int64_t layer, int id, Slice part) {
 enum { LR, DECAY, SIGN, ADAPTS, MOMENTUM, TRUST, NESTEROV };      /* LARS */
 enum { BETA1 = MOMENTUM, BETA2, EPS }; /* LAMB, after the same four */
 
-INLINE void add_squares(double *sums, const float *x, const float *y, Slice part) {
-    for (int64_t from = part.from; from < part.to; from += BLOCK) {
-        int64_t to = from + BLOCK < part.to ? from + BLOCK : part.to;
-        float xx = 0, yy = 0;
-#pragma omp simd reduction(+ : xx, yy)
-        for (int64_t i = from; i < to; i++) {
-            xx += x[i] * x[i];
-            yy += y[i] * y[i];
-        }
-        sums[0] += xx;
-        sums[1] += yy;
-    }
-}
-
 WIDE static void lars_norms(const Job *job, int64_t layer, int id, Slice part) {
-    add_squares(sums_of(job, layer, id), job->layers[layer].a, job->layers[layer].b, part);
+    const float *theta = job->layers[layer].a, *g = job->layers[layer].b;
+    double *sums = sums_of(job, layer, id), ww = 0, gg = 0;
+#pragma omp simd reduction(+ : ww, gg)
+    for (int64_t i = part.from; i < part.to; i++) {
+        ww += (double)theta[i] * theta[i];
+        gg += (double)g[i] * g[i]; /* in float the square of 1e-23 is 0 */
+    }
+    sums[0] += ww;
+    sums[1] += gg;
 }
 
 WIDE static void lars_step(const Job *job, int64_t layer, int id, Slice part) {
@@ -319,21 +313,17 @@ WIDE static void lamb_moments(const Job *job, int64_t layer, int id, Slice part)
     const float b1 = (float)(1 - group[BETA1]), b2 = (float)(1 - group[BETA2]),
                 sign = (float)group[SIGN], eps = (float)group[EPS], decay = (float)group[DECAY],
                 c1 = (float)(1 / job->own[2 * layer]), c2 = (float)(1 / job->own[2 * layer + 1]);
-    double *sums = sums_of(job, layer, id);
-    for (int64_t from = part.from; from < part.to; from += BLOCK) {
-        int64_t to = from + BLOCK < part.to ? from + BLOCK : part.to;
-        float ww = 0, uu = 0;
+    double *sums = sums_of(job, layer, id), ww = 0, uu = 0;
 #pragma omp simd reduction(+ : ww, uu)
-        for (int64_t i = from; i < to; i++) {
-            m[i] += b1 * (sign * g[i] - m[i]);
-            v[i] += b2 * (g[i] * g[i] - v[i]);
-            float u = direction(theta[i], m[i], v[i], c1, c2, eps, decay);
-            ww += theta[i] * theta[i];
-            uu += u * u;
-        }
-        sums[0] += ww;
-        sums[1] += uu;
+    for (int64_t i = part.from; i < part.to; i++) {
+        m[i] += b1 * (sign * g[i] - m[i]);
+        v[i] += b2 * (g[i] * g[i] - v[i]);
+        float u = direction(theta[i], m[i], v[i], c1, c2, eps, decay);
+        ww += (double)theta[i] * theta[i];
+        uu += (double)u * u;
     }
+    sums[0] += ww;
+    sums[1] += uu;
 }
 
 WIDE static void lamb_step(const Job *job, int64_t layer, int id, Slice part) {

@@ -9,6 +9,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 _ELEMENTS_A_THREAD = 1 << 16  # fewer are not worth one
 _SUMS, _SEEN = 2, 5  # as in kernels.c
@@ -25,7 +27,10 @@ class Rule(IntEnum):
     LAMB = 2
 
 
-class Passes(IntEnum):
+_WRITTEN = {Rule.FOLD: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}  # arrays of a layer
+
+
+class Which(IntEnum):
     """Which passes of a rule: the second needs the sums that the first leaves."""
 
     FIRST = 1
@@ -57,17 +62,26 @@ def library() -> ctypes.CDLL | None:
 
 
 def fits(*tensors: Tensor | None) -> bool:
-    """Whether kernels exist and take these arrays: float32 on the CPU, all of one dense layout."""
+    """Whether kernels exist and take these arrays.
+
+    They are float32 on the CPU, plain tensors, of one shape and one dense layout.
+    """
     if library() is None:
         return False
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in given):
+    if not all(_is_plain(t) and t.shape == given[0].shape for t in given):
         return False
     if all(t.is_contiguous() for t in given):
         return True
     strides = given[0].stride()
     channels_last = given[0].is_contiguous(memory_format=torch.channels_last)
     return channels_last and all(t.stride() == strides for t in given)
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether its memory holds its numbers: a subclass may have none, a view negated ones."""
+    known = type(t) in (Tensor, Parameter) and not t.is_neg()
+    return known and t.dtype is torch.float32 and t.device.type == "cpu"
 
 
 def threads_for(elements: int) -> int:
@@ -100,7 +114,7 @@ def run(
     own: Iterable[float],
     group: Iterable[float],
     *,
-    passes: Passes = Passes.BOTH,
+    passes: Which = Which.BOTH,
     sums: Tensor | None = None,
     watch: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -127,10 +141,10 @@ def run(
         table.extend([0] * (4 - len(arrays)))
         table.append(_length(arrays))
     threads = threads_for(sum(table[4::5]))
-    made = torch.zeros(threads, count, _SUMS, dtype=torch.float64)
+    made = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
     if sums is not None:
         made[0] = sums
-    seen = torch.zeros(threads if watch else 0, count, _SEEN, dtype=torch.float64)
+    seen = torch.zeros(threads if watch else 0, count, _SEEN, dtype=torch.float64, device="cpu")
     own_, group_ = array("d", own), array("d", group)
     called.run(
         rule,
@@ -143,6 +157,8 @@ def run(
         seen.data_ptr() if watch else None,
         threads,
     )
+    written = (arrays[i] for arrays in layers for i in _WRITTEN[rule])
+    increment_version([t for t in written if t is not None])  # as torch's own operations would
     return made.sum(0), seen.sum(0)
 
 

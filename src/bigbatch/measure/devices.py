@@ -20,6 +20,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def full(dtype: torch.dtype) -> torch.dtype:
+    """The type itself if it is one of `FULL`, else float32: what state of such tensors has."""
+    return dtype if dtype in FULL else torch.float32
+
+
 def wide(device: torch.device) -> torch.dtype:
     """The widest float type of a device."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.kernels import native
-from bigbatch.measure.devices import FULL
+from bigbatch.measure.devices import FULL, full
 
 _PIECE = 1 << 16  # elements, of 256 KB in float32
 
@@ -17,7 +17,7 @@ _PIECE = 1 << 16  # elements, of 256 KB in float32
 class _Moment:
     """Of one parameter, over so much weight; nothing where that is 0.
 
-    S is here, or where `sum_of` finds it.
+    S is here, or where `sum_of` finds it; both have the shape of the gradients.
     """
 
     m2: Tensor
@@ -34,7 +34,8 @@ class GradientMoments:
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 is float32 at least. So is S, in a buffer of its own that nothing done to `.grad` reaches;
-    or it is what `sum_of` gives, where that is known to be S to the last bit.
+    or it is what `sum_of` gives, where that is known to be S to the last bit; but not for the
+    parameters in `keeps`.
 
     Args:
         watched: whose moments are wanted, now and as it grows; None: everybody's.
@@ -47,6 +48,7 @@ class GradientMoments:
         self.micro_batches = 0
         self.weight = 0.0  # of all micro-batches, the present one included
         self.sum_of: Callable[[Tensor], Tensor] | None = None  # set between steps only
+        self.keeps: Collection[Tensor] = ()  # likewise
         self._watched = watched
         self._fused = fused
         self._before = 0.0  # weight of the complete micro-batches
@@ -79,7 +81,7 @@ class GradientMoments:
         if moment.weight:
             self._add(parameter, moment, gradient)
         else:
-            self._start(moment, gradient)
+            self._start(parameter, moment, gradient)
         moment.weight = self.weight
 
     def end(self) -> None:
@@ -89,22 +91,26 @@ class GradientMoments:
         """Whether any micro-batch of the step reached the parameter."""
         return parameter in self._moments and self._moments[parameter].weight > 0
 
+    def keeps_sum(self, parameter: Tensor) -> bool:
+        """Whether S of a parameter that was reached is in a buffer of its own."""
+        return self._moments[parameter].total is not None
+
     def of(self, parameter: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(S, M2) over the whole step; zeros, like its gradient, where nothing reached it."""
-        moment = self._moment(parameter, parameter if gradient is None else gradient)
+        moment = self._moment(parameter, gradient)
         if not moment.weight:
             return torch.zeros_like(moment.m2), moment.m2.zero_()
         total = self._sum(parameter, moment)
         self._catch_up(moment, total, self.weight)
         return total, moment.m2
 
-    def _start(self, moment: _Moment, gradient: Tensor) -> None:
+    def _start(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
         """The first gradient of a step; it was 0 in the micro-batches before."""
         moment.m2.zero_()
         if self._before:
             share = self._before / ((self.weight - self._before) * self.weight)
             moment.m2.addcmul_(gradient, gradient, value=share)
-        if self.sum_of is not None and gradient.dtype in FULL:
+        if self.sum_of and gradient.dtype in FULL and parameter not in self.keeps:
             moment.total = None
         elif moment.total is None:
             moment.total = gradient.to(moment.m2.dtype, copy=True)
@@ -121,12 +127,13 @@ class GradientMoments:
         welford = native.welford if fused else _welford
         welford(gradient, total, moment.m2, mean_of, share, adds=adds)
 
-    def _moment(self, parameter: Tensor, like: Tensor) -> _Moment:
-        if parameter not in self._moments:
-            dtype = like.dtype if like.dtype in FULL else torch.float32
-            m2 = torch.empty_like(like, dtype=dtype, requires_grad=False)
-            self._moments[parameter] = _Moment(m2)
-        return self._moments[parameter]
+    def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
+        moment = self._moments.get(parameter)
+        if moment is None or (gradient is not None and gradient.shape != moment.m2.shape):
+            like = parameter if gradient is None else gradient
+            m2 = torch.empty_like(like, dtype=full(like.dtype), requires_grad=False)
+            moment = self._moments[parameter] = _Moment(m2)
+        return moment
 
     def _sum(self, parameter: Tensor, moment: _Moment) -> Tensor:
         """S, with the strides of M2."""

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.measure.devices import FULL
+from bigbatch.errors import StateError
+from bigbatch.measure.devices import full
 from bigbatch.optim.ranks import local, sharded_like
 
 _AVERAGE = "gsnr_average"
@@ -35,8 +36,8 @@ class Averages:
         """p before the first step: zeros, float32 at least."""
         if parameter not in self._state:
             piece = local(parameter)
-            dtype = piece.dtype if piece.dtype in FULL else torch.float32
-            self._state[parameter] = torch.zeros_like(piece, dtype=dtype, requires_grad=False), 0
+            zeros = torch.zeros_like(piece, dtype=full(piece.dtype), requires_grad=False)
+            self._state[parameter] = zeros, 0
 
     def packed(self, parameter: Tensor) -> dict[str, Tensor]:
         """As tensors for a state dict, p sharded as its parameter is; {} where there is none."""
@@ -44,11 +45,27 @@ class Averages:
             return {}
         piece, t = self._state[parameter]
         average = sharded_like(parameter, piece)
-        return {_AVERAGE: average, _STEPS: torch.tensor(float(t))}
+        return {_AVERAGE: average, _STEPS: torch.tensor(float(t), dtype=torch.float32)}
 
     def unpack(self, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes its own out of a parameter's state, and returns the rest."""
+        """Takes its own out of a parameter's state, and returns the rest.
+
+        Raises:
+            StateError: it is that of a parameter of another shape.
+        """
         if _AVERAGE in state:
-            average = local(state[_AVERAGE]).to(parameter.device, copy=True)
+            require_same_shape({_AVERAGE: state[_AVERAGE]}, parameter)
+            average = local(state[_AVERAGE])
+            average = average.to(parameter.device, full(parameter.dtype), copy=True)
             self._state[parameter] = average, int(state[_STEPS])
         return {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
+
+
+def require_same_shape(state: dict[str, Any], parameter: Tensor) -> None:
+    """Raises StateError where state, but for the step count, is of another shape."""
+    for name, value in state.items():
+        if name != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise StateError(
+                f"{name} was saved for a parameter of shape {tuple(value.shape)}, this one has "
+                f"{tuple(parameter.shape)}; leave its state out"
+            )

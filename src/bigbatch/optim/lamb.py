@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
-from bigbatch.measure.devices import FULL
+from bigbatch.measure.devices import full
 from bigbatch.optim import rules
 from bigbatch.optim.layerwise import Layerwise, Parameters, require_share
 from bigbatch.optim.passes import Passes
@@ -71,11 +71,11 @@ class LAMB(Layerwise):
             raise SettingError(f"eps={group['eps']} must be above 0")
 
     def _start(self, parameter: Tensor) -> dict[str, Tensor]:
-        dtype = parameter.dtype if parameter.dtype in FULL else torch.float32
+        zeros = torch.zeros_like(parameter, dtype=full(parameter.dtype))
         return {
-            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-            "step": torch.tensor(0.0),
+            "exp_avg": zeros,
+            "exp_avg_sq": zeros.clone(),
+            "step": torch.tensor(0.0, dtype=torch.float32),
         }
 
     def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.devices import FULL
+from bigbatch.optim.options import require_once
 from bigbatch.optim.passes import Passes, require_kernels
 from bigbatch.optim.ranks import join_of, local
 
@@ -58,6 +59,7 @@ class Layerwise(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_dense_gradients()
         with torch.no_grad():
             for group in self.param_groups:
                 chosen = [p for p in group["params"] if p.grad is not None]
@@ -95,10 +97,20 @@ class Layerwise(Optimizer):
     def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:
         """The step over some layers of a group; without decay and trust ratio if not `adapts`."""
 
+    def _require_dense_gradients(self) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        for gradient in gradients:
+            if gradient is not None and gradient.layout != torch.strided:
+                raise GradientError(
+                    f"a gradient of layout {gradient.layout} has no trust ratio here; use "
+                    "embeddings with sparse=False, or give them to an optimizer of their own"
+                )
+
     def _require_valid(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
             if not (isinstance(group[name], Tensor) or 0 <= group[name] < math.inf):
                 raise SettingError(f"{name}={group[name]} must be finite and not negative")
+        require_once(group["params"])
         for parameter in group["params"]:
             if not parameter.is_floating_point() or parameter.layout != torch.strided:
                 raise SettingError(

@@ -201,13 +201,15 @@ class VRLAMB(VarianceReduced):
 def _fuse(base: Optimizer) -> Optimizer:
     """Takes torch's fused step for every group that did not choose and can.
 
-    That is dense floats on a device with such a kernel; a group with vr=False may have sparse
-    gradients, which no fused step takes, and torch's fused SGD takes no sharded ones.
+    That is dense floats, with gradients of their type, on a device with such a kernel; a group with
+    vr=False may have sparse gradients, which no fused step takes, and torch's fused SGD takes no
+    sharded ones.
     """
     for group in base.param_groups:
         if group["fused"] is None and group["foreach"] is None and group.get("vr", True):
             group["fused"] = all(
                 p.is_floating_point()
+                and p.grad_dtype in (None, p.dtype)
                 and p.device.type in ("cpu", "cuda")
                 and not (is_sharded(p) and isinstance(base, SGD))
                 for p in group["params"]

@@ -4,6 +4,7 @@ import math
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
 from bigbatch.errors import SettingError
 from bigbatch.optim.rules import FACTORS
@@ -26,8 +27,15 @@ def require_factor(factor: str) -> None:
         raise SettingError(f"factor={factor!r} is unknown; choose one of: {', '.join(FACTORS)}")
 
 
+def require_once(parameters: list[Tensor]) -> None:
+    """Raises SettingError where a parameter stands twice in a list; torch only warns."""
+    if len(set(parameters)) < len(parameters):
+        raise SettingError("a parameter stands twice in a group; give each once")
+
+
 def require_valid(group: dict[str, Any], factor: str) -> None:
     """Raises SettingError where a parameter group has a value out of range."""
+    require_once(group["params"])
     gamma, r_max, beta3 = group["gamma"], group["r_max"], group["beta3"]
     if not (0 < gamma <= 1 or (gamma == 0 and factor != "gsnr")):
         raise SettingError(

@@ -51,14 +51,14 @@ class Passes:
         sums, told = self._zeros(2), self._zeros(5)
         if self.first is not None:
             if kernels and join is not None:
-                sums[kernels], _ = self._kernel(kernels, native.Passes.FIRST)
+                sums[kernels], _ = self._kernel(kernels, native.Which.FIRST)
             for i in others:
                 sums[i] = self.first(i)
             if join is not None:
                 join(sums)
         if kernels:
             both = self.first is not None and join is None
-            passes = native.Passes.BOTH if both else native.Passes.SECOND
+            passes = native.Which.BOTH if both else native.Which.SECOND
             _, told[kernels] = self._kernel(kernels, passes, None if both else sums[kernels])
         for i in others:
             seen = self.second(i, sums[i])
@@ -72,7 +72,7 @@ class Passes:
         return torch.zeros(len(self.layers), columns, dtype=wide(device), device=device)
 
     def _kernel(
-        self, chosen: list[int], passes: native.Passes, sums: Tensor | None = None
+        self, chosen: list[int], passes: native.Which, sums: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return native.run(
             self.rule,

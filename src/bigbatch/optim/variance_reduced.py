@@ -7,12 +7,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource
-from bigbatch.optim.average import Averages
+from bigbatch.optim.average import Averages, require_same_shape
+from bigbatch.optim.borrowed import BorrowedSums
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import How, Layer, fold
 from bigbatch.optim.options import require_factor, require_valid
@@ -98,8 +100,8 @@ class VarianceReduced(Optimizer):
         self._averages = Averages()
         self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
         self._moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
+        self._borrowed = BorrowedSums(self._moments)
         self._warned = False
-        self._hooks: list[tuple[int, int]] = []  # on each parameter, when gradients came through
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
@@ -148,7 +150,7 @@ class VarianceReduced(Optimizer):
         """Takes its gradients from `source` instead of hooks of its own."""
         self._source.unsubscribe(self._moments)
         self._source = source
-        self._moments.sum_of = None
+        self._borrowed.stop()
         self._source.subscribe(self._moments)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -175,10 +177,10 @@ class VarianceReduced(Optimizer):
                 loss = closure()
         if self._scaled and (self._source.micro_batches or not self._changes_nothing()):
             self._require_micro_batches()
-            sums_intact = self._sums_intact()
+            self._borrowed.check(self._source, self._scaled)
             with torch.no_grad():
                 self._fold()
-            self._moments.sum_of = self._source.sum_of if sums_intact else None
+            self._borrowed.renew(self._source, self._scaled)
         else:
             self._make_state()
         self._step_base()
@@ -188,6 +190,8 @@ class VarianceReduced(Optimizer):
     def _step_base(self) -> None:
         """The base optimizer's step along what was folded."""
         self.base.step()
+        fused = [p for group in self.param_groups if group.get("fused") for p in group["params"]]
+        increment_version(fused)  # which torch's fused steps leave out
 
     def _changes_nothing(self) -> bool:
         """Whether the step is one that only makes state, as torch's checkpoints do."""
@@ -216,38 +220,14 @@ class VarianceReduced(Optimizer):
             warnings.warn(
                 "every micro-batch has the same gradient, so r says nothing; is it the same data, "
                 "or a gradient that was averaged already?",
-                stacklevel=5,
+                stacklevel=6,
             )
         if k < _FEW:
             warnings.warn(
                 f"k = {k} micro-batches give a poor signal-to-noise ratio: pure noise has a mean "
                 f"ratio of 1 / (k - 3); use k >= {_FEW}",
-                stacklevel=5,
+                stacklevel=6,
             )
-
-    def _sums_intact(self) -> bool:
-        """Whether `.grad` came here as the backwards brought it, so that it can be the sum itself.
-
-        Not where somebody wrote to it, nor where a hook that runs after ours changes gradients.
-        """
-        hooks = [
-            (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
-            for p in self._scaled
-        ]
-        same, self._hooks = hooks == self._hooks, hooks
-        intact = self._source.sums_intact
-        if self._moments.sum_of is None:
-            return intact and all(
-                torch.equal(self._moments.of(p)[0], local(p.grad))
-                for p in filter(self._moments.reached, self._scaled)
-            )
-        if not (intact and same):
-            warnings.warn(
-                "gradients were changed between backward() and step(), or by a new hook, and were "
-                "not in the step before; r of this one step is that of the changed gradients",
-                stacklevel=5,
-            )
-        return intact and same
 
     def _all_agree(self) -> bool:
         """Whether there are gradients and none of their elements varied; waits for the device."""
@@ -262,14 +242,18 @@ class VarianceReduced(Optimizer):
 
     def _fold(self) -> None:
         """Puts r g, or p_hat g, where g was."""
-        told: list[Tensor] = []
-        seen: set[Tensor] = set()
-        for group in self.param_groups:
-            chosen = [p for p in group["params"] if p.grad is not None and group["vr"]]
-            layers = [self._layer(parameter, group["beta3"]) for parameter in chosen]
-            join = join_of(chosen)
+        chosen = [
+            [p for p in group["params"] if p.grad is not None and group["vr"]]
+            for group in self.param_groups
+        ]
+        joins = [join_of(parameters) for parameters in chosen]
+        seen = {parameter for parameters in chosen for parameter in parameters}
+        for parameter in seen:
+            self._require_counted(parameter)
+        told: list[Tensor] = []  # nothing is refused from here on
+        for group, parameters, join in zip(self.param_groups, chosen, joins, strict=True):
+            layers = [self._layer(parameter, group["beta3"]) for parameter in parameters]
             told.append(fold(self._how(group), layers, join))
-            seen.update(chosen)
             if self.watch and join is not None:
                 join(told[-1])
         if self.watch:
@@ -294,13 +278,15 @@ class VarianceReduced(Optimizer):
             compiled=self._compiled,
         )
 
-    def _layer(self, parameter: Tensor, beta3: float | None) -> Layer:
-        gradient = local(parameter.grad)
-        if not self._moments.reached(parameter) and gradient.any():
+    def _require_counted(self, parameter: Tensor) -> None:
+        if not self._moments.reached(parameter) and local(parameter.grad).any():
             raise GradientError(
                 "a parameter has a gradient that no counted backward gave it; let every gradient "
                 "come from backward() after zero_grad()"
             )
+
+    def _layer(self, parameter: Tensor, beta3: float | None) -> Layer:
+        gradient = local(parameter.grad)
         total, m2 = self._moments.of(parameter, gradient)
         if beta3 is None:
             return Layer(total, m2, gradient)
@@ -325,7 +311,7 @@ class VarianceReduced(Optimizer):
         """Loads what `state_dict` gave, or the state dict of a bare base optimizer.
 
         Raises:
-            StateError: it was saved with p, and p is not in it.
+            StateError: it was saved with p, and p is not in it; or for parameters of other shapes.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -347,6 +333,10 @@ class VarianceReduced(Optimizer):
                 "its average of r; save without flatten_optimizer_state_dict, which drops it"
             )
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
+        # torch's fused steps would write outside of a state that is too small
+        fused = [key for group in saved if group.get("fused") for key in group["params"]]
+        for key in filter(of_key.__contains__, fused):
+            require_same_shape(rest.get(key, {}), of_key[key])
         self.base.load_state_dict({**state_dict, "state": {i: s for i, s in rest.items() if s}})
         for group, mine in zip(self.base.param_groups, own, strict=True):
             for name, value in mine.items():

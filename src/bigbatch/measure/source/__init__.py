@@ -2,6 +2,6 @@
 
 from bigbatch.measure.source.door import GradientSource, Subscriber
 from bigbatch.measure.source.find import find_source
-from bigbatch.measure.source.plain import PlainSource
+from bigbatch.measure.source.plain import PlainSource, only_watched
 
-__all__ = ["GradientSource", "PlainSource", "Subscriber", "find_source"]
+__all__ = ["GradientSource", "PlainSource", "Subscriber", "find_source", "only_watched"]

@@ -4,7 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from bigbatch.measure.source.door import Subscriber
 
 # Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
 # next tensor; its weak reference is one object while anybody holds it, here the last of the three.
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
 _Stamp = tuple[int, int, weakref.ref[Tensor]] | None
 
 
@@ -356,7 +357,20 @@ def hook_of(
             watching._gradient(leaf, gradient)
 
     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save(model) stays silent
+    return mark_watching(hook)
+
+
+def mark_watching(hook: _Hook) -> _Hook:
+    """Marks a hook of ours: it changes no gradient."""
+    hook.only_watches = True  # type: ignore[attr-defined]
     return hook
+
+
+def only_watched(parameter: Tensor) -> bool:
+    """Whether all hooks on a leaf's gradient are ours, so that none changes it after them."""
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    hooks += (parameter._post_accumulate_grad_hooks or {}).values()
+    return all(hasattr(hook, "only_watches") for hook in hooks)
 
 
 def all_zero(tensors: Iterable[Tensor]) -> bool:

@@ -8,7 +8,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from bigbatch.errors import GradientError
-from bigbatch.measure.source.plain import PlainSource, all_zero
+from bigbatch.measure.source.plain import PlainSource, all_zero, mark_watching
 
 
 class ShardSource(PlainSource):
@@ -102,4 +102,4 @@ def _hook_of(source: "weakref.ref[ShardSource]") -> Callable[[Tensor], None]:
         if watching is not None:
             watching._accumulated(parameter)
 
-    return hook
+    return mark_watching(hook)
