@@ -12,10 +12,12 @@ help:  ## this list
 
 setup: $(READY)  ## create .venv with every extra
 
+# timm without the torchvision that it wants: two of its files are compared with, and need torch alone
 $(READY): pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
 	@touch $@
 
 run: $(READY)  ## train the digits study and write its report

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bigbatch
+from bigbatch.bench import optimizers
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.measure.source import PlainSource
@@ -86,6 +88,7 @@ RULES = BASES | SCALED | OTHER_FACTORS
 MAIN = {name: RULES[name] for name in ("LARS", "LAMB", "VRLARS", "VRLAMB")}
 main_rules = pytest.mark.parametrize("rule", MAIN)
 both_clips = pytest.mark.parametrize("r_max", [1.0, 10.0], ids=["r_max=1", "r_max=1/gamma"])
+needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 
 
@@ -740,9 +743,10 @@ def test_a_bias_under_lamb_is_torchs_adam(maximize: bool) -> None:
     assert difference(theirs, ours) < 1e-14
 
 
+@needs_timm
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lamb_is_timms_with_a_ratio_for_all(decay: float) -> None:
-    theirs_of = pytest.importorskip("timm.optim.lamb", reason="timm is not installed").Lamb
+    theirs_of = optimizers.timms("LAMB")
     ours, theirs = layers(), layers()
     own = {"lr": 0.02, "betas": (0.8, 0.97), "eps": 1e-4, "weight_decay": decay}
     train(ours, LAMB(ours, exclude_bias_and_norm=False, **own), None, range(10), k=1)
@@ -751,8 +755,9 @@ def test_lamb_is_timms_with_a_ratio_for_all(decay: float) -> None:
     assert difference(theirs, ours) < CLOSE
 
 
+@needs_timm
 def test_excluding_biases_is_timms_and_apexs_ratio_for_decayed_groups_only() -> None:
-    theirs_of = pytest.importorskip("timm.optim.lamb", reason="timm is not installed").Lamb
+    theirs_of = optimizers.timms("LAMB")
     ours, theirs = layers(), layers()
     train(ours, LAMB(ours, lr=0.02, weight_decay=0.1), None, range(10), k=1)
     groups = [
@@ -764,10 +769,11 @@ def test_excluding_biases_is_timms_and_apexs_ratio_for_decayed_groups_only() -> 
     assert difference(theirs, ours) < CLOSE
 
 
+@needs_timm
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lars_is_timms_at_a_constant_learning_rate(decay: float, nesterov: bool) -> None:
-    theirs_of = pytest.importorskip("timm.optim.lars", reason="timm is not installed").Lars
+    theirs_of = optimizers.timms("LARS")
     ours, theirs = layers(), layers()
     own = {"lr": 1.0, "momentum": 0.8, "weight_decay": decay, "nesterov": nesterov}
     mine = LARS(ours, trust_coefficient=0.01, exclude_bias_and_norm=False, **own)

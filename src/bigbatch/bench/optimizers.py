@@ -2,11 +2,15 @@
 
 import functools
 import importlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +48,8 @@ LISTS: dict[str, list[tuple[int, ...]]] = {
     "24 layers, 76 M in 288": _LAYER * 24,
     "100 M in 16": [(2500, 2500)] * 16,
 }
+_LARS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+_LAMB = {"lr": 1e-3, "weight_decay": 0.01}
 _K = 2  # backwards before a timed step: what they bring does not change its time
 _WARM = 3  # steps that are not counted: they make state, and free what is not needed
 _YARDSTICK = 20_000_000  # elements at least, beyond the caches; as many as the parameters
@@ -138,14 +144,14 @@ def teams() -> list[list[Contestant]]:
             Contestant("VR-Adam, fold compiled", 48, lambda p: _vr_adam(p, compiled=True)),
         ],
         [
-            Contestant("LARS", 28, lambda p: LARS(p, 1e-3, weight_decay=1e-4)),
-            Contestant("VR-LARS", 44, lambda p: VRLARS(p, 1e-3, weight_decay=1e-4)),
-            *_rivals("LARS", 28),
+            Contestant("LARS", 28, lambda p: LARS(p, **_LARS)),
+            Contestant("VR-LARS", 44, lambda p: VRLARS(p, **_LARS)),
+            *_rivals("LARS", 28, _LARS),
         ],
         [
-            Contestant("LAMB", 40, lambda p: LAMB(p, 1e-3)),
-            Contestant("VR-LAMB", 60, lambda p: VRLAMB(p, 1e-3)),
-            *_rivals("LAMB", 40),
+            Contestant("LAMB", 40, lambda p: LAMB(p, **_LAMB)),
+            Contestant("VR-LAMB", 60, lambda p: VRLAMB(p, **_LAMB)),
+            *_rivals("LAMB", 40, _LAMB),
         ],
     ]
 
@@ -156,18 +162,44 @@ def _vr_adam(parameters: list[Tensor], *, compiled: bool) -> Optimizer:
     return VarianceReduced(base, beta3=0.9, fused=False, compiled=compiled)
 
 
-def _rivals(name: str, floor: int) -> list[Contestant]:
+def _rivals(name: str, floor: int, settings: dict[str, float]) -> list[Contestant]:
     """Other packages' LARS or LAMB, where they are installed."""
     found = []
-    for package, attribute in (("pytorch_optimizer", name), ("timm.optim", name.capitalize())):
-        try:
-            module = importlib.import_module(package)
-        except Exception:  # noqa: S112  # timm fails in many ways where torchvision does not fit
-            continue
-        make = getattr(module, attribute, None) or getattr(module, name.capitalize())
-        rival = f"{name}, {package.split('.')[0]}"
-        found.append(Contestant(rival, floor, functools.partial(make, lr=1e-3)))
+    for package, of, no_limit in (
+        ("pytorch_optimizer", _pytorch_optimizers, 0.0),
+        ("timm", timms, None),
+    ):
+        with suppress(ImportError):
+            make: Callable[..., Optimizer] = of(name)
+            if name == "LAMB":  # which clips by itself there, and not here
+                make = functools.partial(make, max_grad_norm=no_limit)
+            found.append(
+                Contestant(f"{name}, {package}", floor, functools.partial(make, **settings))
+            )
     return found
+
+
+def _pytorch_optimizers(name: str) -> type[Optimizer]:
+    module = importlib.import_module("pytorch_optimizer")
+    made: type[Optimizer] = module.load_optimizer(name)
+    return made
+
+
+def timms(name: str) -> type[Optimizer]:
+    """LARS or LAMB of timm, without importing the rest of it, which wants a torchvision that fits.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    found = importlib.util.find_spec("timm")
+    if found is None or found.origin is None:
+        raise ImportError("timm is not installed")
+    package = ModuleType("_timm_optim")
+    package.__path__ = [str(Path(found.origin).parent / "optim")]
+    sys.modules.setdefault(package.__name__, package)
+    module = importlib.import_module(f"{package.__name__}.{name.lower()}")
+    made: type[Optimizer] = getattr(module, name.capitalize())
+    return made
 
 
 def step_costs(over: str, rounds: int) -> Iterator[StepCost]:
