@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,6 +64,7 @@ def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
         status, _, err = bigbatch("train", "--out", tmp_path / "mine", *extra)
         assert (2, 1) == (status, err.count("\n"))
         assert "already in use; nothing was overwritten" in err
+        assert "--resume" not in err
         assert "precious" == (tmp_path / "mine").read_text()
 
 
@@ -185,11 +187,28 @@ def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
     )
     while process.poll() is None and not (run / "metrics.jsonl").exists():
-        pass
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (130, 1) == (process.returncode, err.count("\n"))
-    assert "bigbatch train --resume RUN" in err
+    assert f"bigbatch train --resume {run}" in err
+
+
+def test_ctrl_c_in_what_cannot_go_on_says_only_that(tmp_path):
+    process = subprocess.Popen(
+        [*COMMAND, "train", "linear-regression", "--out", str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while process.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert 130 == process.returncode
+    assert err.endswith("bigbatch: interrupted\n")
+    assert "--resume" not in err
+    assert [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("optimizer", ["lars", "vr-lamb"])

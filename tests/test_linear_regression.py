@@ -253,6 +253,7 @@ def test_a_directory_in_use_is_left_alone(bigbatch, tmp_path):
     status, _, err = bigbatch("train", "linear-regression", "--out", tmp_path / "mine")
     assert 2 == status
     assert "already in use; nothing was overwritten" in err
+    assert "--resume" not in err
     assert ["mine"] == [path.name for path in tmp_path.iterdir()]
 
 

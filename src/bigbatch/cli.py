@@ -2,7 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -53,7 +54,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
     if status == _INTERRUPTED:
-        sys.stderr.write("bigbatch: interrupted; `bigbatch train --resume RUN` goes on\n")
+        sys.stderr.write("bigbatch: interrupted\n")
     sys.exit(status or 0)
 
 
@@ -114,7 +115,8 @@ def train(
     if resume is not None:
         others = _given(recipe=recipe, epochs=epochs, seeds=seeds, data=data, runs=runs, out=out)
         _refuse_with("--resume", [*changes, *others])
-        resume_at(resume, view)
+        with _resumable(resume):
+            resume_at(resume, view)
         return
     if out is not None:
         _refuse_with("--out", _given(runs=runs))
@@ -129,7 +131,8 @@ def train(
     if not changes:
         place = out or fresh_name(folder, chosen.name)
         start_study(chosen, place, 3 if seeds is None else seeds, epochs)
-        train_study(place, view)
+        with _resumable(place):
+            train_study(place, view)
         return
     _refuse_with("a setting of a single training", _given(seeds=seeds))
     _train_one(chosen, {**changes, **_given(epochs=epochs)}, folder, out, view)
@@ -193,7 +196,19 @@ def _train_one(
     place = out or fresh_name(runs, f"{recipe.name}-{settings.policy}-{settings.optimizer}")
     require_free(place)
     training = Training(recipe, settings)  # before anything is written
-    train_one(training, RunDirectory.create(place, settings.as_dict()), view)
+    run = RunDirectory.create(place, settings.as_dict())
+    with _resumable(place):
+        train_one(training, run, view)
+
+
+@contextmanager
+def _resumable(place: Path) -> Iterator[None]:
+    """Says how to go on with what is at `place` where it is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"bigbatch: interrupted; `bigbatch train --resume {place}` goes on\n")
+        sys.exit(_INTERRUPTED)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,8 @@ LISTS: dict[str, list[tuple[int, ...]]] = {
     "24 layers, 76 M in 288": _LAYER * 24,
     "100 M in 16": [(2500, 2500)] * 16,
 }
-_LARS = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
-_LAMB = {"lr": 1e-3, "weight_decay": 0.01}
+_LARS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+_LAMB: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 _K = 2  # backwards before a timed step: what they bring does not change its time
 _WARM = 3  # steps that are not counted: they make state, and free what is not needed
 _YARDSTICK = 20_000_000  # elements at least, beyond the caches; as many as the parameters
@@ -162,7 +163,7 @@ def _vr_adam(parameters: list[Tensor], *, compiled: bool) -> Optimizer:
     return VarianceReduced(base, beta3=0.9, fused=False, compiled=compiled)
 
 
-def _rivals(name: str, floor: int, settings: dict[str, float]) -> list[Contestant]:
+def _rivals(name: str, floor: int, settings: dict[str, Any]) -> list[Contestant]:
     """Other packages' LARS or LAMB, where they are installed."""
     found = []
     for package, of, no_limit in (

@@ -1,5 +1,6 @@
 """p, the momentum of r: state beside the base optimizer's, saved with each parameter."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,30 +40,62 @@ class Averages:
             zeros = torch.zeros_like(piece, dtype=full(piece.dtype), requires_grad=False)
             self._state[parameter] = zeros, 0
 
-    def packed(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As tensors for a state dict, p sharded as its parameter is; {} where there is none."""
-        if parameter not in self._state:
-            return {}
-        piece, t = self._state[parameter]
-        average = sharded_like(parameter, piece)
-        return {_AVERAGE: average, _STEPS: torch.tensor(float(t), dtype=torch.float32)}
+    def add_to(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Puts p, sharded as its parameter is, and the number of its steps beside the base's."""
+        for index, parameter in enumerate(parameters):
+            if parameter in self._state:
+                piece, steps = self._state[parameter]
+                state_dict["state"].setdefault(index, {}).update(
+                    {
+                        _AVERAGE: sharded_like(parameter, piece),
+                        _STEPS: torch.tensor(float(steps), dtype=torch.float32),
+                    }
+                )
 
-    def unpack(self, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes its own out of a parameter's state, and returns the rest.
+    def take_from(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """Loads what `add_to` put there, and returns the base optimizer's part.
 
         Raises:
-            StateError: it is that of a parameter of another shape.
+            StateError: something is of another shape than its parameter, or it was saved with p,
+                and p is not in it.
         """
-        if _AVERAGE in state:
-            require_same_shape({_AVERAGE: state[_AVERAGE]}, parameter)
-            average = local(state[_AVERAGE])
-            average = average.to(parameter.device, full(parameter.dtype), copy=True)
-            self._state[parameter] = average, int(state[_STEPS])
-        return {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        keys = [key for group in groups for key in group["params"]]  # numbers, or names
+        if len(keys) != len(parameters):
+            return state_dict  # which the base optimizer refuses
+        for key, parameter in zip(keys, parameters, strict=True):
+            if _AVERAGE in states.get(key, {}):
+                self._state[parameter] = _unpacked(states[key], parameter)
+        rest = {
+            key: {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
+            for key, state in states.items()
+        }
+        of_key = dict(zip(keys, parameters, strict=True))
+        for group in groups:
+            own = [(key, of_key[key]) for key in group["params"] if rest.get(key)]
+            if group.get("beta3") is not None and group["vr"]:
+                _require_present([key for key, parameter in own if parameter not in self._state])
+            if group.get("fused"):  # torch's fused steps write where too small a state is not
+                for key, parameter in own:
+                    _require_shape(rest[key], parameter)
+        return {**state_dict, "state": {key: state for key, state in rest.items() if state}}
 
 
-def require_same_shape(state: dict[str, Any], parameter: Tensor) -> None:
-    """Raises StateError where state, but for the step count, is of another shape."""
+def _unpacked(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
+    _require_shape({_AVERAGE: state[_AVERAGE]}, parameter)
+    average = local(state[_AVERAGE])
+    return average.to(parameter.device, full(parameter.dtype), copy=True), int(state[_STEPS])
+
+
+def _require_present(lost: list[Any]) -> None:
+    if lost:
+        raise StateError(
+            f"the state of {len(lost)} parameters, {lost[0]!r} the first, was saved without "
+            "its average of r; save without flatten_optimizer_state_dict, which drops it"
+        )
+
+
+def _require_shape(state: dict[str, Any], parameter: Tensor) -> None:
     for name, value in state.items():
         if name != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
             raise StateError(

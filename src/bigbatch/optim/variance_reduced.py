@@ -10,10 +10,10 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, Optimizer
 
-from bigbatch.errors import GradientError, SettingError, StateError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource
-from bigbatch.optim.average import Averages, require_same_shape
+from bigbatch.optim.average import Averages
 from bigbatch.optim.borrowed import BorrowedSums
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import How, Layer, fold
@@ -54,7 +54,7 @@ class VarianceReduced(Optimizer):
             own, and never above 1: "shrinkage" (M-SVAG) and "positive-part"; see `rules`.
         watch: whether `factors` tells what each step did, by layer.
         fused: whether compiled kernels may do it; None: where they were built and fit (float32 on
-            the CPU), torch elsewhere; True: they have to be there.
+            the CPU), torch elsewhere; True: the same, but they have to have been built.
         compiled: whether `torch.compile` is given what the kernels do not do: for GPUs.
     Raises:
         SettingError: a value outside its range, or a base optimizer that is scaled already.
@@ -300,9 +300,7 @@ class VarianceReduced(Optimizer):
             before(self)
         packed = self.base.state_dict()
         packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
-        for index, parameter in enumerate(self._parameters()):
-            if mine := self._averages.packed(parameter):
-                packed["state"].setdefault(index, {}).update(mine)
+        self._averages.add_to(packed, self._parameters())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -316,28 +314,9 @@ class VarianceReduced(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         averages = Averages()
-        saved = state_dict["param_groups"]
-        keys = [key for group in saved for key in group["params"]]  # numbers, or names
-        of_key = dict(zip(keys, self._parameters(), strict=False))  # the base checks the number
-        rest = {key: averages.unpack(of_key[key], s) for key, s in state_dict["state"].items()}
-        lost = [
-            key
-            for group in saved
-            for key in group["params"]
-            if group.get("beta3") is not None and group["vr"] and rest.get(key)
-            if key in of_key and not averages.packed(of_key[key])
-        ]
-        if lost:
-            raise StateError(
-                f"the state of {len(lost)} parameters, {lost[0]!r} the first, was saved without "
-                "its average of r; save without flatten_optimizer_state_dict, which drops it"
-            )
+        rest = averages.take_from(state_dict, self._parameters())
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
-        # torch's fused steps would write outside of a state that is too small
-        fused = [key for group in saved if group.get("fused") for key in group["params"]]
-        for key in filter(of_key.__contains__, fused):
-            require_same_shape(rest.get(key, {}), of_key[key])
-        self.base.load_state_dict({**state_dict, "state": {i: s for i, s in rest.items() if s}})
+        self.base.load_state_dict(rest)
         for group, mine in zip(self.base.param_groups, own, strict=True):
             for name, value in mine.items():
                 group.setdefault(name, value)

@@ -249,9 +249,10 @@ class RunDirectory:
 def require_free(path: Path) -> None:
     """Raises RunError where something is at `path` already."""
     if path.exists():
+        begun = any((path / name).exists() for name in ("config.yaml", "study.yaml"))
         raise RunError(
-            f"{path} is already in use; nothing was overwritten: choose another --out, or go on "
-            f"with --resume {path}"
+            f"{path} is already in use; nothing was overwritten: choose another --out"
+            + f", or go on with --resume {path}" * begun
         )
 
 
