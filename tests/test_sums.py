@@ -11,6 +11,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
+from bigbatch.errors import GradientError
+from bigbatch.kernels import native
 from bigbatch.optim import VRSGD, VRAdam
 
 K = 8
@@ -263,3 +265,135 @@ def test_a_parameter_that_is_missed_by_micro_batches_counts_them_as_zero(clipped
     q = g.mean(0).square() / g.var(0, correction=0)
     expected = (q / q.mean()).clamp(0.1, 1.0).mean().item()
     assert pytest.approx(expected, rel=1e-9) == optimizer.factors.mean[1].item()
+
+
+# where the sum is .grad, it is added to here and not by autograd
+
+
+def backwards(model, step):
+    for x in batches(step, model[0].weight.dtype):
+        (model(x).square().mean() / K).backward()
+
+
+def trained_once(model):
+    """An optimizer whose next step has its sums in `.grad`."""
+    optimizer = VRSGD(model.parameters(), 0.0)
+    train(model, optimizer, [0])
+    return optimizer
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def plain_gradients(dtype=torch.float32):
+    model = network(dtype)
+    backwards(model, 1)
+    return gradients(model)
+
+
+def equal(expected, actual):
+    return all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_grad_is_what_autograd_alone_would_have_made_of_it(dtype):
+    model = network(dtype)
+    trained_once(model)
+    backwards(model, 1)
+    assert equal(plain_gradients(dtype), gradients(model))
+
+
+def test_grad_stays_the_tensor_it_is_wherever_it_lies():
+    """As for those who keep all gradients in one array."""
+    model = network()
+    optimizer = trained_once(model)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    pieces = flat.split([p.numel() for p in model.parameters()])
+    for p, piece in zip(model.parameters(), pieces, strict=True):
+        p.grad = piece.view_as(p)
+    tensors = [p.grad for p in model.parameters()]
+    backwards(model, 1)
+    assert all(p.grad is t for p, t in zip(model.parameters(), tensors, strict=True))
+    assert torch.equal(flat, torch.cat([g.flatten() for g in plain_gradients()]))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("first", ["meter", "optimizer"])
+def test_a_meter_beside_the_optimizer_sees_nothing_of_it(first):
+    model = network()
+    makers = {"optimizer": lambda: trained_once(model), "meter": lambda: bb.GradientMeter(model)}
+    order = [first, *(makers.keys() - {first})]
+    made = {name: makers[name]() for name in order}
+    model.zero_grad()
+    backwards(model, 1)
+    noise = made["meter"].read([5] * K)
+    alone = network()
+    meter = bb.GradientMeter(alone)
+    backwards(alone, 1)
+    assert pytest.approx(meter.read([5] * K).similarity, rel=1e-6) == noise.similarity
+    assert equal(plain_gradients(), gradients(model))
+
+
+def test_a_meter_of_some_parameters_measures_beside_the_optimizer_of_all():
+    model = network()
+    trained_once(model)
+    meter = bb.GradientMeter([model[3].weight, model[0].bias])
+    backwards(model, 1)
+    assert -1 < meter.read([5] * K).similarity < 1
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph:UserWarning")
+def test_a_graph_of_the_gradients_can_be_made():
+    model, plain = network(torch.float64), network(torch.float64)
+    trained_once(model)
+    for m in (model, plain):
+        for x in batches(1, torch.float64):
+            (m(x).square().mean() / K).backward(create_graph=True)
+    assert equal(gradients(plain), gradients(model))
+    assert all(p.grad.grad_fn is not None for p in model.parameters())
+
+
+def test_autograd_grad_is_refused_and_leaves_grad_there():
+    model = network()
+    trained_once(model)
+    (model(batches(1)[0]).square().mean() / K).backward()
+    loss = model(batches(1)[1]).square().mean()
+    with pytest.raises(GradientError, match=r"torch.autograd.grad"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("as asked")
+
+
+def test_after_a_backward_that_failed_half_way_the_step_can_be_repeated():
+    model = network()
+    optimizer = trained_once(model)
+    x = batches(1)[0]
+    model(x).square().mean().backward()
+    with pytest.raises(ArithmeticError):  # the last layer has its gradient, the first has not
+        model[3](model[2](Fails.apply(model[1](model[0](x))))).square().mean().backward()
+    optimizer.zero_grad()
+    backwards(model, 1)
+    assert equal(plain_gradients(), gradients(model))
+    optimizer.step()
+
+
+@pytest.mark.skipif(native.library() is None, reason="only kernels add to .grad")
+def test_no_hook_is_left_when_the_optimizer_is_gone():
+    model = network()
+    optimizer = trained_once(model)
+    backwards(model, 1)
+    hooks = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    assert all(len(each) == 1 for pair in hooks for each in pair)
+    del optimizer
+    gc.collect()
+    assert not any(each for pair in hooks for each in pair)

@@ -80,8 +80,8 @@ def fits(*tensors: Tensor | None) -> bool:
 
 def _is_plain(t: Tensor) -> bool:
     """Whether its memory holds its numbers: a subclass may have none, a view negated ones."""
-    known = type(t) in (Tensor, Parameter) and not t.is_neg()
-    return known and t.dtype is torch.float32 and t.device.type == "cpu"
+    known = type(t) is Tensor or type(t) is Parameter
+    return known and t.is_cpu and t.dtype is torch.float32 and not t.is_neg()
 
 
 def threads_for(elements: int) -> int:
@@ -106,6 +106,8 @@ def welford(
         adds,
         threads_for(n),
     )
+    if adds:
+        increment_version(total)
 
 
 def run(

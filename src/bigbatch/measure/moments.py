@@ -1,6 +1,6 @@
 """Per-element sum and centred second moment of the micro-batch gradients."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from bigbatch.errors import GradientError
 from bigbatch.kernels import native
 from bigbatch.measure.devices import FULL, full
+from bigbatch.measure.source.door import GradientSource
 
 _PIECE = 1 << 16  # elements, of 256 KB in float32
 
@@ -17,7 +18,7 @@ _PIECE = 1 << 16  # elements, of 256 KB in float32
 class _Moment:
     """Of one parameter, over so much weight; nothing where that is 0.
 
-    S is here, or where `sum_of` finds it; both have the shape of the gradients.
+    S is here, or the lender has it; both have the shape of the gradients.
     """
 
     m2: Tensor
@@ -34,7 +35,7 @@ class GradientMoments:
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 is float32 at least. So is S, in a buffer of its own that nothing done to `.grad` reaches;
-    or it is what `sum_of` gives, where that is known to be S to the last bit; but not for the
+    or it is that of `lender`, a source that is known to have S to the last bit; but not for the
     parameters in `keeps`.
 
     Args:
@@ -47,8 +48,8 @@ class GradientMoments:
     def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
         self.micro_batches = 0
         self.weight = 0.0  # of all micro-batches, the present one included
-        self.sum_of: Callable[[Tensor], Tensor] | None = None  # set between steps only
-        self.keeps: Collection[Tensor] = ()  # likewise
+        self.lender: GradientSource | None = None  # set between steps only
+        self.keeps: set[Tensor] = set()  # likewise
         self._watched = watched
         self._fused = fused
         self._before = 0.0  # weight of the complete micro-batches
@@ -100,7 +101,7 @@ class GradientMoments:
         moment = self._moment(parameter, gradient)
         if not moment.weight:
             return torch.zeros_like(moment.m2), moment.m2.zero_()
-        total = self._sum(parameter, moment)
+        total = _laid_out(self._sum(parameter, moment), moment.m2)
         self._catch_up(moment, total, self.weight)
         return total, moment.m2
 
@@ -110,7 +111,7 @@ class GradientMoments:
         if self._before:
             share = self._before / ((self.weight - self._before) * self.weight)
             moment.m2.addcmul_(gradient, gradient, value=share)
-        if self.sum_of and gradient.dtype in FULL and parameter not in self.keeps:
+        if self.lender and gradient.dtype in FULL and parameter not in self.keeps:
             moment.total = None
         elif moment.total is None:
             moment.total = gradient.to(moment.m2.dtype, copy=True)
@@ -119,11 +120,14 @@ class GradientMoments:
 
     def _add(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
         """A further gradient of a step."""
-        total = self._sum(parameter, moment)
+        held = self._sum(parameter, moment)
+        total = _laid_out(held, moment.m2)
         self._catch_up(moment, total, self._before)
         weight, adds = self.weight - self._before, moment.total is not None
         mean_of, share = weight / self._before, self._before / (weight * self.weight)
         fused = self._fused and native.fits(gradient, total, moment.m2)
+        if fused and self.lender is not None and not adds and total is held:
+            adds = self.lender.absorb(parameter)
         welford = native.welford if fused else _welford
         welford(gradient, total, moment.m2, mean_of, share, adds=adds)
 
@@ -136,11 +140,11 @@ class GradientMoments:
         return moment
 
     def _sum(self, parameter: Tensor, moment: _Moment) -> Tensor:
-        """S, with the strides of M2."""
+        """S, where it is."""
         if moment.total is not None:
             return moment.total
-        assert self.sum_of is not None
-        return _laid_out(self.sum_of(parameter), moment.m2)
+        assert self.lender is not None
+        return self.lender.sum_of(parameter)
 
     def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
         """Counts the micro-batches that missed the parameter since its last gradient."""

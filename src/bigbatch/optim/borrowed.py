@@ -1,7 +1,7 @@
 """Which sums of gradients need no buffer: `.grad` holds them, and nobody else writes there."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import KeysView
 
 import torch
 from torch import Tensor
@@ -26,14 +26,16 @@ class BorrowedSums:
         self._borrows = False  # in the present step
         self._intact = False
         self._steps = 0
+        self._able: dict[Tensor, None] = {}  # those whose `.grad` no hook changes after ours
 
     def stop(self) -> None:
         """The next step keeps sums of its own."""
         self._borrows = False
-        self._moments.sum_of = None
+        self._moments.lender = None
 
-    def check(self, source: GradientSource, parameters: Collection[Tensor]) -> None:
+    def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
         """Whether the step's sums are what the backwards left; before anything is done to them."""
+        self._able = {p: None for p in parameters if p.dtype in FULL and only_watched(p)}
         reached = [p for p in parameters if self._moments.reached(p)]
         self._intact = source.sums_intact and all(self._is_intact(source, p) for p in reached)
         if self._borrows and not self._intact:
@@ -44,21 +46,20 @@ class BorrowedSums:
                 stacklevel=6,
             )
 
-    def renew(self, source: GradientSource, parameters: Collection[Tensor]) -> None:
+    def renew(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
         """Chooses for the next step, when the sums of this one are no longer needed."""
         self._steps += 1
-        able = [p for p in parameters if only_watched(p) and p.dtype in FULL]
-        self._borrows = self._intact and bool(able)
-        self._moments.sum_of = source.sum_of if self._borrows else None
+        self._borrows = self._intact and bool(self._able)
+        self._moments.lender = source if self._borrows else None
+        self._moments.keeps = parameters - self._able.keys()
         turn, left = divmod(self._steps, _COMPARED_EVERY)
-        compared = [able[turn % len(able)]] if able and not left else []
-        self._moments.keeps = {*parameters} - {*able} | {*compared}
+        if self._able and not left:
+            self._moments.keeps.add([*self._able][turn % len(self._able)])
 
     def _is_intact(self, source: GradientSource, parameter: Tensor) -> bool:
-        """Whether S is where it would be read; asked of those that could borrow."""
-        if not only_watched(parameter):
-            return self._moments.keeps_sum(parameter)
-        if parameter.dtype not in FULL or not self._moments.keeps_sum(parameter):
-            return True
+        """Whether S is in `.grad` too, or need not be; False where it only should be."""
+        able, kept = parameter in self._able, self._moments.keeps_sum(parameter)
+        if not (able and kept):
+            return able or kept
         total, _ = self._moments.of(parameter)
         return torch.equal(total, source.sum_of(parameter))

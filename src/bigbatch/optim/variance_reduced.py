@@ -177,10 +177,10 @@ class VarianceReduced(Optimizer):
                 loss = closure()
         if self._scaled and (self._source.micro_batches or not self._changes_nothing()):
             self._require_micro_batches()
-            self._borrowed.check(self._source, self._scaled)
+            self._borrowed.check(self._source, self._scaled.keys())
             with torch.no_grad():
                 self._fold()
-            self._borrowed.renew(self._source, self._scaled)
+            self._borrowed.renew(self._source, self._scaled.keys())
         else:
             self._make_state()
         self._step_base()

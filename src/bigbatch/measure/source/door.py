@@ -90,6 +90,13 @@ class GradientSource(Protocol):
         Not to be written to. It is right where `sums_intact`, and there during backwards too.
         """
 
+    def absorb(self, parameter: Tensor) -> bool:
+        """Whether a subscriber has to add the gradient it was given to `sum_of` itself.
+
+        For one that reads and writes there anyway, so that autograd need not do so again. Asked in
+        `gradient`, once; a yes is binding.
+        """
+
     @property
     def sums_intact(self) -> bool:
         """Whether nothing was done to what `sum_of` gives since the last micro-batch."""

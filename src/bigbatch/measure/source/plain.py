@@ -44,6 +44,8 @@ class PlainSource:
         self.foreign_backward = False  # one outside changed .grad since the last micro-batch
         self._subscribers: list[Subscriber] = []
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._absorbers: dict[Tensor, RemovableHandle] = {}
+        self._absorbed: dict[Tensor, Tensor] = {}  # .grad that autograd is not to see now
         self._edited = False  # .grad was, by what belongs to the step
         self._scaled = 1.0  # what it was multiplied by here
         self._whole: dict[Tensor, Tensor | None] | None = None  # what a `whole` one starts from
@@ -54,6 +56,7 @@ class PlainSource:
         self._stamps: list[_Stamp] = []
         self._before: list[_Stamp] = []
         weakref.finalize(self, remove, self._handles)
+        weakref.finalize(self, remove, self._absorbers)
         self._closed = False
         self.add(parameters)
 
@@ -94,6 +97,7 @@ class PlainSource:
         self._scaled = 1.0
         self._inside = self._by_itself = False
         self._callback = self._whole = None
+        self._absorbed.clear()
         self._hook()
 
     def zero_grad(self) -> None:
@@ -146,6 +150,24 @@ class PlainSource:
         held = parameter.grad if self._whole is None else self._whole[parameter]
         assert held is not None
         return held.detach() if self._scaled == 1.0 else held.detach() / self._scaled
+
+    def absorb(self, parameter: Tensor) -> bool:
+        """Whether the gradient is to be added by who asks; not where an engine or a graph is.
+
+        Then autograd finds no `.grad`, leaves the gradient there without copying it, and what
+        was there, the new sum, is put back.
+        """
+        summed_here = self._whole is None and self._scaled == 1.0 and not self._engine_writes
+        if not summed_here or torch.is_grad_enabled() or len(parameter._backward_hooks or ()) > 1:
+            return False
+        assert parameter.grad is not None
+        if parameter not in self._absorbers:
+            hook = _absorber_of(weakref.ref(self))
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._absorbers[parameter] = handle
+        self._absorbed[parameter] = parameter.grad
+        parameter.grad = None
+        return True
 
     @property
     def sums_intact(self) -> bool:
@@ -247,6 +269,10 @@ class PlainSource:
             subscriber.micro_batch(weight)
 
     def _close(self, stamps: list[_Stamp]) -> None:
+        if self._absorbed:
+            for parameter, total in self._absorbed.items():
+                parameter.grad = total
+            self._refuse_autograd_grad()
         self._inside = self._by_itself = False
         self.micro_batches += 1
         self._stamps = stamps
@@ -271,12 +297,15 @@ class PlainSource:
     def _backward_ended(self) -> None:
         now = self._stamp()
         if self._before == now and not self._grad_may_wait:
-            self.restart()
-            raise GradientError(
-                "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
-                "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
-            )
+            self._refuse_autograd_grad()
         self._close(now)
+
+    def _refuse_autograd_grad(self) -> None:
+        self.restart()
+        raise GradientError(
+            "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
+            "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
+        )
 
     # a micro-batch of several backwards: what it adds is a difference of .grad
 
@@ -335,6 +364,7 @@ class PlainSource:
 
     def _unhook(self) -> None:
         remove(self._handles)
+        remove(self._absorbers)
 
     def _hook(self) -> None:
         """Puts a hook on every parameter that requires a gradient and has none yet."""
@@ -360,6 +390,19 @@ def hook_of(
     return mark_watching(hook)
 
 
+def _absorber_of(source: "weakref.ref[PlainSource]") -> Callable[[Tensor], None]:
+    """A hook that puts the sum back where autograd has just left one gradient."""
+
+    @_disable_dynamo
+    def hook(parameter: Tensor) -> None:
+        watching = source()
+        if watching is not None and parameter in watching._absorbed:
+            parameter.grad = watching._absorbed.pop(parameter)
+
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    return mark_watching(hook)
+
+
 def mark_watching(hook: _Hook) -> _Hook:
     """Marks a hook of ours: it changes no gradient."""
     hook.only_watches = True  # type: ignore[attr-defined]
@@ -368,9 +411,8 @@ def mark_watching(hook: _Hook) -> _Hook:
 
 def only_watched(parameter: Tensor) -> bool:
     """Whether all hooks on a leaf's gradient are ours, so that none changes it after them."""
-    hooks = [*(parameter._backward_hooks or {}).values()]
-    hooks += (parameter._post_accumulate_grad_hooks or {}).values()
-    return all(hasattr(hook, "only_watches") for hook in hooks)
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return all(hasattr(hook, "only_watches") for hooks in kinds for hook in (hooks or {}).values())
 
 
 def all_zero(tensors: Iterable[Tensor]) -> bool:
