@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.errors import GradientError
-from bigbatch.kernels import native
 from bigbatch.optim import VRSGD, VRAdam
 
 K = 8
@@ -387,7 +386,6 @@ def test_after_a_backward_that_failed_half_way_the_step_can_be_repeated():
     optimizer.step()
 
 
-@pytest.mark.skipif(native.library() is None, reason="only kernels add to .grad")
 def test_no_hook_is_left_when_the_optimizer_is_gone():
     model = network()
     optimizer = trained_once(model)

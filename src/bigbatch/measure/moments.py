@@ -125,9 +125,9 @@ class GradientMoments:
         self._catch_up(moment, total, self._before)
         weight, adds = self.weight - self._before, moment.total is not None
         mean_of, share = weight / self._before, self._before / (weight * self.weight)
+        if self.lender is not None and not adds and total is held and total.is_cpu:
+            adds = self.lender.absorb(parameter)  # in one pass with M2; GPUs have several anyway
         fused = self._fused and native.fits(gradient, total, moment.m2)
-        if fused and self.lender is not None and not adds and total is held:
-            adds = self.lender.absorb(parameter)
         welford = native.welford if fused else _welford
         welford(gradient, total, moment.m2, mean_of, share, adds=adds)
 
