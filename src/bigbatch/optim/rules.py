@@ -1,8 +1,8 @@
 """The mathematics of every rule: pure functions of tensors, one a few lines.
 
 They are what the compiled kernels are tested against, what runs where there are none, and what
-`torch.compile` is given. Masks are avoided: on a CPU a comparison costs eager torch ten
-multiplications. Any shape will do. One layer has S = sum n_d g_d, the sum of its weighted
+`torch.compile` is given. Masks are avoided: on a CPU a comparison costs eager torch
+several multiplications. Any shape will do. One layer has S = sum n_d g_d, the sum of its weighted
 micro-batch gradients, M2 = sum n_d (g_d - S / N)^2, and N = sum n_d over k micro-batches.
 """
 
