@@ -1,5 +1,6 @@
 """Where the sum of the gradients is kept: in `.grad` itself while nobody else writes there."""
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -395,3 +396,49 @@ def test_no_hook_is_left_when_the_optimizer_is_gone():
     del optimizer
     gc.collect()
     assert not any(each for pair in hooks for each in pair)
+
+
+@pytest.mark.parametrize("after", [1, 2], ids=["before the step", "within the step"])
+def test_a_users_hook_on_the_sum_sees_it_and_may_change_it(after):
+    """Registered when sums are in `.grad` already, so that it would run before ours."""
+
+    def halve(parameter):
+        seen.append(parameter.grad.clone())
+        parameter.grad.mul_(0.5)
+
+    ends = []
+    for scaled in (True, False):
+        seen, model = [], network()
+        if scaled:
+            trained_once(model)
+        weight = model[0].weight
+        for number, x in enumerate(batches(1)[:2]):
+            if number == after - 1:
+                weight.register_post_accumulate_grad_hook(halve)
+            with contextlib.suppress(GradientError):  # what an optimizer of ours says of it
+                model(x).square().mean().backward()
+        ends.append([*seen, weight.grad])
+    assert equal(*ends)
+
+
+def test_what_goes_wrong_in_a_hook_leaves_grad_where_it_was(monkeypatch):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = VRSGD([weight], 0.0)
+    for _ in range(2):
+        for row in torch.randn(2, 3):
+            torch.autograd.backward([weight], [row])
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.autograd.backward([weight], [torch.ones(3)])
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for where in ("bigbatch.kernels.native.welford", "bigbatch.measure.moments._welford"):
+        monkeypatch.setattr(where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.backward([weight], [torch.ones(3)])
+    assert torch.equal(torch.ones(3), weight.grad)
+    monkeypatch.undo()
+    with pytest.raises(GradientError, match="not empty before the first backward"):
+        torch.autograd.backward([weight], [torch.ones(3)])

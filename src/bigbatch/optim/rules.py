@@ -85,7 +85,7 @@ FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 
 def clipped(r: Tensor, low: float, high: float) -> Tensor:
     """Between two bounds; what is no number gets the lower one."""
-    return r.nan_to_num(nan=0.0, posinf=torch.inf).clamp_(low, high)
+    return r.nan_to_num(nan=0.0, posinf=torch.inf).clamp(low, high)
 
 
 def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max: float) -> Tensor:

@@ -122,6 +122,7 @@ class PlainSource:
             if whole:
                 self._emit_whole()
         except BaseException:
+            self._put_back()
             self.restart()
             raise
         self._close(self._stamp())
@@ -155,18 +156,17 @@ class PlainSource:
         """Whether the gradient is to be added by who asks; not where an engine or a graph is.
 
         Then autograd finds no `.grad`, leaves the gradient there without copying it, and what
-        was there, the new sum, is put back.
+        was there, the new sum, is put back. Nobody may look on meanwhile.
         """
         summed_here = self._whole is None and self._scaled == 1.0 and not self._engine_writes
-        if not summed_here or torch.is_grad_enabled() or len(parameter._backward_hooks or ()) > 1:
+        alone = len(parameter._backward_hooks or ()) == 1 and only_watched(parameter)
+        if not (summed_here and alone) or torch.is_grad_enabled() or parameter.grad is None:
             return False
-        assert parameter.grad is not None
         if parameter not in self._absorbers:
             hook = _absorber_of(weakref.ref(self))
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._absorbers[parameter] = handle
         self._absorbed[parameter] = parameter.grad
-        parameter.grad = None
         return True
 
     @property
@@ -228,6 +228,8 @@ class PlainSource:
             gradient = gradient.detach()
         if self._whole is None:
             self._emit(parameter, gradient)
+            if parameter in self._absorbed:
+                parameter.grad = None  # until the absorber, which is next but autograd
         else:
             self._gather_whole(parameter, gradient)
 
@@ -270,8 +272,7 @@ class PlainSource:
 
     def _close(self, stamps: list[_Stamp]) -> None:
         if self._absorbed:
-            for parameter, total in self._absorbed.items():
-                parameter.grad = total
+            self._put_back()
             self._refuse_autograd_grad()
         self._inside = self._by_itself = False
         self.micro_batches += 1
@@ -300,11 +301,16 @@ class PlainSource:
             self._refuse_autograd_grad()
         self._close(now)
 
+    def _put_back(self) -> None:
+        for parameter, total in self._absorbed.items():
+            parameter.grad = total
+
     def _refuse_autograd_grad(self) -> None:
         self.restart()
         raise GradientError(
             "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
-            "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
+            "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch; "
+            "zero the gradients and repeat the step"
         )
 
     # a micro-batch of several backwards: what it adds is a difference of .grad
