@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from bigbatch.bench import optimizers
-from bigbatch.errors import SettingError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 TRAINS = """
 import torch
 from bigbatch.bench.optimizers import path
-from bigbatch.errors import SettingError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import LARS, VRLAMB
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
@@ -182,3 +182,22 @@ def test_the_norms_of_lars_neither_under_nor_overflow(size):
         ends.append(weight)
     torch.testing.assert_close(*ends, rtol=1e-6, atol=0)
     assert (ends[0] < 0.9999).all()
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB], ids=lambda c: c.__name__)
+def test_sparse_gradients_are_refused_before_anything_is_stepped(make):
+    embedding, weight = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(2, 2))
+    optimizer = make([weight, embedding.weight])
+    (embedding(torch.tensor([1, 3])) @ weight).sum().backward()
+    with pytest.raises(GradientError, match="sparse_coo has no trust ratio"):
+        optimizer.step()
+    assert torch.equal(torch.ones(2, 2), weight)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("make", [VRSGD, VRAdam], ids=lambda c: c.__name__)
+def test_torchs_fused_step_is_not_chosen_for_gradients_of_another_type(make):
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    assert not make([weight]).param_groups[0]["fused"]
+    assert make([nn.Parameter(torch.ones(3))]).param_groups[0]["fused"]
