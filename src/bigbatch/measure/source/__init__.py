@@ -2,6 +2,7 @@
 
 from bigbatch.measure.source.door import GradientSource, Subscriber
 from bigbatch.measure.source.find import find_source
-from bigbatch.measure.source.plain import PlainSource, only_watched
+from bigbatch.measure.source.hooks import only_watched
+from bigbatch.measure.source.plain import PlainSource
 
 __all__ = ["GradientSource", "PlainSource", "Subscriber", "find_source", "only_watched"]

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import SettingError
 from bigbatch.measure.source.engine import EngineSource
+from bigbatch.measure.source.hooks import gradient_hook, remove
 from bigbatch.measure.source.mesh import require_one_mesh
-from bigbatch.measure.source.plain import hook_of, remove
 from bigbatch.measure.source.shards import local_grad
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the name there, the sharded parameter
@@ -83,7 +83,7 @@ class FSDP2Source(EngineSource):
                 continue
             known = self._unsharded.get(parameter)
             if known is None or known() is not leaf:
-                hook = hook_of(weakref.ref(self), weakref.ref(parameter))
+                hook = gradient_hook(weakref.WeakMethod(self._gradient), weakref.ref(parameter))
                 self._handles[parameter] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._unsharded[parameter] = weakref.ref(leaf)
 

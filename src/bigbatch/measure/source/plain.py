@@ -2,9 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.norms import stacked
 from bigbatch.measure.source.door import Subscriber
+from bigbatch.measure.source.hooks import accumulated_hook, gradient_hook, only_watched, remove
 
 # Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
 # next tensor; its weak reference is one object while anybody holds it, here the last of the three.
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
 _Stamp = tuple[int, int, weakref.ref[Tensor]] | None
 
 
@@ -163,7 +162,7 @@ class PlainSource:
         if not (summed_here and alone) or torch.is_grad_enabled() or parameter.grad is None:
             return False
         if parameter not in self._absorbers:
-            hook = _absorber_of(weakref.ref(self))
+            hook = accumulated_hook(weakref.WeakMethod(self._put_back_one))
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._absorbers[parameter] = handle
         self._absorbed[parameter] = parameter.grad
@@ -301,9 +300,14 @@ class PlainSource:
             self._refuse_autograd_grad()
         self._close(now)
 
+    def _put_back_one(self, parameter: Tensor) -> None:
+        """Autograd has left the micro-batch's gradient where the sum was."""
+        if parameter in self._absorbed:
+            parameter.grad = self._absorbed.pop(parameter)
+
     def _put_back(self) -> None:
-        for parameter, total in self._absorbed.items():
-            parameter.grad = total
+        for parameter in list(self._absorbed):
+            self._put_back_one(parameter)
 
     def _refuse_autograd_grad(self) -> None:
         self.restart()
@@ -377,58 +381,11 @@ class PlainSource:
         trained = [p for p in self.parameters if p.requires_grad]
         for parameter in trained if self._listens else self._sentinel(trained):
             if parameter not in self._handles:
-                hook = hook_of(weakref.ref(self), weakref.ref(parameter))
+                hook = gradient_hook(weakref.WeakMethod(self._gradient), weakref.ref(parameter))
                 self._handles[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def hook_of(
-    source: "weakref.ref[PlainSource]", parameter: "weakref.ref[Tensor]"
-) -> Callable[[Tensor], None]:
-    """A hook for a leaf's gradient that keeps neither the source nor the parameter alive."""
-
-    @_disable_dynamo  # in a compiled training step
-    def hook(gradient: Tensor) -> None:
-        watching, leaf = source(), parameter()
-        if watching is not None and leaf is not None:
-            watching._gradient(leaf, gradient)
-
-    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save(model) stays silent
-    return mark_watching(hook)
-
-
-def _absorber_of(source: "weakref.ref[PlainSource]") -> Callable[[Tensor], None]:
-    """A hook that puts the sum back where autograd has just left one gradient."""
-
-    @_disable_dynamo
-    def hook(parameter: Tensor) -> None:
-        watching = source()
-        if watching is not None and parameter in watching._absorbed:
-            parameter.grad = watching._absorbed.pop(parameter)
-
-    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
-    return mark_watching(hook)
-
-
-def mark_watching(hook: _Hook) -> _Hook:
-    """Marks a hook of ours: it changes no gradient."""
-    hook.only_watches = True  # type: ignore[attr-defined]
-    return hook
-
-
-def only_watched(parameter: Tensor) -> bool:
-    """Whether all hooks on a leaf's gradient are ours, so that none changes it after them."""
-    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return all(hasattr(hook, "only_watches") for hooks in kinds for hook in (hooks or {}).values())
 
 
 def all_zero(tensors: Iterable[Tensor]) -> bool:
     """Whether nothing but zeros is in them; waits for the device once, if there is anything."""
     left = [tensor for tensor in tensors if tensor.numel()]
     return not left or not bool(stacked(torch._foreach_norm(left, torch.inf)).any())
-
-
-def remove(handles: MutableMapping[Any, RemovableHandle]) -> None:
-    """Takes hooks off."""
-    for handle in handles.values():
-        handle.remove()
-    handles.clear()

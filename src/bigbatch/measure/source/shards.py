@@ -1,14 +1,14 @@
 """Reduced gradients of sharded parameters (FSDP2, ZeRO): each rank sees its own piece of them."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from bigbatch.errors import GradientError
-from bigbatch.measure.source.plain import PlainSource, all_zero, mark_watching
+from bigbatch.measure.source.hooks import accumulated_hook
+from bigbatch.measure.source.plain import PlainSource, all_zero
 
 
 class ShardSource(PlainSource):
@@ -84,7 +84,7 @@ class ShardSource(PlainSource):
     def _hook(self) -> None:
         for parameter in self.parameters if self._listens else ():
             if parameter.requires_grad and parameter not in self._handles:
-                hook = _hook_of(weakref.ref(self))
+                hook = accumulated_hook(weakref.WeakMethod(self._accumulated))
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[parameter] = handle
 
@@ -93,13 +93,3 @@ def local_grad(parameter: Tensor) -> Tensor | None:
     """This rank's piece of `.grad`, whether that is a DTensor or plain."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _hook_of(source: "weakref.ref[ShardSource]") -> Callable[[Tensor], None]:
-    @_disable_dynamo  # in a compiled training step
-    def hook(parameter: Tensor) -> None:
-        watching = source()
-        if watching is not None:
-            watching._accumulated(parameter)
-
-    return mark_watching(hook)

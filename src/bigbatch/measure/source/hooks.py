@@ -1,0 +1,58 @@
+"""Hooks on parameters, which keep neither a source nor a parameter alive."""
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
+
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
+
+
+def gradient_hook(
+    tell: "weakref.WeakMethod[Callable[[Tensor, Tensor], None]]", parameter: "weakref.ref[Tensor]"
+) -> Callable[[Tensor], None]:
+    """For `register_hook` of a leaf: tells of the gradient that it is about to get."""
+
+    @_disable_dynamo  # in a compiled training step
+    def hook(gradient: Tensor) -> None:
+        told, leaf = tell(), parameter()
+        if told is not None and leaf is not None:
+            told(leaf, gradient)
+
+    return _marked(hook)
+
+
+def accumulated_hook(
+    tell: "weakref.WeakMethod[Callable[[Tensor], None]]",
+) -> Callable[[Tensor], None]:
+    """For `register_post_accumulate_grad_hook`: tells that a gradient has come into `.grad`."""
+
+    @_disable_dynamo
+    def hook(parameter: Tensor) -> None:
+        told = tell()
+        if told is not None:
+            told(parameter)
+
+    return _marked(hook)
+
+
+def _marked(hook: _Hook) -> _Hook:
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save(model) stays silent
+    hook.only_watches = True  # type: ignore[attr-defined]
+    return hook
+
+
+def only_watched(parameter: Tensor) -> bool:
+    """Whether all hooks on a leaf's gradient are ours, so that none changes it after them."""
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return all(hasattr(hook, "only_watches") for hooks in kinds for hook in (hooks or {}).values())
+
+
+def remove(handles: MutableMapping[Any, RemovableHandle]) -> None:
+    """Takes hooks off."""
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
