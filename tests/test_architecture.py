@@ -100,6 +100,7 @@ def test_importing_bigbatch_brings_no_package_that_torch_does_not():
 def test_the_public_names_are_these():
     assert [
         "AdaptiveBatch",
+        "Advise",
         "BatchPlan",
         "Batches",
         "BigbatchError",
@@ -109,11 +110,16 @@ def test_the_public_names_are_these():
         "GradientMeter",
         "GradientNoise",
         "NoiseAverage",
+        "NoiseScale",
+        "NormTest",
         "Policy",
         "Progress",
+        "SampleLedger",
+        "Schedule",
         "SimiGrad",
         "Step",
         "StepRecord",
+        "largest_micro_batch",
     ] == bigbatch.__all__
     assert [
         "LAMB",

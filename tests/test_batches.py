@@ -73,8 +73,8 @@ def rest_of_pass(
     most: int | None = None,
     read: Callable[[Any], list[int]] = Tensor.tolist,
 ) -> Iterator[list[list[int]]]:
-    while batches.open and batches.has_step(plan := plans[first % len(plans)]):
-        pieces = list(batches.step(plan, least, most))
+    while batches.open and (cut := batches.step(plans[first % len(plans)], least, most)):
+        pieces = list(cut)
         read_pieces = [read(piece) for piece, _ in pieces]
         assert [len(piece) for piece in read_pieces] == [samples for _, samples in pieces]
         yield read_pieces
@@ -346,7 +346,7 @@ def test_the_wrong_axis_is_not_read_as_samples():
     batches = Batches(DataLoader(range(32), 8, collate_fn=sequence_first))
     batches.start(0)
     with pytest.raises(BatchError, match=r"5 samples.*batch size is 8.*split="):
-        batches.has_step(BatchPlan(1, 4, 2))
+        batches.step(BatchPlan(1, 4, 2), least=1)
 
 
 def test_eight_images_of_three_channels_are_not_read_as_three_samples():
@@ -356,11 +356,11 @@ def test_eight_images_of_three_channels_are_not_read_as_three_samples():
     batches = Batches(DataLoader(range(32), 8, collate_fn=images))
     batches.start(0)
     with pytest.raises(BatchError, match=r"3 samples.*batch size is 8.*split="):
-        batches.has_step(BatchPlan(1, 4, 2))
+        batches.step(BatchPlan(1, 4, 2), least=1)
 
 
 def test_a_data_set_smaller_than_a_batch_is_no_wrong_axis():
-    assert [[[0, 1], [2]]] == one_pass(Batches(DataLoader(range(3), 8)), [BatchPlan(1, 2, 2)])
+    assert [[[0], [1, 2]]] == one_pass(Batches(DataLoader(range(3), 8)), [BatchPlan(1, 2, 2)])
 
 
 # what is refused
@@ -389,8 +389,8 @@ def test_split_alone_counts_by_the_known_length():
     batches = Batches(loader, split=lambda b, lo, hi: {"set": b["set"][lo:hi]})
     batches.start(0)
     seen = []
-    while batches.has_step(BatchPlan(1, 3, 1)):
-        for batch, samples in batches.step(BatchPlan(1, 3, 1), least=1):
+    while cut := batches.step(BatchPlan(1, 3, 1), least=1):
+        for batch, samples in cut:
             assert samples == len(batch["set"])
             seen += [int(item[0]) for item in batch["set"]]
     assert list(range(10)) == seen
@@ -406,8 +406,8 @@ def test_a_pass_over_batches_that_cannot_be_glued_goes_on_with_exactly_the_rest(
     plan = BatchPlan(1, 3, 2)
 
     def steps(batches):
-        while batches.has_step(plan):
-            taken = [m[:, 0].tolist() for m, _ in batches.step(plan, least=6, most=18)]
+        while cut := batches.step(plan, least=6, most=18):
+            taken = [m[:, 0].tolist() for m, _ in cut]
             yield [sample for part in taken for sample in part]
 
     whole = Batches(loader)

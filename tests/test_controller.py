@@ -1,12 +1,36 @@
 """The one stateful object of the decision."""
 
+import io
 import json
+import math
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import bigbatch as bb
-from bigbatch import BatchPlan, Controller, Decision, Fixed, GradientNoise, Progress, SimiGrad
+from bigbatch import (
+    Advise,
+    BatchPlan,
+    Controller,
+    Decision,
+    Fixed,
+    GradientNoise,
+    NoiseAverage,
+    NoiseScale,
+    NormTest,
+    Progress,
+    Schedule,
+    SimiGrad,
+)
 from bigbatch.errors import SettingError
+from bigbatch.measure.interval import Interval
 
 
 def low(samples=64):
@@ -165,5 +189,424 @@ def test_a_saved_controller_goes_on_as_if_it_had_never_stopped():
 
 def test_a_loaded_target_obeys_the_bounds_given_now():
     controller = Controller(SimiGrad(target=0.2), 128, max_batch=256)
-    controller.load_state_dict(Controller(SimiGrad(target=0.2), 4096).state_dict())
+    with pytest.warns(UserWarning, match="max_batch was None, is 256"):
+        controller.load_state_dict(Controller(SimiGrad(target=0.2), 4096).state_dict())
     assert 256 == controller.decision.batch_size
+
+
+# options
+
+
+def seen(B, noise_scale=1000.0):
+    """What a step of B samples measures exactly."""
+    return GradientNoise(1.0, noise_scale, B, micro_batches=8)
+
+
+def walk(controller, steps, noise_scale=1000.0, rounded=lambda B: B):
+    """The targets after each of so many steps at one noise scale."""
+    return [
+        controller.next(seen(rounded(controller.decision.batch_size), noise_scale)).batch_size
+        for _ in range(steps)
+    ]
+
+
+def test_a_policy_is_asked_every_nth_step_only():
+    policy = Listens()
+    controller = Controller(policy, 128, every=3)
+    assert [128, 128, 129, 129, 129, 130] == walk(controller, 6)
+    assert [3, 6] == [now.steps for _, now in policy.heard]
+    assert "decides every 3 steps" in controller.next(low()).reason
+    assert 0.5 == controller.decision.lr_factor
+
+
+def test_a_warm_up_holds_the_batch_and_fills_the_average():
+    controller = Controller(SimiGrad(target=0.2), 128, warm_up=1000, smoothing=1e9)
+    reasons = [controller.next(low(samples=128)).reason for _ in range(7)]
+    assert {"held: warm-up of 1000 samples"} == set(reasons)
+    assert 128 == controller.decision.batch_size
+    last = controller.next(GradientNoise(8.0, 1.0, 104, 4))  # sample 1,000
+    # (7 x 128 x 0 + 104 x 8) / 1,000 of signal; the window is so long that all count alike
+    assert pytest.approx(0.832 / (0.832 + 2 / 104), abs=1e-3) == float(last.reason.split()[1])
+    assert 115 == last.batch_size
+
+
+def test_smoothing_hands_the_policy_the_average():
+    policy, average = Listens(), NoiseAverage(500)
+    controller = Controller(policy, 128, smoothing=500)
+    for noise in (low(), high(100), low(300)):
+        controller.next(noise)
+        assert average.update(noise) == policy.heard[-1][0]
+
+
+def test_a_step_without_a_number_does_not_enter_the_average():
+    one, other = (Controller(SimiGrad(0.2), 128, smoothing=500) for _ in range(2))
+    for noise in (low(), GradientNoise(math.nan, math.inf, 64, 4), high(100)):
+        one.next(noise)
+    for noise in (low(), high(100)):
+        other.next(noise)
+    assert other.state_dict()["average"] == one.state_dict()["average"]
+
+
+@pytest.mark.parametrize("noise_scale", [100.0, 1000.0, 123_456.7])
+@pytest.mark.parametrize("start", [1, 40, 10**6])
+def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, start):
+    at_rest = noise_scale * 2 * 0.3 / 0.7
+    late = walk(Controller(SimiGrad(0.3), start, dead_band=0.15), 250, noise_scale)[-50:]
+    assert 1 == len(set(late))
+    assert at_rest / 1.15 <= late[0] <= at_rest * 1.15
+    assert len(set(walk(Controller(SimiGrad(0.3), start), 250, noise_scale)[-50:])) > 1
+
+
+@given(
+    noise_scale=st.floats(20, 1e6),
+    start=st.integers(1, 10**6),
+    target=st.floats(0.1, 0.9),
+    quantum=st.integers(1, 3),
+)
+@settings(max_examples=50, deadline=None)
+def test_simigrad_comes_to_rest_where_batches_are_cut_too(noise_scale, start, target, quantum):
+    assume(noise_scale * 2 * target / (1 - target) > 40 * quantum)  # so whole numbers matter little
+    controller = Controller(SimiGrad(target), start, dead_band=0.25)
+    late = walk(controller, 300, noise_scale, lambda B: -(-B // quantum) * quantum)[-20:]
+    assert 1 == len(set(late))
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"), [(870, 870), (869, 1000), (1149, 1149), (1151, 1000)]
+)
+def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, expected):
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing=1e3)
+    decision = controller.next(seen(64))
+    assert expected == decision.batch_size
+    assert ("held: inside the dead band of 0.15" in decision.reason) == (present == expected)
+
+
+@pytest.mark.parametrize("bounds", [{"max_batch": 512}, {"min_batch": 512}])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_dead_band_does_not_keep_the_batch_from_its_bounds(bounds, inner):
+    policy = SimiGrad(0.3, **bounds) if inner else SimiGrad(0.3)
+    noise_scale, start = (1e6, 8) if "max_batch" in bounds else (1.0, 10**5)
+    controller = Controller(policy, start, dead_band=0.15, **bounds)
+    assert 512 == walk(controller, 100, noise_scale)[-1]
+
+
+def test_a_held_decision_says_why_and_keeps_its_factor():
+    class Halves:
+        def decide(self, noise, now):
+            size = now.target + (1 if noise.similarity < 0.5 else -1)
+            return Decision(size, "one more", lr_factor=0.5)
+
+    decision = Controller(Halves(), 100, dead_band=0.5).next(seen(100, noise_scale=60.0))
+    assert Decision(100, "one more; held: inside the dead band of 0.5", 0.5) == decision
+
+
+@given(
+    noises=st.lists(st.floats(-10, 1e4), min_size=1, max_size=40),
+    start=st.integers(1, 10**5),
+    factor=st.floats(1.0001, 10),
+)
+def test_no_decision_moves_farther_than_the_largest_step(noises, start, factor):
+    controller = Controller(NoiseScale(), start, largest_step=factor, smoothing=1)
+    before = start
+    for signal in noises:
+        after = controller.next(GradientNoise(signal, 1e4, 64, 8)).batch_size
+        assert before / factor <= after <= before * factor or abs(after - before) == 1
+        before = after
+
+
+@pytest.mark.parametrize("start", [*range(1, 40), 1000])
+@pytest.mark.parametrize("way", [low, high])
+def test_no_whole_number_stalls_the_batch(start, way):
+    for policy in (SimiGrad(0.2), NoiseScale(max_batch=10**6)):
+        options = {"largest_step": 1.01, "smoothing": 64, "dead_band": 0.01}
+        controller = Controller(policy, start, **options)
+        after = controller.next(way()).batch_size
+        assert after > start if way is low else after < start or start == 1
+
+
+def test_a_start_without_noise_runs_away_no_farther_than_it_is_told():
+    runaway = [Controller(policy, 256, smoothing=1) for policy in (SimiGrad(0.2), NoiseScale())]
+    assert [1, 1] == [walk(one, 60, noise_scale=0.0)[-1] for one in runaway]
+    for policy in (SimiGrad(0.2, min_batch=64), NoiseScale(min_batch=64)):
+        assert 64 == walk(Controller(policy, 256, smoothing=1), 60, noise_scale=0.0)[-1]
+        patient = Controller(policy, 256, smoothing=1, warm_up=2560)
+        assert {256} == set(walk(patient, 9, noise_scale=0.0))
+        slow = Controller(policy, 256, smoothing=1, largest_step=1.1)
+        assert 64 < walk(slow, 9, noise_scale=0.0)[-1] < 256
+
+
+# surely
+
+
+def with_interval(low, high, level=0.9, noise_scale=1000.0, samples=128):
+    """A step of that noise scale and an interval of these similarities."""
+    ends = [2 * math.atanh(phi) for phi in (low, high)]
+    return replace(seen(samples, noise_scale), interval=Interval(*ends, level, "step"))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.05, 0.19, 140), (0.05, 0.21, 128), (0.05, 0.2, 128), (-0.9, 0.1, 140), (-1.0, 1.0, 128)],
+)
+def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
+    high = math.nextafter(high, 0) if high == 1 else high
+    low = math.nextafter(low, 0) if low == -1 else low
+    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9)
+    decision = controller.next(with_interval(low, high))
+    assert expected == decision.batch_size
+    assert ("held: not sure at 0.9" in decision.reason) == (expected == 128)
+
+
+def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise_is_sure():
+    whole = Interval(-math.inf, math.inf, 0.9, "step")
+    for noise in (low(128), high(128)):
+        controller = Controller(SimiGrad(target=0.2), 128, surely=0.9)
+        assert 128 == controller.next(replace(noise, interval=whole)).batch_size
+    clear = replace(high(128), interval=Interval(20.0, 34.0, 0.9, "step"))
+    assert 115 == Controller(SimiGrad(target=0.2), 128, surely=0.9).next(clear).batch_size
+
+
+def test_with_smoothing_the_interval_is_the_windows():
+    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9, smoothing=10_000)
+    average = NoiseAverage(10_000, interval=0.9)
+    generator = torch.Generator().manual_seed(0)
+    moved = []
+    for draw in torch.randn(60, generator=generator, dtype=torch.float64).tolist():
+        noise = GradientNoise(1.0 + draw, 1000.0, 128, 8)
+        low, high = average.update(noise).similarity_interval
+        before = controller.decision.batch_size
+        after = controller.next(noise).batch_size
+        assert (after > before) == (high < 0.2)
+        assert (after < before) == (low > 0.2)
+        moved.append(after != before)
+    assert {True, False} == set(moved)
+    assert not moved[0]  # one step of a window has no interval
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        (seen(128), r"surely=0.9 .* there is none; measure with GradientMeter\(interval=0.9\)"),
+        (with_interval(0.1, 0.3, level=0.5), "the meter's is of 0.5"),
+    ],
+)
+def test_surely_without_its_interval_names_the_remedy_at_the_first_step(noise, words):
+    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9, warm_up=10**6, every=100)
+    with pytest.raises(SettingError, match=words):
+        controller.next(noise)
+
+
+def test_a_step_without_a_number_is_no_missing_interval():
+    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9)
+    decision = controller.next(GradientNoise(math.nan, math.nan, 128, 8))
+    assert 128 == decision.batch_size
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Fixed(130), [130] * 5),
+        (Schedule("128, 130 from 200 samples, 129 from 300 samples"), [128, 130, 129, 129, 129]),
+        (Schedule("128 to 133 over 400 samples"), [129, 130, 131, 133, 133]),
+    ],
+)
+def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expected):
+    for options in ({"dead_band": 0.5}, {"surely": 0.9}, {"surely": 0.9, "smoothing": 1e3}):
+        controller = Controller(policy, 128, **options)
+        assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
+
+
+@pytest.mark.filterwarnings("ignore:NoiseScale goes by")
+def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
+    noise = replace(with_interval(0.05, 0.9), samples=1)
+    assert 1 == Controller(NoiseScale(), 1, surely=0.9).next(noise).batch_size
+    near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900)
+    assert 900 == near.next(seen(900)).batch_size
+
+
+def test_advice_leaves_the_batch_alone_and_is_told():
+    controller = Controller(Advise(SimiGrad(target=0.2, max_batch=135)), 128, dead_band=0.1)
+    decision = controller.next(low(128))
+    assert (128, 135, 1.0) == (decision.batch_size, decision.advice, decision.lr_factor)
+    assert 64 == Controller(Advise(Fixed(96)), 64).next(low()).batch_size
+    assert 135 == Controller(Advise(SimiGrad(max_batch=135)), 4096).decision.batch_size
+
+
+@pytest.mark.parametrize("policy", [NoiseScale(), Advise(NoiseScale())])
+def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
+    with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=") as said:
+        controller = Controller(policy, 128)
+    assert 1 == len(said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        walk(controller, 3)
+        Controller(policy, 128, smoothing=1e4)
+        Controller(SimiGrad(), 128)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": 1.5}, "every=1.5"),
+        ({"smoothing": 0}, "smoothing=0"),
+        ({"smoothing": math.inf}, "smoothing=inf"),
+        ({"smoothing": math.nan}, "smoothing=nan"),
+        ({"dead_band": -0.1}, "dead_band=-0.1"),
+        ({"dead_band": math.nan}, "dead_band=nan"),
+        ({"largest_step": 1.0}, "largest_step=1.0"),
+        ({"largest_step": math.nan}, "largest_step=nan"),
+        ({"surely": 0.0}, "surely=0.0"),
+        ({"surely": 90}, "surely=90"),
+        ({"warm_up": -1}, "warm_up=-1"),
+        ({"warm_up": math.nan}, "warm_up=nan"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(wrong, words):
+    with pytest.raises(SettingError, match=words):
+        Controller(SimiGrad(), 128, **wrong)
+
+
+# every policy with every option
+
+POLICIES = [
+    Fixed(96),
+    SimiGrad(0.3),
+    NoiseScale(0.5),
+    NormTest(0.5),
+    Schedule("64, x2 every 500 samples up to 300, then decay"),
+    Advise(SimiGrad(0.3)),
+]
+OPTIONS = [
+    {},
+    {"every": 3},
+    {"smoothing": 700},
+    {"dead_band": 0.2},
+    {"largest_step": 1.05},
+    {"smoothing": 700, "surely": 0.8},
+    {"warm_up": 1000},
+    {"every": 2, "smoothing": 300, "dead_band": 0.1, "largest_step": 1.5, "surely": 0.6},
+]
+every_pair = [
+    pytest.mark.parametrize("policy", POLICIES, ids=str),
+    pytest.mark.parametrize("options", OPTIONS, ids=str),
+    pytest.mark.filterwarnings("ignore:NoiseScale goes by"),
+]
+steps_seen = st.lists(
+    st.builds(
+        GradientNoise,
+        signal=st.floats(-1, 10) | st.just(math.nan),
+        noise=st.just(0.0) | st.floats(1e-9, 1e4),
+        samples=st.integers(1, 500),
+        micro_batches=st.just(8),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+def for_every_pair(test):
+    for mark in every_pair:
+        test = mark(test)
+    return test
+
+
+@for_every_pair
+@given(noises=steps_seen, start=st.integers(1, 2000))
+@settings(max_examples=20, deadline=None)
+def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start):
+    controller = Controller(policy, start, min_batch=50, max_batch=400, **options)
+    sizes = [controller.decision.batch_size]
+    sizes += [controller.next(noise).batch_size for noise in noises]
+    assert all(isinstance(size, int) and 50 <= size <= 400 for size in sizes)
+    most = options.get("largest_step", math.inf)
+    assert all(
+        before / most <= after <= before * most or abs(after - before) == 1
+        for before, after in pairwise(sizes)
+    )
+
+
+@for_every_pair
+@given(noises=steps_seen, data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noises, data):
+    stop = data.draw(st.integers(0, len(noises)))
+    unbroken, before, after = (Controller(policy, 128, **options) for _ in range(3))
+    expected = [unbroken.next(noise) for noise in noises][stop:]
+    for noise in noises[:stop]:
+        before.next(noise)
+    file = io.BytesIO()
+    torch.save(before.state_dict(), file)
+    file.seek(0)
+    after.load_state_dict(torch.load(file, weights_only=True))
+    assert before.digest() == after.digest()
+    assert expected == [after.next(noise) for noise in noises[stop:]]
+    assert unbroken.digest() == after.digest()
+
+
+# state
+
+
+def test_a_state_of_an_older_release_loads():
+    controller = Controller(SimiGrad(0.2), 128, smoothing=500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        old = {"target": 300, "lr_factor": 0.5, "samples": 1e4, "steps": 70}
+        controller.load_state_dict(old)
+    assert (300, 0.5) == (controller.decision.batch_size, controller.decision.lr_factor)
+    assert old.items() <= controller.state_dict().items()
+
+
+def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
+    before = Controller(SimiGrad(0.2), 128, every=2)
+    controller = Controller(SimiGrad(0.3), 128, every=1, dead_band=0.1)
+    with pytest.warns(UserWarning, match="the new one is used") as said:
+        controller.load_state_dict(before.state_dict())
+    assert 1 == len(said)
+    message = str(said[0].message)
+    assert "policy was SimiGrad(target=0.2, " in message
+    assert "every was 2, is 1" in message
+    assert "dead_band was 0.0, is 0.1" in message
+    assert "base_batch" not in message
+    assert 140 == controller.next(low(128)).batch_size  # every=1
+
+
+def test_an_average_that_is_new_or_gone_begins_or_ends():
+    smooth, rough = (Controller(SimiGrad(0.2), 128, smoothing=s) for s in (500, None))
+    for one in (smooth, rough):
+        walk(one, 3)
+    fresh = Controller(SimiGrad(0.2), 128, smoothing=500)
+    with pytest.warns(UserWarning, match="smoothing was None, is 500"):
+        fresh.load_state_dict(rough.state_dict())
+    assert "similarity 1.000" in fresh.next(high()).reason
+    with pytest.warns(UserWarning, match="smoothing was 500, is None"):
+        rough.load_state_dict(smooth.state_dict())
+    assert "similarity 1.000" in rough.next(high()).reason
+
+
+DIGEST = """
+from bigbatch import Advise, Controller, GradientNoise
+class Mine:
+    def decide(self, noise, now): ...
+controller = Controller(Advise(Mine()), 128, smoothing=500)
+print(controller.digest())
+"""
+
+
+def test_the_digest_is_the_same_in_every_process_and_changes_with_what_matters():
+    runs = [
+        subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert "__main__.Mine" in runs[0].stdout
+    assert " at 0x" not in runs[0].stdout
+    one, other = Controller(SimiGrad(0.2), 128), Controller(SimiGrad(0.2), 128)
+    assert one.digest() == other.digest()
+    one.next(low())
+    assert one.digest() != other.digest()
+    other.next(low())
+    assert one.digest() == other.digest()
+    one.limit(max_batch=10**6)
+    assert one.digest() != other.digest()
+    assert Controller(SimiGrad(0.2), 128).digest() != Controller(SimiGrad(0.3), 128).digest()

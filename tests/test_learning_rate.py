@@ -1,6 +1,8 @@
 """How the learning rate follows the batch: the factors, and how they leave no trace."""
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from bigbatch.act.learning_rate import (
     square_root,
     unscaled,
 )
-from bigbatch.errors import SettingError
+from bigbatch.errors import LoopError, SettingError
 
 torch.set_num_threads(1)
 property_test = settings(deadline=None, derandomize=True, max_examples=200)
@@ -169,21 +171,164 @@ def test_the_rates_come_back_after_an_error():
     assert [0.1, 0.3] == rates_of(optimizer)
 
 
-def test_a_tensor_rate_is_multiplied_and_the_same_tensor_comes_back():
-    rate = torch.tensor(0.1)
-    optimizer = optimizer_with(rate)
+@property_test
+@given(rate=st.floats(0.0, 1024.0, width=32), factor=st.floats(0.0, 1e6))
+def test_a_tensor_rate_is_multiplied_in_place_and_comes_back_to_the_last_bit(rate, factor):
+    tensor = torch.tensor(rate)
+    optimizer = optimizer_with(tensor, 0.3)
+    with multiplied(optimizer, factor) as used:
+        assert optimizer.param_groups[0]["lr"] is tensor
+        assert [(torch.tensor(rate) * factor).item(), 0.3 * factor] == used
+        assert used == [float(lr) for lr in rates_of(optimizer)]
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert rate == tensor.item()
+
+
+def test_a_tensor_that_groups_share_is_multiplied_once():
+    shared = torch.tensor(0.25)
+    optimizer = optimizer_with(shared, shared, torch.tensor(0.25))
     with multiplied(optimizer, 3.0) as used:
-        assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
-        assert (torch.tensor(0.1) * 3.0).item() == optimizer.param_groups[0]["lr"].item() == used[0]
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert torch.tensor(0.1).item() == rate.item()
+        assert [0.75, 0.75, 0.75] == used
+    assert [0.25, 0.25, 0.25] == rates_of(optimizer)
+
+
+def test_a_rate_that_is_learnt_itself_is_multiplied_without_a_graph():
+    rate = torch.nn.Parameter(torch.tensor(0.25))
+    with multiplied(optimizer_with(rate), 3.0) as used:
+        assert [0.75] == used
+    assert 0.25 == rate.item()
+    assert rate.is_leaf
+
+
+def test_a_number_stays_a_number_whatever_the_factor_is():
+    optimizer = optimizer_with(0.25)
+    with multiplied(optimizer, torch.tensor(3.0)):
+        assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+@pytest.mark.parametrize("factor", [-0.5, math.inf, math.nan])
+def test_a_factor_that_is_none_is_refused_and_nothing_touched(factor):
+    optimizer = optimizer_with(0.1)
+    with pytest.raises(SettingError, match=f"factor {factor}"), multiplied(optimizer, factor):
+        pytest.fail("the block ran")
+    assert [0.1] == rates_of(optimizer)
+
+
+# two parties
+
+both_kinds = pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """As torch's schedulers do."""
+    group = optimizer.param_groups[-1]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+@both_kinds
+def test_a_rate_that_somebody_else_sets_inside_is_an_error_and_the_old_ones_are_back(kind):
+    optimizer = optimizer_with(kind(0.125), kind(0.25))
+    with (
+        pytest.raises(LoopError, match=r"group 1 was set to 2\.0 .* put 0\.75 .*lr_scaling=None"),
+        multiplied(optimizer, 3.0),
+    ):
+        set_rate(optimizer, 2.0)
+    assert [0.125, 0.25] == rates_of(optimizer)
+
+
+def test_a_tensor_in_place_of_a_number_and_the_other_way_round_are_found_too():
+    for before, other in [(0.25, torch.tensor(2.0)), (torch.tensor(0.25), 2.0)]:
+        optimizer = optimizer_with(before)
+        with pytest.raises(LoopError, match=r"set to 2\.0"), multiplied(optimizer, 3.0):
+            optimizer.param_groups[0]["lr"] = other
+        assert optimizer.param_groups[0]["lr"] is before
+        assert 0.25 == float(before)
+
+
+@both_kinds
+def test_whoever_puts_a_rate_back_inside_disturbs_nobody(kind):
+    optimizer = optimizer_with(kind(0.25))
+    with multiplied(optimizer, 3.0):
+        set_rate(optimizer, 2.0)
+        set_rate(optimizer, 0.75)
+    assert [0.25] == rates_of(optimizer)
+
+
+@both_kinds
+def test_an_error_inside_is_not_hidden_by_a_rate_that_somebody_else_set(kind):
+    def set_and_fail() -> None:
+        set_rate(optimizer, 2.0)
+        raise ZeroDivisionError
+
+    optimizer = optimizer_with(kind(0.25))
+    with pytest.raises(ZeroDivisionError), multiplied(optimizer, 3.0):
+        set_and_fail()
+    assert [0.25] == rates_of(optimizer)
+
+
+@both_kinds
+def test_a_factor_of_one_leaves_the_rates_to_others(kind):
+    optimizer = optimizer_with(kind(0.25))
+    with multiplied(optimizer, 1.0) as used:
+        set_rate(optimizer, 2.0)
+    assert [0.25] == used
+    assert [2.0] == rates_of(optimizer)
+
+
+def test_a_rate_that_is_not_a_number_is_nobodys_change():
+    optimizer = optimizer_with(math.nan)
+    with multiplied(optimizer, 3.0) as used:
+        assert math.isnan(used[0])
+    assert math.isnan(optimizer.param_groups[0]["lr"])
+
+
+# without a rate
+
+
+class Rateless(torch.optim.SGD):
+    """Chooses its step itself in its second group, as Adafactor does without an `lr`."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, none: bool = True, **more: Any) -> None:
+        first, *others = parameters
+        super().__init__([{"params": [first]}, {"params": others}], **more)
+        if none:
+            self.param_groups[1]["lr"] = None
+        else:
+            del self.param_groups[1]["lr"]
+
+    def step(self, closure: None = None) -> None:
+        """Steps by 0.5 there."""
+        for parameter in self.param_groups[1]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.5)
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_a_group_without_a_rate_is_refused_by_its_number_before_anything_is_touched(none):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = Rateless(parameters, none=none, lr=0.1)
+    with (
+        pytest.raises(SettingError, match=r"group 1 has no learning rate.*lr_scaling=None"),
+        multiplied(optimizer, 3.0),
+    ):
+        pytest.fail("the block ran")
+    assert 0.1 == optimizer.param_groups[0]["lr"]
+    with multiplied(optimizer, 1.0) as used:
+        assert 0.1 == used[0]
+        assert math.isnan(used[1])
 
 
 # in the loop
 
 
 def one_step(
-    optimizer_of: type[torch.optim.Optimizer], lr: float | Tensor, **more: object
+    optimizer_of: Callable[..., torch.optim.Optimizer],
+    lr: float | Tensor,
+    *,
+    hook: Callable[..., None] = lambda *_: None,
+    **more: object,
 ) -> tuple[list[float], bb.StepRecord, torch.optim.Optimizer]:
     """(rates that the optimizer stepped with, the record, the optimizer afterwards)."""
     torch.manual_seed(3)
@@ -191,6 +336,7 @@ def one_step(
     optimizer = optimizer_of(model.parameters(), lr=lr)
     used: list[float] = []
     optimizer.register_step_pre_hook(lambda o, *_: used.append(float(o.param_groups[0]["lr"])))
+    optimizer.register_step_post_hook(hook)
     loader = [torch.randn(96, 4)]
     train = bb.AdaptiveBatch(
         model,
@@ -230,6 +376,52 @@ def test_the_optimizer_steps_with_adascale_of_what_was_measured():
     gain = (signal + noise / 32) / (signal + noise / 96)
     assert pytest.approx(0.1 * gain, rel=rounding) == used[0]
     assert 1.0 < gain < 3.0
+
+
+@pytest.mark.parametrize("factor", [-1.0, math.inf, math.nan])
+def test_a_rule_of_ones_own_that_gives_no_factor_is_refused_with_its_value(factor):
+    with pytest.raises(SettingError, match=f"factor {factor}"):
+        one_step(torch.optim.SGD, 0.1, lr_scaling=lambda batch, base, noise: factor)
+
+
+def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A scheduler in a hook of the optimizer."""
+    set_rate(optimizer, 0.5 * float(optimizer.param_groups[-1]["lr"]))
+
+
+@both_kinds
+@pytest.mark.parametrize("rule", ["sqrt", "linear", "adascale"])
+def test_a_hook_that_schedules_inside_the_step_cannot_go_with_scaling(rule, kind):
+    with pytest.raises(LoopError, match="during the step"):
+        one_step(torch.optim.SGD, kind(0.25), lr_scaling=rule, hook=halve)
+
+
+@both_kinds
+def test_a_hook_that_schedules_inside_the_step_goes_with_no_scaling(kind):
+    used, record, optimizer = one_step(torch.optim.SGD, kind(0.25), lr_scaling=None, hook=halve)
+    assert [0.25] == used == list(record.lr)
+    assert [0.125] == rates_of(optimizer)
+
+
+def test_an_optimizer_that_chooses_its_own_step_goes_with_no_scaling():
+    with pytest.raises(SettingError, match="group 1 has no learning rate"):
+        one_step(Rateless, 0.1, lr_scaling="sqrt")
+    _, record, _ = one_step(Rateless, 0.1, lr_scaling=None)
+    assert 0.1 == record.lr[0]
+    assert math.isnan(record.lr[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_tensor_for_all_groups_trains_as_a_number_does(fused):
+    def weights(lr: float | Tensor) -> list[Tensor]:
+        def optimizer_of(parameters: Iterable[Tensor], lr: float | Tensor) -> torch.optim.AdamW:
+            return torch.optim.AdamW([{"params": [p]} for p in parameters], lr=lr, fused=fused)
+
+        _, _, optimizer = one_step(optimizer_of, lr, lr_scaling="linear")
+        return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+    # float32: a rate of float32 is 1e-7 off
+    torch.testing.assert_close(weights(0.1), weights(torch.tensor(0.1)), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW])

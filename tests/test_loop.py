@@ -785,7 +785,7 @@ def test_a_state_inside_a_step_is_refused():
     with pytest.raises(LoopError, match=r"step\.update\(\)"):
         train.state_dict()
     step.update()
-    assert 1 == train.state_dict()["version"]
+    assert 2 == train.state_dict()["version"]
 
 
 def test_a_state_of_another_version_is_refused_with_its_number():
@@ -884,7 +884,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(optimizer, val
         assert same(before, weights(train))
         assert optimizer_before == saved(train.optimizer.state_dict())
         for part in ("controller", "clock", "scaling"):
-            assert saved(state_before[part]) == saved(state[part])
+            assert saved(state_before["shared"][part]) == saved(state["shared"][part])
         assert train.controller.decision.batch_size == record.decision.batch_size
         assert "skipped" in record.decision.reason
         assert record.noise is None
@@ -1029,3 +1029,107 @@ def test_a_scheduler_that_is_set_after_loading_goes_on_at_its_rate():
     expected = [record.lr for record in records(train)]
     assert expected == [record.lr for record in records(resumed)]
     assert expected == [record.lr for record in records(again)]
+
+
+# a controller of one's own, and a micro-batch of one size
+
+
+def test_a_controller_brings_its_own_start_and_options():
+    controller = bb.Controller(GROW, 32, base_batch=16, largest_step=1.05, every=2)
+    train = adaptive(400, policy=controller)
+    assert controller is train.controller
+    done = list(records(train))
+    assert 32 == done[0].batch_size
+    assert pytest.approx(0.1 * math.sqrt(2)) == done[0].lr[0]
+    assert "held: decides every 2 steps" == done[0].decision.reason
+    assert 33 == done[1].decision.batch_size  # not the 35 of the rule
+    for again in ({"batch_size": 32}, {"base_batch": 32}):
+        with pytest.raises(SettingError, match="the controller has batch_size and base_batch"):
+            adaptive(policy=bb.Controller(GROW, 32), **again)
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    micro=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    own=st.integers(1, 20),
+)
+def test_a_fixed_micro_batch_is_every_micro_batchs_size_but_at_the_epochs_end(micro, sizes, own):
+    train = adaptive(
+        loader=DataLoader(data(80), own),
+        policy=Target(*sizes),
+        batch_size=16,
+        micro_batch=micro,
+        fixed_micro_batch=True,
+        min_micro_batches=2,
+    )
+    steps = []
+    for step in train:
+        steps.append([])
+        for x, y in step:
+            steps[-1].append(len(x))
+            step.backward(loss_of(train, (x, y)))
+        step.update()
+    assert 80 == sum(map(sum, steps))
+    for step in steps[:-2]:
+        assert {micro} == set(step)
+
+
+# memory
+
+
+class TooLarge(nn.Module):
+    """Has no memory for more than so many samples, forwards or backwards."""
+
+    def __init__(self, inner: nn.Module, most: int, where: str) -> None:
+        super().__init__()
+        self.inner, self.most, self.where = inner, most, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        if len(x) > self.most and self.where == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        if len(x) > self.most:
+            out.register_hook(self._fail)
+        return out
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_for_lack_of_memory_ends_with_the_size_to_set(where):
+    model = TooLarge(classifier(), 11, where)
+    own = SGD(model.parameters(), lr=0.1)
+    train = bb.AdaptiveBatch(
+        model, own, DataLoader(data(96), 16), policy=bb.Fixed(48), micro_batch=12
+    )
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        next(records(train))
+    (note,) = caught.value.__notes__
+    assert "this micro-batch had 12 samples; set micro_batch=6" in note
+    assert "bb.largest_micro_batch(" in note
+
+
+# what a state says
+
+
+def test_settings_that_changed_since_the_state_are_named_and_the_new_ones_hold():
+    before = adaptive(400, micro_batch=8, batch_size=64)
+    next(records(before))
+    again = adaptive(400, micro_batch=16, batch_size=64, policy=bb.SimiGrad(target=0.5))
+    with pytest.warns(UserWarning, match="the new one is used") as caught:
+        again.load_state_dict(before.state_dict())
+    said = "; ".join(str(warning.message) for warning in caught)
+    assert "micro_batch was 8, is 16" in said
+    assert "is SimiGrad(target=0.5" in said
+    assert 8 < again.plan.micro <= 16
+    assert "0.5" in next(records(again)).decision.reason
+
+
+def test_a_state_that_is_none_of_ours_is_refused_by_what_is_in_it():
+    train = adaptive()
+    with pytest.raises(StateError, match=r"'param_groups', 'state'.*is not one of AdaptiveBatch"):
+        train.load_state_dict(train.optimizer.state_dict())
+    with pytest.raises(StateError, match="version 3 is not 2"):
+        train.load_state_dict({"version": 3})

@@ -1,12 +1,23 @@
-"""SimiGrad's rule to the letter, and what policies refuse."""
+"""Every policy: its rule in closed form, what it refuses, and a contract that all keep."""
 
 import math
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch import Decision, Fixed, GradientNoise, Progress, SimiGrad
+from bigbatch import (
+    Advise,
+    Decision,
+    Fixed,
+    GradientNoise,
+    NoiseScale,
+    NormTest,
+    Progress,
+    Schedule,
+    SimiGrad,
+)
 from bigbatch.errors import SettingError
 
 
@@ -147,3 +158,170 @@ def test_fixed_keeps_its_batch_whatever_is_measured():
 def test_a_decision_that_nobody_can_carry_out_is_refused(wrong, words):
     with pytest.raises(SettingError, match=words):
         Decision(reason="test", **wrong)
+
+
+# NoiseScale
+
+LOUD, CLEAR = GradientNoise(-1.0, 576.0, 128, 8), GradientNoise(4.0, 0.0, 128, 8)
+NOTHING = GradientNoise(0.0, 0.0, 128, 8)
+UNKNOWN = GradientNoise(math.nan, math.nan, 128, 8)
+
+
+@pytest.mark.parametrize(
+    ("multiple", "expected"), [(1.0, 576), (0.5, 288), (1 / 3, 192), (0.001, 1)]
+)
+def test_the_noise_scale_is_reached_in_one_step_from_anywhere(multiple, expected):
+    noise = GradientNoise(2.0, 1152.0, samples=64, micro_batches=8)
+    for present in (1, 576, 10**6):
+        assert expected == NoiseScale(multiple).decide(noise, now(present)).batch_size
+
+
+@pytest.mark.parametrize("target", [0.1, 0.2, 1 / 3, 0.5, 0.9])
+def test_a_similarity_target_is_a_multiple_of_the_noise_scale(target):
+    multiple = 2 * target / (1 - target)
+    noise = GradientNoise(1.0, 100_000.0, samples=512, micro_batches=8)
+    wanted = NoiseScale(multiple).decide(noise, now(512)).batch_size
+    at_rest = GradientNoise(1.0, 100_000.0, samples=wanted, micro_batches=8)
+    assert pytest.approx(target, abs=1e-4) == at_rest.similarity  # half a sample in 20,000
+
+
+def test_an_infinite_noise_scale_is_the_upper_bound_or_no_change():
+    assert 128 == NoiseScale().decide(LOUD, now(128)).batch_size
+    assert 4096 == NoiseScale(max_batch=4096).decide(LOUD, now(128)).batch_size
+    huge = GradientNoise(1e-300, 1e300, 128, 8)
+    assert 4096 == NoiseScale(1e300, max_batch=4096).decide(huge, now(128)).batch_size
+
+
+@pytest.mark.parametrize("noise", [NOTHING, UNKNOWN])
+@pytest.mark.parametrize("policy", [NoiseScale(max_batch=4096), NormTest(0.5, max_batch=4096)])
+def test_a_step_without_a_number_changes_nothing(policy, noise):
+    assert 128 == policy.decide(noise, now(128)).batch_size
+
+
+def test_no_noise_at_all_is_the_lower_bound():
+    assert 1 == NoiseScale().decide(CLEAR, now(128)).batch_size
+    assert 32 == NoiseScale(min_batch=32).decide(CLEAR, now(128)).batch_size
+
+
+# NormTest
+
+
+@pytest.mark.parametrize("theta", [0.2, 0.5, 0.9])
+def test_the_norm_test_grows_to_its_fixed_point_and_no_farther(theta):
+    noise_scale, B = 1000.0, 1
+    for _ in range(300):
+        before = B
+        B = NormTest(theta).decide(GradientNoise(1.0, noise_scale, B, 8), now(B)).batch_size
+        assert before <= B
+    fixed_point = noise_scale * (1 / theta**2 - 1)
+    # the last step rounds up; near the fixed point a step moves by (1 - theta^2) of the distance
+    assert fixed_point - 1 / (1 - theta**2) <= B <= fixed_point + 1
+
+
+def test_the_norm_test_asks_for_the_noise_over_the_measured_squared_norm():
+    noise = GradientNoise(1.0, 600.0, samples=200, micro_batches=8)  # |G|^2 = 1 + 600 / 200
+    assert 600 == NormTest(0.5).decide(noise, now(200)).batch_size
+    true = NoiseScale(multiple=1 / 0.5**2).decide(noise, now(200)).batch_size
+    assert 4 * 600 == true
+
+
+def test_the_norm_test_never_shrinks_the_batch():
+    assert 128 == NormTest(0.5).decide(CLEAR, now(128)).batch_size
+
+
+def test_an_average_whose_norm_is_not_positive_fails_the_test_at_every_batch():
+    noise = GradientNoise(-10.0, 600.0, samples=200, micro_batches=8)
+    assert 4096 == NormTest(0.5, max_batch=4096).decide(noise, now(200)).batch_size
+    assert 200 == NormTest(0.5).decide(noise, now(200)).batch_size
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: NoiseScale(0.0), "multiple=0.0"),
+        (lambda: NoiseScale(math.inf), "multiple=inf"),
+        (lambda: NoiseScale(math.nan), "multiple=nan"),
+        (lambda: NoiseScale(min_batch=0), "min_batch=0"),
+        (lambda: NoiseScale(max_batch=0), "max_batch=0"),
+        (lambda: NormTest(0.0), "theta=0.0"),
+        (lambda: NormTest(1.0), "theta=1.0"),
+        (lambda: NormTest(math.nan), "theta=nan"),
+        (lambda: NormTest(0.5, 512, 256), "min_batch=512 exceeds max_batch=256"),
+        (lambda: Advise(None), "policy=None"),
+        (lambda: Decision(8, "test", advice=0), "advice=0"),
+    ],
+)
+def test_settings_of_the_other_policies_are_refused_by_name_too(wrong, words):
+    with pytest.raises(SettingError, match=words):
+        wrong()
+
+
+# Advise
+
+
+def test_advice_is_told_and_not_followed():
+    decision = Advise(SimiGrad(target=0.2)).decide(step(0.1), now(128))
+    assert (128, 1.0, 140) == (decision.batch_size, decision.lr_factor, decision.advice)
+    assert "140" in decision.reason
+    assert "similarity 0.100 < 0.2" in decision.reason
+    assert SimiGrad(target=0.2).decide(step(0.1), now(128)).advice is None
+
+
+def test_advice_keeps_the_bounds_of_the_policy_that_gives_it():
+    advise = Advise(NoiseScale(min_batch=64, max_batch=256))
+    assert (64, 256, True) == (advise.min_batch, advise.max_batch, advise.wants_average)
+    free = Advise(Fixed(96))
+    assert (1, None, False) == (free.min_batch, free.max_batch, free.wants_average)
+
+
+# the contract of every policy
+
+BOUNDS = {"min_batch": 20, "max_batch": 3000}
+EVERY_POLICY = [
+    Fixed(96),
+    SimiGrad(0.3, **BOUNDS),
+    SimiGrad(-0.5),
+    NoiseScale(2.0, **BOUNDS),
+    NoiseScale(),
+    NormTest(0.7, **BOUNDS),
+    NormTest(0.1),
+    Schedule("64, x3 every 1K samples up to 2000, then decay"),
+    Schedule("900 to 30 over 5 epochs in steps of 30, 40 from 9 epochs, x1.1 at 70 steps"),
+    Advise(SimiGrad(0.3, **BOUNDS)),
+    Advise(Schedule("64, x3 every 1K samples")),
+]
+noises = st.builds(
+    GradientNoise,
+    signal=st.floats(-1e6, 1e6) | st.just(math.nan),
+    noise=st.floats(0, 1e9) | st.sampled_from([math.nan, 1e-300]),
+    samples=st.integers(1, 10**6),
+    micro_batches=st.just(8),
+)
+moments = st.builds(
+    Progress,
+    target=st.integers(20, 3000),
+    batch_size=st.integers(1, 10**6),
+    base_batch=st.integers(1, 10**6),
+    samples=st.integers(0, 10**12),
+    steps=st.integers(0, 10**9),
+    epoch=st.integers(0, 10**4),
+)
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
+@given(noise=noises, moment=moments)
+def test_every_policy_keeps_the_contract(policy, noise, moment):
+    decision = policy.decide(noise, moment)
+    assert isinstance(decision.batch_size, int)
+    assert decision.reason.strip()
+    low, high = getattr(policy, "min_batch", 1), getattr(policy, "max_batch", None)
+    assert low <= decision.batch_size <= (high or math.inf)
+    # pure: asked again, and asked of a copy
+    assert decision == policy.decide(noise, moment)
+    assert decision == pickle.loads(pickle.dumps(policy)).decide(noise, moment)
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
+def test_every_policy_is_written_as_it_is_made(policy):
+    assert policy == eval(repr(policy))
+    assert hash(policy) == hash(eval(repr(policy)))

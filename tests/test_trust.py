@@ -416,7 +416,7 @@ def test_what_subscribers_see_is_part_of_no_graph(mark):
             with source.micro_batch(whole=True) if mark else contextlib.nullcontext():
                 (mean_loss(model, x, y) * share_of(y)).backward(create_graph=True)
         assert [False] * 16 == graphs.seen
-        assert not meter.of_grad().requires_grad
+        assert not meter.measure_grad(torch.zeros(1)).requires_grad
 
 
 def test_gradients_towards_the_parameters_in_each_micro_batch_are_refused_unless_marked():

@@ -4,9 +4,21 @@ The names follow the data: measure, decide, act, and the loop around them.
 """
 
 from bigbatch.act.batches import Batches
+from bigbatch.act.ledger import SampleLedger
+from bigbatch.act.memory import largest_micro_batch
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.plan import BatchPlan
-from bigbatch.decide.policy import Decision, Fixed, Policy, Progress, SimiGrad
+from bigbatch.decide.policy import (
+    Advise,
+    Decision,
+    Fixed,
+    NoiseScale,
+    NormTest,
+    Policy,
+    Progress,
+    SimiGrad,
+)
+from bigbatch.decide.schedule import Schedule
 from bigbatch.errors import BigbatchError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
@@ -18,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveBatch",
+    "Advise",
     "BatchPlan",
     "Batches",
     "BigbatchError",
@@ -27,9 +40,14 @@ __all__ = [
     "GradientMeter",
     "GradientNoise",
     "NoiseAverage",
+    "NoiseScale",
+    "NormTest",
     "Policy",
     "Progress",
+    "SampleLedger",
+    "Schedule",
     "SimiGrad",
     "Step",
     "StepRecord",
+    "largest_micro_batch",
 ]

@@ -1,4 +1,4 @@
-"""The command line: train, compare, report, recipes, bench."""
+"""The command line: train, compare, report, replay, recipes, bench."""
 
 import sys
 import warnings
@@ -12,6 +12,8 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from bigbatch.bench.commands import app as bench
+from bigbatch.decide.named import POLICIES as NAMED
+from bigbatch.decide.named import policy_named
 from bigbatch.errors import BigbatchError, RunError, SettingError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.recipes.recipe import OPTIMIZERS, POLICIES, Recipe
@@ -21,6 +23,8 @@ from bigbatch.recipes.training import Training
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
+from bigbatch.report.replay import replay as replayed
+from bigbatch.report.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.report.run_directory import (
     RunDirectory,
     find_runs,
@@ -169,6 +173,50 @@ def report(
     runs = [run for path in paths for run in find_runs(path)]
     write_report(runs, place, " and ".join(path.resolve().name for path in paths))
     LiveView(Console()).say(f"report: {place}")
+
+
+@app.command()
+def replay(
+    paths: Paths,
+    policy: Annotated[
+        list[str], typer.Option(help=f"NAME:KEY=VALUE,...; NAME one of: {', '.join(NAMED)}.")
+    ],
+    smoothing: Annotated[float | None, typer.Option(help="Samples to average noise over.")] = None,
+    every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
+    dead_band: Annotated[
+        float | None, typer.Option(help="Hold smaller changes: 0.1 = 10 %.")
+    ] = None,
+    largest_step: Annotated[float | None, typer.Option(help="Largest factor a decision.")] = None,
+    surely: Annotated[float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")] = None,
+    warm_up: Annotated[float | None, typer.Option(help="Samples before the first change.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="A .png or .svg of all batch sizes.")
+    ] = None,
+) -> None:
+    """Shows what other policies would have chosen on a finished run's log, and at what cost.
+
+    Two of them: [bold]bigbatch replay runs/digits-1/simigrad-0 --policy simigrad:target=0.5
+    --policy "schedule:32, x2 every 8K samples" --smoothing 2000[/]
+
+    The log's signal and noise are taken as they are: docs/policies.md says what that leaves out.
+    """
+    options = _given(
+        smoothing=smoothing,
+        every=every,
+        dead_band=dead_band,
+        largest_step=largest_step,
+        surely=surely,
+        warm_up=warm_up,
+    )
+    policies = {text: policy_named(text) for text in policy}
+    view, runs = LiveView(Console()), [run for path in paths for run in find_runs(path)]
+    found = [replayed(history_of(run), policies, **options) for run in runs]
+    for one in found:
+        view.console.print(table_of_replay(one))
+        view.say(time_in_words(one))
+    if out is not None:
+        save_figure(found, out)
+        view.say(f"figure: {out}")
 
 
 @app.command()

@@ -6,6 +6,7 @@
       LoopError (RuntimeError)        the training loop was not followed
       BatchError (ValueError)         a batch that cannot be cut into micro-batches
       StateError (ValueError)         a saved state that does not belong here
+      RankError (RuntimeError)        ranks that should agree and do not
       RunError (RuntimeError)         a run directory that cannot be used
 
 A message says what broke with the value seen, then what is allowed or what to do.
@@ -34,6 +35,10 @@ class BatchError(BigbatchError, ValueError):
 
 class StateError(BigbatchError, ValueError):
     """A saved state does not belong to the object that is asked to load it."""
+
+
+class RankError(BigbatchError, RuntimeError):
+    """The ranks of one step disagree where they must not; raised on every rank alike."""
 
 
 class RunError(BigbatchError, RuntimeError):

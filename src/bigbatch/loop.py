@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,21 +13,25 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from bigbatch.act.agreement import Agreement, checksum, require_equal
 from bigbatch.act.batches import Batches
+from bigbatch.act.cut import StepBatches
 from bigbatch.act.learning_rate import AdaScale, Scaling, multiplied, scaling_named
+from bigbatch.act.memory import SizeAdvice
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
 from bigbatch.decide.controller import Controller
-from bigbatch.decide.plan import BatchPlan, require_positive
+from bigbatch.decide.cutting import Cutting
+from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy, Progress
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.variance_reduced import VarianceReduced
-from bigbatch.step import Reading, Step, StepRecord
+from bigbatch.step import Common, Reading, Step, StepRecord
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class AdaptiveBatch:
@@ -38,22 +43,31 @@ class AdaptiveBatch:
                     step.backward(loss_fn(model(x), y))
                 record = step.update()
 
+    On several ranks every rank runs the same loop over its own share of the data, with the model
+    wrapped by DistributedDataParallel or fully_shard; sizes are over all ranks, and decisions are
+    the same on all of them.
+
     Args:
         model: whose gradients are measured.
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement.
         loader: any iterable of batches, or `Batches` with options of its own.
-        policy: decides the batch size after every step.
-        batch_size: where it starts, in samples; default: that of a `Fixed` policy, or the loader's.
+        policy: decides the batch size after every step; or a `Controller` with options of its own,
+            which has the starting size and the base batch then.
+        batch_size: where it starts, in samples; default: that of a `Fixed` policy, or the loader's
+            times the ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         micro_batch: most samples in one backward; default: the loader's own batch size.
-        min_micro_batches: least backwards per step, at least 2; default 4, and 8 with a
-            `VarianceReduced` optimizer.
+        fixed_micro_batch: let every backward have `micro_batch` samples, but at an epoch's end; the
+            batch then moves in steps of ranks x micro_batch.
+        min_micro_batches: least backwards per step over all ranks, at least 2; default 4, and 8
+            with a `VarianceReduced` optimizer.
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise).
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, where float16 needs one.
         meter: a GradientMeter of your own.
     Raises:
         SettingError: a setting that cannot work, with the remedy.
+        RankError: the ranks were given different settings.
     Source:
         SimiGrad (Qin et al., NeurIPS 2021); docs/theory.md.
     """
@@ -64,10 +78,11 @@ class AdaptiveBatch:
         optimizer: Optimizer,
         loader: Iterable[Batch] | Batches,
         *,
-        policy: Policy,
+        policy: Policy | Controller,
         batch_size: int | None = None,
         base_batch: int | None = None,
         micro_batch: int | None = None,
+        fixed_micro_batch: bool = False,
         min_micro_batches: int | None = None,
         lr_scaling: str | Scaling | None = "sqrt",
         scheduler: LRScheduler | None = None,
@@ -76,35 +91,44 @@ class AdaptiveBatch:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.batches = loader if isinstance(loader, Batches) else Batches(loader)
         self.scaler = scaler
         self.epoch = self.samples = self.steps = self.skipped = 0
-        self._max_micro = self._given_or_loaders("micro_batch", micro_batch)
-        own = getattr(policy, "batch_size", None) if batch_size is None else batch_size
-        start = self._given_or_loaders("batch_size", own)
-        least = 8 if isinstance(optimizer, VarianceReduced) else 4
-        self._min_micro_batches = least if min_micro_batches is None else min_micro_batches
-        require_positive(min_micro_batches=self._min_micro_batches)
-        if self._min_micro_batches < 2:
-            raise SettingError("min_micro_batches=1 leaves nothing to compare; at least 2")
-        base_batch = start if base_batch is None else base_batch
-        self._require_samples(policy)
-        self.controller = Controller(policy, start, base_batch, max_batch=self.batches.samples)
-        self._raise_lower_bound(policy)
-        if self.controller.decision.batch_size != start:
-            warnings.warn(
-                f"batch_size={start} is out of bounds; training starts with "
-                f"{self.controller.decision.batch_size}",
-                stacklevel=2,
-            )
+        self.meter = self._share_source(meter or GradientMeter(model))
+        self._agreement = Agreement(self.meter.source)
+        self.batches = loader if isinstance(loader, Batches) else Batches(loader)
+        self.batches.share(self._agreement, lockstep=self.meter.source.lockstep)
+        if not isinstance(policy, Controller) and batch_size is None:
+            batch_size = getattr(policy, "batch_size", None) or self._loaders_size()
+        self._cutting = Cutting(
+            self.batches.virtual_ranks,
+            _micro_batch(micro_batch, self.batches.batch_size),
+            fixed_micro_batch,
+            _least_micro_batches(min_micro_batches, optimizer),
+        )
+        self.controller = self._cutting.controller(
+            policy, batch_size, base_batch, self.batches.samples
+        )
+        base_batch = self.controller.base_batch
         self._scaling = scaling_named(lr_scaling, base_batch)
         self._clock = BaseBatchClock(base_batch, optimizer)
         self.scheduler = scheduler
-        self.meter = self._share_source(meter or GradientMeter(model))
         self.plan = self._fit(self.controller.decision)
+        self._settings = {
+            "micro_batch": repr(self._cutting.micro),
+            "fixed_micro_batch": repr(fixed_micro_batch),
+            "min_micro_batches": repr(self._cutting.least),
+            "lr_scaling": repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function",
+            "tail": repr(self.batches.tail),
+            "virtual_ranks": repr(self.batches.virtual_ranks),
+        }
+        advice = SizeAdvice()
+        model.register_forward_hook(advice, always_call=True)
+        self._common = Common(self.meter, optimizer, scaler, advice, self._tell, self._finish)
         self._step: Step | None = None
+        self._per_sample: float | None = None  # weight of a sample in the last step
         self._seconds_before = 0.0
         self._started = time.perf_counter()
+        self._require_agreement("their settings")
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -140,13 +164,13 @@ class AdaptiveBatch:
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_updated()
+        self._require_agreement("where the run stands")
         fresh, before = not self.batches.open, self.samples
         if fresh:
             self.batches.start(self.epoch)
-        while self.batches.has_step(self.plan):
+        while (cut := self._cut()) is not None:
             self.meter.add(self._trained())
-            cut = self.batches.step(self.plan, self.controller.min_batch, self.controller.max_batch)
-            self._step = Step(cut, self.meter, self.optimizer, self.scaler, self._finish)
+            self._step = Step(cut, self._common, self._per_sample)
             yield self._step
             self._require_updated()
         if fresh and self.samples == before:
@@ -160,75 +184,115 @@ class AdaptiveBatch:
     def state_dict(self) -> dict[str, Any]:
         """All but model, optimizer and scaler; loads with `weights_only=True`.
 
+        Nothing is communicated: "shared" is the same on all ranks, "own" this rank's place in its
+        loader and its random states.
+
         Raises:
             LoopError: inside a step, between its first micro-batch and `update()`.
         """
         self._require_updated()
         scaling = self._scaling.state_dict() if isinstance(self._scaling, AdaScale) else None
+        stands = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
-            "controller": self.controller.state_dict(),
-            "clock": self._clock.state_dict(),
-            "scaling": scaling,
-            "batches": self.batches.state_dict(),
-            "measured": self.meter.step,
-            "counts": [self.epoch, self.samples, self.steps, self.skipped],
-            "seconds": self.seconds,
-            "random": random_state(),
+            "shared": {
+                "controller": self.controller.state_dict(),
+                "settings": dict(self._settings),
+                "batch_size": self.plan.batch_size,
+                "clock": self._clock.state_dict(),
+                "scaling": scaling,
+                "pass": stands["pass"],
+                "per_sample": self._per_sample,
+                "measured": self.meter.step,
+                "counts": [self.epoch, self.samples, self.steps, self.skipped],
+                "seconds": self.seconds,
+            },
+            "own": {
+                "rank": self._agreement.rank,
+                "ranks": self._agreement.ranks,
+                "stream": stands["stream"],
+                "random": random_state(),
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, in the middle of an epoch too.
+        """Goes on where `state` was taken, in the middle of an epoch too. Collective.
 
-        Model, optimizer and scaler are loaded by the user; policy and bounds are those given at
-        construction. The random generators are restored last, so load this last.
+        Model, optimizer and scaler are loaded by the user. Policy, bounds and every other setting
+        are those given at construction; what has changed is said. On as many ranks each loads its
+        own state, and goes on bit for bit; on others any rank's will do, the run goes on with the
+        same samples, and random states are left as they are. They are restored last, so load this
+        last.
 
         Raises:
             StateError: the state is of another version, or of other data.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise StateError(
-                f"state version {state.get('version')} is not {_STATE_VERSION}, which this "
-                "release reads; resume with the release that wrote it"
-            )
-        self.controller.load_state_dict(state["controller"])
-        self._clock.load_state_dict(state["clock"])
-        if isinstance(self._scaling, AdaScale) and state["scaling"] is not None:
-            self._scaling.load_state_dict(state["scaling"])
-        self.epoch, self.samples, self.steps, self.skipped = state["counts"]
-        self._seconds_before, self._started = state["seconds"], time.perf_counter()
+        shared, own = _parts(state)
+        _say_changed(shared["settings"], self._settings)
+        self.controller.load_state_dict(shared["controller"])
+        self._clock.load_state_dict(shared["clock"])
+        if isinstance(self._scaling, AdaScale) and shared["scaling"] is not None:
+            self._scaling.load_state_dict(shared["scaling"])
+        self.epoch, self.samples, self.steps, self.skipped = shared["counts"]
+        self._per_sample = shared["per_sample"]
+        self._seconds_before, self._started = shared["seconds"], time.perf_counter()
         self._step = None
         self.meter.source.zero_grad()
-        self.meter.at_step(state["measured"])
-        self.batches.load_state_dict(state["batches"], self.epoch)
+        self.meter.at_step(shared["measured"])
+        mine = (own["rank"], own["ranks"]) == (self._agreement.rank, self._agreement.ranks)
+        stands = {"pass": shared["pass"], "stream": own["stream"]}
+        self.batches.load_state_dict(stands, self.epoch, mine=mine)
         self._learn_length()
-        restore_random_state(state["random"])
+        if mine:
+            restore_random_state(own["random"])
+        elif self._agreement.rank == 0:
+            warnings.warn(
+                f"the state is that of rank {own['rank']} of {own['ranks']}: its random states are "
+                f"not those of these {self._agreement.ranks} ranks, so dropout and augmentation "
+                "draw other numbers",
+                stacklevel=2,
+            )
 
     # construction
 
-    def _given_or_loaders(self, name: str, given: int | None) -> int:
-        size = self.batches.batch_size if given is None else given
-        if size is None:
-            raise SettingError(f"the loader does not say its batch size; pass {name}=")
-        require_positive(**{name: size})
-        return size
+    def _loaders_size(self) -> int | None:
+        """Samples in the loaders' batches of all ranks."""
+        size = self.batches.batch_size
+        return None if size is None else size * self._agreement.ranks
 
-    def _require_samples(self, policy: Policy) -> None:
-        asked, there = getattr(policy, "min_batch", 1), self.batches.samples
-        if there is not None and asked > there:
-            raise SettingError(f"min_batch={asked} exceeds the {there} samples of an epoch")
-
-    def _raise_lower_bound(self, policy: Policy) -> None:
-        """No step is smaller than what can be cut into enough micro-batches."""
-        smallest = self._fit_between(1, 1, self._min_micro_batches).batch_size
-        asked = getattr(policy, "min_batch", 1)
-        if 1 < asked < smallest:
-            warnings.warn(
-                f"min_batch={asked} is raised to {smallest}, the smallest step that can be cut "
-                f"into {self._min_micro_batches} micro-batches",
-                stacklevel=3,
+    def _share_source(self, meter: GradientMeter) -> GradientMeter:
+        """One set of hooks serves the meter and the optimizer, armed inside step.backward only."""
+        if meter.loss != "weighted":
+            raise SettingError(
+                'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
             )
-        self.controller.limit(min_batch=smallest)
+        if not hasattr(self.optimizer, "_optimizer_step_post_hooks"):  # accelerate's, say
+            raise SettingError(
+                f"{type(self.optimizer).__name__} is a wrapper that no hook can be put on; pass "
+                "the optimizer inside it (optimizer.optimizer)"
+            )
+        meter.source.explicit = True
+        meter.scaler = self.scaler
+        trained = self._trained()
+        if not set(trained) & set(self.model.parameters()):
+            raise SettingError("the optimizer holds no parameter of the model; build it from it")
+        meter.add(trained)
+        if isinstance(self.optimizer, VarianceReduced):
+            if meter.source.ranks > 1:
+                raise SettingError(
+                    f"{type(self.optimizer).__name__} on {meter.source.ranks} ranks: this release "
+                    "adapts the batch of variance-reduced optimizers on one rank only"
+                )
+            self.optimizer.follow(meter.source)
+        return meter
+
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # between the steps
+
+    def _cut(self) -> StepBatches | None:
+        return self.batches.step(self.plan, self.controller.min_batch, self.controller.max_batch)
 
     def _learn_length(self) -> None:
         """A loader that does not say its length has shown it after one pass."""
@@ -240,59 +304,39 @@ class AdaptiveBatch:
     def _fit(self, decision: Decision) -> BatchPlan:
         """A step that nobody measures may be one backward."""
         compared = self.meter.due or isinstance(self.optimizer, VarianceReduced)
-        least = self._min_micro_batches if compared else 1
-        return self._fit_between(decision.batch_size, self.controller.min_batch, least)
-
-    def _fit_between(self, batch_size: int, min_batch: int, least: int) -> BatchPlan:
-        return BatchPlan.fit(
-            batch_size,
-            max_micro=self._max_micro,
-            min_micro_batches=least,
-            min_batch=min_batch,
-            max_batch=self.controller.max_batch,
-        )
-
-    def _share_source(self, meter: GradientMeter) -> GradientMeter:
-        """One set of hooks serves the meter and the optimizer, armed inside step.backward only."""
-        if meter.loss != "weighted":
-            raise SettingError(
-                'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
-            )
-        if meter.source.ranks > 1:
-            raise SettingError(
-                f"{meter.source.ranks} ranks found: this release adapts the batch of one process; "
-                "with more, measure by GradientMeter alone"
-            )
-        meter.source.explicit = True
-        meter.scaler = self.scaler
-        trained = self._trained()
-        if not set(trained) & set(self.model.parameters()):
-            raise SettingError("the optimizer holds no parameter of the model; build it from it")
-        meter.add(trained)
-        if isinstance(self.optimizer, VarianceReduced):
-            self.optimizer.follow(meter.source)
-        return meter
-
-    def _trained(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        bounds = self.controller.min_batch, self.controller.max_batch
+        return self._cutting.plan(decision.batch_size, *bounds, compared=compared)
 
     def _require_updated(self) -> None:
         if self._step is not None and not self._step.ended:
             raise LoopError("the last step was not finished: call step.update() at its end")
 
+    def _stands(self) -> float:
+        """A number for everything that must be the same on all ranks."""
+        counts = self.epoch, self.samples, self.steps, self.skipped, self.meter.step
+        return checksum(f"{self.controller.digest()} {self.plan} {counts} {self._settings}")
+
+    def _tell(self) -> list[float]:
+        """What the other ranks are told with every step: time spent, and where the run stands."""
+        return [self.seconds, self._stands() if self._agreement.ranks > 1 else 0.0]
+
+    def _require_agreement(self, what: str) -> None:
+        if self._agreement.ranks > 1:
+            require_equal([row[0] for row in self._agreement.gather(self._stands())], what)
+
     # what ends a step
 
     def _finish(self, step: Reading) -> StepRecord:
         """Decides, steps, zeroes the gradients."""
-        factor = self._scaling(step.samples, self._clock.base_batch, step.noise)
-        factor *= self.controller.decision.lr_factor
-        if not (math.isfinite(factor) and factor >= 0):
-            raise SettingError(f"the learning-rate factor {factor} is not finite and positive")
-        target = self.controller.decision.batch_size
+        require_equal([stands for _, stands in step.told], "the batch size of a step")
+        seconds = fmean(seconds for seconds, _ in step.told)
+        held = self.controller.decision
+        factor = self._scaling(step.samples, self._clock.base_batch, step.noise) * held.lr_factor
         with multiplied(self.optimizer, factor) as lr:
-            decision = self._decide(step, lr)
+            decision = self._decide(step, lr, seconds)
             self._optimize(step.finite)
         self.samples += step.samples
+        self._per_sample = step.per_sample
         if step.finite:
             self.steps += 1
             self._clock.advance(step.samples)
@@ -306,25 +350,25 @@ class AdaptiveBatch:
             epoch=self.epoch,
             samples=self.samples,
             batch_size=step.samples,
-            target=target,
+            target=held.batch_size,
             micro_batches=step.micro_batches,
             loss=step.loss,
             lr=tuple(lr),
             noise=step.noise,
             skipped=not step.finite,
             decision=decision,
-            seconds=self.seconds,
+            seconds=seconds,
             factors=self._factors() if step.finite else None,
         )
 
     def _factors(self) -> Factors | None:
         return self.optimizer.factors if isinstance(self.optimizer, VarianceReduced) else None
 
-    def _decide(self, step: Reading, lr: list[float]) -> Decision:
+    def _decide(self, step: Reading, lr: list[float], seconds: float) -> Decision:
         held = self.controller.decision
         if not step.finite:
             return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
-        spans_epoch = self.batches.given_out == step.samples  # the first step of a pass
+        spans_epoch = self.batches.consumed == step.samples  # the first step of a pass
         if step.samples != self.plan.batch_size and not spans_epoch:
             return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
         if step.noise is None:
@@ -336,8 +380,9 @@ class AdaptiveBatch:
             samples=self.samples + step.samples,
             steps=self.steps + 1,
             epoch=self.epoch,
+            ranks=self.batches.virtual_ranks,
             lr=tuple(lr),
-            seconds=self.seconds,
+            seconds=seconds,
         )
         return self.controller.next(step.noise, now)
 
@@ -352,3 +397,40 @@ class AdaptiveBatch:
             with suppress(RuntimeError):  # unscaled already, by clipping
                 self.scaler.unscale_(self.optimizer)
         self.scaler.update()
+
+
+def _micro_batch(given: int | None, loaders: int | None) -> int:
+    if given is None and loaders is None:
+        raise SettingError("the loader does not say its batch size; pass micro_batch=")
+    return given if given is not None else loaders or 0
+
+
+def _least_micro_batches(given: int | None, optimizer: Optimizer) -> int:
+    if given is not None:
+        return given
+    return 8 if isinstance(optimizer, VarianceReduced) else 4
+
+
+def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a state has in common with other ranks, and its own."""
+    if "version" not in state:
+        raise StateError(
+            f"a state with {sorted(map(str, state))[:5]} is not one of AdaptiveBatch; pass what "
+            "train.state_dict() gave"
+        )
+    if state["version"] != _STATE_VERSION:
+        raise StateError(
+            f"state version {state['version']} is not {_STATE_VERSION}, which this release reads; "
+            "resume with the release that wrote it"
+        )
+    return state["shared"], state["own"]
+
+
+def _say_changed(before: dict[str, str], now: dict[str, str]) -> None:
+    changed = [
+        f"{name} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    ]
+    if changed:
+        warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,26 +11,33 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.act.batches import StepBatches
+from bigbatch.act.agreement import Agreement
+from bigbatch.act.cut import StepBatches
+from bigbatch.act.memory import SizeAdvice, advise_size
 from bigbatch.act.samples import Batch
 from bigbatch.decide.policy import Decision
 from bigbatch.errors import GradientError, LoopError
+from bigbatch.measure.devices import moved, wide, without_autocast
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.optim.diagnostics import Factors
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
+_NO_WEIGHT = "every micro-batch of the step has weight 0"
+
 
 @dataclass(frozen=True)
 class Reading:
-    """What the host knows of a step's gradients: everything a decision rests on.
+    """What the host knows of a step's gradients: everything a decision rests on, all ranks alike.
 
     Args:
-        samples, micro_batches: of the step.
+        samples, micro_batches: of the step, over all ranks.
         noise: None where it could not be measured.
         loss: mean over the batch.
         finite: whether every gradient is.
+        per_sample: weight of a sample, on average.
+        told: what each rank told the others.
     """
 
     samples: int
@@ -38,6 +45,8 @@ class Reading:
     noise: GradientNoise | None
     loss: float
     finite: bool
+    per_sample: float
+    told: list[list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +57,9 @@ class StepRecord:
         step: its number, from 1, skipped ones included.
         epoch: passes over the data completed when it ran.
         samples: samples consumed so far, this step's included.
-        batch_size: samples of this step.
+        batch_size: samples of this step, over all ranks.
         target: batch size that was wanted for it, before any rounding.
-        micro_batches: backwards of this step.
+        micro_batches: backwards of this step, over all ranks.
         loss: mean loss over the batch.
         lr: learning rate that was used, one per parameter group.
         noise: what was measured; None where it could not be (one micro-batch, a skipped step).
@@ -85,48 +94,63 @@ class StepRecord:
         return math.nan if self.noise is None else self.noise.noise_scale
 
 
+@dataclass(frozen=True)
+class Common:
+    """What every step of a training has in common.
+
+    Args:
+        meter: reads the gradients; its source is armed inside `backward` only.
+        optimizer, scaler: for clipping the gradient that the optimizer will see.
+        advice: for a forward that runs out of memory.
+        tell: what to tell the other ranks, when the last backward is done.
+        finish: decides and steps, given what was read.
+    """
+
+    meter: GradientMeter
+    optimizer: Optimizer
+    scaler: GradScaler | None
+    advice: SizeAdvice
+    tell: Callable[[], list[float]]
+    finish: Callable[[Reading], StepRecord]
+
+
 class Step:
     """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`.
 
     Args:
         cut: gives out the micro-batches.
-        meter: reads their gradients; its source is armed inside `backward` only.
-        optimizer, scaler: for clipping the gradient that the optimizer will see.
-        finish: decides and steps, given what was read.
+        common: what it shares with the other steps.
+        per_sample: weight of a sample in the step before, if there was one.
     """
 
-    def __init__(
-        self,
-        cut: StepBatches,
-        meter: GradientMeter,
-        optimizer: Optimizer,
-        scaler: GradScaler | None,
-        finish: Callable[[Reading], StepRecord],
-    ) -> None:
+    def __init__(self, cut: StepBatches, common: Common, per_sample: float | None) -> None:
         self.ended = False
         self._cut = cut
-        self._meter = meter
-        self._source = meter.source
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._finish = finish
-        self._samples = 0
-        self._micro_batches = 0
+        self._common = common
+        self._meter, self._optimizer = common.meter, common.optimizer
+        self._scaler = common.scaler
+        self._source = common.meter.source
+        self._per_sample = per_sample
+        self._micro_batches = 0  # on this rank
         self._waiting = False  # a micro-batch was given out and not called backward on
         self._present = 0  # its samples
         self._weights: list[float] = []  # n_d of the micro-batches that count
         self._losses: list[Tensor] = []
-        self._reference = 0.0  # what the weights are expected to sum to
+        self._reference = 0.0  # what the weights of all ranks are expected to sum to
         self._in_samples: bool | None = None  # whether the weights are samples
         self._watch: RemovableHandle | None = None  # on the optimizer, once complete
         self._stepped = False  # by somebody else
         self._readings: Tensor | None = None  # everything the host will read, when complete
+        self._values: list[float] = []  # the same, once it has
+        self._told = 0  # numbers that a rank told
 
     def __iter__(self) -> Iterator[Batch]:
         if self._waiting:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
         for batch, samples in self._cut:
             self._waiting, self._present = True, samples
+            self._common.advice.samples = samples
+            self._source.synchronize(self._cut.last)  # before the forward, which reads it
             yield batch
             if self._waiting:
                 raise LoopError("a micro-batch was left without step.backward(loss)")
@@ -137,7 +161,8 @@ class Step:
         Args:
             loss: mean loss of the micro-batch, one number.
             weight: what that mean is taken over, where it is not the samples (tokens, say). 0
-                leaves the micro-batch and its loss out.
+                leaves the micro-batch and its loss out; where there are other ranks its backward
+                still runs, times 0, so a gradient that is not finite skips the step.
         Raises:
             LoopError: no micro-batch is waiting for it, or weights are given to some only.
             GradientError: somebody else wrote to `.grad`.
@@ -156,12 +181,19 @@ class Step:
         if not (math.isfinite(weight) and weight >= 0):
             raise LoopError(f"weight={weight} must be finite and not negative")
         self._in_samples = in_samples
-        self._samples += self._present
         self._micro_batches += 1
-        if weight:
-            self._accumulate(loss, weight)
-        self._waiting = False
-        if self._cut.left == 0:
+        self._expect(weight)
+        try:
+            if weight:
+                self._accumulate(loss, weight)
+            elif self._source.ranks > 1:
+                with self._source.idle():  # the other ranks wait for this backward
+                    (loss.nan_to_num(0.0, 0.0, 0.0) * 0).backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            advise_size(error, self._present)
+            raise
+        self._waiting, self._common.advice.samples = False, 0
+        if self._cut.last:
             self._complete()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -198,15 +230,21 @@ class Step:
             raise GradientError(_ZEROED)
         assert self._watch is not None
         self._watch.remove()
-        record = self._finish(self._read())
+        record = self._common.finish(self._read())
         self.ended = True
         return record
 
+    def _expect(self, weight: float) -> None:
+        """What the weights of the step will add up to, the same on all ranks; corrected later."""
+        if self._reference:
+            return
+        per_sample = 1.0 if self._in_samples else self._per_sample
+        if per_sample is None:  # the first step: alone, a rank can tell by its first micro-batch
+            per_sample = 1.0 if self._source.ranks > 1 else weight / self._present
+        self._reference = per_sample * self._cut.samples
+
     def _accumulate(self, loss: Tensor, weight: float) -> None:
-        if not self._weights:
-            planned = self._cut.taken + self._cut.left
-            self._reference = weight * planned / self._present
-        share = loss * (weight / self._reference)
+        share = loss * (weight * self._source.ranks / self._reference)  # engines average over ranks
         if self._scaler is not None:
             share = self._scaler.scale(share)
         with self._source.micro_batch(weight):
@@ -218,39 +256,81 @@ class Step:
 
     def _complete(self) -> None:
         """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""
-        total = math.fsum(self._weights)
-        if not total:
-            raise LoopError("every micro-batch of the step has weight 0")
         meter = self._meter
-        if meter.due:
-            norms = meter.measure([self._samples * weight / total for weight in self._weights])
-        else:
-            norms = meter.of_grad()
-        losses = torch.stack(self._losses).to(norms.device, norms.dtype, non_blocking=True)
-        self._readings = torch.cat([norms, losses])
+        if self._source.ranks == 1 and not any(self._weights):
+            raise LoopError(_NO_WEIGHT)
+        beside = self._beside()
+        self._readings = (
+            meter.measure(self._weights, beside) if meter.due else meter.measure_grad(beside)
+        )
         self._watch = self._optimizer.register_step_post_hook(self._note_step)
+        total = self._total_weight()
         if total != self._reference:
             self._source.scale(self._reference / total)
+
+    def _beside(self) -> Tensor:
+        """[sum of weight * loss, sum of weights, micro-batches, *what each rank tells].
+
+        Of this rank alone, with zeros where other ranks tell something.
+        """
+        told, ranks, rank = self._common.tell(), self._source.ranks, self._source.rank
+        self._told, others = len(told), [0.0] * len(told)
+        slots = [value for each in range(ranks) for value in (told if each == rank else others)]
+        device = self._source.parameters[0].device
+        kind = wide(device)
+        counts = [math.fsum(self._weights), self._micro_batches, *slots]
+        with without_autocast(device):
+            loss = torch.zeros(1, dtype=kind, device=device)
+            if self._losses:
+                weights = moved(torch.tensor(self._weights, dtype=kind), device)
+                loss += weights @ moved(torch.stack(self._losses), device, kind)
+            return torch.cat([loss, moved(torch.tensor(counts, dtype=kind), device)])
+
+    def _total_weight(self) -> float:
+        """Over all ranks; known without asking them where weights are samples."""
+        if self._source.ranks == 1:
+            total = math.fsum(self._weights)
+        elif self._in_samples:
+            total = float(self._cut.samples)
+        else:
+            total = self._wait()[1]
+        if not total:
+            raise LoopError(_NO_WEIGHT)
+        return total
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
-    def _read(self) -> Reading:
+    def _wait(self) -> list[float]:
         """The one wait for the device."""
         assert self._readings is not None
-        readings = self._readings.tolist()
-        k, total = len(self._weights), math.fsum(self._weights)
-        norms, losses = readings[:-k], readings[-k:]
-        loss = math.fsum(w * x for w, x in zip(self._weights, losses, strict=True)) / total
-        noise = None
-        finite = math.isfinite(norms[0])
+        self._values = self._values or self._readings.tolist()
+        return self._values
+
+    def _read(self) -> Reading:
+        values, ranks = self._wait(), self._source.ranks
+        loss, total, micro_batches, *slots = values
+        noise, finite = None, math.isfinite(values[-1])
         if self._meter.due:
-            totals = self._meter.totals(norms)
+            totals = self._meter.totals(values)
             finite = totals.finite
-            if finite and k > 1:  # .grad as it was measured lacked this factor
-                noise = self._meter.noise(totals, (self._reference / total) ** 2)
-        finite = finite or self._source.is_finite()  # a square may overflow by itself
-        return Reading(self._samples, self._micro_batches, noise, loss, finite)
+            if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
+                unit = (self._reference / total) ** 2
+                noise = self._meter.noise(totals, unit, of_all_ranks=True)
+                noise = _of_samples(noise, self._cut.samples)
+        if not finite:  # a square may overflow by itself
+            finite = all(
+                all(row) for row in Agreement(self._source).gather(self._source.is_finite())
+            )
+        return Reading(
+            samples=self._cut.samples,
+            micro_batches=round(micro_batches),
+            noise=noise,
+            loss=loss / total,
+            finite=finite,
+            per_sample=total / self._cut.samples,
+            told=[slots[i * self._told : (i + 1) * self._told] for i in range(ranks)],
+        )
 
     def _require_complete(self, call: str) -> None:
         if self.ended:
@@ -259,3 +339,12 @@ class Step:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
+
+
+def _of_samples(noise: GradientNoise, samples: int) -> GradientNoise:
+    """Noise that was measured with other weights than samples, as that of samples."""
+    if noise.samples == samples:
+        return noise
+    factor = samples / noise.samples
+    layers = {name: _of_samples(layer, samples) for name, layer in noise.layers.items()}
+    return replace(noise, noise=factor * noise.noise, samples=samples, layers=layers)

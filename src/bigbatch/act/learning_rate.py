@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
 
@@ -103,13 +104,76 @@ def scaling_named(rule: str | Scaling | None, base_batch: int) -> Scaling:
 def multiplied(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     """Multiplies every group's learning rate inside the block and puts the old ones back.
 
-    Schedulers never see the factor. Yields the learning rates in force, one per group.
+        lr <- factor lr,   and after the block lr as it was, to the last bit
+
+    Schedulers never see the factor. A tensor stays the same tensor, which compiled and captured
+    steps hold on to; one that several groups share is multiplied once. A factor of 1 touches
+    nothing, so whoever sets learning rates inside `optimizer.step()` needs `lr_scaling=None`.
+
+    Args:
+        optimizer: whose groups.
+        factor: finite, not negative.
+    Returns:
+        The learning rates in force, one per group; nan for a group without one.
+    Raises:
+        SettingError: another factor, or one for a group without a learning rate.
+        LoopError: at the block's end, where somebody else has set a learning rate inside it; the
+            old ones are back.
     """
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group, lr in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = lr * factor
+    factor = float(factor)
+    if not (math.isfinite(factor) and factor >= 0):
+        raise SettingError(f"the learning-rate factor {factor} is not finite and positive")
+    groups = list(optimizer.param_groups)
+    if factor == 1:
+        yield [_number(group.get("lr")) for group in groups]
+        return
+    _require_rates(groups)
+    before = [group["lr"] for group in groups]
+    tensors = {lr: lr.detach().clone() for lr in before if isinstance(lr, Tensor)}
+    for tensor in tensors:
+        tensor.detach().mul_(factor)
+    for group, lr in zip(groups, before, strict=True):
+        group["lr"] = lr if isinstance(lr, Tensor) else lr * factor
+    used = [(lr, _writes(lr), _number(lr)) for lr in (group["lr"] for group in groups)]
     try:
-        yield [float(group["lr"]) for group in optimizer.param_groups]
+        yield [rate for _, _, rate in used]
+        _require_unchanged(groups, used)
     finally:
-        for group, lr in zip(optimizer.param_groups, before, strict=True):
+        for group, lr in zip(groups, before, strict=True):
             group["lr"] = lr
+        for tensor, value in tensors.items():
+            tensor.detach().copy_(value)
+
+
+def _require_rates(groups: list[dict[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        if group.get("lr") is None:
+            raise SettingError(
+                f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
+                "lr_scaling=None"
+            )
+
+
+def _require_unchanged(
+    groups: list[dict[str, Any]], used: list[tuple[float | Tensor, int, float]]
+) -> None:
+    """Compares values only where something was written: a GPU's would be waited for."""
+    for number, (group, (lr, writes, rate)) in enumerate(zip(groups, used, strict=True)):
+        now = group.get("lr")
+        written = now is not lr or _writes(lr) != writes
+        if written and (other := _number(now)) != rate:
+            raise LoopError(
+                f"the learning rate of parameter group {number} was set to {other} during the "
+                f"step, where AdaptiveBatch had put {rate} in force; set it between the steps, or "
+                "pass lr_scaling=None"
+            )
+
+
+def _writes(lr: float | Tensor) -> int:
+    return lr._version if isinstance(lr, Tensor) else 0
+
+
+def _number(lr: float | Tensor | None) -> float:
+    if lr is None:
+        return math.nan
+    return float(lr.item() if isinstance(lr, Tensor) else lr)

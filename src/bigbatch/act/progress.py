@@ -1,10 +1,13 @@
 """Learning-rate schedulers that count base batches of samples instead of optimizer steps."""
 
+import copy
 import warnings
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
     LRScheduler,
     OneCycleLR,
@@ -12,14 +15,20 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import LoopError, SettingError, StateError
+
+_SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
 
 class BaseBatchClock:
     """Advances a step-counting scheduler once for every base batch of samples consumed.
 
+        ticks = floor(samples / base_batch)
+
     So a schedule written for the base batch size keeps its shape over the data whatever the batch
-    size does. A fraction of a base batch is remembered. A scheduler that has an end stays there.
+    size does. A fraction of a base batch is remembered. A scheduler that has an end stays there: a
+    OneCycleLR, which would raise, a CosineAnnealingLR, which would rise again, a SequentialLR that
+    ends with one of them, a ChainedScheduler as soon as one of its parts has ended.
 
     Args:
         base_batch: samples per tick.
@@ -31,76 +40,147 @@ class BaseBatchClock:
         self._optimizer = optimizer
         self._scheduler: LRScheduler | None = None
         self._samples = 0  # since the last tick
+        self._left_at: int | None = None  # the scheduler's own count after its last tick here
         self._refused = 0  # ticks after the schedule's end
         self._pending: dict[str, Any] | None = None  # state of a scheduler that is still to come
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced, if any."""
+        """The scheduler that is advanced, if any; None forgets a loaded one too.
+
+        Raises:
+            SettingError: one that cannot be advanced in base batches.
+            StateError: the loaded state is that of another class.
+        """
         return self._scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | None) -> None:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise SettingError(
-                "ReduceLROnPlateau needs a metric at every step; call its step(metric) in your own "
-                "loop and leave scheduler=None"
-            )
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise SettingError(f"scheduler={scheduler!r} is no torch LRScheduler")
-        if scheduler is not None and scheduler.optimizer is not self._optimizer:
-            raise SettingError(
-                "the scheduler belongs to another optimizer than the one that trains"
-            )
-        self._scheduler = scheduler
-        if scheduler is not None and self._pending is not None:
-            scheduler.load_state_dict(self._pending)
+        if scheduler is None:
             self._pending = None
-            groups = self._optimizer.param_groups  # a scheduler that is built later has reset them
-            for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = lr
+        else:
+            _require_advanceable(scheduler, self._optimizer)
+        self._scheduler = scheduler
+        self._resume()
 
     def advance(self, samples: int) -> None:
-        """Takes the samples of one optimizer step in and ticks as often as they fill."""
+        """Takes the samples of one optimizer step in and ticks as often as they fill.
+
+        Raises:
+            LoopError: somebody else advances the scheduler too, or the one that was loaded was not
+                set again.
+        """
+        if self._pending is not None:
+            raise LoopError(
+                f"the loaded state is that of a {self._pending['class']}, which is not there; set "
+                "train.scheduler after loading, or set it to None to go on without"
+            )
         self._samples += samples
         ticks, self._samples = divmod(self._samples, self.base_batch)
-        for _ in range(ticks):
-            self._tick()
-
-    def _tick(self) -> None:
         if self._scheduler is None:
             return
-        last = _last_tick(self._scheduler)
-        if last is None or self._scheduler.last_epoch < last:
-            self._scheduler.step()
+        self._require_untouched(self._scheduler)
+        for _ in range(ticks):
+            self._tick(self._scheduler)
+        self._left_at = _ticks(self._scheduler)
+
+    def _require_untouched(self, scheduler: LRScheduler) -> None:
+        if self._left_at not in (None, _ticks(scheduler)):
+            raise LoopError(
+                f"the {type(scheduler).__name__} was left at tick {self._left_at} and is at "
+                f"{_ticks(scheduler)}; step.update() advances it: leave scheduler.step() out"
+            )
+
+    def _tick(self, scheduler: LRScheduler) -> None:
+        if not _has_ended(scheduler):
+            scheduler.step()
             return
         self._refused += 1
         if self._refused == 2:  # a schedule of T ticks starts at tick 0, so one is always left over
+            rates = [float(group["lr"]) for group in self._optimizer.param_groups]
             warnings.warn(
-                f"{type(self._scheduler).__name__} reached its end after {last} base batches and "
-                f"stays there; train.base_steps(epochs) gives the total to build it with",
+                f"{type(scheduler).__name__} reached its end and stays there, at lr={rates}; "
+                "train.base_steps(epochs) gives the total to build it with",
                 stacklevel=2,
             )
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on, the scheduler's own state included."""
-        scheduler = self._pending if self._scheduler is None else self._scheduler.state_dict()
+        scheduler = self._pending
+        if self._scheduler is not None:
+            groups = self._optimizer.param_groups
+            scheduler = {
+                "class": type(self._scheduler).__name__,
+                "state": self._scheduler.state_dict(),
+                "groups": [
+                    {key: copy.deepcopy(group[key]) for key in _SCHEDULED if key in group}
+                    for group in groups
+                ],
+            }
         return {"samples": self._samples, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Goes on from a saved state; the scheduler may be set later."""
         self._samples = state["samples"]
         self._pending = state["scheduler"]
-        self.scheduler = self._scheduler
+        self._resume()
+
+    def _resume(self) -> None:
+        """Loads into the scheduler, once both are there.
+
+        Its constructor has set the groups anew if it came after the optimizer's state.
+        """
+        self._left_at, self._refused = None, 0
+        if self._scheduler is None or self._pending is None:
+            return
+        saved, name = copy.deepcopy(self._pending), type(self._scheduler).__name__
+        if saved["class"] != name:
+            raise StateError(
+                f"the saved scheduler is a {saved['class']}, not a {name}; build the same one, or "
+                "load first and set train.scheduler to None, then to the new one"
+            )
+        self._scheduler.load_state_dict(saved["state"])
+        for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in values.items():
+                if isinstance(group[key], Tensor):
+                    group[key].fill_(float(value))
+                else:
+                    group[key] = value
+        self._pending = None
 
 
-def _last_tick(scheduler: LRScheduler) -> int | None:
-    """The tick after which the schedule is over; None where torch's own holds or never ends."""
+def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise SettingError(
+            "ReduceLROnPlateau needs a metric at every step; call its step(metric) in your own "
+            "loop and leave scheduler=None"
+        )
+    if any(kind.__name__ == "AcceleratedScheduler" for kind in type(scheduler).__mro__):
+        raise SettingError(
+            "a scheduler that accelerate prepared advances once for each process; pass the one "
+            "inside it, scheduler.scheduler"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise SettingError(f"scheduler={scheduler!r} is no torch LRScheduler")
+    if scheduler.optimizer.param_groups is not optimizer.param_groups:  # a wrapper forwards them
+        raise SettingError("the scheduler belongs to another optimizer than the one that trains")
+
+
+def _has_ended(scheduler: LRScheduler) -> bool:
+    """Whether its next tick would leave its end; False for what stays there by itself."""
     if isinstance(scheduler, OneCycleLR):
-        return int(scheduler.total_steps) - 1
+        return bool(scheduler.last_epoch >= scheduler.total_steps - 1)
     if isinstance(scheduler, CosineAnnealingLR):
-        return int(scheduler.T_max)
+        return bool(scheduler.last_epoch >= scheduler.T_max)
     if isinstance(scheduler, SequentialLR):
-        last = _last_tick(scheduler._schedulers[-1])
-        return None if last is None else int(scheduler._milestones[-1]) + last
-    return None
+        return _has_ended(scheduler._schedulers[-1])
+    if isinstance(scheduler, ChainedScheduler):
+        return any(map(_has_ended, scheduler._schedulers))
+    return False
+
+
+def _ticks(scheduler: LRScheduler) -> int:
+    """The scheduler's own count; a ChainedScheduler leaves it to its parts."""
+    while isinstance(scheduler, ChainedScheduler):
+        scheduler = scheduler._schedulers[0]
+    return int(scheduler.last_epoch)

@@ -39,14 +39,14 @@ def count_samples(batch: Batch) -> int:
     return sizes.pop()
 
 
-def cut_samples(batch: Batch, lo: int, hi: int) -> Batch:
-    """Samples lo to hi of `batch`: views of its tensors.
+def cut_samples(batch: Batch, lo: int, hi: int | None, step: int = 1) -> Batch:
+    """Samples lo to hi of `batch`, or every `step`-th of them: views of its tensors.
 
     Example:
         >>> cut_samples((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
         (tensor([1, 2]), ['b', 'c'])
     """
-    return _map(lambda leaves: leaves[0][lo:hi], [batch])
+    return _map(lambda leaves: leaves[0][lo:hi:step], [batch])
 
 
 def glue_samples(batches: Sequence[Batch]) -> Batch | None:
@@ -130,5 +130,11 @@ def _concatenate(leaves: list[Any]) -> Any:
     if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in leaves):
         raise _NotAlikeError
     if isinstance(first, torch.Tensor):
-        return torch.cat(leaves)
+        return _pinned(leaves) if all(leaf.is_pinned() for leaf in leaves) else torch.cat(leaves)
     return numpy.concatenate(leaves)
+
+
+def _pinned(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """Glued into pinned memory again, so that copies to the GPU stay asynchronous."""
+    shape = (sum(len(leaf) for leaf in leaves), *leaves[0].shape[1:])
+    return torch.cat(leaves, out=torch.empty(shape, dtype=leaves[0].dtype, pin_memory=True))

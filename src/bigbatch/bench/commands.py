@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bigbatch.bench import coverage, halves, measure, optimizers, twins
+from bigbatch.bench import coverage, halves, loop, measure, optimizers, twins
 from bigbatch.bench.timing import COLUMNS
 
 app = typer.Typer(help="Measure what things cost on this machine, as ratios.", no_args_is_help=True)
@@ -64,6 +64,14 @@ def optim(
     _show(title, optimizers.COLUMNS, rows, total=total)
     _show(title, optimizers.MOMENT_COLUMNS, optimizers.moment_costs(rounds), total=3)
     _show("median of 3 rounds", COLUMNS, [optimizers.import_cost(rounds=3)])
+
+
+@app.command("loop")
+def loop_(rounds: Rounds = 15) -> None:
+    """What the adaptive loop costs beside a plain one, in Python, in copies, in waiting samples."""
+    _show(
+        f"median of {rounds} interleaved rounds", loop.COLUMNS, loop.costs(rounds), total=loop.ROWS
+    )
 
 
 @app.command("twins")

@@ -1,21 +1,27 @@
-"""The one stateful object of the decision: it asks the policy and remembers the answer."""
+"""The one stateful object of the decision: it smooths, asks, holds and remembers."""
 
-from dataclasses import replace
-from typing import TypedDict
+import math
+import warnings
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NotRequired, TypedDict
 
-from bigbatch.decide.plan import require_ordered, require_positive
-from bigbatch.decide.policy import Decision, Policy, Progress
+from bigbatch.decide.caution import Caution
+from bigbatch.decide.plan import inside, require_bounds, require_positive
+from bigbatch.decide.policy import Decision, Policy, Progress, require_policy
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.smoothing import NoiseAverage
 
 
 class ControllerState(TypedDict):
-    """What a controller needs to go on."""
+    """What a controller needs to go on; older states have the first four alone."""
 
     target: int
     lr_factor: float
     samples: float
     steps: int
+    average: NotRequired[dict[str, Any] | None]
+    settings: NotRequired[dict[str, str]]
 
 
 class Controller:
@@ -30,8 +36,18 @@ class Controller:
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         min_batch: what is remembered never falls below, in samples; nor below the policy's own.
         max_batch: nor rises above, nor above the policy's own; None for no bound.
+        every: the policy is asked after each n-th measured step only.
+        smoothing: window in samples over which signal and noise are averaged before the policy
+            sees them; None for none.
+        dead_band: 0.1 holds changes that the policy would not want of a batch 10 % nearer to where
+            it is going; `Caution` has the rule.
+        largest_step: f lets one decision multiply or divide the batch by f at most, yet change it
+            by one sample at least; None for no limit.
+        surely: holds changes unless the policy wants them at both ends of an interval of this
+            coverage: that of the window with `smoothing`, else the meter's own.
+        warm_up: samples during which the batch stays where it starts.
     Raises:
-        SettingError: a size is not positive, the bounds are crossed, or `policy` cannot decide.
+        SettingError: a value outside its range, crossed bounds, or `policy` cannot decide.
     Example:
         >>> from bigbatch import GradientNoise, SimiGrad
         >>> controller = Controller(SimiGrad(target=0.2), batch_size=128)
@@ -47,17 +63,50 @@ class Controller:
         *,
         min_batch: int = 1,
         max_batch: int | None = None,
+        every: int = 1,
+        smoothing: float | None = None,
+        dead_band: float = 0.0,
+        largest_step: float | None = None,
+        surely: float | None = None,
+        warm_up: float = 0,
     ) -> None:
-        require_positive(batch_size=batch_size, min_batch=min_batch)
-        if not callable(getattr(policy, "decide", None)):
-            raise SettingError(f"policy={policy!r} has no method decide(noise, now)")
+        require_policy(policy)
+        base_batch = batch_size if base_batch is None else base_batch
+        require_positive(batch_size=batch_size, base_batch=base_batch, every=every)
+        if smoothing is not None and not 0 < smoothing < math.inf:
+            raise SettingError(f"smoothing={smoothing} must be positive and finite: a window")
+        if largest_step is not None and not 1 < largest_step < math.inf:
+            raise SettingError(f"largest_step={largest_step} must be above 1 and finite: a factor")
+        if not 0 <= warm_up < math.inf:
+            raise SettingError(f"warm_up={warm_up} must be finite and not negative: samples")
+        if smoothing is None and getattr(policy, "wants_average", False):
+            warnings.warn(
+                f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
+                "give Controller(smoothing=...) the samples to average over",
+                stacklevel=2,
+            )
+        settings = {
+            "policy": policy,
+            "base_batch": base_batch,
+            "min_batch": min_batch,
+            "max_batch": max_batch,
+            "every": every,
+            "smoothing": smoothing,
+            "dead_band": dead_band,
+            "largest_step": largest_step,
+            "surely": surely,
+            "warm_up": warm_up,
+        }
         self.policy = policy
-        self.base_batch = batch_size if base_batch is None else base_batch
-        require_positive(base_batch=self.base_batch)
+        self.base_batch = base_batch
         self.min_batch: int = getattr(policy, "min_batch", 1)
         self.max_batch: int | None = getattr(policy, "max_batch", None)
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
+        self._settings = {name: _described(value) for name, value in settings.items()}
+        self._every, self._warm_up, self._largest_step = every, warm_up, largest_step
+        self._caution = Caution(dead_band, surely)
+        self._average = None if smoothing is None else NoiseAverage(smoothing, interval=surely)
         self._samples = 0.0
         self._steps = 0
 
@@ -69,7 +118,8 @@ class Controller:
             now: where the training stands; `target` is filled in. Without it, what the controller
                 can count itself.
         Raises:
-            SettingError: the policy returned something that is no Decision.
+            SettingError: the policy returned something that is no Decision, or `surely` has no
+                interval to go by.
         """
         self._samples += noise.samples
         self._steps += 1
@@ -77,10 +127,15 @@ class Controller:
             batch_size, samples = round(noise.samples), round(self._samples)
             now = Progress(0, batch_size, self.base_batch, samples, self._steps)
         now = replace(now, target=self.decision.batch_size)
-        decision = self.policy.decide(noise, now)
-        if not isinstance(decision, Decision):
-            raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
-        self.decision = self._inside(decision)
+        if self._average is not None:
+            noise = self._average.update(noise)
+        self._caution.require_interval(self._ask, noise, now)
+        if now.samples < self._warm_up:
+            self.decision = self._stay(f"held: warm-up of {self._warm_up:g} samples")
+        elif self._steps % self._every:
+            self.decision = self._stay(f"held: decides every {self._every} steps")
+        else:
+            self.decision = self._decide(noise, now)
         return self.decision
 
     def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
@@ -89,28 +144,86 @@ class Controller:
         Raises:
             SettingError: nothing is left between them.
         """
+        require_bounds(min_batch, max_batch)
         self.min_batch = max(self.min_batch, min_batch)
         bounds = [bound for bound in (self.max_batch, max_batch) if bound is not None]
         self.max_batch = min(bounds, default=None)
-        require_ordered(self.min_batch, self.max_batch)
+        require_bounds(self.min_batch, self.max_batch)
         self.decision = self._inside(self.decision)
 
-    def _inside(self, decision: Decision) -> Decision:
-        batch_size = max(decision.batch_size, self.min_batch)
-        if self.max_batch is not None:
-            batch_size = min(batch_size, self.max_batch)
-        return replace(decision, batch_size=batch_size)
+    def digest(self) -> str:
+        """Everything that has to be the same on all ranks, as text to compare or to hash."""
+        return repr((self.state_dict(), self.min_batch, self.max_batch))
 
     def state_dict(self) -> ControllerState:
-        """What `load_state_dict` needs to go on."""
+        """What `load_state_dict` needs to go on: numbers and text only."""
         return {
             "target": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
             "samples": self._samples,
             "steps": self._steps,
+            "average": None if self._average is None else self._average.state_dict(),
+            "settings": dict(self._settings),
         }
 
     def load_state_dict(self, state: ControllerState) -> None:
-        """Goes on from a saved state; the policy stays the one given at construction."""
+        """Goes on from a saved state; policy, options and bounds stay those of construction.
+
+        One warning names the settings that were others when the state was saved.
+        """
         self.decision = self._inside(Decision(state["target"], "resumed", state["lr_factor"]))
         self._samples, self._steps = state["samples"], state["steps"]
+        average, before = state.get("average"), state.get("settings", {})
+        if self._average is not None and average is not None:
+            self._average.load_state_dict(average)
+        changed = [
+            f"{name} was {before[name]}, is {new}"
+            for name, new in self._settings.items()
+            if before.get(name, new) != new
+        ]
+        if changed:
+            warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=2)
+
+    def _ask(self, noise: GradientNoise, now: Progress) -> Decision:
+        decision = self.policy.decide(noise, now)
+        if not isinstance(decision, Decision):
+            raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
+        return self._inside(decision)
+
+    def _decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        decision, bounds = self._ask(noise, now), (self.min_batch, self.max_batch)
+        doubt = self._caution.doubt(self._ask, decision.batch_size, noise, now, bounds)
+        if doubt is not None:
+            reason = f"{decision.reason}; held: {doubt}"
+            return replace(decision, batch_size=now.target, reason=reason)
+        return self._limited(decision, now.target)
+
+    def _limited(self, decision: Decision, present: int) -> Decision:
+        """No farther than one step of `largest_step`."""
+        most = self._largest_step
+        if most is None:
+            return decision
+        lowest = min(present - 1, math.ceil(present / most))
+        highest = max(present + 1, math.floor(present * most))
+        nearest = inside(decision.batch_size, lowest, highest)
+        if nearest == decision.batch_size:
+            return decision
+        reason = f"{decision.reason}; at most x{most:g} a decision"
+        return replace(decision, batch_size=nearest, reason=reason)
+
+    def _stay(self, reason: str) -> Decision:
+        return Decision(self.decision.batch_size, reason, self.decision.lr_factor)
+
+    def _inside(self, decision: Decision) -> Decision:
+        batch_size = inside(decision.batch_size, self.min_batch, self.max_batch)
+        return replace(decision, batch_size=batch_size)
+
+
+def _described(value: object) -> str:
+    """As text that is the same in every process: no address of an object."""
+    if is_dataclass(value):
+        parts = (f"{f.name}={_described(getattr(value, f.name))}" for f in fields(value) if f.repr)
+        return f"{type(value).__name__}({', '.join(parts)})"
+    if value is None or isinstance(value, int | float | str):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -66,14 +66,11 @@ class BatchPlan:
         """
         named = {"batch_size": batch_size, "ranks": ranks, "max_micro": max_micro}
         least = {"min_micro_batches": min_micro_batches, "min_accumulation": min_accumulation}
-        optional = {"max_batch": max_batch, "micro": micro}
-        require_positive(**named, **least, min_batch=min_batch)
-        require_positive(**{name: value for name, value in optional.items() if value is not None})
-        require_ordered(min_batch, max_batch)
+        require_positive(**named, **least, **({} if micro is None else {"micro": micro}))
+        require_bounds(min_batch, max_batch)
         if micro is not None and micro > max_micro:
             raise SettingError(f"micro={micro} exceeds max_micro={max_micro}; raise max_micro")
-        highest = max(batch_size, min_batch) if max_batch is None else max_batch
-        wanted = min(max(batch_size, min_batch), highest)
+        wanted = inside(batch_size, min_batch, max_batch)
         first = max(min_accumulation, -(-min_micro_batches // ranks))
         if micro is None:
             first = max(first, -(-wanted // (ranks * max_micro)))
@@ -127,12 +124,22 @@ def require_positive(**sizes: int) -> None:
             raise SettingError(f"{name}={value!r} must be a whole number of at least 1")
 
 
-def require_ordered(min_batch: int, max_batch: int | None) -> None:
-    """Raises SettingError where the lower bound exceeds the upper one."""
-    if max_batch is not None and min_batch > max_batch:
+def require_bounds(min_batch: int, max_batch: int | None) -> None:
+    """Raises SettingError unless both are batch sizes, the lower one first; None is no bound."""
+    require_positive(min_batch=min_batch)
+    if max_batch is None:
+        return
+    require_positive(max_batch=max_batch)
+    if min_batch > max_batch:
         raise SettingError(
             f"min_batch={min_batch} exceeds max_batch={max_batch}; swap them or raise max_batch"
         )
+
+
+def inside(batch_size: int, min_batch: int, max_batch: int | None) -> int:
+    """The size nearest to `batch_size` within the bounds."""
+    batch_size = max(batch_size, min_batch)
+    return batch_size if max_batch is None else min(batch_size, max_batch)
 
 
 def _nearest(wanted: int, quantum: int) -> int:

@@ -1,10 +1,11 @@
 """Batch-size policies: (noise, now) -> Decision, each a small class with one method."""
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
-from bigbatch.decide.plan import require_ordered, require_positive
+from bigbatch.decide.plan import inside, require_bounds, require_positive
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
 
@@ -17,16 +18,20 @@ class Decision:
         batch_size: samples per optimizer step over all ranks, before any rounding.
         reason: why, in words for a log.
         lr_factor: multiplies the learning rate on top of what the batch size asks for.
+        advice: batch size that was only advised, by `Advise`; nobody acts on it.
     Raises:
-        SettingError: a batch size below 1, or a factor that is negative or not finite.
+        SettingError: a size below 1, or a factor that is negative or not finite.
     """
 
     batch_size: int
     reason: str
     lr_factor: float = 1.0
+    advice: int | None = field(default=None, kw_only=True, repr=False)  # the reason says it too
 
     def __post_init__(self) -> None:
         require_positive(batch_size=self.batch_size)
+        if self.advice is not None:
+            require_positive(advice=self.advice)
         if not (math.isfinite(self.lr_factor) and self.lr_factor >= 0):
             raise SettingError(f"lr_factor={self.lr_factor} must be finite and not negative")
 
@@ -59,7 +64,11 @@ class Progress:
 
 
 class Policy(Protocol):
-    """Anything with this method; `min_batch` and `max_batch` are honoured where it has them."""
+    """Anything with this method, which is a pure function: it may be asked "what if".
+
+    Honoured where a policy has them: `min_batch` and `max_batch`; `batch_size`, where a training
+    starts; `wants_average = True`, which says that one step's noise is too little to go by.
+    """
 
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
         """The next batch size."""
@@ -113,10 +122,7 @@ class SimiGrad:
     def __post_init__(self) -> None:
         if not -1 < self.target < 1:
             raise SettingError(f"target={self.target} must lie inside (-1, 1): it is a cosine")
-        require_positive(min_batch=self.min_batch)
-        if self.max_batch is not None:
-            require_positive(max_batch=self.max_batch)
-        require_ordered(self.min_batch, self.max_batch)
+        require_bounds(self.min_batch, self.max_batch)
         if not 1 < self.grow < math.inf:
             raise SettingError(f"grow={self.grow} must be above 1")
         if not 0 < self.shrink < 1:
@@ -130,8 +136,7 @@ class SimiGrad:
             batch_size = max(batch_size + 1, int(self.grow * batch_size))
         elif similarity > self.target and batch_size > 1:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
-        highest = batch_size if self.max_batch is None else self.max_batch
-        return max(self.min_batch, min(batch_size, highest))
+        return inside(batch_size, self.min_batch, self.max_batch)
 
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
         """Applies the rule to the un-rounded batch size that was decided last."""
@@ -142,3 +147,152 @@ class SimiGrad:
             order = "<" if phi < self.target else ">" if phi > self.target else "="
         reason = f"similarity {phi:.3f} {order} {self.target:g}"
         return Decision(self.next_batch(phi, now.target), reason)
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """Goes straight to a multiple of the noise scale.
+
+        B = multiple x B_simple, rounded, inside [min_batch, max_batch]
+
+    Where the noise scale is +inf (no signal was seen) B is max_batch, or stays where there is none;
+    where it is nan, B stays. One step's noise scale is often +inf, so this wants the average of
+    `Controller(smoothing=...)`.
+
+    Args:
+        multiple: of the noise scale, positive; 1 costs twice the fewest steps and samples.
+        min_batch: lower bound in samples.
+        max_batch: upper bound in samples; None for none.
+    Raises:
+        SettingError: a multiple that is not positive and finite, or crossed bounds.
+    Source:
+        McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
+        >>> NoiseScale(multiple=0.5).decide(step, Progress(128, 128, 128))
+        Decision(batch_size=288, reason='0.5 x noise scale 576', lr_factor=1.0)
+    """
+
+    multiple: float = 1.0
+    min_batch: int = 1
+    max_batch: int | None = None
+
+    wants_average: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.multiple < math.inf:
+            raise SettingError(f"multiple={self.multiple} must be positive and finite")
+        require_bounds(self.min_batch, self.max_batch)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The multiple of the noise scale as it was measured."""
+        scale = noise.noise_scale
+        wanted = _whole(round, self.multiple * scale, now.target, self.max_batch)
+        batch_size = inside(wanted, self.min_batch, self.max_batch)
+        return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
+
+
+@dataclass(frozen=True)
+class NormTest:
+    """Grows the batch until its gradient passes the norm test; never shrinks it.
+
+        B <- max(B, ceil(noise / (theta^2 |G|^2))),    |G|^2 = signal + noise / N
+
+    then B is moved into [min_batch, max_batch]. |G|^2 is the measured squared norm, as in the
+    published tests, and holds noise itself: the fixed point is B_simple (1 / theta^2 - 1). With the
+    true |mu|^2 in its place it would be B_simple / theta^2, which is
+    `NoiseScale(multiple=1 / theta**2)`.
+
+    Args:
+        theta: largest relative error of the gradient, inside (0, 1).
+        min_batch: lower bound in samples.
+        max_batch: upper bound in samples; None for none.
+    Raises:
+        SettingError: theta outside (0, 1), or crossed bounds.
+    Source:
+        Byrd et al. 2012; Bollapragada, Byrd and Nocedal 2018; with adaptive optimizers AdAdaGrad
+        (Lau et al. 2024, arXiv 2402.11215); docs/theory.md (4).
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=600.0, samples=200, micro_batches=4)
+        >>> NormTest(theta=0.5).decide(step, Progress(200, 200, 200))
+        Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
+    """
+
+    theta: float
+    min_batch: int = 1
+    max_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.theta < 1:
+            raise SettingError(
+                f"theta={self.theta} must lie inside (0, 1): from 1 on every batch passes"
+            )
+        require_bounds(self.min_batch, self.max_batch)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The batch that would pass the test, where it is larger than the present one."""
+        squared_norm = noise.signal + noise.noise / noise.samples
+        if squared_norm > 0:
+            needed = noise.noise / squared_norm / self.theta**2
+        else:
+            needed = math.inf if noise.noise > 0 else math.nan
+        wanted = max(now.target, _whole(math.ceil, needed, now.target, self.max_batch))
+        batch_size = inside(wanted, self.min_batch, self.max_batch)
+        return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
+
+
+def _whole(
+    rounded: Callable[[float], int], wanted: float, present: int, max_batch: int | None
+) -> int:
+    """A wanted size as a whole number; +inf is the upper bound; without one, and nan, no change."""
+    if math.isfinite(wanted):
+        return rounded(wanted)
+    return present if max_batch is None or math.isnan(wanted) else max_batch
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Says what another policy would do and changes nothing.
+
+    The advised size is in the reason and in `Decision.advice`.
+
+    Args:
+        policy: whose advice it is; its bounds are honoured.
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
+        >>> decision = Advise(NoiseScale()).decide(step, Progress(128, 128, 128))
+        >>> decision, decision.advice
+        (Decision(batch_size=128, reason='advice: 576 (1 x noise scale 576)', lr_factor=1.0), 576)
+    """
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        require_policy(self.policy)
+
+    @property
+    def min_batch(self) -> int:
+        """That of the policy, 1 where it has none."""
+        return getattr(self.policy, "min_batch", 1)
+
+    @property
+    def max_batch(self) -> int | None:
+        """That of the policy."""
+        return getattr(self.policy, "max_batch", None)
+
+    @property
+    def wants_average(self) -> bool:
+        """Whether the policy does."""
+        return getattr(self.policy, "wants_average", False)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The batch size as it is; what it should be is advice."""
+        advice = self.policy.decide(noise, now)
+        reason = f"advice: {advice.batch_size} ({advice.reason})"
+        return Decision(now.target, reason, advice=advice.batch_size)
+
+
+def require_policy(policy: Policy) -> None:
+    """Raises SettingError for something that cannot decide."""
+    if not callable(getattr(policy, "decide", None)):
+        raise SettingError(f"policy={policy!r} has no method decide(noise, now)")

@@ -154,19 +154,21 @@ class GradientMeter:
         self.step = number
         self._listen()
 
-    def measure(self, sizes: Sequence[float] | None) -> Tensor:
+    def measure(self, sizes: Sequence[float] | None, beside: Tensor | None = None) -> Tensor:
         """Everything that the noise of this step rests on, summed over ranks; nothing waits.
 
         Args:
             sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
+            beside: what else is to be added up over the ranks; it comes first.
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it.
         """
-        return self._sums.measure(sizes, are_means=self.loss == "mean", scaler=self.scaler)
+        are_means = self.loss == "mean"
+        return self._sums.measure(sizes, are_means=are_means, scaler=self.scaler, beside=beside)
 
-    def of_grad(self) -> Tensor:
-        """|.grad|^2 alone, for a step that is not measured, as one element."""
-        return self._sums.of_grad().sum().reshape(1)
+    def measure_grad(self, beside: Tensor) -> Tensor:
+        """[*beside, |.grad|^2] of a step that is not measured, added up over the ranks."""
+        return self._sums.measure_grad(beside)
 
     def totals(self, values: Sequence[float]) -> Totals:
         """What `measure` gave, once the host has read it; raises where a rank took no part."""
@@ -176,18 +178,21 @@ class GradientMeter:
         self._health.examine(totals, speak=speak, may_overflow=scaled)
         return totals
 
-    def noise(self, totals: Totals, unit: float = 1.0) -> GradientNoise:
+    def noise(
+        self, totals: Totals, unit: float = 1.0, *, of_all_ranks: bool = False
+    ) -> GradientNoise:
         """The noise of a step, from its totals.
 
         Args:
             totals: from `totals`.
             unit: what squared norms are multiplied by: square of a factor that `.grad` lacks.
+            of_all_ranks: whether the losses were weighted by n_d W / N with N of all W ranks.
         Raises:
             GradientError: as `read`.
         """
         replicated = self.source.replicas == self.source.ranks
         c = totals.reduction(self._sums.norms.eps, replicated) if totals.finite else 1.0
-        if self.loss == "weighted" and c != 1:
+        if self.loss == "weighted" and c != 1 and not of_all_ranks:
             _require_equal([rank.samples for rank in totals.of_ranks])
         layers = [
             self._estimate(totals, unit / totals.scale**2, c, *of_layer)

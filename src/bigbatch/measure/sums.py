@@ -48,7 +48,12 @@ class StepSums:
 
     @torch.no_grad()
     def measure(
-        self, sizes: Sequence[float] | None, *, are_means: bool, scaler: GradScaler | None
+        self,
+        sizes: Sequence[float] | None,
+        *,
+        are_means: bool,
+        scaler: GradScaler | None,
+        beside: Tensor | None,
     ) -> Tensor:
         """One vector with all sums, the same on every rank.
 
@@ -56,15 +61,17 @@ class StepSums:
             sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
             are_means: whether h_d is the mean gradient g_d, and not n_d times as long.
             scaler: of the losses.
+            beside: what else is to be added up over the ranks; it comes first.
         """
         with without_autocast(self._device):
             squares, n = self._of_micro_batches(sizes)
-            parts = self._parts(squares, n, failed=sizes is None)
+            parts = {} if beside is None else {"beside": beside}
+            parts |= self._parts(squares, n, sizes)
             one = torch.ones((), device=n.device)
             parts["scale"] = (one if scaler is None else scaler.scale(one)) / self._source.ranks
             if self._sketches is None:
                 return self._summed(parts)
-            means = self._sketches.none() if sizes is None else self._sketches.stacked()
+            means = self._sketches.none() if not sizes else self._sketches.stacked()
             means = means.to(n) if are_means else means.to(n) / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = n @ means.square().sum(1)
@@ -74,6 +81,12 @@ class StepSums:
             self._source.all_reduce(sums)
             self.lengths["left_out"] = 2
             return torch.cat([packed, sums])
+
+    @torch.no_grad()
+    def measure_grad(self, beside: Tensor) -> Tensor:
+        """[*beside, |.grad|^2], added up over the ranks."""
+        squares = self.of_grad().sum() / self._source.replicas
+        return self._summed({"beside": beside, "of_sum": squares})
 
     @torch.no_grad()
     def of_grad(self) -> Tensor:
@@ -86,9 +99,9 @@ class StepSums:
         return self._source.parameters[0].device
 
     def _of_micro_batches(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank takes no part."""
+        """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank has none."""
         kind = wide(self._device)
-        if sizes is None:
+        if not sizes:
             none = torch.zeros(1, self.norms.count, dtype=kind, device=self._device)
             return none, torch.ones(1, dtype=kind, device=self._device)
         squares = [moved(s, self._device, kind) for s in self.norms.squares]
@@ -96,7 +109,9 @@ class StepSums:
             torch.tensor(sizes, dtype=kind, device="cpu"), self._device
         )
 
-    def _parts(self, squares: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
+    def _parts(
+        self, squares: Tensor, n: Tensor, sizes: Sequence[float] | None
+    ) -> dict[str, Tensor]:
         """This rank's share of every sum."""
         source = self._source
         of_grad = moved(self.of_grad(), n.device)
@@ -105,26 +120,28 @@ class StepSums:
             "over_sizes": (squares / n[:, None]).sum(0),
             "squares": squares.sum(0),
             "of_sum": of_grad / source.replicas,
-            "inverse_sizes": (1 / n).sum(),
+            "inverse_sizes": (1 / n).sum() * bool(sizes),
             "slope": _slope(n, of_each),
             "seen": self._probe.seen,
             "in_grad": self._probe.of_grad() / source.replicas,
             "probed": self._probe.squares,
-            "of_ranks": self._slots(n, of_each, of_grad.sum(), failed=failed),
+            "of_ranks": self._slots(n, of_each, of_grad.sum(), sizes),
         }
         if self.halves is not None:
             parts["halves"] = self.halves.dots() / source.replicas
         return parts
 
-    def _slots(self, n: Tensor, of_each: Tensor, of_grad: Tensor, *, failed: bool) -> Tensor:
+    def _slots(
+        self, n: Tensor, of_each: Tensor, of_grad: Tensor, sizes: Sequence[float] | None
+    ) -> Tensor:
         """A place for every rank (`OfRank`), of which this one fills its own."""
         k = len(of_each)
         numbers = torch.arange(1, k + 1, device=n.device)
         bad = torch.where(of_each.isfinite(), k + 1, numbers).amin()
         mine = [
-            torch.full_like(n[0], 0 if failed else k),
-            n.sum() * (not failed),
-            torch.full_like(n[0], failed),
+            torch.full_like(n[0], len(sizes or ())),
+            n.sum() * bool(sizes),
+            torch.full_like(n[0], sizes is None),
             of_each.sum(),
             (numbers * of_each).sum(),
             torch.where(bad > k, 0, bad).to(n.dtype),

@@ -20,8 +20,13 @@ class DDPSource(EngineSource):
         group = ddp.process_group
         self.rank = dist.get_rank(group)
         self.ranks = self.replicas = dist.get_world_size(group)
+        self._ddp = ddp
         shared = set(ddp.parameters())
         parameters = list(parameters)
         if any(p.requires_grad and p not in shared for p in parameters):
             raise SettingError("a parameter stands outside the DDP wrapper, so no rank shares it")
         super().__init__(parameters, [group])
+
+    def synchronize(self, now: bool) -> None:
+        """As `no_sync` does: DDP reads it in the forward, so it is set before that."""
+        self._ddp.require_backward_grad_sync = now

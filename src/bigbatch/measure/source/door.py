@@ -51,6 +51,8 @@ class GradientSource(Protocol):
     """How many processes share the step."""
     replicas: int
     """How many ranks hold the same piece of every `.grad`."""
+    lockstep: bool
+    """Whether the ranks must do equally many backwards in a step."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watch more parameters; between steps."""
@@ -68,6 +70,9 @@ class GradientSource(Protocol):
 
         `whole` allows any number of backwards in it, for one copy of the gradient.
         """
+
+    def idle(self) -> AbstractContextManager[None]:
+        """What is computed inside adds zeros: it only keeps this rank in step with the others."""
 
     def restart(self) -> None:
         """Forget the step: the next micro-batch is the first of a new one."""
@@ -115,6 +120,9 @@ class GradientSource(Protocol):
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum `values` over the ranks, in place."""
+
+    def synchronize(self, now: bool) -> None:
+        """Whether the next backward joins the gradients of ranks; called before its forward."""
 
     def close(self) -> None:
         """See nothing from here on."""

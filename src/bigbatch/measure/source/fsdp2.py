@@ -28,6 +28,7 @@ class FSDP2Source(EngineSource):
     backward of a step has to reduce. `.grad` is a DTensor: its local piece is what counts here.
     """
 
+    lockstep = True  # every forward and backward gathers parameters
     _grad_may_wait = True  # until the gradient is synchronized
 
     def __init__(self, model: nn.Module) -> None:

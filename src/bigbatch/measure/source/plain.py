@@ -33,6 +33,7 @@ class PlainSource:
     """
 
     rank, ranks, replicas = 0, 1, 1
+    lockstep = False
     _engine_writes = False  # whether an engine rewrites `.grad` between and after backwards
     _grad_may_wait = False  # whether a backward may leave `.grad` as it was
 
@@ -126,6 +127,13 @@ class PlainSource:
             raise
         self._close(self._stamp())
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """What is computed inside adds zeros: it only keeps this rank in step with the others."""
+        yield
+        self.foreign_backward = False
+        self._stamps = self._stamp()
+
     def require_unchanged(self, since: str) -> None:
         """Raises GradientError where no step is measured, or `.grad` was written to since."""
         if self._inside:
@@ -204,6 +212,9 @@ class PlainSource:
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place."""
+
+    def synchronize(self, now: bool) -> None:
+        """Whether the next backward joins the ranks' gradients, where that may wait."""
 
     # what happens to a step
 

@@ -1,0 +1,58 @@
+"""What the ranks tell each other on the host, beside the gradients; nothing on one rank."""
+
+import zlib
+
+import torch
+
+from bigbatch.errors import RankError
+from bigbatch.measure.devices import wide
+from bigbatch.measure.source import GradientSource
+
+
+class Agreement:
+    """Small numbers of every rank, in one all-reduce.
+
+    Args:
+        source: knows the ranks, and adds up over them; None for one rank.
+    """
+
+    def __init__(self, source: GradientSource | None = None) -> None:
+        self.rank, self.ranks = (source.rank, source.ranks) if source else (0, 1)
+        self._source = source
+
+    def gather(self, *values: float) -> list[list[float]]:
+        """The values of every rank, in the order of the ranks. Collective."""
+        if self._source is None or self.ranks == 1:
+            return [list(values)]
+        device = self._source.parameters[0].device
+        slots = torch.zeros(self.ranks, len(values), dtype=wide(device), device=device)
+        slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
+        self._source.all_reduce(slots)
+        rows: list[list[float]] = slots.tolist()
+        return rows
+
+
+def checksum(text: str) -> float:
+    """A number for a text, exact in every float type that is reduced."""
+    return float(zlib.crc32(text.encode()) & 0xFFFFFF)
+
+
+def require_equal(checksums: list[float], what: str) -> None:
+    """Raises RankError, on every rank alike, where the ranks' checksums differ."""
+    first = checksums[0]
+    others = [str(rank) for rank, each in enumerate(checksums) if each != first]
+    if others:
+        raise RankError(
+            f"rank {', '.join(others)} disagrees with rank 0 on {what}; give every rank the same "
+            "settings, and a policy that is a function of (noise, now) alone"
+        )
+
+
+def part(samples: int, rank: int, ranks: int) -> int:
+    """How many of so many samples a rank has, where they are dealt in turn.
+
+    Example:
+        >>> [part(10, rank, 4) for rank in range(4)]
+        [3, 3, 2, 2]
+    """
+    return samples // ranks + (rank < samples % ranks)

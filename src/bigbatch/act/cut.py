@@ -1,0 +1,109 @@
+"""How one step is cut out of a pass: into rows, one sample of every virtual rank each."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from bigbatch.act.samples import Batch
+from bigbatch.decide.plan import BatchPlan
+
+
+class Pass(Protocol):
+    """What a step is cut from."""
+
+    @property
+    def consumed(self) -> int:
+        """Samples that were taken, over all ranks."""
+
+    @property
+    def virtual_ranks(self) -> int:
+        """Samples in a row."""
+
+    @property
+    def tail(self) -> str:
+        """What becomes of the last samples: "share", "step" or "drop"."""
+
+    def rest(self, ahead: int) -> int | None:
+        """Samples still to come; None where at least `ahead`, and nobody says more."""
+
+    def take(self, rows: int) -> tuple[list[tuple[Batch, int]], int]:
+        """This rank's micro-batches of the next rows with their samples, and how many rows."""
+
+
+class StepBatches:
+    """The micro-batches of one step on this rank, fetched as they are asked for.
+
+    Where the length of the pass is not known, it looks ahead by one micro-batch and the least next
+    step, so that the end is known before it is too late to share the last samples.
+
+    Yields (micro-batch, samples).
+
+    Args:
+        batches: the pass.
+        plan: how the step is cut, among the virtual ranks.
+        least: fewest samples that the step after it may be left with.
+        most: upper bound of a step in samples, or None.
+    """
+
+    def __init__(self, batches: Pass, plan: BatchPlan, least: int, most: int | None) -> None:
+        self.last = False  # whether the micro-batch given out is the step's last on this rank
+        self._batches = batches
+        self._plan = plan
+        self._row = batches.virtual_ranks
+        self._least = {"share": max(least, self._row), "step": self._row, "drop": 0}[batches.tail]
+        self._most = most
+        self._before = batches.consumed
+        self._left = plan.micro * plan.accumulation  # rows still to come in this step
+        self._rest: int | None = None  # samples still to come in the pass, where they matter
+        self._given = 0  # micro-batches, of each virtual rank
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step over all ranks, as far as is known."""
+        to_come = self._left * self._row
+        return self._taken + (to_come if self._rest is None else min(to_come, self._rest))
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        self._look_ahead()
+        while self._left:
+            mine, rows = self._batches.take(self._next_rows())
+            self._left -= rows
+            self._given += 1
+            self._look_ahead()  # before the yield: whether this was the last one is known by then
+            for number, micro_batch in enumerate(mine, start=1):
+                self.last = not self._left and number == len(mine)
+                yield micro_batch
+
+    @property
+    def _taken(self) -> int:
+        return self._batches.consumed - self._before
+
+    def _next_rows(self) -> int:
+        """What is left, spread evenly over the micro-batches that it needs, larger ones last.
+
+        A last row that is not full leaves every virtual rank a sample of the last micro-batch.
+        """
+        pieces = max(1, self._unmade(), -(-self._left // self._plan.micro))
+        full = self._left if self._rest is None else min(self._left, self._rest // self._row)
+        return self._left // max(1, min(pieces, full))
+
+    def _look_ahead(self) -> None:
+        rows = min(self._left, self._plan.micro) + self._unmade()
+        self._rest = rest = self._batches.rest(rows * self._row + self._least)
+        if rest is not None:
+            after = rest - self._left * self._row
+            if after < 0 or 0 < after < self._least:
+                self._recut(rest)
+
+    def _recut(self, rest: int) -> None:
+        """Too few samples are left after this step: take them all, or share with the next."""
+        total = self._taken + rest
+        if self._most is None or total <= self._most or rest <= self._left * self._row:
+            self._left = -(-rest // self._row)
+            return
+        first = self._taken + self._row * (self._unmade() if self._given else 1)
+        ours = max(first, min(total - total // 2, total - self._least))
+        self._left = min(-(-rest // self._row), (ours - self._taken) // self._row)
+
+    def _unmade(self) -> int:
+        """Micro-batches of the plan that are still to come, of each virtual rank."""
+        return max(0, self._plan.accumulation - self._given)

@@ -1,0 +1,78 @@
+"""One order of the samples for any number of ranks, by (seed, epoch)."""
+
+from collections.abc import Iterator, Sized
+
+import numpy
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from bigbatch.errors import SettingError
+
+
+class SampleLedger(Sampler[int]):
+    """A sampler whose order does not depend on who reads it.
+
+    The samples of an epoch have one order, by (seed, epoch). Rank r of W reads positions r, r + W,
+    r + 2 W, ... of it, so that W ranks together take the next interval of the order in every step.
+    Like DistributedSampler, but nothing is padded or dropped: ranks may differ by one sample; and a
+    pass can begin at any position, for any number of ranks, without reading what came before.
+
+    Args:
+        data: the data set, or anything with its length.
+        shuffle: whether the order is random.
+        seed: of the order, the same on every rank.
+        num_replicas, rank: how many ranks there are, and which one reads; default: those of
+            torch.distributed, or one.
+    Raises:
+        SettingError: no samples, fewer samples than ranks, or a rank that does not exist.
+    Example:
+        >>> list(SampleLedger(range(5), shuffle=False, num_replicas=2, rank=1))
+        [1, 3]
+        >>> sorted(SampleLedger(range(5), seed=1))
+        [0, 1, 2, 3, 4]
+    """
+
+    def __init__(
+        self,
+        data: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        here, there = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self.num_replicas = there if num_replicas is None else num_replicas
+        self.rank = here if rank is None else rank
+        self.samples = len(data)
+        if not 0 <= self.rank < self.num_replicas:
+            raise SettingError(f"rank={self.rank} is none of num_replicas={self.num_replicas}")
+        if self.samples < self.num_replicas:
+            raise SettingError(f"{self.samples} samples are too few for {self.num_replicas} ranks")
+        if seed < 0:
+            raise SettingError(f"seed={seed} must not be negative")
+        self.shuffle = shuffle
+        self.seed = seed
+        self._epoch = 0
+        self._start = 0
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        return len(range(self.rank, self.samples, self.num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which order the next pass has; it begins at position 0."""
+        self._epoch, self._start = epoch, 0
+
+    def start_at(self, position: int) -> None:
+        """The next pass begins at this position of the order over all ranks."""
+        self._start = position
+
+    def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
+        order = numpy.arange(self.samples)
+        if self.shuffle:
+            numpy.random.default_rng([self.seed, self._epoch]).shuffle(order)
+        first = start + (self.rank - start) % self.num_replicas
+        yield from order[first :: self.num_replicas].tolist()

@@ -1,0 +1,180 @@
+"""What a loader says of itself, and how a pass over it is taken up again."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from bigbatch.act.ledger import SampleLedger
+from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.act.samples import Batch
+from bigbatch.errors import SettingError, StateError
+
+
+class Loader:
+    """The user's loader: sizes, passes, and what the order of its samples hangs on.
+
+    A pass is taken up again in one of three ways: a `SampleLedger` begins where it is told to; a
+    loader with a state of its own (StatefulDataLoader) loads it; any other is replayed from the
+    random state that the pass began with.
+
+    Raises:
+        SettingError: it can be iterated only once.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        if isinstance(batches, Iterator):
+            raise SettingError("the loader is used up after one pass; give one that can start anew")
+        self.batches = batches
+        self._passes = 0  # so far
+        self._started_from: dict[str, Any] = {}  # random states at the pass's start
+        self._batch_sampler = getattr(batches, "batch_sampler", None)
+        within = getattr(self._batch_sampler, "sampler", None)
+        self._sampler = within or getattr(batches, "sampler", None)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in one of its batches; None where it does not say."""
+        size = getattr(self.batches, "batch_size", None)
+        size = size or getattr(self._batch_sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    @property
+    def length(self) -> int | None:
+        """Samples in one pass on this rank; None where it does not say, or reads a stream."""
+        sampler = getattr(self._batch_sampler, "sampler", None)
+        if not isinstance(self.batches, DataLoader) or not isinstance(sampler, Sized):
+            return None
+        total, size = len(sampler), self.batch_size
+        drops = getattr(self._batch_sampler, "drop_last", False)
+        return total - total % size if drops and size else total
+
+    @property
+    def ledger(self) -> SampleLedger | None:
+        """The sampler, where it is one that can begin anywhere."""
+        return self._sampler if isinstance(self._sampler, SampleLedger) else None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order is one for any number of ranks, by seed and epoch."""
+        return isinstance(self._sampler, (SampleLedger, DistributedSampler))
+
+    @property
+    def order(self) -> str:
+        """What decides on the order, in words."""
+        if not self.ordered:
+            return type(self._sampler or self.batches).__name__
+        sampler: Any = self._sampler
+        return f"{type(sampler).__name__}(seed={sampler.seed}, shuffle={sampler.shuffle})"
+
+    @property
+    def padding(self) -> int:
+        """Samples that the sampler repeats, so that all ranks have as many."""
+        if not isinstance(self._sampler, DistributedSampler):
+            return 0
+        return max(0, self._sampler.total_size - len(self._sampler.dataset))  # type: ignore[arg-type]
+
+    def begin(self, epoch: int) -> Iterator[Batch]:
+        """A new pass; sampler and data set are told the epoch."""
+        self._started_from = {"random": random_state(), "generators": self._generator_states()}
+        return self._begin(epoch)
+
+    def begin_at(self, epoch: int, position: int) -> Iterator[Batch]:
+        """A new pass from this position of the ledger's order over all ranks."""
+        self._started_from = {"random": random_state(), "generators": self._generator_states()}
+        return self._begin(epoch, position)
+
+    def own_state(self) -> dict[str, Any] | None:
+        """Where a loader that can say so stands."""
+        load = getattr(self.batches, "load_state_dict", None)
+        return self.batches.state_dict() if callable(load) else None  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the present pass and of later ones hangs on."""
+        return {
+            "passes": self._passes,
+            "started_from": self._started_from,
+            "generators": self._generator_states(),
+        }
+
+    def resume(
+        self, state: dict[str, Any], epoch: int, position: int, own: dict[str, Any] | None
+    ) -> tuple[Iterator[Batch], bool]:
+        """The pass of a state of this rank, and whether it begins at the position, or at its start.
+
+        Args:
+            state: from `state_dict`.
+            epoch: of the pass.
+            position: samples of this rank before the first batch that is wanted.
+            own: of `own_state`, from before that batch.
+        """
+        self._started_from, self._passes = state["started_from"], state["passes"]
+        if getattr(self.batches, "persistent_workers", False) and self._passes > 1:
+            iter(self.batches)  # only the first pass of persistent workers draws a seed for them
+            warnings.warn(
+                "persistent workers keep random states of their own, which are not restored: what "
+                "they draw at random differs from the interrupted run",
+                stacklevel=5,
+            )
+        restore_random_state(self._started_from["random"])
+        self.restore_generators(self._started_from["generators"])
+        self._passes -= 1
+        if self.ledger is not None:
+            return self._begin(epoch, position * self.ledger.num_replicas), True
+        if own is not None:
+            self.batches.load_state_dict(own)  # type: ignore[attr-defined]
+        return self._begin(epoch), own is not None
+
+    def restore_generators(self, states: list[torch.Tensor]) -> None:
+        """Puts the loader's own generators back.
+
+        Raises:
+            StateError: it has others.
+        """
+        generators = self._generators()
+        if len(generators) != len(states):
+            raise StateError(
+                f"the loader has {len(generators)} generators of its own, the saved one had "
+                f"{len(states)}; resume with the same generator="
+            )
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state.cpu())
+
+    def load_counts(self, state: dict[str, Any]) -> None:
+        """Goes on between two passes."""
+        self._passes = state["passes"]
+        self.restore_generators(state["generators"])
+
+    def warn_of_draws(self) -> None:
+        """A stream's own random state cannot be brought back where the model draws in between."""
+        data = getattr(self.batches, "dataset", None)
+        if data is None or isinstance(data, IterableDataset):
+            warnings.warn(
+                "the loader draws from torch's global generator between its batches; where the "
+                "model draws too, the order of the data differs from the interrupted run: give the "
+                "loader a torch.Generator of its own, or workers",
+                stacklevel=6,
+            )
+
+    def _begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
+        for holder in [*self._parts(), getattr(self.batches, "dataset", None)]:
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+        if self.ledger is not None:
+            self.ledger.start_at(position)
+        self._passes += 1
+        return iter(self.batches)
+
+    def _parts(self) -> list[Any]:
+        parts = (self.batches, self._batch_sampler, self._sampler)
+        return [part for part in parts if part is not None]
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(part, "generator", None) for part in self._parts()]
+        unique = {id(g): g for g in found if isinstance(g, torch.Generator)}
+        return list(unique.values())
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]

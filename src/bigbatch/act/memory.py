@@ -1,0 +1,334 @@
+"""How many samples of a micro-batch fit in memory, and what to do where they did not."""
+
+import copy
+import gc
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from bigbatch.act.agreement import Agreement
+from bigbatch.act.loader import Loader
+from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
+from bigbatch.decide.plan import require_positive
+from bigbatch.errors import BatchError, RankError, SettingError
+from bigbatch.measure.source import GradientSource
+from bigbatch.measure.source.find import find_source
+
+_SIGNS = ("out of memory", "DefaultCPUAllocator", "ALLOC_FAILED", "bad_alloc")
+
+
+def largest_micro_batch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Batch],
+    loss_of: Callable[[Batch], Tensor],
+    *,
+    most: int | None = None,
+    margin: float = 0.1,
+) -> int:
+    """The most samples that one backward has memory for, less a margin.
+
+        int(largest * (1 - margin)), at least 1 and at most `most`
+
+    Sizes are doubled from that of the loader's first batch, then bisected. Each is tried on copies
+    of that batch, which should be as large as they get (the longest sequences), in two optimizer
+    steps of two backwards. On a GPU a size is too large, too, for which the allocator has to give
+    its cache back and ask again.
+
+    Afterwards all is as before, after an error too: weights, buffers, gradients, the optimizer (by
+    its state dict), training modes, random states, the loader's order. Until then it is kept in
+    the CPU's memory, so it takes none of a GPU's. Attributes that a forward sets stay as they are.
+    Call it before a GradientMeter or AdaptiveBatch is made.
+
+    Ranks try the same sizes; what is too large for one is too large for all. Under DDP a rank that
+    runs out of memory lets nobody wait. Under fully_shard (FSDP2), or with SyncBatchNorm, a forward
+    waits for the other ranks: one that fails alone leaves them there until the group's timeout. So
+    let `most` be what surely fits there.
+
+    Most systems kill a process before they refuse it memory of the CPU: give `most` there too, or
+    limit the process (`ulimit -v`).
+
+    Args:
+        model: as it is trained: wrapped, on its device, in its mode.
+        optimizer: any whose step needs no closure.
+        loader: any that AdaptiveBatch takes, of batches that can be cut along their samples.
+        loss_of: batch -> mean loss, one number; brings the batch to the device as training does.
+        most: upper limit of the answer; default: the loader's samples. Sizes up to
+            most / (1 - margin) are tried.
+        margin: share of the samples that is left off, in [0, 1), since later batches may be larger,
+            and an allocator's memory is in more pieces after a thousand steps than after two.
+    Returns:
+        What to pass as `micro_batch`, the same on every rank.
+    Raises:
+        SettingError: one sample does not fit, a closure is needed, nobody says `most`, or FSDP2 of
+            a torch before 2.13, which cannot go on after an error.
+        RankError: `loss_of` or the optimizer failed on another rank.
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> loader = DataLoader(torch.randn(64, 4), batch_size=16)
+        >>> largest_micro_batch(model, optimizer, loader, lambda x: model(x).square().mean())
+        64
+    """
+    if not 0 <= margin < 1:
+        raise SettingError(f"margin={margin} must be at least 0 and less than 1")
+    _require_no_closure(optimizer)
+    source, known = find_source(model), Loader(loader)
+    most = known.length if most is None else most
+    if most is None:
+        raise SettingError("the loader does not say how many samples it has; pass most=")
+    require_positive(most=most)
+    before = _Before(model, optimizer, known)
+    torch.cuda.empty_cache()
+    try:
+        trials = _Trials(model, optimizer, loss_of, _first_batch(known), source, before)
+        table = trials.agreement.gather(trials.samples, most)
+        start, most = (int(min(column)) for column in zip(*table, strict=True))
+        bound = math.ceil(most / (1 - margin))
+        with _no_rank_waits(model, source):
+            largest = _search(trials.fits, min(start, bound), bound)
+    finally:
+        before.put_back()
+    if not largest:
+        raise SettingError(
+            "one sample does not fit in memory: take a smaller model, lower precision, or "
+            "activation checkpointing"
+        )
+    return most if largest == bound else max(1, int(largest * (1 - margin)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU, the CPU's allocator or Python had no memory to give."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def advise_size(error: BaseException, samples: int) -> None:
+    """Notes on an out-of-memory error, once, how large the micro-batch was and what to do."""
+    notes = getattr(error, "__notes__", ())
+    if not is_out_of_memory(error) or any(note.startswith("bigbatch:") for note in notes):
+        return
+    advice = "bigbatch: this micro-batch had 1 sample; activation checkpointing needs less memory"
+    if samples > 1:
+        advice = (
+            f"bigbatch: this micro-batch had {samples} samples; set micro_batch={samples // 2}, or "
+            "find it by bb.largest_micro_batch(model, optimizer, loader, loss_of)"
+        )
+    error.add_note(advice)
+
+
+class SizeAdvice:
+    """A forward hook: `advise_size` for the error that a model's forward is left by.
+
+        advice = SizeAdvice()
+        handle = model.register_forward_hook(advice, always_call=True)
+
+    `samples` is the present micro-batch's, 0 where there is none. It is to stay on: for hooks that
+    come and go torch.compile compiles the functions that call the model again. In those, as long as
+    they are compiled, torch calls no hook after an error.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Called by torch with the output, or with None where there is none."""
+        if output is None and self.samples:
+            error = sys.exc_info()[1]
+            if error is not None:
+                advise_size(error, self.samples)
+
+
+# the search
+
+
+def _search(fits: Callable[[int], bool], start: int, bound: int) -> int:
+    """The largest size that fits, at most `bound`; 0 where none does."""
+    fitting, size = 0, start
+    while fits(size):
+        if size == bound:
+            return bound
+        fitting, size = size, min(2 * size, bound)
+    too_large = size
+    while too_large - fitting > 1:
+        size = (fitting + too_large) // 2
+        if fits(size):
+            fitting = size
+        else:
+            too_large = size
+    return fitting
+
+
+class _Trials:
+    """Whether every rank has the memory for two steps with micro-batches of a size."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_of: Callable[[Batch], Tensor],
+        batch: Batch,
+        source: GradientSource,
+        before: "_Before",
+    ) -> None:
+        self.samples = count_samples(batch)
+        self.agreement = Agreement(source)
+        self._model, self._optimizer = model, optimizer
+        self._loss_of, self._batch = loss_of, batch
+        self._before = before
+        self._devices = {p.device for p in source.parameters if p.is_cuda}
+
+    def fits(self, size: int) -> bool:
+        """Collective. Puts everything back."""
+        failed: Exception | None = None  # otherwise than for lack of memory
+        retries = self._retries()
+        try:
+            self._train(size)
+            too_large = self._retries() > retries
+        except Exception as error:
+            too_large = is_out_of_memory(error)
+            failed = None if too_large else error
+        self._before.put_back()  # by now the error is gone, and what its frames held
+        if too_large:
+            gc.collect()
+        torch.cuda.empty_cache()  # does nothing where no GPU is used
+        rows = self.agreement.gather(too_large, failed is not None)
+        if failed is not None:
+            raise failed
+        if any(elsewhere for _, elsewhere in rows):
+            raise RankError(f"a micro-batch of {size} samples failed on another rank; see there")
+        return not any(too_large for too_large, _ in rows)
+
+    def _train(self, size: int) -> None:
+        times, rest = divmod(size, self.samples)
+        pieces = [self._batch] * times + [cut_samples(self._batch, 0, rest)] * (rest > 0)
+        batch = glue_samples(pieces)
+        with warnings.catch_warnings(action="ignore"):  # of micro-batches that are the same
+            for _ in range(2):  # the first step makes the optimizer's state
+                self._optimizer.zero_grad()
+                self._model.zero_grad()  # what the optimizer does not hold has .grad too
+                for _ in range(2):  # the first backward makes .grad
+                    (self._loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
+                self._optimizer.step()
+
+    def _retries(self) -> int:
+        """How often an allocator gave its cache back to be able to go on."""
+        stats = [torch.cuda.memory_stats(device) for device in self._devices]
+        return sum(of_one.get("num_alloc_retries", 0) for of_one in stats)
+
+
+@contextmanager
+def _no_rank_waits(model: nn.Module, source: GradientSource) -> Iterator[None]:
+    """DDP joins no gradients, and sends no buffers around before a forward."""
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    sends = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    source.synchronize(False)
+    for wrapper in wrappers:
+        wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        source.synchronize(True)
+        for wrapper, before in zip(wrappers, sends, strict=True):
+            wrapper.require_forward_param_sync = before
+
+
+def _first_batch(loader: Loader) -> Batch:
+    batches: Any = loader.batches
+    if isinstance(batches, DataLoader):
+        batches = copy.copy(batches)
+        batches._iterator = None  # persistent workers are left alone
+    for batch in batches:
+        count, size, length = count_samples(batch), loader.batch_size, loader.length
+        if size is not None and length is not None and count != min(size, length):
+            raise BatchError(
+                f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
+                "first axis is no sample axis; give a loader whose is"
+            )
+        return batch
+    raise SettingError("the loader is empty; give one with at least one batch")
+
+
+def _require_no_closure(optimizer: Optimizer) -> None:
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
+        raise SettingError(
+            f"{type(optimizer).__name__}.step() needs a closure, which computes as often as it "
+            "likes; give an optimizer that needs none"
+        )
+
+
+# what is put back
+
+
+class _Before:
+    """Everything that a trial changes, as it was; copied to the CPU."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
+        self._optimizer, self._loader = optimizer, loader
+        self._sharded = _sharded(model)
+        if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
+            raise SettingError(
+                f"under fully_shard torch {torch.__version__} cannot go on after an error; install "
+                "torch 2.13"
+            )
+        self._random, self._passes = random_state(), loader.state_dict()
+        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
+        # what an optimizer holds beside that, and what the parts hold that it is made of
+        parts = [getattr(part, "__dict__", None) for part in (optimizer, *vars(optimizer).values())]
+        self._attributes = [(part, dict(part)) for part in parts if type(part) is dict]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        groups = [group["params"] for group in optimizer.param_groups]
+        parameters = dict.fromkeys([*model.parameters(), *(p for held in groups for p in held)])
+        self._parameters = [
+            (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
+        ]
+        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
+        tensors = {id(leaf): _local(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """As often as needed."""
+        for root in self._sharded:
+            root.reset_iter_state()
+        for part, before in self._attributes:
+            part.clear()
+            part.update(before)
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)
+        for parameter, requires_grad, grad in self._parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+        self._optimizer.load_state_dict(self._state)
+        self._loader.load_counts(self._passes)
+        restore_random_state(self._random)
+
+
+def _sharded(module: nn.Module) -> list[Any]:
+    """The outermost modules of fully_shard, known by a method that they alone have."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        return [module]
+    return [root for child in module.children() for root in _sharded(child)]
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's piece of a tensor, as part of no graph."""
+    piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return piece.detach()

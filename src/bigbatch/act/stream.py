@@ -1,0 +1,226 @@
+"""One rank's samples of a pass, in the loader's order, to be taken in any number."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bigbatch.act.loader import Loader
+from bigbatch.act.randomness import (
+    RandomState,
+    raw_random_state,
+    restorable,
+    restore_random_state,
+)
+from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
+from bigbatch.errors import BatchError, SettingError, StateError
+
+
+class SampleStream:
+    """Fetches the loader's batches as they are needed and cuts them anew.
+
+    What is fetched and not taken waits; nothing is thrown away. Cutting makes views; samples are
+    copied only where what is taken spans two of the loader's batches.
+
+    Args:
+        loader: gives the batches.
+        split: (batch, lo, hi) -> samples lo to hi; such batches are not glued.
+        count: batch -> number of samples, beside `split`; default: by the known length.
+    Raises:
+        SettingError: a number of samples that nobody says.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        split: Callable[[Batch, int, int], Batch] | None = None,
+        count: Callable[[Batch], int] | None = None,
+    ) -> None:
+        self.loader = loader
+        self.counted = 0  # samples fetched in this pass
+        self.waiting = 0  # of them, not taken yet
+        self.ended = False  # the loader has no more
+        self._iterator: Iterator[Batch] | None = None
+        self._fetched = 0  # batches
+        self._pieces: deque[_Piece] = deque()
+        self._split = split or cut_samples
+        self._count = count or (count_samples if split is None else self._count_by_length)
+        self.glues = split is None
+        if split is not None and count is None and None in (loader.batch_size, loader.length):
+            raise SettingError("split= needs count= where the loader does not say its sizes")
+
+    @property
+    def open(self) -> bool:
+        """Whether a pass has begun and was not closed."""
+        return self._iterator is not None
+
+    def begin(self, epoch: int) -> None:
+        """Begins a pass."""
+        self._start(self.loader.begin(epoch))
+
+    def close(self) -> None:
+        """Ends the pass."""
+        self._iterator = None
+        self._pieces.clear()
+        self.waiting = self._fetched = 0
+
+    def read_until(self, samples: int) -> None:
+        """Fetches batches until so many samples wait, or the loader ends."""
+        while self.waiting < samples and not self.ended:
+            self.ended = not self._fetch()
+
+    def take(self, samples: int) -> tuple[Batch, int]:
+        """The next `samples` samples, or fewer where they cannot be glued or are not there."""
+        self.read_until(samples)
+        parts: list[_Piece] = []
+        missing = min(samples, self.waiting)
+        while missing:
+            piece = self._pieces.popleft()
+            if piece.samples > missing:
+                piece, rest = self._cut(piece, missing)
+                self._pieces.appendleft(rest)
+            if piece.samples:
+                parts.append(piece)
+            missing -= piece.samples
+        glued = parts[0].batch
+        if len(parts) > 1:
+            glued = glue_samples([part.batch for part in parts]) if self.glues else None
+        if glued is None:
+            self._pieces.extendleft(reversed(parts[1:]))
+            parts = parts[:1]
+            glued = parts[0].batch
+        taken = sum(part.samples for part in parts)
+        self.waiting -= taken
+        return glued, taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's pass stands: what was fetched, what waits, how it was shuffled.
+
+        No sample is saved: those that wait are fetched again, from the random states that they
+        were fetched with.
+        """
+        first = self._pieces[0] if self._pieces else None
+        waiting = {piece.number: piece.fetched_from for piece in self._pieces}
+        own = self.loader.own_state() if self.open else None
+        return {
+            "loader": self.loader.state_dict(),
+            "batch_size": self.loader.batch_size,
+            "own": own if first is None else first.own,
+            "batches": self._fetched if first is None else first.number,
+            "samples": self.counted - self.waiting - (0 if first is None else first.start),
+            "given_out": 0 if first is None else first.start,
+            "fetched_from": [restorable(state) for state in waiting.values()],
+            "ended": self.ended,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
+        """Goes on in the middle of a pass, with the samples that waited.
+
+        Raises:
+            StateError: the loader is not the one of the state.
+        """
+        iterator, there = self.loader.resume(state["loader"], epoch, state["samples"], state["own"])
+        self._start(iterator)
+        self._fetched, self.counted = (state["batches"], state["samples"]) if there else (0, 0)
+        before = torch.get_rng_state()
+        needed = state["batches"] + len(state["fetched_from"])
+        while self._fetched < state["batches"]:
+            self._fetch_again(needed)
+            self.waiting -= self._pieces.pop().samples
+        if not torch.equal(before, torch.get_rng_state()):
+            self.loader.warn_of_draws()
+        for fetched_from in state["fetched_from"]:
+            restore_random_state(fetched_from)
+            self._fetch_again(needed)
+        self._throw_away(state["given_out"])
+        self.ended = state["ended"]
+        self.loader.restore_generators(state["loader"]["generators"])
+
+    def skip(self, epoch: int, position: int, samples: int) -> None:
+        """Goes on after so many of this rank's samples, at a position of the order of all ranks."""
+        if self.loader.ledger is not None:
+            self._start(self.loader.begin_at(epoch, position))
+            self.counted = samples
+        else:
+            self._start(self.loader.begin(epoch))
+            self._throw_away(samples)
+
+    def _start(self, iterator: Iterator[Batch]) -> None:
+        self.close()
+        self.counted, self.ended = 0, False
+        self._iterator = iterator
+
+    def _throw_away(self, samples: int) -> None:
+        """What was given out already."""
+        while samples:
+            if not self._pieces:
+                self._fetch_again(self._fetched + 1)
+            head = self._pieces.popleft()
+            gone = min(samples, head.samples)
+            if gone < head.samples:
+                self._pieces.appendleft(self._cut(head, gone)[1])
+            self.waiting -= gone
+            samples -= gone
+
+    def _fetch_again(self, needed: int) -> None:
+        if not self._fetch():
+            raise StateError(
+                f"the loader has only {self._fetched} batches, the saved one had at least "
+                f"{needed}; resume with the same data and batch size"
+            )
+
+    def _fetch(self) -> bool:
+        """Takes one batch from the loader; False where there is none."""
+        assert self._iterator is not None
+        fetched_from, own = raw_random_state(), self.loader.own_state()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return False
+        samples = self._count(batch)
+        if self._fetched == 0:
+            self._check_first(samples)
+        self._pieces.append(_Piece(batch, samples, 0, self._fetched, fetched_from, own))
+        self._fetched += 1
+        self.counted += samples
+        self.waiting += samples
+        return True
+
+    def _cut(self, piece: "_Piece", samples: int) -> tuple["_Piece", "_Piece"]:
+        head = self._split(piece.batch, 0, samples)
+        tail = self._split(piece.batch, samples, piece.samples)
+        left, start = piece.samples - samples, piece.start + samples
+        return (
+            replace(piece, batch=head, samples=samples),
+            replace(piece, batch=tail, samples=left, start=start),
+        )
+
+    def _count_by_length(self, batch: Batch) -> int:
+        """Full batches, and a last one of what is left of the known length."""
+        assert self.loader.batch_size is not None
+        assert self.loader.length is not None
+        return min(self.loader.batch_size, self.loader.length - self.counted)
+
+    def _check_first(self, count: int) -> None:
+        """A map-style loader's first batch is full, so another size is no sample axis."""
+        size, length = self.loader.batch_size, self.loader.length
+        if size and length is not None and count != min(size, length - self.counted):
+            raise BatchError(
+                f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
+                "first axis is no sample axis; wrap the loader: "
+                "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
+            )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A batch of the loader, or what is left of it."""
+
+    batch: Batch
+    samples: int
+    start: int  # samples of the loader's batch that were before it
+    number: int  # which one of the pass it was
+    fetched_from: RandomState  # random states before it was fetched
+    own: dict[str, Any] | None  # the loader's own state before that

@@ -1,0 +1,68 @@
+"""Policies by name, as they are written on a command line."""
+
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_args
+
+from bigbatch.decide.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
+from bigbatch.decide.schedule import Schedule
+from bigbatch.errors import SettingError
+
+POLICIES: dict[str, type[Any]] = {
+    "fixed": Fixed,
+    "simigrad": SimiGrad,
+    "noise-scale": NoiseScale,
+    "norm-test": NormTest,
+    "schedule": Schedule,
+}
+
+
+def policy_named(text: str) -> Policy:
+    """The policy that a text names: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
+
+    A value without a key is that of the first argument. A schedule is free text with commas of its
+    own; what else it needs follows a semicolon.
+
+    Raises:
+        SettingError: an unknown name or key, a value that is no number or out of range, or one is
+            missing.
+    Example:
+        >>> policy_named("simigrad:target=0.3,max_batch=512")
+        SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
+        >>> policy_named("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
+        64
+    """
+    name, _, rest = (part.strip() for part in text.partition(":"))
+    if name not in POLICIES:
+        raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
+    known = {field.name: field for field in fields(POLICIES[name])}
+    values: dict[str, Any] = {}
+    for part in rest.split(";" if name == "schedule" else ",") if rest else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and not values:
+            key, value = next(iter(known)), key
+        if key not in known or not value:
+            raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
+        values[key] = _number(known[key], value)
+    if any(field.default is MISSING and key not in values for key, field in known.items()):
+        raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
+    policy: Policy = POLICIES[name](**values)
+    return policy
+
+
+def _usage(name: str) -> str:
+    keys = [field.name for field in fields(POLICIES[name])]
+    if name == "schedule":
+        return f"{name}:TEXT; {keys[1]}=..."
+    return f"{name}:{','.join(f'{key}=...' for key in keys)}"
+
+
+def _number(field: "Field[Any]", value: str) -> Any:
+    """The value in its field's type."""
+    kinds = (field.type, *get_args(field.type))
+    if str in kinds:
+        return value
+    try:
+        return float(value) if float in kinds else int(value)
+    except ValueError:
+        kind = "a number" if float in kinds else "a whole number"
+        raise SettingError(f"{field.name}={value!r} must be {kind}") from None

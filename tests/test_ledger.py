@@ -1,0 +1,235 @@
+"""The sample ledger: one order for any number of ranks, every sample once, whatever happens."""
+
+import io
+import random
+import threading
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+from bigbatch import Batches, BatchPlan, SampleLedger
+from bigbatch.act.agreement import Agreement, part
+from bigbatch.errors import SettingError
+
+property_test = settings(deadline=None, derandomize=True, max_examples=120)
+SEED = 11
+
+
+class Threads:
+    """Ranks that are threads of this process: what one says, all hear."""
+
+    def __init__(self, ranks):
+        self.barrier = threading.Barrier(ranks, timeout=60)
+        self.said = [None] * ranks
+
+    def rank(self, rank):
+        return OfThread(self, rank)
+
+    def run(self, function):
+        """`function(agreement)` on every rank."""
+        answers, errors = [None] * len(self.said), []
+
+        def serve(rank):
+            try:
+                answers[rank] = function(self.rank(rank))
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(len(self.said))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return answers
+
+
+class OfThread(Agreement):
+    def __init__(self, together, rank):
+        super().__init__()
+        self.rank, self.ranks = rank, len(together.said)
+        self._together = together
+
+    def gather(self, *values):
+        self._together.said[self.rank] = list(values)
+        self._together.barrier.wait()
+        heard = [list(row) for row in self._together.said]
+        self._together.barrier.wait()
+        return heard
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def loader(samples, rank, ranks, size, **more):
+    sampler = SampleLedger(range(samples), seed=SEED, num_replicas=ranks, rank=rank)
+    return DataLoader(range(samples), size, sampler=sampler, **more)
+
+
+def order(samples, epoch=0):
+    ledger = SampleLedger(range(samples), seed=SEED)
+    ledger.set_epoch(epoch)
+    return list(ledger)
+
+
+def taken(cut):
+    return [batch.tolist() for batch, _ in cut]
+
+
+def leg(samples, ranks, virtual, size, tail, plans, first, stop, state, least, most, epoch=0):
+    """Some steps of one pass on so many ranks: (steps of micro-batches by rank, state of each)."""
+
+    def of_rank(agreement):
+        batches = Batches(
+            loader(samples, agreement.rank, ranks, size), tail=tail, virtual_ranks=virtual
+        )
+        batches.share(agreement, lockstep=True)
+        if state is None:
+            batches.start(epoch)
+        else:
+            batches.load_state_dict(state[0], epoch, mine=state[1] == (agreement.rank, ranks))
+        steps = []
+        while len(steps) < stop:
+            plan = plans[(first + len(steps)) % len(plans)]
+            cut = batches.step(plan, least, most)
+            if cut is None:
+                break
+            steps.append(taken(cut))
+            assert cut.samples <= max(plan.batch_size, most or 10**9)
+        return steps, through_a_file(batches.state_dict())
+
+    return Threads(ranks).run(of_rank)
+
+
+@st.composite
+def runs(draw):
+    virtual = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    counts = [n for n in range(1, virtual + 1) if virtual % n == 0]
+    samples = draw(st.integers(virtual, 90))
+    plans = [
+        BatchPlan(virtual, draw(st.integers(1, 5)), draw(st.integers(1, 3)))
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    legs = [
+        (draw(st.sampled_from(counts)), draw(st.integers(1, 9)), draw(st.integers(0, 4)))
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    legs.append((draw(st.sampled_from(counts)), draw(st.integers(1, 9)), 10**6))
+    tail = draw(st.sampled_from(["share", "step"]))
+    least = draw(st.integers(1, 12))
+    return samples, virtual, plans, legs, tail, least, draw(st.sampled_from([None, 40]))
+
+
+@property_test
+@given(runs())
+def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_restarts(drawn):
+    samples, virtual, plans, legs, tail, least, most = drawn
+    steps, state = [], None
+    for ranks, size, stop in legs:
+        answers = leg(
+            samples, ranks, virtual, size, tail, plans, len(steps), stop, state, least, most
+        )
+        by_rank = [answer[0] for answer in answers]
+        assert len({tuple(len(step) for step in rank) for rank in by_rank}) == 1  # no rank waits
+        steps += [list(chain.from_iterable(step)) for step in zip(*by_rank, strict=True)]
+        rank = random.Random(len(steps)).randrange(ranks)
+        state = answers[rank][1], (rank, ranks)
+        if not state[0]["pass"]["open"]:
+            break
+    expected, at = order(samples), 0
+    for step in steps:
+        numbers = [n for piece in step for n in piece]
+        assert sorted(expected[at : at + len(numbers)]) == sorted(numbers)
+        at += len(numbers)
+    assert samples == at
+
+
+@property_test
+@given(runs())
+def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
+    samples, virtual, plans, legs, tail, least, most = drawn
+    found = []
+    for ranks in {1, virtual, *(count for count, _, _ in legs)}:
+        answers = leg(samples, ranks, virtual, 5, tail, plans, 0, 10**6, None, least, most)
+        steps = zip(*(answer[0] for answer in answers), strict=True)
+        found.append([sorted(chain.from_iterable(step)) for step in steps])
+    assert all(found[0] == other for other in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("start", [0, 1, 5, 10, 11])
+def test_the_ranks_of_a_ledger_have_every_position_once_from_any_start(ranks, start):
+    ledgers = [SampleLedger(range(11), seed=1, num_replicas=ranks, rank=r) for r in range(ranks)]
+    whole = list(SampleLedger(range(11), seed=1))
+    assert whole != sorted(whole)
+    for ledger in ledgers:
+        ledger.start_at(start)
+    read = [list(ledger) for ledger in ledgers]
+    for position, number in enumerate(whole[start:], start):
+        assert number in read[position % ranks]
+    assert sorted(whole[start:]) == sorted(chain.from_iterable(read))
+    assert [part(11, rank, ranks) for rank in range(ranks)] == [len(x) for x in ledgers]
+
+
+def test_orders_differ_by_seed_and_by_epoch():
+    orders = []
+    for seed in range(3):
+        for epoch in range(3):
+            ledger = SampleLedger(range(50), seed=seed)
+            ledger.set_epoch(epoch)
+            orders.append(tuple(ledger))
+    assert 9 == len(set(orders))
+    assert list(range(5)) == list(SampleLedger(range(5), shuffle=False))
+
+
+def test_a_ledger_that_cannot_be_dealt_is_refused():
+    with pytest.raises(SettingError, match="rank=2 is none of num_replicas=2"):
+        SampleLedger(range(5), num_replicas=2, rank=2)
+    with pytest.raises(SettingError, match="3 samples are too few for 4 ranks"):
+        SampleLedger(range(3), num_replicas=4, rank=0)
+    with pytest.raises(SettingError, match="seed=-1"):
+        SampleLedger(range(3), seed=-1)
+
+
+def test_virtual_ranks_are_a_multiple_of_the_ranks():
+    def of_rank(agreement):
+        batches = Batches(loader(20, agreement.rank, 2, 4), virtual_ranks=3)
+        with pytest.raises(SettingError, match=r"virtual_ranks=3 is no multiple of the 2 ranks"):
+            batches.share(agreement, lockstep=False)
+
+    Threads(2).run(of_rank)
+    with pytest.raises(SettingError, match="virtual_ranks=0"):
+        Batches([torch.zeros(1)], virtual_ranks=0)
+
+
+def test_batches_that_split_cuts_are_not_dealt_to_virtual_ranks():
+    batches = Batches(
+        [torch.zeros(4)], virtual_ranks=2, split=lambda b, lo, hi: b[lo:hi], count=len
+    )
+    with pytest.raises(SettingError, match="split="):
+        batches.share(Agreement(), lockstep=False)
+
+
+def test_a_padding_sampler_is_said_once_with_its_number():
+    def of_rank(agreement):
+        sampler = DistributedSampler(range(10), num_replicas=4, rank=agreement.rank, seed=SEED)
+        batches = Batches(DataLoader(range(10), 4, sampler=sampler))
+        if agreement.rank:
+            batches.share(agreement, lockstep=False)
+            return
+        with pytest.warns(UserWarning, match="repeats 2 samples in every epoch"):
+            batches.share(agreement, lockstep=False)
+        assert 12 == batches.samples
+
+    Threads(4).run(of_rank)

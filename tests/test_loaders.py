@@ -1,0 +1,264 @@
+"""Loaders of every kind: their own state, streams, workers, ragged batches, epochs' ends."""
+
+import io
+import warnings
+from dataclasses import dataclass
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from bigbatch import Batches, BatchPlan, SampleLedger
+from bigbatch.act.randomness import random_state, restore_random_state
+
+SEED = 5
+SAMPLES = 45
+PLANS = [BatchPlan(1, 4, 2), BatchPlan(1, 3, 3), BatchPlan(1, 7, 1)]
+
+
+class Reading:
+    """A data set that notes which samples were read in this process."""
+
+    def __init__(self, samples=SAMPLES):
+        self.samples, self.read = samples, []
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return torch.tensor(number)
+
+
+class Sharded(IterableDataset):
+    """A stream whose workers have every second sample each, and which can say where it stands."""
+
+    def __init__(self, samples=SAMPLES):
+        self.samples, self.at = samples, 0
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        numbers = range(first, self.samples, step)
+        start, self.at = self.at, 0
+        for index in range(start, len(numbers)):
+            self.at = index + 1
+            yield torch.tensor(numbers[index])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def rest(batches, first=0):
+    for index in range(first, 10**6):
+        cut = batches.step(PLANS[index % len(PLANS)], least=4)
+        if cut is None:
+            return
+        yield [batch.tolist() for batch, _ in cut]
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def interrupted(make, stop, epoch=0):
+    """(an uninterrupted pass, the same one killed after some steps and taken up by a new process,
+    the data set of the latter)."""
+    torch.manual_seed(SEED)
+    batches = Batches(make())
+    batches.start(epoch)
+    whole = list(rest(batches))
+
+    torch.manual_seed(SEED)
+    batches = Batches(make())
+    batches.start(epoch)
+    before = list(islice(rest(batches), stop))
+    state = through_a_file({"batches": batches.state_dict(), "random": random_state()})
+
+    torch.manual_seed(SEED + 1)
+    loader = make()
+    batches = Batches(loader)
+    batches.load_state_dict(state["batches"], epoch)
+    restore_random_state(state["random"])
+    return whole, before + list(rest(batches, stop)), loader.dataset
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 4])
+@pytest.mark.parametrize("data", [Reading, Sharded])
+def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
+    def make():
+        shuffle = {"shuffle": True} if data is Reading else {}
+        return StatefulDataLoader(data(), batch_size=6, num_workers=workers, **shuffle)
+
+    whole, resumed, again = interrupted(make, stop)
+    assert whole == resumed
+    assert list(range(SAMPLES)) == sorted(n for step in resumed for piece in step for n in piece)
+    if data is Reading and not workers:
+        given_out = sum(len(piece) for step in whole[:stop] for piece in step)
+        assert SAMPLES - given_out // 6 * 6 == len(again.read)  # what was given out is not read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_a_ledger_goes_on_without_reading_what_was_given_out(workers, stop):
+    def make():
+        data = Reading()
+        return DataLoader(data, 6, sampler=SampleLedger(data, seed=SEED), num_workers=workers)
+
+    whole, resumed, again = interrupted(make, stop, epoch=2)
+    assert whole == resumed
+    if not workers:
+        given_out = sum(len(piece) for step in whole[:stop] for piece in step)
+        assert SAMPLES - given_out // 6 * 6 == len(again.read)
+
+
+def grouped(data):
+    return BatchSampler(WeightedRandomSampler(torch.ones(SAMPLES), 31), 4, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda d: DataLoader(d, 6, shuffle=True), id="shuffle"),
+        pytest.param(lambda d: DataLoader(d, 6, drop_last=True, shuffle=True), id="drop_last"),
+        pytest.param(lambda d: DataLoader(d, batch_sampler=grouped(d)), id="batch sampler"),
+        pytest.param(
+            lambda d: DataLoader(d, 6, sampler=DistributedSampler(d, 1, 0, seed=SEED)),
+            id="DistributedSampler",
+        ),
+        pytest.param(
+            lambda d: DataLoader(d, 6, sampler=RandomSampler(d, replacement=True, num_samples=20)),
+            id="with replacement",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_any_sampler_goes_on_where_it_was(make, stop):
+    whole, resumed, _ = interrupted(lambda: make(Reading()), stop)
+    assert whole == resumed
+
+
+# zero lag, no copies, little in waiting
+
+
+def test_a_change_takes_effect_with_the_next_step_though_workers_have_prefetched():
+    loader = DataLoader(range(64), 8, num_workers=2, prefetch_factor=3)
+    batches = Batches(loader)
+    batches.start(0)
+    plans = [BatchPlan(1, 2, 2), BatchPlan(1, 8, 3), BatchPlan(1, 1, 3), BatchPlan(1, 11, 3)]
+    sizes = [[samples for _, samples in batches.step(plan, least=1)] for plan in plans]
+    assert [[2, 2], [8, 8, 8], [1, 1, 1], [11, 11, 11]] == sizes
+
+
+def test_a_micro_batch_inside_one_loader_batch_is_a_view_and_only_others_are_copied():
+    whole = [torch.arange(16), torch.arange(16, 32)]
+    batches = Batches(whole)
+    batches.start(0)
+    pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 5), least=1)]
+    storages = [batch.untyped_storage().data_ptr() for batch in whole]
+    of = [piece.untyped_storage().data_ptr() for piece in pieces]
+    assert [storages[0]] * 2 == of[:2]
+    assert of[2] not in storages  # 12 to 17: four of the first batch, two of the second
+    assert [storages[1]] * 2 == of[3:]
+
+
+def test_virtual_ranks_are_dealt_views():
+    whole = torch.arange(24)
+    batches = Batches([whole], virtual_ranks=3)
+    batches.start(0)
+    pieces = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
+    assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p.tolist() for p in pieces[:3]]
+    assert all(p.untyped_storage().data_ptr() == whole.data_ptr() for p in pieces)
+
+
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_a_loader_of_known_length_is_read_no_further_than_a_micro_batch_and_a_batch(virtual):
+    data = Reading(400)
+    batches = Batches(DataLoader(data, 10), virtual_ranks=virtual)
+    batches.start(0)
+    given, most = 0, 0
+    while cut := batches.step(BatchPlan(virtual, 5, 4), least=100, most=300):
+        for _, samples in cut:
+            given += samples
+            most = max(most, len(data.read) - given)
+    assert 400 == given
+    assert most <= 10 + (virtual > 1) * virtual * 5
+
+
+@dataclass
+class Sentence:
+    tokens: torch.Tensor
+    tags: list[str]
+    extra: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def pad(numbers):
+    width = 1 + max(numbers) % 5
+    tokens = torch.tensor(numbers).view(-1, 1).expand(-1, width)
+    pair = torch.tensor(numbers), torch.tensor(numbers) % 2
+    return Sentence(tokens, [str(n) for n in numbers], {"pair": pair})
+
+
+def test_nested_ragged_batches_of_a_users_collate_function_come_whole():
+    loader = DataLoader(range(50), 7, collate_fn=pad)
+    batches = Batches(loader)
+    batches.start(0)
+    seen = []
+    while cut := batches.step(BatchPlan(1, 5, 3), least=5):
+        for sentence, samples in cut:
+            numbers = sentence.tokens[:, 0].tolist()
+            assert samples == len(numbers) == len(sentence.tags)
+            assert numbers == sentence.extra["pair"][0].tolist()
+            assert [str(n) for n in numbers] == sentence.tags
+            seen += numbers
+    assert list(range(50)) == seen
+
+
+def test_a_sampler_that_gives_more_or_fewer_than_it_says_loses_nothing():
+    class Says(torch.utils.data.Sampler):
+        def __init__(self, said, gives):
+            self.said, self.gives = said, gives
+
+        def __len__(self):
+            return self.said
+
+        def __iter__(self):
+            return iter(range(self.gives))
+
+    for said, gives in [(20, 27), (27, 20), (20, 21), (21, 20), (20, 4)]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of the length
+            batches = Batches(DataLoader(range(100), 4, sampler=Says(said, gives)))
+            batches.start(0)
+            seen = [n for step in rest(batches) for piece in step for n in piece]
+        assert list(range(gives)) == seen
+
+
+def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_position():
+    data = Reading(30)
+    loader = DataLoader(data, 5, sampler=SampleLedger(data, seed=SEED))
+    batches = Batches(loader)
+    batches.start(0)
+    first = [batch.tolist() for batch, _ in batches.step(BatchPlan(1, 4, 2), least=4)]
+    elsewhere = [n for batch in loader for n in batch.tolist()]
+    others = [piece for step in rest(batches) for piece in step]
+    seen = [n for piece in first + others for n in piece]
+    assert list(range(30)) == sorted(seen) == sorted(elsewhere)

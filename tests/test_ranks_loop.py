@@ -1,0 +1,433 @@
+"""AdaptiveBatch on real ranks: the same samples, decisions and weights on any number of them."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import bigbatch as bb
+from bigbatch.errors import RankError, SettingError
+
+SAMPLES = 1003  # no multiple of anything
+SEED = 3
+
+
+class Numbered(Dataset):
+    """Samples that carry their number."""
+
+    def __init__(self, samples=SAMPLES):
+        draw = torch.Generator().manual_seed(SEED)
+        self.x = torch.randn(samples, 5, generator=draw, dtype=torch.float64)
+        noise = torch.randn(samples, generator=draw, dtype=torch.float64)
+        self.y = (self.x[:, 0] + noise > 0).long() + (self.x[:, 1] > 0).long()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, number):
+        return self.x[number], self.y[number], number
+
+
+def network():
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def wrapped(engine, ranks):
+    model = network()
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    if engine == "fsdp2":
+        fully_shard(model[0])
+        return fully_shard(model)
+    return model
+
+
+def ledger_loader(rank, ranks, samples=SAMPLES, size=16):
+    data = Numbered(samples)
+    sampler = bb.SampleLedger(data, seed=SEED, num_replicas=ranks, rank=rank)
+    return DataLoader(data, size, sampler=sampler)
+
+
+def build(rank, ranks, engine, virtual_ranks, loader=None, **settings):
+    model = wrapped(engine, ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = ledger_loader(rank, ranks) if loader is None else loader
+    settings = {
+        "policy": bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
+        "batch_size": 64,
+        "micro_batch": 12,
+    } | settings
+    batches = (
+        loader
+        if isinstance(loader, bb.Batches)
+        else bb.Batches(loader, virtual_ranks=virtual_ranks)
+    )
+    return bb.AdaptiveBatch(model, optimizer, batches, **settings)
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def steps_of(train, epochs, most=10**9):
+    """(numbers of the samples, record) of each step on this rank."""
+    done = []
+    for _ in train.epochs(epochs):
+        for step in train:
+            numbers = []
+            for x, y, number in step:
+                step.backward(cross_entropy(train.model(x), y))
+                numbers.append(number.tolist())
+            done.append((numbers, step.update()))
+            if len(done) == most:
+                return done
+    return done
+
+
+def run(rank, ranks, engine, virtual_ranks, updates):
+    train = build(rank, ranks, engine, virtual_ranks)
+    done = steps_of(train, 10**9, updates)
+    weights = [whole(p) for p in train.model.parameters()]
+    return [numbers for numbers, _ in done], [record for _, record in done], weights
+
+
+def together(answers):
+    """Every step's samples, whoever read them."""
+    return [
+        sorted(n for numbers in step for piece in numbers for n in piece)
+        for step in zip(*(answer[0] for answer in answers), strict=True)
+    ]
+
+
+def groups(answers):
+    return [
+        sorted(sorted(piece) for numbers in step for piece in numbers)
+        for step in zip(*(answer[0] for answer in answers), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("virtual_ranks", [4, 8])
+def test_the_run_is_the_same_on_one_two_and_four_ranks(ranks, virtual_ranks):
+    updates = 200
+    alone = run(0, 1, "plain", virtual_ranks, updates)
+    trajectory = [record.batch_size for record in alone[1]]
+    assert len(set(trajectory)) > 20
+    for engine, count in [("ddp", 2), ("ddp", 4), ("fsdp2", 2)]:
+        answers = ranks(count)(run, engine, virtual_ranks, updates)
+        assert groups([alone]) == groups(answers)
+        for _, records, weights in answers:
+            assert trajectory == [record.batch_size for record in records]
+            assert [r.decision for r in alone[1]] == [r.decision for r in records]
+            for mine, theirs in zip(alone[1], records, strict=True):
+                assert pytest.approx(mine.loss, rel=1e-9) == theirs.loss
+                assert pytest.approx(mine.similarity, abs=1e-9) == theirs.similarity
+            for mine, theirs in zip(alone[2], weights, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+# the gradient
+
+
+def handed_over(rank, ranks, engine, weigh, micro):
+    """The gradient of one step over all samples, as the optimizer saw it."""
+    train = build(
+        rank,
+        ranks,
+        engine,
+        None,
+        ledger_loader(rank, ranks, 23),
+        micro_batch=micro,
+        policy=bb.SimiGrad(min_batch=12),
+        batch_size=18,
+    )
+    seen = []
+    train.optimizer.register_step_pre_hook(
+        lambda *_: seen.append([whole(p.grad) for p in train.model.parameters()])
+    )
+    for step in train:
+        for x, y, number in step:
+            if weigh is None:
+                step.backward(cross_entropy(train.model(x), y))
+                continue
+            tokens = torch.tensor([weigh[n] for n in number.tolist()], dtype=torch.float64)
+            total = tokens.sum().item()
+            logits = train.model(x)
+            mean = cross_entropy(logits, torch.full_like(y, -100))  # of nothing: nan
+            if total:
+                mean = cross_entropy(logits, y, reduction="none") @ tokens / total
+            step.backward(mean, weight=total)
+        record = step.update()
+    return seen, record
+
+
+TOKENS = {
+    "samples": None,
+    "tokens": [1 + n % 7 for n in range(23)],
+    "tokens, none on most samples": [5 * (n in (3, 4)) for n in range(23)],
+}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("weights", TOKENS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_optimizer_sees_the_mean_over_all_ranks(ranks, engine, weights, count):
+    data, model, weigh = Numbered(23), network(), TOKENS[weights]
+    each = cross_entropy(model(data.x), data.y, reduction="none")
+    tokens = torch.tensor([1.0] * 23 if weigh is None else weigh, dtype=torch.float64)
+    loss = (each * tokens).sum() / tokens.sum()
+    loss.backward()
+    for seen, record in ranks(count)(handed_over, engine, weigh, 4):
+        assert 23 == record.batch_size == record.samples
+        assert 1 == len(seen)
+        assert pytest.approx(loss.item(), rel=1e-12) == record.loss
+        for expected, gradient in zip(model.parameters(), seen[0], strict=True):
+            torch.testing.assert_close(expected.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+# what goes wrong on one rank
+
+
+def with_a_bad_sample(rank, ranks, engine):
+    loader = ledger_loader(rank, ranks)
+    train = build(rank, ranks, engine, None, loader)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        records, weights = [], []
+        for step in train:
+            for x, y, _ in step:
+                bad = rank == ranks - 1 and len(records) == 2
+                step.backward(cross_entropy(train.model(x), y) * (torch.nan if bad else 1.0))
+            records.append(step.update())
+            weights.append([whole(p) for p in train.model.parameters()])
+            if len(records) == 5:
+                break
+    return records, weights
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks, engine):
+    for records, weights in ranks(2)(with_a_bad_sample, engine):
+        assert [False, False, True, False, False] == [record.skipped for record in records]
+        same = [all(map(torch.equal, one, two)) for one, two in itertools.pairwise(weights)]
+        assert [False, True, False, False] == same
+        assert "skipped" in records[2].decision.reason
+
+
+class Moody:
+    """A policy that is no function of (noise, now): after some steps, rank 1 has its own mind."""
+
+    def __init__(self, rank):
+        self.rank, self.asked = rank, 0
+
+    def decide(self, noise, now):
+        self.asked += 1
+        return bb.Decision(64 + 8 * (self.rank == 1 and self.asked == 3), "moody")
+
+
+def disagreeing(rank, ranks, engine):
+    train = build(rank, ranks, engine, None, policy=Moody(rank), min_micro_batches=8)
+    done = 0
+    try:
+        for step in train:
+            for x, y, _ in step:
+                step.backward(cross_entropy(train.model(x), y))
+            step.update()
+            done += 1
+    except RankError as error:
+        return done, str(error)
+    return done, ""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_that_disagree_raise_on_every_rank(ranks, engine):
+    for done, message in ranks(2)(disagreeing, engine):
+        assert 3 == done
+        assert "rank 1 disagrees with rank 0 on the batch size of a step" in message
+        assert "(noise, now) alone" in message
+
+
+def settled_otherwise(rank, ranks):
+    with pytest.raises(RankError, match="rank 1 disagrees with rank 0 on their settings"):
+        build(rank, ranks, "ddp", None, policy=bb.SimiGrad(target=0.3 if rank else 0.2))
+    with pytest.raises(RankError, match="rank 1 disagrees with rank 0 on their settings"):
+        build(rank, ranks, "ddp", None, micro_batch=12 if rank else 13)
+
+
+def test_ranks_with_other_settings_raise_at_construction(ranks):
+    ranks(2)(settled_otherwise)
+
+
+# streams
+
+
+class Shard(IterableDataset):
+    """A part of a stream that nobody knows the length of."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        draw = torch.Generator().manual_seed(self.samples)
+        for number in range(self.samples):
+            x = torch.randn(5, generator=draw, dtype=torch.float64)
+            yield x, torch.tensor(number % 3), number
+
+
+SHARDS = (100, 60, 31)
+
+
+def streamed(rank, ranks, engine, uneven):
+    batches = bb.Batches(DataLoader(Shard(SHARDS[rank]), 8), uneven=uneven)
+    train = build(rank, ranks, engine, None, batches, policy=bb.Fixed(36), batch_size=36)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        done = steps_of(train, 2)
+    read = [n for numbers, _ in done for piece in numbers for n in piece]
+    said = [str(w.message) for w in caught if "unread" in str(w.message)]
+    return read, said, [record.batch_size for _, record in done]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_shards_of_unequal_length_stop_together_and_say_what_stayed_unread(ranks, engine):
+    answers = ranks(3)(streamed, engine, "stop")
+    for rank, (read, said, sizes) in enumerate(answers):
+        assert 2 * list(range(31)) == read
+        assert 2 * 3 * 31 == sum(sizes)
+        assert (rank == 0) == bool(said)
+    assert 1 == len(answers[0][1])
+    assert "[17, 17, 0] of them (at least) stay unread" in answers[0][1][0]
+
+
+def refused_shards(rank, ranks):
+    with pytest.raises(bb.BigbatchError, match="unequally many samples"):
+        streamed(rank, ranks, "ddp", "raise")
+
+
+def test_shards_of_unequal_length_are_refused_where_that_is_asked_for(ranks):
+    ranks(3)(refused_shards)
+
+
+def without_a_sampler(rank, ranks):
+    data = Numbered(40 + rank)  # says its length, and is not what others have
+    with pytest.warns(UserWarning, match="unequally") if rank == 0 else warnings.catch_warnings():
+        train = build(
+            rank, ranks, "ddp", None, DataLoader(data, 8), policy=bb.Fixed(24), batch_size=24
+        )
+    return [record.batch_size for _, record in steps_of(train, 1)]
+
+
+def test_known_lengths_that_differ_by_more_than_a_deal_stop_together_too(ranks):
+    for sizes in ranks(3)(without_a_sampler):
+        assert 120 == sum(sizes)
+
+
+# restarts
+
+
+def leg(rank, ranks, engine, states, updates, kind):
+    train = build(rank, ranks, engine, 4, loaders()[kind](rank, ranks))
+    if states is not None:
+        weights, momentum, state = states[min(rank, len(states) - 1)]
+        with torch.no_grad():
+            for p, saved in zip(train.model.parameters(), weights, strict=True):
+                share = distribute(saved, p)
+                p.copy_(share)
+                train.optimizer.state[p]["momentum_buffer"] = distribute(
+                    momentum[saved_index(train, p)], p
+                )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train.load_state_dict(state)
+    done = steps_of(train, 10**9, updates)
+    parameters = list(train.model.parameters())
+    momentum = [whole(train.optimizer.state[p]["momentum_buffer"]) for p in parameters]
+    return done, [whole(p) for p in parameters], momentum, train.state_dict()
+
+
+def saved_index(train, parameter):
+    return next(i for i, p in enumerate(train.model.parameters()) if p is parameter)
+
+
+def distribute(saved, parameter):
+    if isinstance(parameter, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(saved, mesh, placements, src_data_rank=None)
+    return saved.clone()
+
+
+def with_a_distributed_sampler(rank, ranks):
+    data = Numbered(1000)
+    sampler = DistributedSampler(data, ranks, rank, seed=SEED)
+    return DataLoader(data, 16, sampler=sampler)
+
+
+def loaders():
+    return {"ledger": ledger_loader, "DistributedSampler": with_a_distributed_sampler}
+
+
+@pytest.mark.parametrize("kind", ["ledger", "DistributedSampler"])
+def test_a_restart_on_another_number_of_ranks_goes_on_with_the_same_samples(ranks, kind):
+    whole_run = leg(0, 1, "plain", None, 60, kind)
+    expected = together([([numbers for numbers, _ in whole_run[0]],)])
+    answers, states = None, None
+    done, records = [], []
+    for engine, count, updates in [
+        ("ddp", 2, 13),
+        ("plain", 1, 20),
+        ("fsdp2", 2, 9),
+        ("ddp", 4, 18),
+    ]:
+        if engine == "plain":
+            answers = [leg(0, 1, engine, states, updates, kind)]
+        else:
+            answers = ranks(count)(leg, engine, states, updates, kind)
+        done += together([([numbers for numbers, _ in answer[0]],) for answer in answers])
+        records += [record for _, record in answers[0][0]]
+        states = [(answer[1], answer[2], answer[3]) for answer in answers]
+    assert expected == done
+    assert [r.batch_size for _, r in whole_run[0]] == [r.batch_size for r in records]
+    for mine, theirs in zip(whole_run[1], answers[0][1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+def another_order(rank, ranks, state):
+    train = build(rank, ranks, "ddp", 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train.load_state_dict(state)
+    return " ".join(str(w.message) for w in caught)
+
+
+def test_a_restart_whose_order_is_another_says_so(ranks):
+    alone = build(0, 1, "plain", 4, DataLoader(Numbered(), 16, shuffle=True))
+    steps_of(alone, 1, 3)
+    for said in ranks(2)(another_order, alone.state_dict()):
+        assert "the order of this pass was RandomSampler and is SampleLedger" in said
+    (said, _) = ranks(2)(another_order, build(0, 1, "plain", 4).state_dict())
+    assert "that of rank 0 of 1" in said
+    assert "the order of this pass" not in said
+
+
+def variance_reduced(rank, ranks):
+    model = wrapped("ddp", ranks)
+    with pytest.raises(SettingError, match="VRSGD on 2 ranks"):
+        bb.AdaptiveBatch(
+            model,
+            bb.optim.VRSGD(model.parameters(), lr=0.1),
+            ledger_loader(rank, ranks),
+            policy=bb.SimiGrad(),
+        )
+
+
+def test_variance_reduced_optimizers_are_refused_on_ranks(ranks):
+    ranks(2)(variance_reduced)

@@ -1,0 +1,346 @@
+"""Replay: other policies on a finished run's log, against closed forms and the command."""
+
+import pytest
+
+from bigbatch import Controller, Fixed, GradientNoise, NormTest, Schedule, SimiGrad
+from bigbatch.decide.named import policy_named
+from bigbatch.errors import RunError, SettingError
+from bigbatch.report.metrics import history_of
+from bigbatch.report.replay import StepTime, Trace, replay
+from bigbatch.report.run_directory import RunDirectory
+
+
+def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0.001 * B, epoch=0):
+    """The rows of a run with these batches; noise is a function of samples seen before a step."""
+    rows, samples, time = [], 0, 0.0
+    for step, batch in enumerate(batches, start=1):
+        signal, noise_of_step = noise(samples)
+        samples, time = samples + batch, time + seconds(batch)
+        rows.append(
+            {
+                "schema": 1,
+                "step": step,
+                "epoch": epoch and (samples - 1) // epoch,
+                "samples": samples,
+                "batch_size": batch,
+                "micro_batches": 4,
+                "loss": 1.0,
+                "lr": [0.1],
+                "signal": signal,
+                "noise": noise_of_step,
+                "skipped": False,
+                "test_accuracy": None,
+                "seconds": time,
+            }
+        )
+    return rows
+
+
+@pytest.fixture
+def logged(tmp_path):
+    """Writes rows as a run and reads its history."""
+
+    def write(rows, name="run"):
+        run = RunDirectory.create(tmp_path / name, {"policy": "fixed", "epochs": 1})
+        for row in rows:
+            run.append(row)
+        return history_of(run)
+
+    return write
+
+
+def only(history, policy, **options):
+    return replay(history, {"it": policy}, **options).others[0]
+
+
+# signal and noise as functions of samples
+
+
+def test_a_log_is_constant_over_each_of_its_steps():
+    rows = log([100, 50, 250], lambda samples: (1.0 + samples, 2.0 * samples))
+    trace = Trace(rows)
+    assert 400 == trace.samples
+    inside = trace.mean(110, 140, batch_size=30)
+    assert pytest.approx((101.0, 200.0)) == (inside.signal, inside.noise)
+    assert (30, 4) == (inside.samples, inside.micro_batches)
+    across = trace.mean(0, 400, batch_size=400)
+    assert pytest.approx((100 * 1 + 50 * 101 + 250 * 151) / 400) == across.signal
+    assert pytest.approx((50 * 200 + 250 * 300) / 400) == across.noise
+
+
+def test_a_step_without_a_measurement_has_that_of_the_next_and_the_end_that_of_the_last():
+    rows = log([100] * 4, lambda samples: (1.0 + samples, 7.0))
+    rows[0]["signal"] = rows[3]["noise"] = None
+    trace = Trace(rows)
+    assert [101, 101, 201, 201] == [trace.mean(at, at + 50, 50).signal for at in (0, 120, 220, 340)]
+
+
+def test_a_run_in_which_nothing_was_measured_cannot_be_replayed(logged):
+    rows = log([100] * 4)
+    for row in rows:
+        row["signal"] = row["noise"] = None
+    with pytest.raises(RunError, match="no step was measured"):
+        replay(logged(rows), {"it": Fixed(8)})
+    with pytest.raises(RunError, match="no step was measured"):
+        replay(logged([], "empty"), {"it": Fixed(8)})
+
+
+# the walk
+
+
+def test_a_policy_walks_over_all_samples_with_its_own_batches(logged):
+    walk = only(logged(log([100] * 10)), Fixed(300))
+    assert [300, 300, 300, 100] == walk.batches
+    assert [300, 600, 900, 1000] == walk.ends
+
+
+def test_a_policy_sees_the_logs_noise_with_its_own_batch(logged):
+    def noise(samples):
+        return 1.0, 1000.0 if samples < 20_000 else 4000.0
+
+    history = logged(log([100] * 400, noise))
+    walk = only(history, SimiGrad(0.3), smoothing=50)
+    controller, done, expected = Controller(SimiGrad(0.3), 100, smoothing=50), 0, []
+    while done < 40_000:
+        expected.append(min(controller.decision.batch_size, 40_000 - done))
+        early = max(0, min(20_000 - done, expected[-1])) / expected[-1]
+        step = GradientNoise(1.0, 1000 * early + 4000 * (1 - early), expected[-1], 4)
+        done += expected[-1]
+        controller.next(step)
+    assert expected == walk.batches
+    rest = 2 * 0.3 / 0.7
+    by = dict(zip(walk.ends, walk.batches, strict=True))
+    middle = [batch for end, batch in by.items() if 10_000 < end < 20_000]
+    assert pytest.approx(1000 * rest, rel=0.12) == sum(middle) / len(middle)
+
+
+def test_a_walk_starts_where_the_policy_does_else_where_the_run_did(logged):
+    history = logged(log([100] * 10))
+    assert 32 == only(history, Schedule("32, x2 every 200 samples")).batches[0]
+    assert 100 == only(history, SimiGrad(0.3)).batches[0]
+    assert 120 == only(history, SimiGrad(0.3, min_batch=120)).batches[0]
+
+
+def test_schedules_count_the_logs_epochs_and_their_own_steps(logged):
+    history = logged(log([100] * 12, epoch=400))  # rows 4, 8, 12 end an epoch
+    by_epoch = only(history, Schedule("100, 50 from 1 epoch, 200 from 2 epochs")).batches
+    # the first step of an epoch decides in it
+    assert [100] * 5 + [50] * 7 + [200, 150] == by_epoch
+    assert [100, 100, 100] + [300] * 3 == only(history, Schedule("100, 300 from 3 steps")).batches
+
+
+def test_no_batch_exceeds_an_epoch(logged):
+    assert 400 == max(only(logged(log([100] * 12, epoch=400)), Fixed(10**6)).batches)
+
+
+def test_a_controllers_options_are_every_policys(logged):
+    history = logged(log([100] * 100))
+    found = replay(history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warm_up=500, largest_step=1.5)
+    for walk in found.others:
+        assert [100] * 5 == walk.batches[:5]
+        assert walk.batches[5] > 100
+        assert max(walk.batches[5:7]) <= 150 * 1.5
+    with pytest.raises(SettingError, match="every=0"):
+        only(history, Fixed(8), every=0)
+
+
+# costs
+
+
+def test_the_time_of_a_step_is_fitted_to_the_log():
+    time = StepTime.fit(log([10, 200, 30, 400, 50]))
+    assert pytest.approx((0.01, 0.001)) == (time.fixed, time.per_sample)
+    assert pytest.approx(2 * 0.01 + 0.001 * 300) == time.of([100, 200])
+
+
+def test_one_batch_size_is_all_time_per_sample():
+    time = StepTime.fit(log([100] * 9))
+    assert (0.0, pytest.approx(0.11 / 100)) == (time.fixed, time.per_sample)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (lambda B: 0.002 * B - 0.01, "per sample"),
+        (lambda B: 1.0 - 0.001 * B, "fixed"),
+    ],
+)
+def test_no_part_of_a_steps_time_is_negative(seconds, expected):
+    batches = [10, 20, 30, 40, 50]
+    time = StepTime.fit(log(batches, seconds=seconds))
+    points = [(B, seconds(B)) for B in batches[1:]]  # the first has nothing before it
+    if expected == "fixed":
+        assert (pytest.approx(sum(y for _, y in points) / 4), 0.0) == (time.fixed, time.per_sample)
+    else:
+        slope = sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+        assert (0.0, pytest.approx(slope)) == (time.fixed, time.per_sample)
+
+
+def test_tests_and_clocks_that_go_back_do_not_count_as_training():
+    rows = log([10, 200, 30, 400, 50, 60])
+    rows[1]["test_accuracy"] = 0.5
+    for row in rows[2:]:
+        row["seconds"] += 100.0  # the test after step 2 is in step 3's difference
+    for row in rows[4:]:
+        row["seconds"] -= 50.0
+    time = StepTime.fit(rows)
+    assert pytest.approx((0.01, 0.001)) == (time.fixed, time.per_sample)
+
+
+def test_a_log_of_one_step_has_its_time_too():
+    assert pytest.approx(0.11 / 100) == StepTime.fit(log([100])).per_sample
+
+
+@pytest.mark.parametrize("batch", [10, 100, 1000])
+def test_progress_is_mccandlishs(logged, batch):
+    history = logged(log([100] * 100))  # B_simple is 1,000 throughout
+    found = replay(history, {"it": Fixed(batch)})
+    steps = 10_000 / batch
+    assert pytest.approx(steps / (1 + 1000 / batch)) == found.others[0].progress(found.trace)
+    # samples to equal progress grow as 1 + B / B_simple, steps as 1 + B_simple / B
+    share = found.itself.progress(found.trace) / found.others[0].progress(found.trace)
+    assert pytest.approx((1 + batch / 1000) / (1 + 100 / 1000)) == share
+    assert pytest.approx(100 * (1 + 1000 / batch) / (1 + 1000 / 100)) == share * steps
+
+
+def test_without_any_signal_there_is_no_progress(logged):
+    found = replay(logged(log([100] * 10, lambda _: (-1.0, 1000.0))), {"it": Fixed(50)})
+    assert 0 == found.itself.progress(found.trace)
+    assert 0 == found.others[0].progress(found.trace)
+
+
+def test_progress_uses_averages_since_one_step_is_often_without_signal(logged):
+    def noise(samples):
+        return (9.0 if samples % 200 else -7.0), 1000.0  # 1 on average
+
+    found = replay(logged(log([100] * 800, noise)), {"it": Fixed(100)})
+    assert pytest.approx(800 / 11) == found.others[0].progress(found.trace)
+
+
+# names
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("fixed:256", Fixed(256)),
+        ("simigrad", SimiGrad()),
+        ("simigrad:0.3", SimiGrad(0.3)),
+        (" simigrad : target = 0.3 , max_batch=512", SimiGrad(0.3, max_batch=512)),
+        ("norm-test:theta=0.8", NormTest(0.8)),
+        ("schedule:64, x2 every 2K samples", Schedule("64, x2 every 2K samples")),
+        (
+            "schedule:64, x2 at 9 tokens; tokens_per_sample=5",
+            Schedule("64, x2 at 9 tokens", tokens_per_sample=5),
+        ),
+    ],
+)
+def test_a_text_names_a_policy(text, policy):
+    assert policy == policy_named(text)
+
+
+WRONG_POLICIES = [
+    ("magic", "policy 'magic' is unknown; choose one of: fixed, simigrad, noise-scale"),
+    ("fixed", "policy 'fixed' lacks a value; write fixed:batch_size=..."),
+    ("fixed:", "policy 'fixed:' lacks a value; write fixed:batch_size=..."),
+    ("fixed:many", "batch_size='many' must be a whole number"),
+    ("fixed:1.5", "batch_size='1.5' must be a whole number"),
+    ("simigrad:target=high", "target='high' must be a number"),
+    ("simigrad:goal=0.3", "'goal=0.3' is none of simigrad:target=...,min_batch=..."),
+    ("simigrad:target=", "'target=' is none of simigrad:target=..."),
+    ("simigrad:min_batch=8,0.3", "'0.3' is none of"),
+    ("simigrad:target=2", "target=2.0 must lie inside (-1, 1)"),
+    ("norm-test", "policy 'norm-test' lacks a value; write norm-test:theta=..."),
+    ("schedule", "policy 'schedule' lacks a value; write schedule:TEXT; tokens_per_sample=..."),
+    ("schedule:64, x2", "clause 'x2': allowed here"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_POLICIES)
+def test_a_text_that_names_no_policy_is_refused_with_what_is_allowed(text, message):
+    with pytest.raises(SettingError) as refusal:
+        policy_named(text)
+    assert message in str(refusal.value)
+
+
+# the command
+
+
+@pytest.fixture
+def run(logged):
+    return logged(log([100] * 30 + [200] * 10, epoch=1000)).path
+
+
+POLICIES = ("--policy", "fixed:50", "--policy", "schedule:32, x2 every 1K samples")
+
+
+def test_the_command_shows_every_policy_in_one_table(bigbatch, run):
+    status, out, err = bigbatch("replay", run, *POLICIES)
+    assert (0, "") == (status, err)
+    for word in ("run: 5,000 samples", "the run itself", "fixed:50", "progress", "10 ms + 1 ms"):
+        assert word in out
+    cells = next(line for line in out.splitlines() if "fixed:50" in line).split()
+    steps, progress = 100, 100 / (1 + 1000 / 50)
+    itself = 30 / (1 + 1000 / 100) + 10 / (1 + 1000 / 200)
+    share = itself / progress
+    expected = [steps, 50, 6.0, round(progress, 1), round(steps * share), round(5000 * share)]
+    assert [f"{number:,}" for number in expected] == cells[1:]
+
+
+def test_a_log_with_one_batch_size_says_what_its_time_is_worth(bigbatch, logged):
+    history = logged(log([100] * 40), "even")
+    _, out, _ = bigbatch("replay", history.path, *POLICIES)
+    assert "one batch size: all time counts as per sample" in " ".join(out.split())
+
+
+def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tmp_path):
+    other = logged(log([50] * 40), "other").path
+    for name, begins in (("figure.png", b"\x89PNG"), ("figure.svg", b"<?xml")):
+        status, out, _ = bigbatch("replay", run, other, *POLICIES, "-o", tmp_path / name)
+        assert 0 == status
+        assert 2 == out.count("the run itself took")
+        assert "other: 2,000 samples" in out
+        assert (tmp_path / name).read_bytes().startswith(begins)
+    drawn = (tmp_path / "figure.svg").read_text()
+    for label in ("the run itself", "fixed:50", "schedule:32, x2 every 1K samples", "other: batch"):
+        assert f"<!-- {label}" in drawn
+
+
+def test_the_controllers_options_are_the_commands(bigbatch, run):
+    options = ["--smoothing", 500, "--every", 2, "--dead-band", 0.1, "--largest-step", 1.5]
+    options += ["--warm-up", 300, "--surely", 0.6]
+    status, _, err = bigbatch("replay", run, "--policy", "noise-scale", *options)
+    assert (0, "") == (status, err)
+
+
+def test_what_takes_effect_badly_is_a_note(bigbatch, run):
+    status, _, err = bigbatch("replay", run, "--policy", "noise-scale")
+    assert (0, 1) == (status, err.count("\n"))
+    assert err.startswith("bigbatch: note: NoiseScale goes by one step's noise scale")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "magic"], "policy 'magic' is unknown"),
+        (["--policy", "schedule:64, x2"], "clause 'x2'"),
+        (["--policy", "fixed:8", "--every", "0"], "every=0"),
+        (["--policy", "simigrad", "--surely", "0.9"], "set smoothing="),
+        (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .png or"),
+        (["--policy", "fixed:8", "-o", "no/such/folder.png"], "cannot be written"),
+        ([], "--policy"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(bigbatch, run, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = bigbatch("replay", run, *arguments)
+    assert (2, 1) == (status, err.count("\n"))
+    assert message in err
+    assert not list(tmp_path.glob("figure*"))
+
+
+def test_a_run_that_is_none_is_one_line(bigbatch, tmp_path):
+    status, _, err = bigbatch("replay", tmp_path / "nowhere", "--policy", "fixed:8")
+    assert (2, 1) == (status, err.count("\n"))
+    assert "there is no run directory" in err
