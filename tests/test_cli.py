@@ -15,7 +15,7 @@ WRONG = [
     (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
     (["train", "--bogus"], "No such option: --bogus"),
     (["walk"], "No such command 'walk'"),
-    (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: simigrad, fixed"),
+    (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: fixed, simigrad"),
     (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
     (["train", "--target", "1.5"], "target=1.5 must lie inside (-1, 1)"),
     (["train", "--target", "-1"], "target=-1.0 must lie inside (-1, 1)"),

@@ -281,6 +281,16 @@ def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, e
     assert ("held: inside the dead band of 0.15" in decision.reason) == (present == expected)
 
 
+@pytest.mark.parametrize(
+    ("present", "wanted", "moves"), [(6, 7, True), (7, 8, False), (20, 17, True), (20, 18, False)]
+)
+def test_the_dead_band_is_exact_in_whole_numbers(present, wanted, moves):
+    assert moves == (max(wanted / present, present / wanted) > 1.15)
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing=1e3)
+    expected = wanted if moves else present
+    assert expected == controller.next(seen(64, noise_scale=wanted)).batch_size
+
+
 @pytest.mark.parametrize("bounds", [{"max_batch": 512}, {"min_batch": 512}])
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_dead_band_does_not_keep_the_batch_from_its_bounds(bounds, inner):
@@ -610,3 +620,30 @@ def test_the_digest_is_the_same_in_every_process_and_changes_with_what_matters()
     one.limit(max_batch=10**6)
     assert one.digest() != other.digest()
     assert Controller(SimiGrad(0.2), 128).digest() != Controller(SimiGrad(0.3), 128).digest()
+
+
+class Counting:
+    """A policy that remembers how often it was asked."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def decide(self, noise, now):
+        self.asked += 1
+        return Decision(10 * self.asked, "counted")
+
+    def state_dict(self):
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state):
+        self.asked = state["asked"]
+
+
+def test_what_a_policy_of_ones_own_remembers_is_saved_with_it():
+    noise = GradientNoise(1.0, 64.0, samples=10, micro_batches=4)
+    first = Controller(Counting(), 10)
+    for _ in range(3):
+        first.next(noise)
+    second = Controller(Counting(), 10)
+    second.load_state_dict(first.state_dict())
+    assert 40 == first.next(noise).batch_size == second.next(noise).batch_size

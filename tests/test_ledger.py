@@ -167,6 +167,21 @@ def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
     assert all(found[0] == other for other in found)
 
 
+@property_test
+@given(runs())
+def test_dropping_the_tail_leaves_whole_steps_on_every_rank(drawn):
+    samples, virtual, plans, legs, _, least, _ = drawn
+    ranks, size, _ = legs[-1]
+    answers = leg(samples, ranks, virtual, size, "drop", plans, 0, 10**6, None, least, None)
+    steps = [list(chain.from_iterable(step)) for step in zip(*(a[0] for a in answers), strict=True)]
+    sizes = [sum(map(len, step)) for step in steps]
+    expected = [plans[index % len(plans)].batch_size for index in range(len(steps) + 1)]
+    assert expected[:-1] == sizes
+    assert samples - sum(sizes) < expected[-1]
+    numbers = [n for step in steps for piece in step for n in piece]
+    assert sorted(order(samples)[: sum(sizes)]) == sorted(numbers)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", [0, 1, 5, 10, 11])
 def test_the_ranks_of_a_ledger_have_every_position_once_from_any_start(ranks, start):

@@ -262,3 +262,13 @@ def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_pos
     others = [piece for step in rest(batches) for piece in step]
     seen = [n for piece in first + others for n in piece]
     assert list(range(30)) == sorted(seen) == sorted(elsewhere)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU, none here")
+def test_pinned_batches_stay_pinned_whether_cut_or_glued():
+    loader = DataLoader(torch.arange(40.0), 8, pin_memory=True)
+    batches = Batches(loader)
+    batches.start(0)
+    pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
+    assert all(piece.is_pinned() for piece in pieces)
+    assert list(range(36)) == torch.cat(pieces).tolist()

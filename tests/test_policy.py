@@ -265,6 +265,10 @@ def test_advice_is_told_and_not_followed():
     assert "140" in decision.reason
     assert "similarity 0.100 < 0.2" in decision.reason
     assert SimiGrad(target=0.2).decide(step(0.1), now(128)).advice is None
+    decays = Schedule("64, x4 at 1 epoch up to 128, then decay")
+    late = Progress(64, 64, 64, epoch=1)
+    assert 0.5 == decays.decide(LOUD, late).lr_factor
+    assert 1.0 == Advise(decays).decide(LOUD, late).lr_factor
 
 
 def test_advice_keeps_the_bounds_of_the_policy_that_gives_it():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import bigbatch as bb
 from bigbatch.errors import RankError, SettingError
+from parallel import two_rows
 
 SAMPLES = 1003  # no multiple of anything
 SEED = 3
@@ -44,9 +45,10 @@ def wrapped(engine, ranks):
     model = network()
     if engine == "ddp":
         return DistributedDataParallel(model)
-    if engine == "fsdp2":
-        fully_shard(model[0])
-        return fully_shard(model)
+    if engine in ("fsdp2", "hsdp"):
+        mesh = two_rows(ranks) if engine == "hsdp" else None
+        fully_shard(model[0], mesh=mesh)
+        return fully_shard(model, mesh=mesh)
     return model
 
 
@@ -120,7 +122,7 @@ def test_the_run_is_the_same_on_one_two_and_four_ranks(ranks, virtual_ranks):
     alone = run(0, 1, "plain", virtual_ranks, updates)
     trajectory = [record.batch_size for record in alone[1]]
     assert len(set(trajectory)) > 20
-    for engine, count in [("ddp", 2), ("ddp", 4), ("fsdp2", 2)]:
+    for engine, count in [("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("hsdp", 4)]:
         answers = ranks(count)(run, engine, virtual_ranks, updates)
         assert groups([alone]) == groups(answers)
         for _, records, weights in answers:
@@ -192,7 +194,78 @@ def test_the_optimizer_sees_the_mean_over_all_ranks(ranks, engine, weights, coun
             torch.testing.assert_close(expected.grad, gradient, rtol=1e-10, atol=1e-14)
 
 
+def clipped(rank, ranks, engine):
+    train = build(rank, ranks, engine, 4)
+    norms = []
+    for step in train:
+        for x, y, _ in step:
+            step.backward(cross_entropy(train.model(x), y))
+        norms.append(float(whole(step.clip_grad_norm_(0.1))))
+        step.update()
+        if len(norms) == 5:
+            return norms, [whole(p) for p in train.model.parameters()]
+    return None
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_clipping_is_that_of_the_mean_over_all_ranks(ranks, engine):
+    norms, weights = clipped(0, 1, "plain")
+    assert min(norms) > 0.1
+    for theirs, other in ranks(2)(clipped, engine):
+        assert pytest.approx(norms, rel=1e-9) == theirs
+        for expected, weight in zip(weights, other, strict=True):
+            torch.testing.assert_close(expected, weight, rtol=1e-9, atol=1e-12)
+
+
 # what goes wrong on one rank
+
+
+def fed_the_same(rank, ranks):
+    train = build(rank, ranks, "ddp", None, DataLoader(Numbered(), 16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps_of(train, 1, 12)
+    return [str(w.message) for w in caught]
+
+
+def test_ranks_that_are_fed_the_same_data_are_told_of_the_missing_sampler(ranks):
+    first, second = ranks(2)(fed_the_same)
+    assert 1 == sum("DistributedSampler" in said for said in first)
+    assert [] == second
+
+
+def padded(rank, ranks, engine):
+    """Batches of other widths cannot be glued, and a step spans two of them."""
+    draw = torch.Generator().manual_seed(rank)
+    loader = [
+        (torch.randn(6, 3 + i % 2, 5, generator=draw).double(), torch.randint(3, (6,)), i)
+        for i in range(10)
+    ]
+    batches = bb.Batches(
+        [(x.flatten(2), y) for x, y, _ in loader],
+    )
+    train = build(
+        rank, ranks, engine, None, batches, policy=bb.Fixed(16), batch_size=16, micro_batch=4
+    )
+    read = 0
+    for step in train:
+        for x, y in step:
+            step.backward(cross_entropy(train.model(x).mean(1), y))
+            read += len(x)
+        step.update()
+    return read
+
+
+def test_batches_that_cannot_be_glued_train_under_ddp_and_are_refused_under_fsdp2(ranks):
+    assert [60, 60] == ranks(2)(padded, "ddp")
+    for message in ranks(2)(refusal_of_padded):
+        assert "pad them to one length in the collate function" in message
+
+
+def refusal_of_padded(rank, ranks):
+    with pytest.raises(bb.BigbatchError) as caught:
+        padded(rank, ranks, "fsdp2")
+    return str(caught.value)
 
 
 def with_a_bad_sample(rank, ranks, engine):

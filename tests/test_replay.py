@@ -203,10 +203,21 @@ def test_progress_is_mccandlishs(logged, batch):
     assert pytest.approx(100 * (1 + 1000 / batch) / (1 + 1000 / 100)) == share * steps
 
 
-def test_without_any_signal_there_is_no_progress(logged):
-    found = replay(logged(log([100] * 10, lambda _: (-1.0, 1000.0))), {"it": Fixed(50)})
+def test_a_steps_progress_is_by_the_noise_of_where_it_lies(logged):
+    history = logged(log([100] * 100, lambda samples: (1.0, 1000.0 if samples < 5000 else 4000.0)))
+    found = replay(history, {"it": Fixed(200)})
+    assert pytest.approx(50 / 11 + 50 / 41) == found.itself.progress(found.trace)
+    assert pytest.approx(25 / 6 + 25 / 21) == found.others[0].progress(found.trace)
+
+
+def test_without_any_signal_there_is_no_progress_and_none_to_equal(bigbatch, logged):
+    history = logged(log([100] * 10, lambda _: (-1.0, 1000.0)))
+    found = replay(history, {"it": Fixed(50)})
     assert 0 == found.itself.progress(found.trace)
     assert 0 == found.others[0].progress(found.trace)
+    _, out, _ = bigbatch("replay", history.path, "--policy", "fixed:50")
+    cells = next(line for line in out.splitlines() if "fixed:50" in line).split()
+    assert ["0.0", "-", "-"] == cells[-3:]
 
 
 def test_progress_uses_averages_since_one_step_is_often_without_signal(logged):

@@ -112,7 +112,8 @@ def test_batch_over_factor_grows_as_the_uncapped_batch(factor, epoch, cap):
 
 
 def test_growth_without_a_cap_never_overflows():
-    assert 2**53 == decide("64, x2 every 1 step", steps=10**9).batch_size
+    for factor in ("2", "5", "999999999999999"):
+        assert 2**53 == decide(f"64, x{factor} every 1 step", steps=10**9).batch_size
     capped = decide("64, x2 every 1 step up to 512, then decay", steps=10**9)
     assert (512, 512 / 2**53) == (capped.batch_size, capped.lr_factor)
 
@@ -122,6 +123,11 @@ def test_a_clause_changes_what_those_before_it_say():
     assert 45 == decide(text, samples=50, steps=9).batch_size
     assert 7 == decide(text, samples=50, epoch=5).batch_size
     assert 28 == decide(text, samples=50, epoch=12).batch_size
+
+
+def test_what_happens_every_so_often_has_no_place_in_the_order_of_time():
+    assert 512 == decide("64, x2 every 20 epochs, 512 from 5 epochs", epoch=100).batch_size
+    assert 512 == decide("64, 128 from 10 epochs, x2 every 5 epochs", epoch=10).batch_size
 
 
 def test_case_and_blanks_do_not_matter():

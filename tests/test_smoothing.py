@@ -86,3 +86,10 @@ def test_a_saved_average_goes_on_as_if_it_had_never_stopped():
 def test_a_window_that_is_no_number_of_samples_is_refused(samples):
     with pytest.raises(SettingError, match="samples"):
         NoiseAverage(samples=samples)
+
+
+def test_a_noise_too_faint_to_square_has_no_interval():
+    average = NoiseAverage(samples=100, interval=0.9)
+    for noise in (1e-216, 2e-216, 1e-216, 3e-216):
+        found = average.update(GradientNoise(noise, noise, samples=10, micro_batches=4))
+    assert (-1.0, 1.0) == found.similarity_interval

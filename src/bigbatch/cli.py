@@ -12,11 +12,10 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from bigbatch.bench.commands import app as bench
-from bigbatch.decide.named import POLICIES as NAMED
-from bigbatch.decide.named import policy_named
+from bigbatch.decide.named import POLICIES, policy_named
 from bigbatch.errors import BigbatchError, RunError, SettingError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
-from bigbatch.recipes.recipe import OPTIMIZERS, POLICIES, Recipe
+from bigbatch.recipes.recipe import OPTIMIZERS, Recipe
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
 from bigbatch.recipes.training import Training
@@ -67,11 +66,17 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help=f"One of: {', '.join(POLICIES)}.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}.")
+    ] = None,
     target: Annotated[float | None, typer.Option(help="Similarity to hold, in (-1, 1).")] = None,
     min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
+    smoothing: Annotated[float | None, typer.Option(help="Samples to average noise over.")] = None,
+    dead_band: Annotated[
+        float | None, typer.Option(help="Hold smaller changes: 0.1 = 10 %.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Lower clip of a VR optimizer.")] = None,
@@ -109,6 +114,8 @@ def train(
         min_batch=min_batch,
         max_batch=max_batch,
         batch_size=batch_size,
+        smoothing=smoothing,
+        dead_band=dead_band,
         optimizer=optimizer,
         lr=lr,
         gamma=gamma,
@@ -179,7 +186,7 @@ def report(
 def replay(
     paths: Paths,
     policy: Annotated[
-        list[str], typer.Option(help=f"NAME:KEY=VALUE,...; NAME one of: {', '.join(NAMED)}.")
+        list[str], typer.Option(help=f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}.")
     ],
     smoothing: Annotated[float | None, typer.Option(help="Samples to average noise over.")] = None,
     every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
@@ -238,10 +245,14 @@ def _train_one(
 ) -> None:
     settings = recipe.settings.changed(changes)
     if settings.policy == "fixed":
-        _refuse_with("--policy fixed", changes.keys() & {"target", "min_batch", "max_batch"})
+        others = {"min_batch", "max_batch", "smoothing", "dead_band"}
+        _refuse_with("--policy fixed", changes.keys() & others)
+    if settings.policy != "simigrad":
+        _refuse_with(f"--policy {settings.policy}", changes.keys() & {"target"})
     if not settings.optimizer.startswith("vr-"):
         _refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
-    place = out or fresh_name(runs, f"{recipe.name}-{settings.policy}-{settings.optimizer}")
+    policy, _, _ = settings.policy.partition(":")
+    place = out or fresh_name(runs, f"{recipe.name}-{policy}-{settings.optimizer}")
     require_free(place)
     training = Training(recipe, settings)  # before anything is written
     run = RunDirectory.create(place, settings.as_dict())

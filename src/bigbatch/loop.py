@@ -21,7 +21,7 @@ from bigbatch.act.memory import SizeAdvice
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
-from bigbatch.decide.controller import Controller
+from bigbatch.decide.controller import Controller, warn_of_changes
 from bigbatch.decide.cutting import Cutting
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy, Progress
@@ -228,7 +228,7 @@ class AdaptiveBatch:
             StateError: the state is of another version, or of other data.
         """
         shared, own = _parts(state)
-        _say_changed(shared["settings"], self._settings)
+        warn_of_changes(shared["settings"], self._settings)
         self.controller.load_state_dict(shared["controller"])
         self._clock.load_state_dict(shared["clock"])
         if isinstance(self._scaling, AdaScale) and shared["scaling"] is not None:
@@ -424,13 +424,3 @@ def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             "resume with the release that wrote it"
         )
     return state["shared"], state["own"]
-
-
-def _say_changed(before: dict[str, str], now: dict[str, str]) -> None:
-    changed = [
-        f"{name} was {before[name]}, is {value}"
-        for name, value in now.items()
-        if before.get(name, value) != value
-    ]
-    if changed:
-        warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)

@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -278,7 +278,7 @@ class _Before:
     """Everything that a trial changes, as it was; copied to the CPU."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
-        self._optimizer, self._loader = optimizer, loader
+        self._model, self._optimizer, self._loader = model, optimizer, loader
         self._sharded = _sharded(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
             raise SettingError(
@@ -303,8 +303,10 @@ class _Before:
     @torch.no_grad()
     def put_back(self) -> None:
         """As often as needed."""
+        self._model.zero_grad()  # of gathered parameters too, which a reset forgets
         for root in self._sharded:
-            root.reset_iter_state()
+            with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
+                root.reset_iter_state()
         for part, before in self._attributes:
             part.clear()
             part.update(before)

@@ -85,8 +85,14 @@ def _size(leaf: Any) -> int:
 
 
 def _leaves(batch: Batch) -> list[Any]:
-    found: list[Any] = []
-    _map(lambda leaves: found.append(leaves[0]), [batch])
+    """All leaves, in one order for batches of one structure."""
+    found, left = [], [batch]
+    while left:
+        part = left.pop()
+        if _is_leaf(part):
+            found.append(part)
+        else:
+            left += _opened(part)[0]
     return found
 
 
@@ -97,21 +103,29 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
         raise _NotAlikeError
     if _is_leaf(first):
         return function(batches)
-    if isinstance(first, Mapping):
-        if any(batch.keys() != first.keys() for batch in batches):
-            raise _NotAlikeError
-        mapped = {key: _map(function, [batch[key] for batch in batches]) for key in first}
-        return _like(first, mapped)
-    if isinstance(first, (tuple, list)):
-        if any(len(batch) != len(first) for batch in batches):
-            raise _NotAlikeError
-        parts = [_map(function, list(group)) for group in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
-        changed = {n: _map(function, [getattr(batch, n) for batch in batches]) for n in names}
-        return dataclasses.replace(first, **changed)
-    raise BatchError(f"a batch holds a {type(first).__name__}, which cannot be cut; {_REMEDY}")
+    parts, closed = _opened(first)
+    others = [_opened(batch)[0] for batch in batches[1:]]
+    alike = not isinstance(first, Mapping) or all(list(batch) == list(first) for batch in batches)
+    if not alike or any(len(other) != len(parts) for other in others):
+        raise _NotAlikeError
+    return closed([_map(function, list(group)) for group in zip(parts, *others, strict=True)])
+
+
+def _opened(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What a batch that is no leaf consists of, and how to put such parts together again."""
+    if isinstance(batch, Mapping):
+        values = list(batch.values())
+        return values, lambda parts: _like(batch, dict(zip(batch, parts, strict=True)))
+    if isinstance(batch, (tuple, list)):
+        kind: Any = type(batch)
+        return list(batch), kind._make if hasattr(batch, "_fields") else kind
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        values = [getattr(batch, name) for name in names]
+        return values, lambda parts: dataclasses.replace(
+            batch, **dict(zip(names, parts, strict=True))
+        )
+    raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {_REMEDY}")
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -9,8 +9,8 @@ import torch
 
 from bigbatch.act.loader import Loader
 from bigbatch.act.randomness import (
+    RandomReader,
     RandomState,
-    raw_random_state,
     restorable,
     restore_random_state,
 )
@@ -42,6 +42,7 @@ class SampleStream:
         self.counted = 0  # samples fetched in this pass
         self.waiting = 0  # of them, not taken yet
         self.ended = False  # the loader has no more
+        self._random = RandomReader()
         self._iterator: Iterator[Batch] | None = None
         self._fetched = 0  # batches
         self._pieces: deque[_Piece] = deque()
@@ -174,7 +175,7 @@ class SampleStream:
     def _fetch(self) -> bool:
         """Takes one batch from the loader; False where there is none."""
         assert self._iterator is not None
-        fetched_from, own = raw_random_state(), self.loader.own_state()
+        fetched_from, own = self._random.read(), self.loader.own_state()
         try:
             batch = next(self._iterator)
         except StopIteration:

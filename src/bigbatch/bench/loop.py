@@ -23,7 +23,7 @@ COLUMNS = ("what", "value", "least and most", "goal")
 
 _K = 8
 _NEVER = 10**9  # the first step is due, and is not timed
-_STEPS = 100  # of the tiny network in one timing
+_STEPS = 160  # of the tiny network in one timing
 
 _Batches = list[tuple[Tensor, Tensor]]
 
@@ -55,7 +55,7 @@ class Measured:
         )
 
 
-ROWS = 11
+ROWS = 13
 
 
 def costs(rounds: int) -> Iterator[Measured]:
@@ -70,7 +70,8 @@ def _beside_a_plain_loop(rounds: int) -> Iterator[Measured]:
     """Seconds of a ResNet-18 step in the loop, over those of the same plain loop."""
     model = resnet18()
     batches = [random_batch(model, 8, 32) for _ in range(_K)]
-    runs = [_plain(model, batches), *(_adaptive(model, batches, every) for every in (_NEVER, 1))]
+    adaptive = [_adaptive(model, batches, every, _K) for every in (_NEVER, 1)]
+    runs = [_plain(model, batches, _K), *adaptive]
     times = interleaved(runs, rounds)
     for number, kind in enumerate(("not measured", "measured"), start=1):
         ratios = [row[number] / row[0] for row in times]
@@ -79,41 +80,54 @@ def _beside_a_plain_loop(rounds: int) -> Iterator[Measured]:
 
 
 def _in_python(rounds: int) -> Iterator[Measured]:
-    """Microseconds a micro-batch that a network too small to matter takes longer in the loop."""
+    """Microseconds that a network too small to matter takes longer in the loop."""
     model = nn.Linear(4, 3)
-    drawn = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_K)] * _STEPS
-    runs = [_plain(model, drawn), *(_adaptive(model, drawn, every) for every in (_NEVER, 1))]
-    times = interleaved(runs, rounds)
-    for number, kind in enumerate(("not measured", "measured"), start=1):
-        extra = [(row[number] - row[0]) / len(drawn) * 1e6 for row in times]
-        goal = 50.0 if number == 1 else None
-        yield Measured(f"Python a micro-batch, k = {_K}, {kind}", extra, " us", goal)
+    few, many = _K, 8 * _K
+    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_STEPS * _K)]
+    for every, kind in ((_NEVER, "not measured"), (1, "measured")):
+        runs = [run for k in (few, many) for run in _both(model, batches, every, k)]
+        extra = [
+            ((row[1] - row[0]) / len(batches), (row[3] - row[2]) / len(batches))
+            for row in interleaved(runs, rounds)
+        ]
+        # extra = a + s / k, at two k
+        steps = [1e6 * (a - b) / (1 / few - 1 / many) for a, b in extra]
+        pieces = [1e6 * b - s / many for (_, b), s in zip(extra, steps, strict=True)]
+        goal = 50.0 if every == _NEVER else None
+        yield Measured(f"Python a micro-batch, {kind}", pieces, " us", goal)
+        yield Measured(f"Python a step, {kind}", steps, " us")
 
 
-def _plain(model: nn.Module, batches: _Batches) -> Callable[[], None]:
+def _both(
+    model: nn.Module, batches: _Batches, every: int, k: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    return _plain(model, batches, k), _adaptive(model, batches, every, k)
+
+
+def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def run() -> None:
-        for start in range(0, len(batches), _K):
-            for x, y in batches[start : start + _K]:
+        for start in range(0, len(batches), k):
+            for x, y in batches[start : start + k]:
                 loss = functional.cross_entropy(model(x), y)
-                (loss / _K).backward()  # type: ignore[no-untyped-call]
+                (loss / k).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 
     return run
 
 
-def _adaptive(model: nn.Module, batches: _Batches, every: int) -> Callable[[], None]:
+def _adaptive(model: nn.Module, batches: _Batches, every: int, k: int) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
     train = AdaptiveBatch(
         model,
         optimizer,
         batches,
-        policy=Fixed(_K * samples),
+        policy=Fixed(k * samples),
         micro_batch=samples,
-        min_micro_batches=_K,
+        min_micro_batches=k,
         meter=GradientMeter(model, every=every),
     )
     if every == _NEVER:

@@ -49,15 +49,12 @@ class Caution:
         way = _sign(batch_size - now.target)
         if not way or not (self.dead_band or self.surely) or not _minds_noise(ask, noise, now):
             return None
-        if self.dead_band:
-            moved = self._moved(way, noise, now, bounds)
-            if _way(ask, *moved) != way:
-                return f"inside the dead band of {self.dead_band:g}"
-        if self.surely:
-            known = noise.interval
-            ends = (known.low, known.high) if known else (-math.inf, math.inf)
-            if any(_way(ask, _noise_at(x, noise), now) != way for x in ends):
-                return f"not sure at {self.surely:g}"
+        if self.dead_band and _way(ask, *self._moved(way, noise, now, bounds)) != way:
+            return f"inside the dead band of {self.dead_band:g}"
+        known = noise.interval if self.surely else None
+        ends = (known.low, known.high) if known else ()
+        if any(_way(ask, _noise_at(x, noise), now) != way for x in ends):
+            return f"not sure at {self.surely:g}"
         return None
 
     def require_interval(self, ask: Ask, noise: GradientNoise, now: Progress) -> None:

@@ -2,8 +2,9 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeGuard
 
 from bigbatch.decide.caution import Caution
 from bigbatch.decide.plan import inside, require_bounds, require_positive
@@ -21,6 +22,7 @@ class ControllerState(TypedDict):
     samples: float
     steps: int
     average: NotRequired[dict[str, Any] | None]
+    policy: NotRequired[Any]
     settings: NotRequired[dict[str, str]]
 
 
@@ -31,7 +33,8 @@ class Controller:
     rounded one would stall where a step of the policy is smaller than the rounding.
 
     Args:
-        policy: any object with `decide(noise, now) -> Decision`.
+        policy: any object with `decide(noise, now) -> Decision`; where it has `state_dict` and
+            `load_state_dict`, what it remembers is saved too.
         batch_size: where it starts, in samples over all ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         min_batch: what is remembered never falls below, in samples; nor below the policy's own.
@@ -163,6 +166,7 @@ class Controller:
             "samples": self._samples,
             "steps": self._steps,
             "average": None if self._average is None else self._average.state_dict(),
+            "policy": self.policy.state_dict() if _has_state(self.policy) else None,
             "settings": dict(self._settings),
         }
 
@@ -176,13 +180,10 @@ class Controller:
         average, before = state.get("average"), state.get("settings", {})
         if self._average is not None and average is not None:
             self._average.load_state_dict(average)
-        changed = [
-            f"{name} was {before[name]}, is {new}"
-            for name, new in self._settings.items()
-            if before.get(name, new) != new
-        ]
-        if changed:
-            warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=2)
+        own = state.get("policy")
+        if _has_state(self.policy) and own is not None:
+            self.policy.load_state_dict(own)
+        warn_of_changes(before, self._settings)
 
     def _ask(self, noise: GradientNoise, now: Progress) -> Decision:
         decision = self.policy.decide(noise, now)
@@ -217,6 +218,22 @@ class Controller:
     def _inside(self, decision: Decision) -> Decision:
         batch_size = inside(decision.batch_size, self.min_batch, self.max_batch)
         return replace(decision, batch_size=batch_size)
+
+
+def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Says once which settings of a saved state are others now."""
+    changed = [
+        f"{name} was {before[name]}, is {new}"
+        for name, new in now.items()
+        if before.get(name, new) != new
+    ]
+    if changed:
+        warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)
+
+
+def _has_state(policy: Any) -> TypeGuard[Any]:
+    """Whether a policy of somebody's own remembers something."""
+    return all(callable(getattr(policy, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _described(value: object) -> str:

@@ -17,6 +17,7 @@ from bigbatch.errors import SettingError
 
 _LEAST = 0.05  # of 1 + N signal / noise: below it x says nothing more
 _MOST = 1e12
+_FAINT = 1e-150  # a noise whose square is no number any more
 _DIFFERENCES = 2 / 3  # degrees of freedom of the squared difference of successive values
 
 
@@ -178,7 +179,7 @@ class Scatter:
     ) -> Interval:
         """For x of the averages; `weight` is the sum of all w, by which they were divided."""
         freedom = _DIFFERENCES * self._squares**2 / self._fourths if self._fourths else 0.0
-        if not self._with_difference or freedom < 1 or noise <= 0:
+        if not self._with_difference or freedom < 1 or noise < _FAINT:
             return Interval(-math.inf, math.inf, level, "window")
         x = log_ratio(signal, noise, samples)
         both = noise + samples * max(signal, (_LEAST - 1) * noise / samples)

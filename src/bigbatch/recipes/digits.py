@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from bigbatch.act.ledger import SampleLedger
 from bigbatch.recipes.recipe import Recipe, Settings, Task
 
 _TEST_SHARE = 0.25
@@ -23,9 +24,8 @@ def build(settings: Settings) -> Task:
     """The network, its batches and its test; draws from the generators as they stand."""
     x_train, x_test, y_train, y_test = _split()
     model = network()
-    loader = DataLoader(
-        TensorDataset(x_train, y_train), batch_size=settings.base_batch, shuffle=True
-    )
+    data = TensorDataset(x_train, y_train)
+    loader = DataLoader(data, settings.base_batch, sampler=SampleLedger(data, seed=settings.seed))
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -85,6 +85,8 @@ DIGITS = Recipe(
     arms={
         "fixed-32": {"policy": "fixed"},
         "fixed-512": {"policy": "fixed", "batch_size": 512},
+        "schedule": {"policy": "schedule: 32, x2 every 5 epochs"},
+        "noise-scale": {"policy": "noise-scale", "smoothing": 4000.0, "dead_band": 0.1},
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },

@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from bigbatch.decide.controller import Controller
+from bigbatch.decide.named import policy_named
 from bigbatch.decide.plan import require_positive
-from bigbatch.decide.policy import Fixed, Policy, SimiGrad
+from bigbatch.decide.policy import Fixed, SimiGrad
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.options import Options
 
-POLICIES = ("simigrad", "fixed")
 Named = tuple[str, Tensor]
 
 
@@ -26,8 +27,10 @@ class Settings:
         recipe, arm: what is trained, and which arm of its study it is ("" for none).
         seed: of the model's start, the order of the data, and dropout.
         epochs: passes over the training data.
-        policy: "simigrad" or "fixed".
-        target, min_batch, max_batch: of SimiGrad; not used by "fixed".
+        policy: "simigrad", "fixed", or another of decide/named.py with its values.
+        target: of "simigrad".
+        min_batch, max_batch: bounds of every policy but "fixed".
+        smoothing, dead_band: of the controller; 0 for none.
         batch_size: where it starts.
         base_batch: batch size that lr is for.
         micro_batch: most samples in one backward.
@@ -49,6 +52,8 @@ class Settings:
     target: float = 0.2
     min_batch: int
     max_batch: int
+    smoothing: float = 0.0
+    dead_band: float = 0.0
     batch_size: int
     base_batch: int
     micro_batch: int
@@ -136,16 +141,26 @@ class Recipe:
     build: Callable[[Settings], Task]
 
 
-def build_policy(settings: Settings) -> Policy:
-    """The policy that the settings name.
+def build_controller(settings: Settings) -> Controller:
+    """The policy that the settings name, with its bounds and options.
 
     Raises:
         SettingError: an unknown name, or a value out of range.
     """
-    require_choice("policy", settings.policy, POLICIES)
+    start, base = settings.batch_size, settings.base_batch
     if settings.policy == "fixed":
-        return Fixed(settings.batch_size)
-    return SimiGrad(settings.target, settings.min_batch, settings.max_batch)
+        return Controller(Fixed(start), start, base)
+    simigrad = settings.policy == "simigrad"
+    policy = SimiGrad(settings.target) if simigrad else policy_named(settings.policy)
+    return Controller(
+        policy,
+        start,
+        base,
+        min_batch=settings.min_batch,
+        max_batch=settings.max_batch,
+        smoothing=settings.smoothing or None,
+        dead_band=settings.dead_band,
+    )
 
 
 def build_optimizer(settings: Settings, parameters: Iterable[Named]) -> Optimizer:

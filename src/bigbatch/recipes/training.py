@@ -9,7 +9,7 @@ import torch
 
 from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
-from bigbatch.recipes.recipe import Recipe, Settings, Task, build_optimizer, build_policy
+from bigbatch.recipes.recipe import Recipe, Settings, Task, build_controller, build_optimizer
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import row_of
@@ -57,9 +57,7 @@ class Training:
             self.task.model,
             self.optimizer,
             self.task.loader,
-            policy=build_policy(settings),
-            batch_size=settings.batch_size,
-            base_batch=settings.base_batch,
+            policy=build_controller(settings),
             micro_batch=settings.micro_batch,
             lr_scaling=None if settings.lr_scaling == "none" else settings.lr_scaling,
         )

@@ -16,7 +16,7 @@ from bigbatch.report.run_directory import Row
 
 AXES = {"samples": "samples", "step": "optimizer steps", "seconds": "seconds of training"}
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _BINS = 120  # points of a curve; a longer log is averaged into so many
 _NOISE_BINS = 40  # the same for what is computed from signal and noise
 
@@ -34,7 +34,7 @@ def curves(histories: list[History], x: str) -> Figure:
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     panels = figure.subplots(2, 3).flat
     for axes, (title, draw, base) in zip(panels, _PANELS, strict=True):
-        for color, (group, runs) in zip(cycle(_COLORS), grouped(histories).items(), strict=False):
+        for color, (group, runs) in zip(cycle(COLORS), grouped(histories).items(), strict=False):
             for number, history in enumerate(runs):
                 xs, ys = draw(history, x)
                 label = group if number == 0 else None

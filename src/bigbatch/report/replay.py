@@ -21,7 +21,7 @@ from bigbatch.decide.controller import Controller
 from bigbatch.decide.policy import Policy, Progress
 from bigbatch.errors import RunError, SettingError
 from bigbatch.measure.noise import GradientNoise
-from bigbatch.report.figures import _COLORS
+from bigbatch.report.figures import COLORS
 from bigbatch.report.metrics import History
 from bigbatch.report.run_directory import Row
 
@@ -245,7 +245,7 @@ def save_figure(replays: list[Replay], out: Path) -> None:
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        *others, black = _COLORS
+        *others, black = COLORS
         style = {"drawstyle": "steps-pre", "linewidth": 1.1, "alpha": 0.75}
         axes.plot(found.itself.ends, found.itself.batches, color=black, label=ITSELF, **style)
         for walk, color in zip(found.others, cycle(others), strict=False):

@@ -349,7 +349,6 @@ class PlainSource:
 
     # what is known of .grad
 
-    @torch.no_grad()
     def _stamp(self) -> list[_Stamp]:
         return [
             None
@@ -358,7 +357,6 @@ class PlainSource:
             for p in self.parameters
         ]
 
-    @torch.no_grad()
     def _grads(self) -> list[Tensor]:
         return [grad for p in self.parameters if (grad := self.local(p)) is not None]
 
