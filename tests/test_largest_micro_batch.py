@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from bigbatch import largest_micro_batch
-from bigbatch.act.memory import SizeAdvice, advise_size, is_out_of_memory
+from bigbatch.act.advice import SizeAdvice, advise_size, is_out_of_memory
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
 from parallel import ENGINES

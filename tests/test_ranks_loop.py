@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import bigbatch as bb
-from bigbatch.errors import RankError, SettingError
+from bigbatch.errors import GradientError, LoopError, RankError, SettingError
 from parallel import two_rows
 
 SAMPLES = 1003  # no multiple of anything
@@ -325,6 +325,30 @@ def test_ranks_that_disagree_raise_on_every_rank(ranks, engine):
         assert 3 == done
         assert "rank 1 disagrees with rank 0 on the batch size of a step" in message
         assert "(noise, now) alone" in message
+
+
+def added_up(rank, ranks):
+    train = build(rank, ranks, "fsdp2", None)
+    train.model.set_gradient_divide_factor(1.0)
+    train.model[0].set_gradient_divide_factor(1.0)
+    for part in (train.model, train.model[0]):
+        part.set_force_sum_reduction_for_comms(True)
+    with pytest.raises(GradientError, match="added up and not averaged"):
+        steps_of(train, 1, 1)
+
+
+def weighed_on_one(rank, ranks):
+    train = build(rank, ranks, "ddp", None)
+    step = next(iter(train))
+    for x, y, _ in step:
+        step.backward(cross_entropy(train.model(x), y), weight=None if rank else len(x))
+    with pytest.raises(LoopError, match="given on some ranks and not on others"):
+        step.update()
+
+
+@pytest.mark.parametrize("mistake", [added_up, weighed_on_one])
+def test_what_would_step_by_another_gradient_raises_on_every_rank(ranks, mistake):
+    ranks(2)(mistake)
 
 
 def settled_otherwise(rank, ranks):

@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from statistics import fmean
@@ -13,11 +14,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement, checksum, require_equal
 from bigbatch.act.batches import Batches
 from bigbatch.act.cut import StepBatches
 from bigbatch.act.learning_rate import AdaScale, Scaling, multiplied, scaling_named
-from bigbatch.act.memory import SizeAdvice
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
@@ -122,7 +123,8 @@ class AdaptiveBatch:
             "virtual_ranks": repr(self.batches.virtual_ranks),
         }
         advice = SizeAdvice()
-        model.register_forward_hook(advice, always_call=True)
+        handle = model.register_forward_hook(advice, always_call=True)
+        weakref.finalize(self, handle.remove)
         self._common = Common(self.meter, optimizer, scaler, advice, self._tell, self._finish)
         self._step: Step | None = None
         self._per_sample: float | None = None  # weight of a sample in the last step

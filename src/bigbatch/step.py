@@ -11,9 +11,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from bigbatch.act.advice import SizeAdvice, advise_size
 from bigbatch.act.agreement import Agreement
 from bigbatch.act.cut import StepBatches
-from bigbatch.act.memory import SizeAdvice, advise_size
 from bigbatch.act.samples import Batch
 from bigbatch.decide.policy import Decision
 from bigbatch.errors import GradientError, LoopError
@@ -269,7 +269,7 @@ class Step:
             self._source.scale(self._reference / total)
 
     def _beside(self) -> Tensor:
-        """[sum of weight * loss, sum of weights, micro-batches, *what each rank tells].
+        """[sum of weight * loss, sum of weights, micro-batches, in samples, *what each rank tells].
 
         Of this rank alone, with zeros where other ranks tell something.
         """
@@ -278,7 +278,7 @@ class Step:
         slots = [value for each in range(ranks) for value in (told if each == rank else others)]
         device = self._source.parameters[0].device
         kind = wide(device)
-        counts = [math.fsum(self._weights), self._micro_batches, *slots]
+        counts = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), *slots]
         with without_autocast(device):
             loss = torch.zeros(1, dtype=kind, device=device)
             if self._losses:
@@ -309,7 +309,9 @@ class Step:
 
     def _read(self) -> Reading:
         values, ranks = self._wait(), self._source.ranks
-        loss, total, micro_batches, *slots = values
+        loss, total, micro_batches, in_samples, *slots = values
+        if in_samples not in (0, ranks):
+            raise LoopError("weight= is given on some ranks and not on others")
         noise, finite = None, math.isfinite(values[-1])
         if self._meter.due:
             totals = self._meter.totals(values)

@@ -1,32 +1,29 @@
-"""How many samples of a micro-batch fit in memory, and what to do where they did not."""
+"""How many samples of a micro-batch fit in memory."""
 
 import copy
 import gc
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from bigbatch.act.advice import is_out_of_memory
 from bigbatch.act.agreement import Agreement
+from bigbatch.act.before import Before
 from bigbatch.act.loader import Loader
-from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
 from bigbatch.decide.plan import require_positive
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.measure.source import GradientSource
 from bigbatch.measure.source.find import find_source
-
-_SIGNS = ("out of memory", "DefaultCPUAllocator", "ALLOC_FAILED", "bad_alloc")
 
 
 def largest_micro_batch(
@@ -54,8 +51,8 @@ def largest_micro_batch(
 
     Ranks try the same sizes; what is too large for one is too large for all. Under DDP a rank that
     runs out of memory lets nobody wait. Under fully_shard (FSDP2), or with SyncBatchNorm, a forward
-    waits for the other ranks: one that fails alone leaves them there until the group's timeout. So
-    let `most` be what surely fits there.
+    waits for the other ranks, and one that fails alone leaves them there until the group's timeout:
+    choose `most` so that every size that is tried surely fits.
 
     Most systems kill a process before they refuse it memory of the CPU: give `most` there too, or
     limit the process (`ulimit -v`).
@@ -63,7 +60,7 @@ def largest_micro_batch(
     Args:
         model: as it is trained: wrapped, on its device, in its mode.
         optimizer: any whose step needs no closure.
-        loader: any that AdaptiveBatch takes, of batches that can be cut along their samples.
+        loader: as for AdaptiveBatch, not inside `Batches`; its batches are cut along their samples.
         loss_of: batch -> mean loss, one number; brings the batch to the device as training does.
         most: upper limit of the answer; default: the loader's samples. Sizes up to
             most / (1 - margin) are tried.
@@ -90,7 +87,7 @@ def largest_micro_batch(
     if most is None:
         raise SettingError("the loader does not say how many samples it has; pass most=")
     require_positive(most=most)
-    before = _Before(model, optimizer, known)
+    before = Before(model, optimizer, known)
     torch.cuda.empty_cache()
     try:
         trials = _Trials(model, optimizer, loss_of, _first_batch(known), source, before)
@@ -107,49 +104,6 @@ def largest_micro_batch(
             "activation checkpointing"
         )
     return most if largest == bound else max(1, int(largest * (1 - margin)))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, the CPU's allocator or Python had no memory to give."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-
-
-def advise_size(error: BaseException, samples: int) -> None:
-    """Notes on an out-of-memory error, once, how large the micro-batch was and what to do."""
-    notes = getattr(error, "__notes__", ())
-    if not is_out_of_memory(error) or any(note.startswith("bigbatch:") for note in notes):
-        return
-    advice = "bigbatch: this micro-batch had 1 sample; activation checkpointing needs less memory"
-    if samples > 1:
-        advice = (
-            f"bigbatch: this micro-batch had {samples} samples; set micro_batch={samples // 2}, or "
-            "find it by bb.largest_micro_batch(model, optimizer, loader, loss_of)"
-        )
-    error.add_note(advice)
-
-
-class SizeAdvice:
-    """A forward hook: `advise_size` for the error that a model's forward is left by.
-
-        advice = SizeAdvice()
-        handle = model.register_forward_hook(advice, always_call=True)
-
-    `samples` is the present micro-batch's, 0 where there is none. It is to stay on: for hooks that
-    come and go torch.compile compiles the functions that call the model again. In those, as long as
-    they are compiled, torch calls no hook after an error.
-    """
-
-    def __init__(self) -> None:
-        self.samples = 0
-
-    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Called by torch with the output, or with None where there is none."""
-        if output is None and self.samples:
-            error = sys.exc_info()[1]
-            if error is not None:
-                advise_size(error, self.samples)
 
 
 # the search
@@ -182,7 +136,7 @@ class _Trials:
         loss_of: Callable[[Batch], Tensor],
         batch: Batch,
         source: GradientSource,
-        before: "_Before",
+        before: "Before",
     ) -> None:
         self.samples = count_samples(batch)
         self.agreement = Agreement(source)
@@ -269,68 +223,3 @@ def _require_no_closure(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__}.step() needs a closure, which computes as often as it "
             "likes; give an optimizer that needs none"
         )
-
-
-# what is put back
-
-
-class _Before:
-    """Everything that a trial changes, as it was; copied to the CPU."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
-        self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._sharded = _sharded(model)
-        if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
-            raise SettingError(
-                f"under fully_shard torch {torch.__version__} cannot go on after an error; install "
-                "torch 2.13"
-            )
-        self._random, self._passes = random_state(), loader.state_dict()
-        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
-        # what an optimizer holds beside that, and what the parts hold that it is made of
-        parts = [getattr(part, "__dict__", None) for part in (optimizer, *vars(optimizer).values())]
-        self._attributes = [(part, dict(part)) for part in parts if type(part) is dict]
-        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
-        groups = [group["params"] for group in optimizer.param_groups]
-        parameters = dict.fromkeys([*model.parameters(), *(p for held in groups for p in held)])
-        self._parameters = [
-            (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
-        ]
-        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
-        tensors = {id(leaf): _local(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """As often as needed."""
-        self._model.zero_grad()  # of gathered parameters too, which a reset forgets
-        for root in self._sharded:
-            with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
-                root.reset_iter_state()
-        for part, before in self._attributes:
-            part.clear()
-            part.update(before)
-        for module, training, buffers in self._modules:
-            module.training = training
-            module._buffers.update(buffers)
-        for parameter, requires_grad, grad in self._parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = None if grad is None else grad.to(parameter.device)
-        for tensor, value in self._values:
-            tensor.copy_(value)
-        self._optimizer.load_state_dict(self._state)
-        self._loader.load_counts(self._passes)
-        restore_random_state(self._random)
-
-
-def _sharded(module: nn.Module) -> list[Any]:
-    """The outermost modules of fully_shard, known by a method that they alone have."""
-    if hasattr(module, "set_requires_gradient_sync"):
-        return [module]
-    return [root for child in module.children() for root in _sharded(child)]
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's piece of a tensor, as part of no graph."""
-    piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return piece.detach()

@@ -192,6 +192,12 @@ class GradientMeter:
         """
         replicated = self.source.replicas == self.source.ranks
         c = totals.reduction(self._sums.norms.eps, replicated) if totals.finite else 1.0
+        if of_all_ranks and totals.finite and c * self.source.ranks != 1:
+            raise GradientError(
+                "the gradients of the ranks were added up and not averaged "
+                "(set_gradient_divide_factor, a hook?), so the step would be as many times too "
+                "long; leave the division to the engine"
+            )
         if self.loss == "weighted" and c != 1 and not of_all_ranks:
             _require_equal([rank.samples for rank in totals.of_ranks])
         layers = [

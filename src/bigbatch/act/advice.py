@@ -1,0 +1,52 @@
+"""What to say where a micro-batch found no memory."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+_SIGNS = ("out of memory", "DefaultCPUAllocator", "ALLOC_FAILED", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU, the CPU's allocator or Python had no memory to give."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def advise_size(error: BaseException, samples: int) -> None:
+    """Notes on an out-of-memory error, once, how large the micro-batch was and what to do."""
+    notes = getattr(error, "__notes__", ())
+    if not is_out_of_memory(error) or any(note.startswith("bigbatch:") for note in notes):
+        return
+    advice = "bigbatch: this micro-batch had 1 sample; activation checkpointing needs less memory"
+    if samples > 1:
+        advice = (
+            f"bigbatch: this micro-batch had {samples} samples; set micro_batch={samples // 2}, or "
+            "find it by bb.largest_micro_batch(model, optimizer, loader, loss_of)"
+        )
+    error.add_note(advice)
+
+
+class SizeAdvice:
+    """A forward hook: `advise_size` for the error that a model's forward is left by.
+
+        advice = SizeAdvice()
+        handle = model.register_forward_hook(advice, always_call=True)
+
+    `samples` is the present micro-batch's, 0 where there is none. It is to stay on: for hooks that
+    come and go torch.compile compiles the functions that call the model again. In those, as long as
+    they are compiled, torch calls no hook after an error.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Called by torch with the output, or with None where there is none."""
+        if output is None and self.samples:
+            error = sys.exc_info()[1]
+            if error is not None:
+                advise_size(error, self.samples)
