@@ -106,7 +106,7 @@ def leg(samples, ranks, virtual, size, tail, plans, first, stop, state, least, m
             if cut is None:
                 break
             steps.append(taken(cut))
-            assert cut.samples <= max(plan.batch_size, most or 10**9)
+            assert cut.samples < (most or 10**9) + virtual
         return steps, through_a_file(batches.state_dict())
 
     return Threads(ranks).run(of_rank)
@@ -128,7 +128,9 @@ def runs(draw):
     legs.append((draw(st.sampled_from(counts)), draw(st.integers(1, 9)), 10**6))
     tail = draw(st.sampled_from(["share", "step"]))
     least = draw(st.integers(1, 12))
-    return samples, virtual, plans, legs, tail, least, draw(st.sampled_from([None, 40]))
+    largest = max(plan.batch_size for plan in plans)
+    most = draw(st.one_of(st.none(), st.integers(largest, largest + 20)))
+    return samples, virtual, plans, legs, tail, least, most
 
 
 @property_test
@@ -248,3 +250,61 @@ def test_a_padding_sampler_is_said_once_with_its_number():
         assert 12 == batches.samples
 
     Threads(4).run(of_rank)
+
+
+def test_fewer_samples_than_virtual_ranks_join_the_last_step_on_any_number_of_ranks():
+    for ranks in (1, 2, 4):
+        answers = leg(27, ranks, 4, 4, "share", [BatchPlan(4, 1, 1)], 0, 99, None, 4, 4)
+        steps = zip(*(answer[0] for answer in answers), strict=True)
+        assert [4] * 5 + [7] == [sum(len(p) for rank in step for p in rank) for step in steps]
+
+
+def test_a_users_own_set_epoch_after_a_resume_changes_nothing():
+    def rest_of(batches, sampler, epoch):
+        if epoch is not None:
+            sampler.set_epoch(epoch)
+        steps = []
+        while cut := batches.step(BatchPlan(1, 4, 2), least=4):
+            steps.append(taken(cut))
+        return steps
+
+    expected = None
+    for epoch in (None, 3):
+        first = Batches(loader(48, 0, 1, 8))
+        first.start(3)
+        before = [taken(first.step(BatchPlan(1, 4, 2), least=4)) for _ in range(2)]
+        again = loader(48, 0, 1, 8)
+        batches = Batches(again)
+        batches.load_state_dict(through_a_file(first.state_dict()), 3)
+        steps = before + rest_of(batches, again.sampler, epoch)
+        assert sorted(range(48)) == sorted(n for step in steps for piece in step for n in piece)
+        assert expected in (None, steps)
+        expected = steps
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
+    def batches_of(agreement):
+        batches = Batches(loader(320, agreement.rank, agreement.ranks, 16, drop_last=True))
+        batches.share(agreement, lockstep=True)
+        return batches
+
+    def begun(agreement):
+        batches = batches_of(agreement)
+        batches.start(0)
+        plan = BatchPlan(agreement.ranks, 20 // agreement.ranks, 2)
+        return [taken(batches.step(plan, least=4)) for _ in range(3)], batches.state_dict()
+
+    def gone_on(agreement):
+        batches = batches_of(agreement)
+        batches.load_state_dict(answers[0][1], 0, mine=False)
+        steps = []
+        while cut := batches.step(BatchPlan(agreement.ranks, 20 // agreement.ranks, 2), least=4):
+            steps.append(taken(cut))
+        return steps
+
+    answers = Threads(ranks).run(begun)
+    parts = [step for steps, _ in answers for step in steps]
+    for steps in Threads(3 - ranks).run(gone_on):
+        parts += steps
+    assert list(range(320)) == sorted(n for step in parts for piece in step for n in piece)

@@ -272,3 +272,30 @@ def test_pinned_batches_stay_pinned_whether_cut_or_glued():
     pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
     assert all(piece.is_pinned() for piece in pieces)
     assert list(range(36)) == torch.cat(pieces).tolist()
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_a_shuffled_pass_goes_on_with_batches_of_another_size(generator):
+    def make(size):
+        own = torch.Generator().manual_seed(SEED) if generator else None
+        return DataLoader(Reading(), size, shuffle=True, generator=own)
+
+    torch.manual_seed(SEED)
+    first = Batches(make(6))
+    first.start(0)
+    before = list(islice(rest(first), 3))
+    state = through_a_file(first.state_dict())
+    torch.manual_seed(SEED + 1)
+    again = Batches(make(9))
+    again.load_state_dict(state, 0)
+    steps = before + list(rest(again, 3))
+    assert list(range(SAMPLES)) == sorted(n for step in steps for piece in step for n in piece)
+
+
+def test_dropping_the_tail_of_a_stream_teaches_its_whole_length():
+    batches = Batches(DataLoader(Sharded(100), 8), tail="drop")
+    for _ in range(2):
+        batches.start(0)
+        while cut := batches.step(BatchPlan(1, 30, 2), least=1):
+            list(cut)
+        assert 100 == batches.samples

@@ -1133,3 +1133,41 @@ def test_a_state_that_is_none_of_ours_is_refused_by_what_is_in_it():
         train.load_state_dict(train.optimizer.state_dict())
     with pytest.raises(StateError, match="version 3 is not 2"):
         train.load_state_dict({"version": 3})
+
+
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_an_inner_loop_that_is_left_and_entered_again_goes_on_with_the_same_step(virtual):
+    given, seen = [], []
+    for leave in (False, True):
+        train = adaptive(loader=bb.Batches(DataLoader(data(96), 16), virtual_ranks=virtual))
+        gradient = handed_over(train)
+        step, count = first_step(train), 0
+        for batch in step:
+            step.backward(loss_of(train, batch))
+            count += len(batch[0])
+            if leave:
+                break
+        for batch in step:
+            step.backward(loss_of(train, batch))
+            count += len(batch[0])
+        assert count == step.update().batch_size
+        given.append(gradient[0])
+        seen.append(count)
+    assert seen[0] == seen[1]
+    assert same(*given)
+
+
+def test_a_pass_that_goes_on_with_another_order_says_so():
+    def loader(seed: int) -> DataLoader[Any]:
+        return DataLoader(data(96), 16, sampler=bb.SampleLedger(range(96), seed=seed))
+
+    first = adaptive(loader=loader(1))
+    next(records(first))
+    again = adaptive(loader=loader(2))
+    with pytest.warns(UserWarning, match=r"order was SampleLedger\(seed=1, .*is SampleLedger"):
+        again.load_state_dict(first.state_dict())
+
+
+def test_fewer_samples_than_virtual_ranks_are_refused():
+    with pytest.raises(SettingError, match=r"3 samples of an epoch are too few for 4 \(virtual"):
+        adaptive(loader=bb.Batches(DataLoader(data(3), 2), virtual_ranks=4))

@@ -1,6 +1,7 @@
 """AdaptiveBatch on real ranks: the same samples, decisions and weights on any number of them."""
 
 import itertools
+import os
 import warnings
 
 import pytest
@@ -13,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import bigbatch as bb
-from bigbatch.errors import GradientError, LoopError, RankError, SettingError
+from bigbatch.errors import BatchError, GradientError, LoopError, RankError, SettingError
 from parallel import two_rows
+from ranks import Ranks
 
 SAMPLES = 1003  # no multiple of anything
 SEED = 3
@@ -194,6 +196,50 @@ def test_the_optimizer_sees_the_mean_over_all_ranks(ranks, engine, weights, coun
             torch.testing.assert_close(expected.grad, gradient, rtol=1e-10, atol=1e-14)
 
 
+def with_an_empty_rank(rank, ranks, engine):
+    """Four steps; in the third, the micro-batches of the first virtual rank have no tokens."""
+    model = wrapped(engine, ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train = bb.AdaptiveBatch(
+        model,
+        optimizer,
+        bb.Batches(ledger_loader(rank, ranks), virtual_ranks=2),
+        policy=bb.Fixed(64),
+        micro_batch=8,
+        meter=bb.GradientMeter(model, interval=0.9),
+    )
+    order = list(bb.SampleLedger(range(SAMPLES), seed=SEED, num_replicas=1, rank=0))
+    empty = {number for i, number in enumerate(order[128:192]) if i % 2 == 0}
+    records = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in train:
+            for x, y, numbers in step:
+                kept = torch.tensor([n not in empty for n in numbers.tolist()])
+                y = torch.where(kept, y, -100)
+                step.backward(cross_entropy(train.model(x), y), weight=int(kept.sum()))
+            records.append(step.update())
+            if len(records) == 4:
+                break
+    said = [str(w.message) for w in caught]
+    return records, [whole(p) for p in train.model.parameters()], said
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_rank_without_tokens_in_a_step_adds_nothing_to_it(ranks, engine):
+    alone, weights, _ = with_an_empty_rank(0, 1, "plain")
+    assert 4 == alone[2].noise.micro_batches
+    for records, other, said in ranks(2)(with_an_empty_rank, engine):
+        assert not any("median" in each for each in said)
+        for one, two in zip(alone, records, strict=True):
+            assert pytest.approx(one.noise.noise, rel=1e-9) == two.noise.noise
+            assert pytest.approx(one.similarity, rel=1e-9) == two.similarity
+            expected = one.noise.similarity_interval
+            assert pytest.approx(expected, rel=1e-6) == two.noise.similarity_interval
+        for expected, weight in zip(weights, other, strict=True):
+            torch.testing.assert_close(expected, weight, rtol=1e-9, atol=1e-12)
+
+
 def clipped(rank, ranks, engine):
     train = build(rank, ranks, engine, 4)
     norms = []
@@ -346,7 +392,90 @@ def weighed_on_one(rank, ranks):
         step.update()
 
 
-@pytest.mark.parametrize("mistake", [added_up, weighed_on_one])
+def with_an_order_of_its_own(rank, ranks):
+    sampler = bb.SampleLedger(range(SAMPLES), seed=rank)
+    with pytest.raises(RankError, match="on their settings"):
+        build(rank, ranks, "ddp", None, DataLoader(Numbered(), 16, sampler=sampler))
+
+
+def gone_on_elsewhere(rank, ranks):
+    train = build(rank, ranks, "ddp", None)
+    if rank:
+        train.samples += 1  # as if another state had been loaded here
+    with pytest.raises(RankError, match="where the run stands"):
+        next(iter(train))
+
+
+def between_micro_batches(rank, ranks):
+    """On steps that are not measured, too."""
+    for every in (1, 3):
+        for disturb in ("backward", "zero_grad"):
+            model = wrapped("ddp", ranks)
+            train = bb.AdaptiveBatch(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.05),
+                ledger_loader(rank, ranks),
+                policy=bb.Fixed(32),
+                micro_batch=4,
+                meter=bb.GradientMeter(model, every=every),
+            )
+            steps = iter(train)
+            if every > 1:
+                step = next(steps)
+                for x, y, _ in step:
+                    step.backward(cross_entropy(train.model(x), y))
+                step.update()
+            with pytest.raises(GradientError):
+                disturbed(train, next(steps), disturb)
+
+
+def disturbed(train, step, kind):
+    for x, y, _ in step:
+        step.backward(cross_entropy(train.model(x), y))
+        if kind == "backward":
+            train.model.module(x).square().mean().backward()
+        else:
+            train.model.zero_grad()
+    step.update()
+
+
+def of_another_width_at_the_end(rank, ranks, file):
+    draw = torch.Generator().manual_seed(rank)
+
+    class Stream:
+        def __iter__(self):
+            for i in range(3):
+                width = 3 + (rank == 1 and i == 2)
+                x = torch.randn(5, width, 5, generator=draw).double()
+                yield x, torch.randint(3, (5,))
+
+    settings = {"policy": bb.Fixed(24), "batch_size": 24, "micro_batch": 12}
+    train = build(rank, ranks, "fsdp2", None, Stream(), **settings)
+    try:
+        for step in train:
+            for x, y in step:
+                step.backward(cross_entropy(train.model(x).mean(1), y))
+            step.update()
+    except BatchError as error:
+        file.write_text(str(error))
+    finally:
+        os._exit(0)  # so that the other rank does not wait for this one
+
+
+def test_a_stream_whose_last_batch_cannot_be_glued_is_refused_under_fsdp2(tmp_path):
+    pool, file = Ranks(2), tmp_path / "said"
+    try:
+        with pytest.raises(EOFError):
+            pool(of_another_width_at_the_end, file)
+        assert "pad them to one length" in file.read_text()
+    finally:
+        pool.kill()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [added_up, weighed_on_one, with_an_order_of_its_own, gone_on_elsewhere, between_micro_batches],
+)
 def test_what_would_step_by_another_gradient_raises_on_every_rank(ranks, mistake):
     ranks(2)(mistake)
 
@@ -513,6 +642,49 @@ def test_a_restart_whose_order_is_another_says_so(ranks):
     (said, _) = ranks(2)(another_order, build(0, 1, "plain", 4).state_dict())
     assert "that of rank 0 of 1" in said
     assert "the order of this pass" not in said
+
+
+def with_the_state_of_another(rank, ranks, states):
+    train = build(rank, ranks, "ddp", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train.load_state_dict(states[0])
+    return [str(w.message) for w in caught]
+
+
+def saved(rank, ranks):
+    train = build(rank, ranks, "ddp", None)
+    steps_of(train, 1, 3)
+    return train.state_dict()
+
+
+def test_one_ranks_state_on_all_of_them_is_said_once(ranks):
+    states = ranks(2)(saved)
+    said = ranks(2)(with_the_state_of_another, states)
+    assert 1 == sum("that of rank 0 of 2" in each for one in said for each in one)
+
+
+def counted(rank, ranks):
+    reductions = []
+    train = build(rank, ranks, "ddp", 8)
+    train.model.register_comm_hook(reductions, note)
+    done = steps_of(train, 1)
+    return len(reductions), len(done), sum(len(numbers) for numbers, _ in done)
+
+
+def note(
+    reductions: list, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    reductions.append(bucket.index())
+    buffer = bucket.buffer().div_(torch.distributed.get_world_size())
+    work = torch.distributed.all_reduce(buffer, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def test_gradients_are_reduced_once_an_update_and_not_in_every_backward(ranks):
+    for reductions, updates, backwards in ranks(2)(counted):
+        assert updates == reductions
+        assert backwards >= 4 * updates
 
 
 def variance_reduced(rank, ranks):

@@ -120,6 +120,7 @@ class AdaptiveBatch:
             "min_micro_batches": repr(self._cutting.least),
             "lr_scaling": repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function",
             "tail": repr(self.batches.tail),
+            "order": self.batches.order,
             "virtual_ranks": repr(self.batches.virtual_ranks),
         }
         advice = SizeAdvice()
@@ -207,9 +208,9 @@ class AdaptiveBatch:
                 "per_sample": self._per_sample,
                 "measured": self.meter.step,
                 "counts": [self.epoch, self.samples, self.steps, self.skipped],
-                "seconds": self.seconds,
             },
             "own": {
+                "seconds": self.seconds,
                 "rank": self._agreement.rank,
                 "ranks": self._agreement.ranks,
                 "stream": stands["stream"],
@@ -237,7 +238,7 @@ class AdaptiveBatch:
             self._scaling.load_state_dict(shared["scaling"])
         self.epoch, self.samples, self.steps, self.skipped = shared["counts"]
         self._per_sample = shared["per_sample"]
-        self._seconds_before, self._started = shared["seconds"], time.perf_counter()
+        self._seconds_before, self._started = own["seconds"], time.perf_counter()
         self._step = None
         self.meter.source.zero_grad()
         self.meter.at_step(shared["measured"])
@@ -247,7 +248,7 @@ class AdaptiveBatch:
         self._learn_length()
         if mine:
             restore_random_state(own["random"])
-        elif self._agreement.rank == 0:
+        elif self._agreement.rank == int((own["rank"], own["ranks"]) == (0, self._agreement.ranks)):
             warnings.warn(
                 f"the state is that of rank {own['rank']} of {own['ranks']}: its random states are "
                 f"not those of these {self._agreement.ranks} ranks, so dropout and augmentation "

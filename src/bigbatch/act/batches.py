@@ -32,6 +32,8 @@ class Batches:
         tail: what becomes of the last samples of an epoch when too few for a step of their own
             are left. "share": they join the last step, or are shared by the last two, so that
             the steps keep their bounds where any cut can. "step": they are a step by themselves.
+            Fewer than one for each virtual rank join the last step in both, even where that makes
+            it, or a micro-batch of one sample, larger than its bound.
             "drop": an incomplete last step is left out.
         uneven: what to do where ranks have unequally many samples, by more than one. "stop": the
             steps end together, and what stayed unread is said. "raise": BatchError.
@@ -95,6 +97,11 @@ class Batches:
         return self._learned if self._total is None else self._total
 
     @property
+    def order(self) -> str:
+        """What decides on the order of the samples, in words."""
+        return self._loader.order
+
+    @property
     def open(self) -> bool:
         """Whether an epoch has started and not ended."""
         return self._stream.open
@@ -149,8 +156,7 @@ class Batches:
         ranks = self._agreement.ranks
         if ranks > 1 and self._total is None:
             self._agree_on_end(plan.batch_size + max(least, self.virtual_ranks))
-        fewest = self.virtual_ranks if ranks > 1 else 1
-        fewest = plan.batch_size if self.tail == "drop" else fewest
+        fewest = plan.batch_size if self.tail == "drop" else self.virtual_ranks
         rest = self.rest(fewest)
         if rest is not None and rest < fewest:
             self._close()
@@ -163,7 +169,7 @@ class Batches:
             "open": self.open,
             "consumed": self.consumed,
             "samples": self.samples,
-            "order": self._loader.order,
+            "order": self.order,
         }
         return {"pass": here, "stream": self._stream.state_dict()}
 
@@ -191,7 +197,7 @@ class Batches:
                 f"the loader has {self._total} samples, the saved one had {here['samples']}; "
                 "resume with the same data"
             )
-        if mine and stream["batch_size"] == self.batch_size:
+        if mine:
             self._stream.load_state_dict(stream, epoch)
         else:
             self._skip(here, epoch)
@@ -274,23 +280,22 @@ class Batches:
 
     def _require_short_allowed(self, played: int) -> None:
         """Fewer samples could be taken than a micro-batch should have."""
-        ranks, ended = self._agreement.ranks, self._stream.ended
-        if ended and not self._stream.waiting and ranks > 1:
+        if self._stream.waiting:
+            if self._lockstep or played > 1:
+                raise BatchError(
+                    "batches of different shapes cannot be glued, and the ranks must do equally "
+                    "many backwards of equal groups; pad them to one length in the collate function"
+                )
+        elif self._agreement.ranks > 1:
             raise BatchError(
                 f"the loader ended after {self._stream.counted} samples, fewer than it said; ranks "
                 "that take steps together need the true length, or none (an IterableDataset)"
-            )
-        if not ended and (self._lockstep or played > 1):
-            raise BatchError(
-                "batches of different shapes cannot be glued, and the ranks must do equally many "
-                "backwards of equal groups; pad them to one length in the collate function"
             )
 
     # the ends of a pass
 
     def _close(self) -> None:
-        if self._stream.ended or self._agreement.ranks > 1:
-            self._learned = self.consumed
+        self._learned = self._learned if self._end is None else self._end
         self._stream.close()
         if any(self._unread):
             self._say_uneven(self._unread)
@@ -299,9 +304,9 @@ class Batches:
     def _skip(self, state: dict[str, Any], epoch: int) -> None:
         """The rest of a pass that other ranks began."""
         rank, ranks = self._agreement.rank, self._agreement.ranks
-        if not self._loader.ordered or self._loader.order != state["order"]:
+        if not self._loader.ordered or self.order != state["order"]:
             warnings.warn(
-                f"the order of this pass was {state['order']} and is {self._loader.order}: on "
+                f"the order of this pass was {state['order']} and is {self.order}: on "
                 "another number of ranks some of its samples come twice and others never; a "
                 "SampleLedger has one order for any number of ranks",
                 stacklevel=4,

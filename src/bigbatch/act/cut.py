@@ -1,5 +1,6 @@
 """How one step is cut out of a pass: into rows, one sample of every virtual rank each."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -54,7 +55,9 @@ class StepBatches:
         self._before = batches.consumed
         self._left = plan.micro * plan.accumulation  # rows still to come in this step
         self._rest: int | None = None  # samples still to come in the pass, where they matter
+        self._end: int | None = None  # of the pass, that the step was cut for
         self._given = 0  # micro-batches, of each virtual rank
+        self._waiting: deque[tuple[Batch, int]] = deque()  # of the rows taken last
 
     @property
     def samples(self) -> int:
@@ -64,14 +67,16 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         self._look_ahead()
-        while self._left:
-            mine, rows = self._batches.take(self._next_rows())
-            self._left -= rows
-            self._given += 1
-            self._look_ahead()  # before the yield: whether this was the last one is known by then
-            for number, micro_batch in enumerate(mine, start=1):
-                self.last = not self._left and number == len(mine)
-                yield micro_batch
+        while self._left or self._waiting:
+            if not self._waiting:
+                mine, rows = self._batches.take(self._next_rows())
+                self._waiting.extend(mine)
+                self._left -= rows
+                self._given += 1
+                self._look_ahead()  # before the yield: whether this was the last is known by then
+            micro_batch = self._waiting.popleft()
+            self.last = not self._left and not self._waiting
+            yield micro_batch
 
     @property
     def _taken(self) -> int:
@@ -89,20 +94,24 @@ class StepBatches:
     def _look_ahead(self) -> None:
         rows = min(self._left, self._plan.micro) + self._unmade()
         self._rest = rest = self._batches.rest(rows * self._row + self._least)
-        if rest is not None:
-            after = rest - self._left * self._row
-            if after < 0 or 0 < after < self._least:
-                self._recut(rest)
+        if rest is None or self._end == self._batches.consumed + rest:
+            return
+        self._end = self._batches.consumed + rest
+        after = rest - self._left * self._row
+        if after < 0 or 0 < after < self._least:
+            self._recut(rest)
 
     def _recut(self, rest: int) -> None:
         """Too few samples are left after this step: take them all, or share with the next."""
-        total = self._taken + rest
+        total, rows = self._taken + rest, -(-rest // self._row)
         if self._most is None or total <= self._most or rest <= self._left * self._row:
-            self._left = -(-rest // self._row)
+            self._left = rows
             return
         first = self._taken + self._row * (self._unmade() if self._given else 1)
         ours = max(first, min(total - total // 2, total - self._least))
-        self._left = min(-(-rest // self._row), (ours - self._taken) // self._row)
+        self._left = min(rows, (ours - self._taken) // self._row)
+        if rest - self._left * self._row < self._row:  # not one for each virtual rank
+            self._left = rows
 
     def _unmade(self) -> int:
         """Micro-batches of the plan that are still to come, of each virtual rank."""

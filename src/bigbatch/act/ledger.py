@@ -62,8 +62,9 @@ class SampleLedger(Sampler[int]):
         return len(range(self.rank, self.samples, self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Which order the next pass has; it begins at position 0."""
-        self._epoch, self._start = epoch, 0
+        """Which order the next pass has; that of another epoch begins at position 0."""
+        if epoch != self._epoch:
+            self._epoch, self._start = epoch, 0
 
     def start_at(self, position: int) -> None:
         """The next pass begins at this position of the order over all ranks."""

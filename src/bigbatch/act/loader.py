@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from bigbatch.act.ledger import SampleLedger
 from bigbatch.act.randomness import random_state, restore_random_state
@@ -54,7 +54,10 @@ class Loader:
     @property
     def ledger(self) -> SampleLedger | None:
         """The sampler, where it is one that can begin anywhere."""
-        return self._sampler if isinstance(self._sampler, SampleLedger) else None
+        whole = not getattr(self._batch_sampler, "drop_last", False)
+        plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None
+        ledger = isinstance(self._sampler, SampleLedger) and whole and plain
+        return self._sampler if ledger else None
 
     @property
     def ordered(self) -> bool:
@@ -76,13 +79,8 @@ class Loader:
             return 0
         return max(0, self._sampler.total_size - len(self._sampler.dataset))  # type: ignore[arg-type]
 
-    def begin(self, epoch: int) -> Iterator[Batch]:
-        """A new pass; sampler and data set are told the epoch."""
-        self._started_from = {"random": random_state(), "generators": self._generator_states()}
-        return self._begin(epoch)
-
-    def begin_at(self, epoch: int, position: int) -> Iterator[Batch]:
-        """A new pass from this position of the ledger's order over all ranks."""
+    def begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
+        """A new pass, a ledger's from this position; sampler and data set are told the epoch."""
         self._started_from = {"random": random_state(), "generators": self._generator_states()}
         return self._begin(epoch, position)
 

@@ -73,7 +73,10 @@ class SampleStream:
             self.ended = not self._fetch()
 
     def take(self, samples: int) -> tuple[Batch, int]:
-        """The next `samples` samples, or fewer where they cannot be glued or are not there."""
+        """The next `samples` samples, or fewer where they cannot be glued or are not there.
+
+        Where they are not there, nothing waits any more.
+        """
         self.read_until(samples)
         parts: list[_Piece] = []
         missing = min(samples, self.waiting)
@@ -85,6 +88,8 @@ class SampleStream:
             if piece.samples:
                 parts.append(piece)
             missing -= piece.samples
+        if not parts:
+            return None, 0
         glued = parts[0].batch
         if len(parts) > 1:
             glued = glue_samples([part.batch for part in parts]) if self.glues else None
@@ -124,7 +129,12 @@ class SampleStream:
         """
         iterator, there = self.loader.resume(state["loader"], epoch, state["samples"], state["own"])
         self._start(iterator)
-        self._fetched, self.counted = (state["batches"], state["samples"]) if there else (0, 0)
+        if there:
+            self._fetched, self.counted = state["batches"], state["samples"]
+        if state["batch_size"] != self.loader.batch_size:  # so batches are not what they were
+            self._throw_away(state["given_out"] + (0 if there else state["samples"]))
+            self.loader.restore_generators(state["loader"]["generators"])
+            return
         before = torch.get_rng_state()
         needed = state["batches"] + len(state["fetched_from"])
         while self._fetched < state["batches"]:
@@ -142,7 +152,7 @@ class SampleStream:
     def skip(self, epoch: int, position: int, samples: int) -> None:
         """Goes on after so many of this rank's samples, at a position of the order of all ranks."""
         if self.loader.ledger is not None:
-            self._start(self.loader.begin_at(epoch, position))
+            self._start(self.loader.begin(epoch, position))
             self.counted = samples
         else:
             self._start(self.loader.begin(epoch))

@@ -71,6 +71,10 @@ class Cutting:
             raise SettingError("the loader does not say its batch size; pass batch_size=")
         else:
             controller = Controller(policy, batch_size, base_batch)
+        if samples is not None and samples < self.ranks:
+            raise SettingError(
+                f"{samples} samples of an epoch are too few for {self.ranks} (virtual) ranks"
+            )
         start, asked = controller.decision.batch_size, controller.min_batch
         start = start if batch_size is None else batch_size
         if samples is not None and asked > samples:

@@ -104,8 +104,11 @@ def _not_finite(ranks: list[OfRank]) -> str:
 
 
 def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[int, str]]:
-    """Ranks whose gradients are far longer, or shorter, than those of the others."""
-    if len(ranks) < 2:
+    """Ranks whose gradients are far longer, or shorter, than those of the others.
+
+    A step to which a rank adds nothing, having nothing but empty micro-batches, is left out.
+    """
+    if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
         return
     power = 1 if loss == "weighted" else -1  # h_d is about g_d / k, or g_d
     norms = [math.sqrt(rank.squares * rank.micro_batches**power) for rank in ranks]

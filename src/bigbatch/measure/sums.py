@@ -76,7 +76,7 @@ class StepSums:
             parts["weighted_sum"] = n @ means
             parts["spread"] = n @ means.square().sum(1)
             packed = self._summed(parts)
-            x = self._left_out(packed, means, n)
+            x = self._left_out(packed, means, n)[: len(sizes or ())]
             sums = torch.stack([x.sum(), x.square().sum()])
             self._source.all_reduce(sums)
             self.lengths["left_out"] = 2

@@ -130,6 +130,9 @@ class PlainSource:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """What is computed inside adds zeros: it only keeps this rank in step with the others."""
+        if not self.micro_batches:
+            for subscriber in self._subscribers:
+                subscriber.begin()  # of a step in which there may be no micro-batch here
         yield
         self.foreign_backward = False
         self._stamps = self._stamp()
@@ -266,6 +269,8 @@ class PlainSource:
             self.restart()  # zero_grad() was called: what was accumulated is gone
         if self.micro_batches and changed and not self._engine_writes:
             self.require_unchanged("this one")
+        if self.micro_batches and self.explicit and self._engine_writes:
+            self._require_undisturbed()
         if not self.micro_batches:
             self._hook()
             self._require_known_ranks()
@@ -279,6 +284,14 @@ class PlainSource:
         self._inside, self.foreign_backward = True, False
         for subscriber in self._subscribers:
             subscriber.micro_batch(weight)
+
+    def _require_undisturbed(self) -> None:
+        """What can be told of gradients that an engine writes to, without asking the device."""
+        if self.foreign_backward or (any(self._stamps) and not any(self._before)):
+            raise GradientError(
+                "a backward of your own changed .grad between two micro-batches, or the gradients "
+                "were zeroed there; run it outside the step, and zero them at its end"
+            )
 
     def _close(self, stamps: list[_Stamp]) -> None:
         if self._absorbed:
