@@ -576,7 +576,7 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     message = str(said[0].message)
     assert "policy was SimiGrad(target=0.2, " in message
     assert "every was 2, is 1" in message
-    assert "dead_band was 0.0, is 0.1" in message
+    assert "dead_band was 0, is 0.1" in message
     assert "base_batch" not in message
     assert 140 == controller.next(low(128)).batch_size  # every=1
 
@@ -647,3 +647,58 @@ def test_what_a_policy_of_ones_own_remembers_is_saved_with_it():
     second = Controller(Counting(), 10)
     second.load_state_dict(first.state_dict())
     assert 40 == first.next(noise).batch_size == second.next(noise).batch_size
+
+
+def test_a_policy_that_remembers_is_saved_through_advise_too_and_asked_once_a_step():
+    noise = GradientNoise(1.0, 64.0, samples=10, micro_batches=4)
+    first = Controller(bb.Advise(Counting()), 10)
+    for _ in range(3):
+        first.next(noise)
+    second = Controller(bb.Advise(Counting()), 10)
+    second.load_state_dict(first.state_dict())
+    assert 40 == first.next(noise).advice == second.next(noise).advice
+    for options in ({"dead_band": 0.1}, {"surely": 0.9, "smoothing": 100}):
+        with pytest.raises(SettingError, match="one that remembers"):
+            Controller(Counting(), 10, **options)
+
+
+def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
+    noisy = GradientNoise(-7.0, 64.0, samples=10, micro_batches=4)
+    for policy, options, expected in [
+        (bb.NoiseScale(), {"max_batch": 4096}, 4096),
+        (bb.NoiseScale(max_batch=512), {"max_batch": 4096}, 512),
+        (bb.NormTest(0.5), {"max_batch": 300}, 300),
+        (bb.NoiseScale(), {}, 64),
+    ]:
+        controller = Controller(policy, 64, smoothing=1000, **options)
+        assert expected == controller.next(noisy).batch_size
+
+
+def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
+    interval = Interval(-0.3, 0.4, 0.9, "step")
+    noise = GradientNoise(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
+    controller = Controller(bb.NoiseScale(), 64, max_batch=4096, surely=0.9, smoothing=None)
+    assert 2000 == controller.next(noise).batch_size
+
+
+def test_a_window_far_longer_than_the_training_still_averages():
+    controller = Controller(SimiGrad(0.2), 128, smoothing=1e19)
+    grown = controller.next(GradientNoise(1.0, 576.0, samples=128, micro_batches=4))
+    assert 140 == grown.batch_size
+    assert "similarity 0.100" in grown.reason
+
+
+def test_without_any_noise_a_window_is_sure():
+    controller = Controller(SimiGrad(0.2), 128, smoothing=1000, surely=0.9)
+    for expected in (115, 103):
+        step = GradientNoise(1.0, 0.0, samples=128, micro_batches=4)
+        assert expected == controller.next(step).batch_size
+
+
+def test_what_a_bound_keeps_from_a_decaying_schedule_lowers_the_rate():
+    schedule = bb.Schedule("64, x4 every 2 steps up to 1024, then decay")
+    controller = Controller(schedule, 64, max_batch=512)
+    noise = GradientNoise(1.0, 64.0, samples=64, micro_batches=4)
+    seen = [controller.next(noise) for _ in range(6)]
+    assert [64, 256, 256, 512, 512, 512] == [decision.batch_size for decision in seen]
+    assert [1, 1, 1, 0.5, 0.5, 0.125] == [decision.lr_factor for decision in seen]

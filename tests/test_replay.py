@@ -298,10 +298,35 @@ def test_the_command_shows_every_policy_in_one_table(bigbatch, run):
     assert [f"{number:,}" for number in expected] == cells[1:]
 
 
-def test_a_log_with_one_batch_size_says_what_its_time_is_worth(bigbatch, logged):
-    history = logged(log([100] * 40), "even")
+@pytest.mark.parametrize("batches", [[100] * 40, [100] * 39 + [109], [50] + [100] * 9])
+def test_a_log_with_nearly_one_batch_size_says_what_its_time_is_worth(bigbatch, logged, batches):
+    history = logged(log(batches), "even")
     _, out, _ = bigbatch("replay", history.path, *POLICIES)
-    assert "one batch size: all time counts as per sample" in " ".join(out.split())
+    assert "nearly one: all time counts as per sample" in " ".join(out.split())
+
+
+def test_skipped_steps_are_no_part_of_a_replay(logged):
+    rows = log([100] * 10)
+    for row in rows[1::2]:
+        row |= {"skipped": True, "signal": None, "noise": None}
+    found = replay(logged(rows), {"same": Fixed(100)})
+    assert [100] * 5 == found.itself.batches == found.others[0].batches
+    assert found.itself.progress(found.trace) == found.others[0].progress(found.trace)
+
+
+def test_steps_without_a_gradient_make_no_progress(logged):
+    alive = replay(logged(log([100] * 90), "alive"), {})
+    dead = log([100] * 100, lambda samples: (1.0, 1000.0) if samples < 9000 else (0.0, 0.0))
+    found = replay(logged(dead, "dead"), {})
+    progress = found.itself.progress(found.trace)
+    assert pytest.approx(alive.itself.progress(alive.trace), rel=0.03) == progress
+
+
+def test_names_with_brackets_are_shown_as_they_are(bigbatch, logged):
+    history = logged(log([100] * 40), "[red]run[-z]")
+    status, out, _ = bigbatch("replay", history.path, *POLICIES)
+    assert 0 == status
+    assert "[red]run[-z]" in out
 
 
 def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tmp_path):

@@ -507,3 +507,36 @@ def test_a_scheduler_of_a_variance_reduced_optimizer_is_taken(whose):
     train.scheduler = ExponentialLR(own, 0.5)
     list(records(train, 1))
     assert pytest.approx(0.1 * 0.5 ** (128 // BASE), rel=1e-12) == rates(train.optimizer)[0]
+
+
+def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
+    def clock(base):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = SGD([parameter], lr=0.1)
+        found = BaseBatchClock(base, optimizer)
+        found.scheduler = lr_scheduler.StepLR(optimizer, 3)
+        return found
+
+    saved = clock(16).state_dict()
+    with pytest.raises(StateError, match=r"base batches of 16 samples, these are of 4"):
+        clock(4).load_state_dict(saved)
+    clock(16).load_state_dict(saved)
+
+
+def test_growth_in_place_of_decay_refuses_a_rate_that_follows_the_batch():
+    schedule = bb.Schedule("16, x2 every 16 steps up to 32, then decay")
+    model = torch.nn.Linear(2, 1)
+    for rule in ("sqrt", "linear", None):
+        build = lambda rule=rule: bb.AdaptiveBatch(  # noqa: E731
+            model,
+            SGD(model.parameters(), lr=0.1),
+            [torch.randn(16, 2)] * 8,
+            policy=schedule,
+            micro_batch=4,
+            lr_scaling=rule,
+        )
+        if rule is None:
+            assert 16 == build().plan.batch_size
+            continue
+        with pytest.raises(SettingError, match="pass lr_scaling=None"):
+            build()

@@ -79,6 +79,9 @@ def train(
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
+    lr_scaling: Annotated[
+        str | None, typer.Option(help="How it follows the batch: sqrt, linear, adascale, none.")
+    ] = None,
     gamma: Annotated[float | None, typer.Option(help="Lower clip of a VR optimizer.")] = None,
     r_max: Annotated[float | None, typer.Option(help="Upper clip of a VR optimizer.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
@@ -118,6 +121,7 @@ def train(
         dead_band=dead_band,
         optimizer=optimizer,
         lr=lr,
+        lr_scaling=lr_scaling,
         gamma=gamma,
         r_max=r_max,
         seed=seed,
@@ -244,15 +248,20 @@ def _train_one(
     recipe: Recipe, changes: dict[str, Any], runs: Path, out: Path | None, view: LiveView
 ) -> None:
     settings = recipe.settings.changed(changes)
-    if settings.policy == "fixed":
-        others = {"min_batch", "max_batch", "smoothing", "dead_band"}
-        _refuse_with("--policy fixed", changes.keys() & others)
-    if settings.policy != "simigrad":
-        _refuse_with(f"--policy {settings.policy}", changes.keys() & {"target"})
+    name, _, own = settings.policy.partition(":")
+    unused = {"target", "min_batch", "max_batch", "smoothing", "dead_band"}
+    if name == "simigrad":
+        unused -= {"target"}
+    if name not in ("fixed", "schedule"):
+        unused -= {"min_batch", "max_batch", "smoothing", "dead_band"}
+    if own:  # which says them itself
+        unused |= {"target", "min_batch", "max_batch"}
+    if own and name in ("fixed", "schedule"):
+        unused |= {"batch_size"}
+    _refuse_with(f"--policy {settings.policy}", changes.keys() & unused)
     if not settings.optimizer.startswith("vr-"):
         _refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
-    policy, _, _ = settings.policy.partition(":")
-    place = out or fresh_name(runs, f"{recipe.name}-{policy}-{settings.optimizer}")
+    place = out or fresh_name(runs, f"{recipe.name}-{name}-{settings.optimizer}")
     require_free(place)
     training = Training(recipe, settings)  # before anything is written
     run = RunDirectory.create(place, settings.as_dict())

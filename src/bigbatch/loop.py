@@ -110,6 +110,11 @@ class AdaptiveBatch:
             policy, batch_size, base_batch, self.batches.samples
         )
         base_batch = self.controller.base_batch
+        if lr_scaling is not None and getattr(self.controller.policy, "decays", False):
+            raise SettingError(
+                "the schedule grows the batch instead of lowering the learning rate, which "
+                f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None"
+            )
         self._scaling = scaling_named(lr_scaling, base_batch)
         self._clock = BaseBatchClock(base_batch, optimizer)
         self.scheduler = scheduler

@@ -122,7 +122,7 @@ def multiplied(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     """
     factor = float(factor)
     if not (math.isfinite(factor) and factor >= 0):
-        raise SettingError(f"the learning-rate factor {factor} is not finite and positive")
+        raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
     groups = list(optimizer.param_groups)
     if factor == 1:
         yield [_number(group.get("lr")) for group in groups]

@@ -117,10 +117,23 @@ class BaseBatchClock:
                     for group in groups
                 ],
             }
-        return {"samples": self._samples, "scheduler": scheduler}
+        return {
+            "samples": self._samples,
+            "base_batch": self.base_batch,
+            "scheduler": scheduler,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; the scheduler may be set later."""
+        """Goes on from a saved state; the scheduler may be set later.
+
+        Raises:
+            StateError: its scheduler has counted other base batches.
+        """
+        if state["scheduler"] is not None and state["base_batch"] != self.base_batch:
+            raise StateError(
+                f"the saved schedule has counted base batches of {state['base_batch']} samples, "
+                f"these are of {self.base_batch}; resume with base_batch={state['base_batch']}"
+            )
         self._samples = state["samples"]
         self._pending = state["scheduler"]
         self._resume()

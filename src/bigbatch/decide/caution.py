@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from bigbatch.decide.plan import MOST_FACTOR
 from bigbatch.decide.policy import Decision, Progress
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
@@ -32,8 +33,10 @@ class Caution:
     surely: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dead_band < math.inf:
-            raise SettingError(f"dead_band={self.dead_band} must be finite and not negative")
+        if not 0 <= self.dead_band <= MOST_FACTOR:
+            raise SettingError(
+                f"dead_band={self.dead_band} must not be negative, and at most {MOST_FACTOR:g}"
+            )
         if self.surely is not None and not 0 < self.surely < 1:
             raise SettingError(f"surely={self.surely} must lie in (0, 1): a coverage, 0.9 say")
 

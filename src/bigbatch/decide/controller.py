@@ -4,10 +4,10 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NotRequired, TypedDict, TypeGuard
+from typing import Any, NotRequired, TypedDict
 
 from bigbatch.decide.caution import Caution
-from bigbatch.decide.plan import inside, require_bounds, require_positive
+from bigbatch.decide.plan import MOST_FACTOR, inside, require_bounds, require_positive
 from bigbatch.decide.policy import Decision, Policy, Progress, require_policy
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
@@ -78,8 +78,10 @@ class Controller:
         require_positive(batch_size=batch_size, base_batch=base_batch, every=every)
         if smoothing is not None and not 0 < smoothing < math.inf:
             raise SettingError(f"smoothing={smoothing} must be positive and finite: a window")
-        if largest_step is not None and not 1 < largest_step < math.inf:
-            raise SettingError(f"largest_step={largest_step} must be above 1 and finite: a factor")
+        if largest_step is not None and not 1 < largest_step <= MOST_FACTOR:
+            raise SettingError(
+                f"largest_step={largest_step} must be above 1 and at most {MOST_FACTOR:g}: a factor"
+            )
         if not 0 <= warm_up < math.inf:
             raise SettingError(f"warm_up={warm_up} must be finite and not negative: samples")
         if smoothing is None and getattr(policy, "wants_average", False):
@@ -100,6 +102,12 @@ class Controller:
             "surely": surely,
             "warm_up": warm_up,
         }
+        self._remembers = _with_state(policy)
+        if self._remembers is not None and (dead_band or surely):
+            raise SettingError(
+                "dead_band and surely ask a policy about other cases, which one that remembers "
+                "(it has state_dict) would take for steps; leave them out"
+            )
         self.policy = policy
         self.base_batch = base_batch
         self.min_batch: int = getattr(policy, "min_batch", 1)
@@ -129,7 +137,7 @@ class Controller:
         if now is None:
             batch_size, samples = round(noise.samples), round(self._samples)
             now = Progress(0, batch_size, self.base_batch, samples, self._steps)
-        now = replace(now, target=self.decision.batch_size)
+        now = replace(now, target=self.decision.batch_size, max_batch=self.max_batch)
         if self._average is not None:
             noise = self._average.update(noise)
         self._caution.require_interval(self._ask, noise, now)
@@ -166,7 +174,7 @@ class Controller:
             "samples": self._samples,
             "steps": self._steps,
             "average": None if self._average is None else self._average.state_dict(),
-            "policy": self.policy.state_dict() if _has_state(self.policy) else None,
+            "policy": None if self._remembers is None else self._remembers.state_dict(),
             "settings": dict(self._settings),
         }
 
@@ -181,8 +189,8 @@ class Controller:
         if self._average is not None and average is not None:
             self._average.load_state_dict(average)
         own = state.get("policy")
-        if _has_state(self.policy) and own is not None:
-            self.policy.load_state_dict(own)
+        if self._remembers is not None and own is not None:
+            self._remembers.load_state_dict(own)
         warn_of_changes(before, self._settings)
 
     def _ask(self, noise: GradientNoise, now: Progress) -> Decision:
@@ -231,9 +239,11 @@ def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)
 
 
-def _has_state(policy: Any) -> TypeGuard[Any]:
-    """Whether a policy of somebody's own remembers something."""
-    return all(callable(getattr(policy, name, None)) for name in ("state_dict", "load_state_dict"))
+def _with_state(policy: Any) -> Any:
+    """A policy of somebody's own that remembers something, or None; Advise asks one inside it."""
+    policy = getattr(policy, "policy", policy)
+    has = all(callable(getattr(policy, name, None)) for name in ("state_dict", "load_state_dict"))
+    return policy if has else None
 
 
 def _described(value: object) -> str:
@@ -241,6 +251,8 @@ def _described(value: object) -> str:
     if is_dataclass(value):
         parts = (f"{f.name}={_described(getattr(value, f.name))}" for f in fields(value) if f.repr)
         return f"{type(value).__name__}({', '.join(parts)})"
+    if isinstance(value, float) and value.is_integer():
+        return repr(int(value))
     if value is None or isinstance(value, int | float | str):
         return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -16,15 +16,18 @@ POLICIES: dict[str, type[Any]] = {
 }
 
 
-def policy_named(text: str) -> Policy:
+def policy_named(text: str, **defaults: Any) -> Policy:
     """The policy that a text names: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
     A value without a key is that of the first argument. A schedule is free text with commas of its
     own; what else it needs follows a semicolon.
 
+    Args:
+        text: as above.
+        defaults: values for arguments that the policy has and the text does not give.
     Raises:
         SettingError: an unknown name or key, a value that is no number or out of range, or one is
-            missing.
+            missing or given twice.
     Example:
         >>> policy_named("simigrad:target=0.3,max_batch=512")
         SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
@@ -42,7 +45,10 @@ def policy_named(text: str) -> Policy:
             key, value = next(iter(known)), key
         if key not in known or not value:
             raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
+        if key in values:
+            raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
         values[key] = _number(known[key], value)
+    values = {key: value for key, value in defaults.items() if key in known} | values
     if any(field.default is MISSING and key not in values for key, field in known.items()):
         raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
     policy: Policy = POLICIES[name](**values)

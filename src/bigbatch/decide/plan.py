@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from bigbatch.errors import SettingError
 
+MOST_FACTOR = 1e9  # by which anything may grow at once
+
 
 @dataclass(frozen=True)
 class BatchPlan:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from bigbatch.decide.plan import inside, require_bounds, require_positive
+from bigbatch.decide.plan import MOST_FACTOR, inside, require_bounds, require_positive
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
 
@@ -50,6 +50,7 @@ class Progress:
         ranks: processes that share a step.
         lr: learning rate that the present step used, one per parameter group.
         seconds: time spent training so far.
+        max_batch: upper bound that the controller holds, None for none.
     """
 
     target: int
@@ -61,6 +62,7 @@ class Progress:
     ranks: int = 1
     lr: tuple[float, ...] = ()
     seconds: float = 0.0
+    max_batch: int | None = None
 
 
 class Policy(Protocol):
@@ -123,8 +125,8 @@ class SimiGrad:
         if not -1 < self.target < 1:
             raise SettingError(f"target={self.target} must lie inside (-1, 1): it is a cosine")
         require_bounds(self.min_batch, self.max_batch)
-        if not 1 < self.grow < math.inf:
-            raise SettingError(f"grow={self.grow} must be above 1")
+        if not 1 < self.grow <= MOST_FACTOR:
+            raise SettingError(f"grow={self.grow} must be above 1 and at most {MOST_FACTOR:g}")
         if not 0 < self.shrink < 1:
             raise SettingError(f"shrink={self.shrink} must lie inside (0, 1)")
 
@@ -155,9 +157,9 @@ class NoiseScale:
 
         B = multiple x B_simple, rounded, inside [min_batch, max_batch]
 
-    Where the noise scale is +inf (no signal was seen) B is max_batch, or stays where there is none;
-    where it is nan, B stays. One step's noise scale is often +inf, so this wants the average of
-    `Controller(smoothing=...)`.
+    Where the noise scale is +inf (no signal was seen) B is max_batch, its own or the controller's,
+    or stays where there is none; where it is nan, B stays. One step's noise scale is often +inf, so
+    this wants the average of `Controller(smoothing=...)`.
 
     Args:
         multiple: of the noise scale, positive; 1 costs twice the fewest steps and samples.
@@ -187,7 +189,7 @@ class NoiseScale:
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
         """The multiple of the noise scale as it was measured."""
         scale = noise.noise_scale
-        wanted = _whole(round, self.multiple * scale, now.target, self.max_batch)
+        wanted = _whole(round, self.multiple * scale, now, self.max_batch)
         batch_size = inside(wanted, self.min_batch, self.max_batch)
         return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
 
@@ -233,21 +235,20 @@ class NormTest:
         """The batch that would pass the test, where it is larger than the present one."""
         squared_norm = noise.signal + noise.noise / noise.samples
         if squared_norm > 0:
-            needed = noise.noise / squared_norm / self.theta**2
+            needed = noise.noise / squared_norm / self.theta / self.theta
         else:
             needed = math.inf if noise.noise > 0 else math.nan
-        wanted = max(now.target, _whole(math.ceil, needed, now.target, self.max_batch))
+        wanted = max(now.target, _whole(math.ceil, needed, now, self.max_batch))
         batch_size = inside(wanted, self.min_batch, self.max_batch)
         return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
 
 
-def _whole(
-    rounded: Callable[[float], int], wanted: float, present: int, max_batch: int | None
-) -> int:
+def _whole(rounded: Callable[[float], int], wanted: float, now: Progress, own: int | None) -> int:
     """A wanted size as a whole number; +inf is the upper bound; without one, and nan, no change."""
     if math.isfinite(wanted):
         return rounded(wanted)
-    return present if max_batch is None or math.isnan(wanted) else max_batch
+    bounds = [bound for bound in (own, now.max_batch) if bound is not None]
+    return now.target if math.isnan(wanted) else min(bounds, default=now.target)
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,15 @@ class Schedule:
         for clause in parsed.clauses:
             if clause.begun(now):
                 wanted, last = min(clause.batch(wanted, now), _LARGEST), clause.text
+        bound = math.inf if now.max_batch is None else now.max_batch
         capped = min(wanted, parsed.cap)
-        factor = capped / wanted if parsed.decays else 1.0
+        factor = min(capped, bound) / wanted if parsed.decays else 1.0
         return Decision(round(capped), f"schedule: {last}", factor)
+
+    @property
+    def decays(self) -> bool:
+        """Whether growth that is kept from the batch lowers the learning rate instead."""
+        return self._parsed.decays
 
     @cached_property
     def _parsed(self) -> "_Parsed":

@@ -156,9 +156,9 @@ class Scatter:
         self._with_difference = 0.0  # the same, of steps that have a step before them
         self._fourths = 0.0
 
-    def update(self, signal: float, noise: float, keep: float) -> None:
-        """Takes in one step; what came before keeps the share `keep` of its weight."""
-        share = (1 - keep) ** 2
+    def update(self, signal: float, noise: float, keep: float, weight: float) -> None:
+        """Takes in one step of this weight; what came before keeps the share `keep` of its own."""
+        share = weight**2
         if self._before is not None:
             ds, dn = signal - self._before[0], noise - self._before[1]
             new = (ds * ds, ds * dn, dn * dn)
@@ -179,6 +179,9 @@ class Scatter:
     ) -> Interval:
         """For x of the averages; `weight` is the sum of all w, by which they were divided."""
         freedom = _DIFFERENCES * self._squares**2 / self._fourths if self._fourths else 0.0
+        if noise == 0 < signal:
+            sure = log_ratio(signal, noise, samples)
+            return Interval(sure, sure, level, "window")
         if not self._with_difference or freedom < 1 or noise < _FAINT:
             return Interval(-math.inf, math.inf, level, "window")
         x = log_ratio(signal, noise, samples)

@@ -42,7 +42,7 @@ class NoiseAverage:
         self._scatter = Scatter()
         self._signal = 0.0
         self._noise = 0.0
-        self._unseen = 1.0  # weight of the time before the first step
+        self._weight = 0.0  # of the steps seen, against the time before the first one
 
     def update(self, noise: GradientNoise) -> GradientNoise:
         """Takes one step in and returns it with signal, noise and interval those of the window.
@@ -52,10 +52,11 @@ class NoiseAverage:
         if not (math.isfinite(noise.signal) and math.isfinite(noise.noise)):
             return noise
         keep = math.exp(-noise.samples / self.samples)
-        self._signal = keep * self._signal + (1 - keep) * noise.signal
-        self._noise = keep * self._noise + (1 - keep) * noise.noise
-        self._unseen *= keep
-        self._scatter.update(noise.signal, noise.noise, keep)
+        share = -math.expm1(-noise.samples / self.samples)
+        self._signal = keep * self._signal + share * noise.signal
+        self._noise = keep * self._noise + share * noise.noise
+        self._weight = keep * self._weight + share
+        self._scatter.update(noise.signal, noise.noise, keep, share)
         return replace(
             noise, signal=self.signal, noise=self.noise, interval=self._interval(noise.samples)
         )
@@ -63,30 +64,30 @@ class NoiseAverage:
     @property
     def signal(self) -> float:
         """Average signal; nan before the first step."""
-        return self._signal / (1 - self._unseen) if self._unseen < 1 else math.nan
+        return self._signal / self._weight if self._weight else math.nan
 
     @property
     def noise(self) -> float:
         """Average noise; nan before the first step."""
-        return self._noise / (1 - self._unseen) if self._unseen < 1 else math.nan
+        return self._noise / self._weight if self._weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on."""
         return {
             "signal": self._signal,
             "noise": self._noise,
-            "unseen": self._unseen,
+            "weight": self._weight,
             "scatter": self._scatter.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
         self._signal, self._noise = state["signal"], state["noise"]
-        self._unseen = state["unseen"]
+        self._weight = state["weight"]
         self._scatter.load(state["scatter"])
 
     def _interval(self, samples: float) -> Interval | None:
         if self.level is None:
             return None
-        weight = 1 - self._unseen
+        weight = self._weight
         return self._scatter.interval(self.signal, self.noise, samples, weight, self.level)

@@ -11,7 +11,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.named import policy_named
 from bigbatch.decide.plan import require_positive
-from bigbatch.decide.policy import Fixed, SimiGrad
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.options import Options
@@ -28,8 +27,7 @@ class Settings:
         seed: of the model's start, the order of the data, and dropout.
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of decide/named.py with its values.
-        target: of "simigrad".
-        min_batch, max_batch: bounds of every policy but "fixed".
+        target, min_batch, max_batch: of a policy that has such and does not give its own.
         smoothing, dead_band: of the controller; 0 for none.
         batch_size: where it starts.
         base_batch: batch size that lr is for.
@@ -77,6 +75,10 @@ class Settings:
         sizes = ("epochs", "min_batch", "max_batch", "batch_size", "base_batch", "micro_batch")
         for name in (*sizes, "checkpoint_every", "threads"):
             require_positive(**{name: getattr(self, name)})
+        if self.seed >= 2**32:
+            raise SettingError(
+                f"seed={self.seed} must be below 2^32, which NumPy's generator takes"
+            )
         for name in ("seed", "weight_decay", "lr"):
             if getattr(self, name) < 0:
                 raise SettingError(f"{name}={getattr(self, name)} must not be negative")
@@ -142,22 +144,24 @@ class Recipe:
 
 
 def build_controller(settings: Settings) -> Controller:
-    """The policy that the settings name, with its bounds and options.
+    """The policy that the settings name, with the controller's options.
+
+    The recipe's target, bounds and batch are those of a policy whose text does not give its own.
 
     Raises:
         SettingError: an unknown name, or a value out of range.
     """
-    start, base = settings.batch_size, settings.base_batch
-    if settings.policy == "fixed":
-        return Controller(Fixed(start), start, base)
-    simigrad = settings.policy == "simigrad"
-    policy = SimiGrad(settings.target) if simigrad else policy_named(settings.policy)
-    return Controller(
-        policy,
-        start,
-        base,
+    policy = policy_named(
+        settings.policy,
+        target=settings.target,
         min_batch=settings.min_batch,
         max_batch=settings.max_batch,
+        batch_size=settings.batch_size,
+    )
+    return Controller(
+        policy,
+        getattr(policy, "batch_size", settings.batch_size),
+        settings.base_batch,
         smoothing=settings.smoothing or None,
         dead_band=settings.dead_band,
     )

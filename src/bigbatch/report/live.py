@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -33,17 +34,17 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """One line that stays."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def table(self, rows: list[tuple[str, ...]], title: str) -> None:
         """The results, in 80 columns where names allow."""
         headers = [column.replace(" ", "\n") for column in COLUMNS]
-        table = Table(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
+        table = Table(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
         table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         self.console.print(table)
 
     @contextmanager
@@ -53,7 +54,9 @@ class LiveView:
         """One training of `total` samples, of which `done` were consumed before."""
         bar = None if self._quiet or not self.console.is_terminal else _bar(self.console)
         with bar or nullcontext():
-            task = bar.add_task(name, total=total, completed=done, numbers="") if bar else None
+            task = (
+                bar.add_task(escape(name), total=total, completed=done, numbers="") if bar else None
+            )
             yield TrainingView(self, name, total, done, target, bar, task)
 
     @property

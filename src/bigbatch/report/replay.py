@@ -6,15 +6,16 @@ would have moved the weights otherwise is left out. docs/policies.md says what t
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import cycle, groupby, pairwise
+from itertools import accumulate, cycle, groupby, pairwise
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
 import numpy
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from bigbatch.decide.controller import Controller
@@ -81,10 +82,13 @@ class StepTime:
 
     fixed: float
     per_sample: float
+    told_apart: bool = True
 
     @classmethod
     def fit(cls, rows: list[Row]) -> "StepTime":
-        """Least squares over a log, neither part below 0; with one batch size all is per sample.
+        """Least squares over a log, neither part below 0.
+
+        Where batch sizes scatter by less than a tenth, nothing tells them apart: all is per sample.
 
         A step after which test accuracy was measured lends its successor that time, so the
         successor is left out; so is a step during which the clock went back.
@@ -95,15 +99,17 @@ class StepTime:
             if before["test_accuracy"] is None and after["seconds"] > before["seconds"]
         ]
         if not points:
-            return cls(0.0, rows[-1]["seconds"] / rows[-1]["samples"])
+            return cls(0.0, rows[-1]["seconds"] / rows[-1]["samples"], told_apart=False)
         sizes, seconds = zip(*points, strict=True)
-        if len(set(sizes)) > 1:
+        told_apart = pstdev(sizes) > fmean(sizes) / 10
+        if told_apart:
             slope, fixed = linear_regression(sizes, seconds)
             if slope < 0:
                 return cls(fmean(seconds), 0.0)
             if fixed >= 0:
                 return cls(fixed, slope)
-        return cls(0.0, linear_regression(sizes, seconds, proportional=True).slope)
+        slope = linear_regression(sizes, seconds, proportional=True).slope
+        return cls(0.0, slope, told_apart)
 
     def of(self, batches: list[int]) -> float:
         """Seconds of steps of these sizes."""
@@ -131,10 +137,11 @@ class Walk:
             McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
         """
         middles = (end - batch / 2 for end, batch in zip(self.ends, self.batches, strict=True))
-        return sum(
+        shares = (
             trace.part(middle, batch).generalization_ratio()
             for middle, batch in zip(middles, self.batches, strict=True)
         )
+        return sum(share for share in shares if share == share)  # nan: no gradient, no progress
 
 
 @dataclass(frozen=True)
@@ -165,9 +172,11 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     rows = history.rows
     if not any(row["signal"] is not None and row["noise"] is not None for row in rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    trace = Trace(rows)
-    steps = [row for row in rows if not row["skipped"]]
-    itself = Walk(ITSELF, [row["samples"] for row in steps], [row["batch_size"] for row in steps])
+    batches = [row["batch_size"] for row in rows if not row["skipped"]]
+    ends = list(accumulate(batches))  # without the samples of skipped steps
+    kept = (row for row in rows if not row["skipped"])
+    trace = Trace([row | {"samples": end} for row, end in zip(kept, ends, strict=True)])
+    itself = Walk(ITSELF, ends, batches)
     others = [_walk(name, policy, trace, options) for name, policy in policies.items()]
     return Replay(history, trace, StepTime.fit(rows), itself, others)
 
@@ -192,7 +201,7 @@ def _walk(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> W
 def table_of_replay(found: Replay) -> Table:
     """Costs of the run itself and of each policy, in 80 columns where names allow."""
     title = f"{found.history.label}: {found.trace.samples:,} samples"
-    table = Table(*COLUMNS, *EQUAL, title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(*COLUMNS, *EQUAL, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
@@ -202,7 +211,7 @@ def table_of_replay(found: Replay) -> Table:
         share = goal / progress if progress > 0 else float("nan")
         numbers = (steps, found.trace.samples / steps)
         table.add_row(
-            walk.name,
+            escape(walk.name),
             *(f"{number:,.0f}" for number in numbers),
             f"{found.time.of(walk.batches):,.1f}",
             f"{progress:,.1f}",
@@ -218,10 +227,10 @@ def _or_dash(number: float) -> str:
 def time_in_words(found: Replay) -> str:
     """The model of a step's time, and how far it is from the run's own."""
     fixed, per_sample = 1000 * found.time.fixed, 1000 * found.time.per_sample
-    alone = len(set(found.itself.batches)) == 1
     return (
         f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
-        + ", which has one batch size: all time counts as per sample" * alone
+        + ", whose batch sizes are nearly one: all time counts as per sample"
+        * (not found.time.told_apart)
         + f"; the run itself took {found.trace.rows[-1]['seconds']:,.1f} s with its tests"
     )
 
