@@ -24,7 +24,7 @@ def rows_of(run):
 
 def state_of(run):
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
-    state["train"]["seconds"] = None
+    state["train"]["own"]["seconds"] = None
     return state
 
 
