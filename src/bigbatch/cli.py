@@ -248,25 +248,27 @@ def _train_one(
     recipe: Recipe, changes: dict[str, Any], runs: Path, out: Path | None, view: LiveView
 ) -> None:
     settings = recipe.settings.changed(changes)
-    name, _, own = settings.policy.partition(":")
-    unused = {"target", "min_batch", "max_batch", "smoothing", "dead_band"}
-    if name == "simigrad":
-        unused -= {"target"}
-    if name not in ("fixed", "schedule"):
-        unused -= {"min_batch", "max_batch", "smoothing", "dead_band"}
-    if own:  # which says them itself
-        unused |= {"target", "min_batch", "max_batch"}
-    if own and name in ("fixed", "schedule"):
-        unused |= {"batch_size"}
-    _refuse_with(f"--policy {settings.policy}", changes.keys() & unused)
+    _refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
     if not settings.optimizer.startswith("vr-"):
         _refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
+    name, _, _ = settings.policy.partition(":")
     place = out or fresh_name(runs, f"{recipe.name}-{name}-{settings.optimizer}")
     require_free(place)
     training = Training(recipe, settings)  # before anything is written
     run = RunDirectory.create(place, settings.as_dict())
     with _resumable(place):
         train_one(training, run, view)
+
+
+def _unused(policy: str) -> set[str]:
+    """Options of `train` that a policy does not listen to, or says itself."""
+    name, _, own = policy.partition(":")
+    bounds = {"target", "min_batch", "max_batch"}
+    if name in ("fixed", "schedule"):  # whatever was measured
+        return bounds | {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
+    if own:
+        return bounds
+    return set() if name == "simigrad" else {"target"}
 
 
 @contextmanager

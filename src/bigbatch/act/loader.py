@@ -51,6 +51,14 @@ class Loader:
         drops = getattr(self._batch_sampler, "drop_last", False)
         return total - total % size if drops and size else total
 
+    def may_begin_with(self, count: int, before: int = 0) -> bool:
+        """Whether its first batch may have so many samples, where others were left out before.
+
+        A map-style loader's is full, so another size is no sample axis.
+        """
+        size, length = self.batch_size, self.length
+        return not size or length is None or count == min(size, length - before)
+
     @property
     def ledger(self) -> SampleLedger | None:
         """The sampler, where it is one that can begin anywhere."""

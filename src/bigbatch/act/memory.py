@@ -206,11 +206,11 @@ def _first_batch(loader: Loader) -> Batch:
         batches = copy.copy(batches)
         batches._iterator = None  # persistent workers are left alone
     for batch in batches:
-        count, size, length = count_samples(batch), loader.batch_size, loader.length
-        if size is not None and length is not None and count != min(size, length):
+        count = count_samples(batch)
+        if not loader.may_begin_with(count):
             raise BatchError(
-                f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
-                "first axis is no sample axis; give a loader whose is"
+                f"the first batch reads as {count} samples, the loader's batch size is "
+                f"{loader.batch_size}: its first axis is no sample axis; give a loader whose is"
             )
         return batch
     raise SettingError("the loader is empty; give one with at least one batch")

@@ -191,8 +191,12 @@ class SampleStream:
         except StopIteration:
             return False
         samples = self._count(batch)
-        if self._fetched == 0:
-            self._check_first(samples)
+        if self._fetched == 0 and not self.loader.may_begin_with(samples, self.counted):
+            raise BatchError(
+                f"the first batch reads as {samples} samples, the loader's batch size is "
+                f"{self.loader.batch_size}: its first axis is no sample axis; wrap the loader: "
+                "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
+            )
         self._pieces.append(_Piece(batch, samples, 0, self._fetched, fetched_from, own))
         self._fetched += 1
         self.counted += samples
@@ -213,16 +217,6 @@ class SampleStream:
         assert self.loader.batch_size is not None
         assert self.loader.length is not None
         return min(self.loader.batch_size, self.loader.length - self.counted)
-
-    def _check_first(self, count: int) -> None:
-        """A map-style loader's first batch is full, so another size is no sample axis."""
-        size, length = self.loader.batch_size, self.loader.length
-        if size and length is not None and count != min(size, length - self.counted):
-            raise BatchError(
-                f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
-                "first axis is no sample axis; wrap the loader: "
-                "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
-            )
 
 
 @dataclass(frozen=True)
