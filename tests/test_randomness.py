@@ -1,6 +1,7 @@
 """Random states: read fast, and right whatever was drawn in between."""
 
 import random
+import sys
 
 import numpy
 import pytest
@@ -53,13 +54,26 @@ def test_every_state_that_was_read_brings_the_same_numbers_again(kinds, seed):
 
 def test_a_state_read_after_a_kept_normal_number_was_drawn_is_another_one():
     numpy.random.seed(0)  # noqa: NPY002
+    random.seed(0)
     reader = RandomReader()
-    numpy.random.randn()  # noqa: NPY002  # draws two and keeps one
-    before = reader.read()["numpy"]
-    numpy.random.randn()  # noqa: NPY002  # gives the one that was kept: no word is drawn
-    after = reader.read()["numpy"]
-    assert (1, 0) == (before[3], after[3])
-    assert (before[1] == after[1]).all()
+    for draw in (numpy.random.randn, lambda: random.gauss(0, 1)):
+        draw()  # draws two and keeps one
+        before = reader.read()
+        draw()  # gives the one that was kept: no word is drawn
+        after = reader.read()
+        assert (before["numpy"][1] == after["numpy"][1]).all()
+        assert before["python"][1] == after["python"][1]
+        assert (before["numpy"][3], before["python"][2]) != (after["numpy"][3], after["python"][2])
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="looks into CPython's memory")
+def test_pythons_generator_is_asked_only_when_it_has_moved():
+    reader = RandomReader()
+    random.seed(1)
+    first = reader.read()["python"]
+    assert reader.read()["python"] is first
+    random.random()
+    assert reader.read()["python"] is not first
 
 
 def test_a_read_state_does_not_move_with_the_generator():

@@ -252,7 +252,7 @@ class Step:
         self._weights.append(weight)
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        self._losses.append(loss.detach().reshape(()))
+        self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
 
     def _complete(self) -> None:
         """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""

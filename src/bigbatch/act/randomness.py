@@ -2,6 +2,10 @@
 
 import ctypes
 import random
+import struct
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -20,33 +24,75 @@ def random_state() -> RandomState:
 class RandomReader:
     """Reads the same again and again, as the generators give them, in a few microseconds.
 
-    NumPy takes 30 to say its state, so it is asked only when that has changed. A change shows in
-    its memory, but for a second normal number that was kept and is now drawn: a state that holds
-    one is not trusted.
+    Python and NumPy take 6 and 30 to say their states word by word, so they are asked only when
+    those have changed in memory.
     """
 
     def __init__(self) -> None:
-        self._memory = b""  # NumPy's state as it was read last
-        self._numpy: Any = None  # the same in words
+        self._python = _Twister(
+            random.getstate, _memory_of_python(), lambda said: said[2] is not None
+        )
+        self._numpy = _Twister(_numpy_state, _memory_of_numpy, lambda said: said[3] != 0)
 
     def read(self) -> RandomState:
         """The states as they are now."""
         return {
-            "python": random.getstate(),
-            "numpy": self._numpy_state(),
+            "python": self._python.state(),
+            "numpy": self._numpy.state(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
         }
 
-    def _numpy_state(self) -> Any:
-        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        memory = b""
-        if type(generator) is numpy.random.MT19937:
-            memory = ctypes.string_at(generator.ctypes.state_address, _WORDS)
-        if not memory or memory != self._memory or self._numpy[3]:
-            self._numpy = numpy.random.get_state(legacy=True)  # noqa: NPY002
-            self._memory = memory
-        return self._numpy
+
+class _Twister:
+    """A generator whose state is asked for again where its memory has changed.
+
+    What memory does not show is a normal number that was kept for the next draw: a state that holds
+    one is not trusted.
+
+    Args:
+        ask: for its state.
+        memory: the generator's, empty where nobody can look.
+        kept: whether a state holds a normal number.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Any], memory: Callable[[], bytes], kept: Callable[[Any], bool]
+    ) -> None:
+        self._ask, self._look, self._kept = ask, memory, kept
+        self._state: Any = None
+        self._memory = b""  # as it was with that state
+
+    def state(self) -> Any:
+        """As it is now."""
+        memory = self._look()
+        if not memory or memory != self._memory:
+            self._state = self._ask()
+            self._memory = b"" if self._kept(self._state) else memory
+        return self._state
+
+
+def _memory_of_python() -> Callable[[], bytes]:
+    """CPython keeps position and words right behind the object's header; found so, or not used."""
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    header, size = object.__basicsize__, type(generator).__base__.__basicsize__
+    if sys.implementation.name == "cpython" and size >= header + _WORDS:
+        look = partial(ctypes.string_at, id(generator) + header, _WORDS)
+        *words, position = generator.getstate()[1]
+        if look() == struct.pack("625I", position, *words):
+            return look
+    return bytes
+
+
+def _memory_of_numpy() -> bytes:
+    generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is not numpy.random.MT19937:
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _WORDS)
+
+
+def _numpy_state() -> Any:
+    return numpy.random.get_state(legacy=True)  # noqa: NPY002
 
 
 def restorable(raw: RandomState) -> RandomState:

@@ -69,9 +69,11 @@ class _NotAlikeError(Exception):
 
 
 def _is_leaf(batch: Batch) -> bool:
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return len(batch) > 0 and all(isinstance(value, _PLAIN) for value in batch)
-    return isinstance(batch, (torch.Tensor, numpy.ndarray))
+    if isinstance(batch, (torch.Tensor, numpy.ndarray)):
+        return True
+    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields"):
+        return False
+    return len(batch) > 0 and all(isinstance(value, _PLAIN) for value in batch)
 
 
 def _size(leaf: Any) -> int:

@@ -23,7 +23,7 @@ COLUMNS = ("what", "value", "least and most", "goal")
 
 _K = 8
 _NEVER = 10**9  # the first step is due, and is not timed
-_STEPS = 160  # of the tiny network in one timing
+_MICRO_BATCHES = 1280  # of the tiny network in one timing
 
 _Batches = list[tuple[Tensor, Tensor]]
 
@@ -80,28 +80,18 @@ def _beside_a_plain_loop(rounds: int) -> Iterator[Measured]:
 
 
 def _in_python(rounds: int) -> Iterator[Measured]:
-    """Microseconds that a network too small to matter takes longer in the loop."""
+    """Microseconds that a network too small to matter takes longer in the loop.
+
+    Each micro-batch bears its k-th part of what a step costs beside its micro-batches.
+    """
     model = nn.Linear(4, 3)
-    few, many = _K, 8 * _K
-    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_STEPS * _K)]
+    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_MICRO_BATCHES)]
     for every, kind in ((_NEVER, "not measured"), (1, "measured")):
-        runs = [run for k in (few, many) for run in _both(model, batches, every, k)]
-        extra = [
-            ((row[1] - row[0]) / len(batches), (row[3] - row[2]) / len(batches))
-            for row in interleaved(runs, rounds)
-        ]
-        # extra = a + s / k, at two k
-        steps = [1e6 * (a - b) / (1 / few - 1 / many) for a, b in extra]
-        pieces = [1e6 * b - s / many for (_, b), s in zip(extra, steps, strict=True)]
-        goal = 50.0 if every == _NEVER else None
-        yield Measured(f"Python a micro-batch, {kind}", pieces, " us", goal)
-        yield Measured(f"Python a step, {kind}", steps, " us")
-
-
-def _both(
-    model: nn.Module, batches: _Batches, every: int, k: int
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    return _plain(model, batches, k), _adaptive(model, batches, every, k)
+        for k in (64, 8):
+            runs = [_plain(model, batches, k), _adaptive(model, batches, every, k)]
+            extra = [1e6 * (row[1] - row[0]) / len(batches) for row in interleaved(runs, rounds)]
+            goal = 50.0 if (every, k) == (_NEVER, 64) else None
+            yield Measured(f"Python a micro-batch, k = {k}, {kind}", extra, " us", goal)
 
 
 def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
