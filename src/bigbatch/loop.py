@@ -110,12 +110,7 @@ class AdaptiveBatch:
             policy, batch_size, base_batch, self.batches.samples
         )
         base_batch = self.controller.base_batch
-        if lr_scaling is not None and getattr(self.controller.policy, "decays", False):
-            raise SettingError(
-                "the schedule grows the batch instead of lowering the learning rate, which "
-                f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None"
-            )
-        self._scaling = scaling_named(lr_scaling, base_batch)
+        self._scaling = _scaling_beside(self.controller.policy, lr_scaling, base_batch)
         self._clock = BaseBatchClock(base_batch, optimizer)
         self.scheduler = scheduler
         self.plan = self._fit(self.controller.decision)
@@ -128,9 +123,7 @@ class AdaptiveBatch:
             "order": self.batches.order,
             "virtual_ranks": repr(self.batches.virtual_ranks),
         }
-        advice = SizeAdvice()
-        handle = model.register_forward_hook(advice, always_call=True)
-        weakref.finalize(self, handle.remove)
+        advice = self._give_advice()
         self._common = Common(self.meter, optimizer, scaler, advice, self._tell, self._finish)
         self._step: Step | None = None
         self._per_sample: float | None = None  # weight of a sample in the last step
@@ -294,6 +287,13 @@ class AdaptiveBatch:
             self.optimizer.follow(meter.source)
         return meter
 
+    def _give_advice(self) -> SizeAdvice:
+        """In every forward of the model, as long as this loop is there."""
+        advice = SizeAdvice()
+        handle = self.model.register_forward_hook(advice, always_call=True)
+        weakref.finalize(self, handle.remove)
+        return advice
+
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -417,6 +417,15 @@ def _least_micro_batches(given: int | None, optimizer: Optimizer) -> int:
     if given is not None:
         return given
     return 8 if isinstance(optimizer, VarianceReduced) else 4
+
+
+def _scaling_beside(policy: Policy, lr_scaling: str | Scaling | None, base_batch: int) -> Scaling:
+    if lr_scaling is not None and getattr(policy, "decays", False):
+        raise SettingError(
+            "the schedule grows the batch instead of lowering the learning rate, which "
+            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None"
+        )
+    return scaling_named(lr_scaling, base_batch)
 
 
 def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

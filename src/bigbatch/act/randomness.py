@@ -75,7 +75,7 @@ class _Twister:
 def _memory_of_python() -> Callable[[], bytes]:
     """CPython keeps position and words right behind the object's header; found so, or not used."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    header, size = object.__basicsize__, type(generator).__base__.__basicsize__
+    header, size = object.__basicsize__, type(generator).__mro__[1].__basicsize__
     if sys.implementation.name == "cpython" and size >= header + _WORDS:
         look = partial(ctypes.string_at, id(generator) + header, _WORDS)
         *words, position = generator.getstate()[1]

@@ -73,17 +73,12 @@ class Controller:
         surely: float | None = None,
         warm_up: float = 0,
     ) -> None:
-        require_policy(policy)
         base_batch = batch_size if base_batch is None else base_batch
         require_positive(batch_size=batch_size, base_batch=base_batch, every=every)
-        if smoothing is not None and not 0 < smoothing < math.inf:
-            raise SettingError(f"smoothing={smoothing} must be positive and finite: a window")
-        if largest_step is not None and not 1 < largest_step <= MOST_FACTOR:
-            raise SettingError(
-                f"largest_step={largest_step} must be above 1 and at most {MOST_FACTOR:g}: a factor"
-            )
-        if not 0 <= warm_up < math.inf:
-            raise SettingError(f"warm_up={warm_up} must be finite and not negative: samples")
+        _require_options(smoothing, largest_step, warm_up)
+        self._caution = Caution(dead_band, surely)
+        self._remembers = _remembering(policy, asked=bool(dead_band or surely))
+        self._average = None if smoothing is None else NoiseAverage(smoothing, interval=surely)
         if smoothing is None and getattr(policy, "wants_average", False):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
@@ -102,24 +97,16 @@ class Controller:
             "surely": surely,
             "warm_up": warm_up,
         }
-        self._remembers = _with_state(policy)
-        if self._remembers is not None and (dead_band or surely):
-            raise SettingError(
-                "dead_band and surely ask a policy about other cases, which one that remembers "
-                "(it has state_dict) would take for steps; leave them out"
-            )
+        self._settings = {name: _described(value) for name, value in settings.items()}
+        self._every, self._warm_up, self._largest_step = every, warm_up, largest_step
+        self._samples = 0.0
+        self._steps = 0
         self.policy = policy
         self.base_batch = base_batch
         self.min_batch: int = getattr(policy, "min_batch", 1)
         self.max_batch: int | None = getattr(policy, "max_batch", None)
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
-        self._settings = {name: _described(value) for name, value in settings.items()}
-        self._every, self._warm_up, self._largest_step = every, warm_up, largest_step
-        self._caution = Caution(dead_band, surely)
-        self._average = None if smoothing is None else NoiseAverage(smoothing, interval=surely)
-        self._samples = 0.0
-        self._steps = 0
 
     def next(self, noise: GradientNoise, now: Progress | None = None) -> Decision:
         """The decision after a step that measured `noise`.
@@ -239,11 +226,34 @@ def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)
 
 
-def _with_state(policy: Any) -> Any:
-    """A policy of somebody's own that remembers something, or None; Advise asks one inside it."""
+def _require_options(smoothing: float | None, largest_step: float | None, warm_up: float) -> None:
+    if smoothing is not None and not 0 < smoothing < math.inf:
+        raise SettingError(f"smoothing={smoothing} must be positive and finite: a window")
+    if largest_step is not None and not 1 < largest_step <= MOST_FACTOR:
+        raise SettingError(
+            f"largest_step={largest_step} must be above 1 and at most {MOST_FACTOR:g}: a factor"
+        )
+    if not 0 <= warm_up < math.inf:
+        raise SettingError(f"warm_up={warm_up} must be finite and not negative: samples")
+
+
+def _remembering(policy: Any, *, asked: bool) -> Any:
+    """The policy, or that inside Advise, where it has a state to save; else None.
+
+    Args:
+        policy: must be able to decide.
+        asked: whether it will be asked about other cases.
+    """
+    require_policy(policy)
     policy = getattr(policy, "policy", policy)
-    has = all(callable(getattr(policy, name, None)) for name in ("state_dict", "load_state_dict"))
-    return policy if has else None
+    if not all(callable(getattr(policy, name, None)) for name in ("state_dict", "load_state_dict")):
+        return None
+    if asked:
+        raise SettingError(
+            "dead_band and surely ask a policy about other cases, which one that remembers "
+            "(it has state_dict) would take for steps; leave them out"
+        )
+    return policy
 
 
 def _described(value: object) -> str:
