@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from bigbatch.report.run_directory import RunDirectory
+
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
 QUICK = ("--epochs", "1", "--quiet")
 
@@ -172,6 +174,29 @@ def test_report_goes_where_it_is_told(bigbatch, trained, tmp_path):
     assert (2, True) == (status, "must be .html, .png or .svg" in err)
     status, _, err = bigbatch("report", trained, "-o", tmp_path / "no" / "such" / "folder.html")
     assert (2, True) == (status, "cannot be written" in err)
+
+
+def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
+    settings = {
+        "target": 0.5,
+        "min_batch": 24,
+        "max_batch": 256,
+        "batch_size": 48,
+        "smoothing": 500.0,
+        "dead_band": 0.2,
+        "warm_up": 200.0,
+        "optimizer": "vr-sgd",
+        "lr": 0.03,
+        "lr_scaling": "linear",
+        "gamma": 0.3,
+        "r_max": 1.5,
+        "epochs": 1,
+        "seed": 3,
+        "checkpoint_every": 7,
+    }
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert 0 == bigbatch("train", *given, "--out", tmp_path / "run", "--quiet")[0]
+    assert settings.items() <= RunDirectory.open(tmp_path / "run").settings.items()
 
 
 def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):

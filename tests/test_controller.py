@@ -29,6 +29,7 @@ from bigbatch import (
     Schedule,
     SimiGrad,
 )
+from bigbatch.decide.cutting import Cutting
 from bigbatch.errors import SettingError
 from bigbatch.measure.interval import Interval
 
@@ -133,9 +134,36 @@ def test_a_policy_hears_the_progress_that_a_loop_states_with_the_target_filled_i
     assert (96, 32, (0.1,), 1.5) == (told.batch_size, told.base_batch, told.lr, told.seconds)
 
 
+def test_a_policy_hears_how_many_virtual_ranks_share_a_step():
+    model, policy = torch.nn.Linear(3, 1), Listens()
+    loader = torch.utils.data.DataLoader(torch.randn(96, 3), 16)
+    train = bb.AdaptiveBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        bb.Batches(loader, virtual_ranks=4),
+        policy=policy,
+        batch_size=32,
+    )
+    for step in train:
+        for x in step:
+            step.backward(model(x).square().mean())
+        step.update()
+    assert {4} == {now.ranks for _, now in policy.heard}
+
+
 def test_the_base_batch_is_where_it_starts_unless_stated():
     assert 128 == Controller(Fixed(8), 128).base_batch
     assert 32 == Controller(Fixed(8), 128, 32).base_batch
+
+
+@pytest.mark.parametrize(("asked", "told"), [(1, 0), (3, 1), (4, 0), (16, 0)])
+def test_only_whoever_asked_for_a_lower_bound_is_told_that_it_is_raised(asked, told):
+    cutting = Cutting(ranks=1, micro=16, fixed=False, least=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        controller = cutting.controller(SimiGrad(min_batch=asked), 64, None, 960)
+    assert max(asked, 4) == controller.min_batch
+    assert told == len(said)
 
 
 @pytest.mark.parametrize("answer", [None, 256, (256, "more"), {"batch_size": 256}])
@@ -289,6 +317,21 @@ def test_the_dead_band_is_exact_in_whole_numbers(present, wanted, moves):
     controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing=1e3)
     expected = wanted if moves else present
     assert expected == controller.next(seen(64, noise_scale=wanted)).batch_size
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"), [(860, 861), (880, 880), (1140, 1140), (1160, 1159)]
+)
+def test_a_policy_of_ones_own_that_reads_the_cut_batch_is_held_in_the_dead_band_too(
+    present, expected
+):
+    class Nears:
+        def decide(self, noise, now):
+            way = 1 if now.batch_size < noise.noise_scale else -1
+            return Decision(now.target + way, "one nearer")
+
+    controller = Controller(Nears(), present, dead_band=0.15)
+    assert expected == controller.next(seen(present)).batch_size
 
 
 @pytest.mark.parametrize("bounds", [{"max_batch": 512}, {"min_batch": 512}])
@@ -579,6 +622,27 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     assert "dead_band was 0, is 0.1" in message
     assert "base_batch" not in message
     assert 140 == controller.next(low(128)).batch_size  # every=1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("base_batch", 64),
+        ("min_batch", 2),
+        ("max_batch", 256),
+        ("every", 2),
+        ("smoothing", 500),
+        ("dead_band", 0.1),
+        ("largest_step", 1.5),
+        ("surely", 0.9),
+        ("warm_up", 100),
+    ],
+)
+def test_every_option_that_changed_is_named_and_makes_another_digest(option, value):
+    before, after = Controller(SimiGrad(), 128), Controller(SimiGrad(), 128, **{option: value})
+    assert before.digest() != after.digest()
+    with pytest.warns(UserWarning, match=f"^{option} was .*, is {value}: the new one is used"):
+        after.load_state_dict(before.state_dict())
 
 
 def test_an_average_that_is_new_or_gone_begins_or_ends():

@@ -192,6 +192,13 @@ def test_a_tensor_that_groups_share_is_multiplied_once():
     assert [0.25, 0.25, 0.25] == rates_of(optimizer)
 
 
+def test_a_group_that_is_added_inside_keeps_its_own_rate():
+    optimizer = optimizer_with(0.1)
+    with multiplied(optimizer, 3.0):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
+    assert [0.1, 0.5] == rates_of(optimizer)
+
+
 def test_a_rate_that_is_learnt_itself_is_multiplied_without_a_graph():
     rate = torch.nn.Parameter(torch.tensor(0.25))
     with multiplied(optimizer_with(rate), 3.0) as used:

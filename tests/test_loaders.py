@@ -13,12 +13,14 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bigbatch import Batches, BatchPlan, SampleLedger
 from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.errors import BatchError
 
 SEED = 5
 SAMPLES = 45
@@ -180,13 +182,17 @@ def test_a_micro_batch_inside_one_loader_batch_is_a_view_and_only_others_are_cop
     assert [storages[1]] * 2 == of[3:]
 
 
-def test_virtual_ranks_are_dealt_views():
-    whole = torch.arange(24)
-    batches = Batches([whole], virtual_ranks=3)
+@pytest.mark.parametrize("size", [24, 7], ids=["one batch", "batches that end anywhere"])
+def test_virtual_ranks_are_dealt_in_turn_in_memory_of_their_own(size):
+    tokens = torch.arange(24)[:, None] + torch.tensor([0, 100])
+    batches = Batches([*tokens.split(size)], virtual_ranks=3)
     batches.start(0)
     pieces = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
-    assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p.tolist() for p in pieces[:3]]
-    assert all(p.untyped_storage().data_ptr() == whole.data_ptr() for p in pieces)
+    assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p[:, 0].tolist() for p in pieces[:3]]
+    assert [[12, 15, 18, 21], [13, 16, 19, 22], [14, 17, 20, 23]] == [
+        p[:, 0].tolist() for p in pieces[3:]
+    ]
+    assert [0, 100, 3, 103] == pieces[0].view(-1)[:4].tolist()  # as language models do
 
 
 @pytest.mark.parametrize("virtual", [1, 4])
@@ -299,3 +305,168 @@ def test_dropping_the_tail_of_a_stream_teaches_its_whole_length():
         while cut := batches.step(BatchPlan(1, 30, 2), least=1):
             list(cut)
         assert 100 == batches.samples
+
+
+# persistent workers
+
+
+def kept_workers(**more):
+    return DataLoader(range(48), 4, num_workers=1, persistent_workers=True, shuffle=True, **more)
+
+
+def seen_in(steps):
+    return [n for step in steps for piece in step for n in piece]
+
+
+@pytest.mark.filterwarnings("ignore:persistent workers keep random states")
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("looked", [False, True], ids=["untouched", "looked at before"])
+@pytest.mark.parametrize("same", [False, True], ids=["another loader", "the same loader"])
+def test_persistent_workers_go_on_with_exactly_the_rest(same, looked, epoch):
+    torch.manual_seed(SEED)
+    loader = kept_workers()
+    if looked:
+        next(iter(loader))
+    batches = Batches(loader)
+    for number in range(epoch):
+        batches.start(number)
+        seen_in(rest(batches))
+    batches.start(epoch)
+    before = seen_in(islice(rest(batches), 2))
+    state, random = batches.state_dict(), random_state()
+    whole = before + seen_in(rest(batches))
+    torch.manual_seed(SEED + 1)
+    resumed = Batches(loader if same else kept_workers())
+    resumed.load_state_dict(state, epoch)
+    restore_random_state(random)
+    assert whole == before + seen_in(rest(resumed))
+    assert [*range(48)] == sorted(whole)
+
+
+def test_persistent_workers_that_somebody_else_takes_are_missed():
+    loader = kept_workers()
+    batches = Batches(loader)
+    batches.start(0)
+    steps = rest(batches)
+    next(steps)
+    next(iter(loader))
+    with pytest.raises(BatchError, match=r"somebody else.*persistent_workers=False"):
+        seen_in(steps)
+
+
+# batches of unusual samplers
+
+
+class Rows:
+    """A data set that reads many samples at once."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, numbers):
+        return torch.tensor(numbers)
+
+
+def test_a_sampler_of_whole_batches_is_told_the_epoch_and_goes_on_by_its_ledger():
+    def make():
+        ledger = SampleLedger(range(24), seed=SEED)
+        return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(ledger, 4, False))
+
+    batches = Batches(make())
+    assert (4, 24) == (batches.batch_size, batches.samples)
+    orders = []
+    for epoch in range(2):
+        batches.start(epoch)
+        orders.append(seen_in(rest(batches)))
+    assert orders[0] != orders[1]
+    batches.start(1)
+    before = seen_in(islice(rest(batches), 1))
+    resumed = Batches(make())
+    resumed.load_state_dict(batches.state_dict(), 1)
+    assert orders[1] == before + seen_in(rest(resumed))
+
+
+class Shards:
+    """A data set whose items are batches of four."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return torch.arange(4 * number, 4 * number + 4)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_ledger_over_whole_batches_goes_on_with_exactly_the_rest(stop):
+    def make():
+        shards = Shards()
+        return DataLoader(shards, batch_size=None, sampler=SampleLedger(shards, seed=SEED))
+
+    batches = Batches(make())
+    batches.start(0)
+    whole = seen_in(rest(batches))
+    batches.start(0)
+    before = seen_in(islice(rest(batches), stop))
+    resumed = Batches(make())
+    resumed.load_state_dict(batches.state_dict(), 0)
+    assert whole == before + seen_in(rest(resumed))
+    assert [*range(32)] == sorted(whole)
+
+
+class Growing(Sampler):
+    """More samples in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 16 * (self.epoch + 1)
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+
+def test_a_sampler_that_grows_by_the_epoch_goes_on():
+    def make():
+        return Batches(DataLoader(range(64), 4, sampler=Growing()))
+
+    batches = make()
+    batches.start(2)
+    before = seen_in(islice(rest(batches), 2))
+    resumed = make()
+    resumed.load_state_dict(batches.state_dict(), 2)
+    assert [*range(48)] == before + seen_in(rest(resumed))
+
+
+@pytest.mark.parametrize("bad", [{9, 17, 18, 25, 33, 41, 49}, {63}, {8, 9, 10, 11, 12, 13, 14, 15}])
+@pytest.mark.parametrize("tail", ["share", "drop"])
+def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micro_batches(
+    tail, bad
+):
+    def collate(items):
+        return torch.tensor([item for item in items if item not in bad])
+
+    batches = Batches(DataLoader(range(64), 8, collate_fn=collate), tail=tail)
+    batches.start(0)
+    steps = []
+    while cut := batches.step(BatchPlan(1, 2, 4), least=8, most=8):
+        steps.append([batch.tolist() for batch, _ in cut])
+    assert all(len(step) == 4 for step in steps)
+    good = [n for n in range(64) if n not in bad]
+    assert good[: len(good) - len(good) % 8 if tail == "drop" else None] == seen_in(steps)
+
+
+def test_a_first_batch_that_is_short_goes_where_its_samples_are_counted_by_the_user():
+    def collate(items):
+        return torch.tensor([item for item in items if item != 3])
+
+    loader = DataLoader(range(16), 8, collate_fn=collate)
+    refused = Batches(loader)
+    refused.start(0)
+    with pytest.raises(BatchError, match=r"7 samples.*left out.*count="):
+        seen_in(rest(refused))
+    counted = Batches(loader, split=lambda batch, lo, hi: batch[lo:hi], count=len)
+    counted.start(0)
+    assert 15 == len(seen_in(rest(counted)))

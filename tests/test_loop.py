@@ -778,9 +778,10 @@ def test_a_weight_that_is_no_count_raises_with_its_value(weight):
 def test_a_state_inside_a_step_is_refused():
     train = adaptive()
     step = first_step(train)
-    with pytest.raises(LoopError, match=r"step\.update\(\)"):
-        train.state_dict()
+    assert 2 == train.state_dict()["version"]  # nothing was given out yet
     for batch in step:
+        with pytest.raises(LoopError, match=r"step\.update\(\).*load a state"):
+            train.state_dict()
         step.backward(loss_of(train, batch))
     with pytest.raises(LoopError, match=r"step\.update\(\)"):
         train.state_dict()
@@ -1171,3 +1172,170 @@ def test_a_pass_that_goes_on_with_another_order_says_so():
 def test_fewer_samples_than_virtual_ranks_are_refused():
     with pytest.raises(SettingError, match=r"3 samples of an epoch are too few for 4 \(virtual"):
         adaptive(loader=bb.Batches(DataLoader(data(3), 2), virtual_ranks=4))
+
+
+# steps that are left, failed or taken back
+
+
+class Numbered:
+    """The samples of a pass, by the numbers that a loader gives with them."""
+
+    def __init__(self, **more: Any) -> None:
+        numbered = TensorDataset(torch.randn(48, 5, dtype=torch.float64), torch.arange(48))
+        self.train = adaptive(loader=DataLoader(numbered, 8), policy=bb.Fixed(16), **more)
+        self.seen: list[int] = []
+
+    def step(self, step: bb.Step) -> bb.StepRecord:
+        for x, numbers in step:
+            self.seen += numbers.tolist()
+            step.backward(self.train.model(x).square().mean())
+        return step.update()
+
+
+def test_a_step_that_was_given_out_and_not_begun_is_given_out_again():
+    one = Numbered()
+    for number, step in enumerate(one.train):
+        if number == 1:
+            break
+        one.step(step)
+    for step, _ in zip(one.train, range(1), strict=False):  # takes one more than it uses
+        one.step(step)
+    assert 2 == one.train.state_dict()["shared"]["counts"][2]
+    for step in one.train:
+        one.step(step)
+    assert [*range(48)] == one.seen
+
+
+def test_a_pass_that_leaves_its_steps_out_is_told_so():
+    with pytest.raises(LoopError, match=r"not finished.*load a state"):
+        for _ in adaptive():
+            pass
+
+
+@pytest.mark.parametrize("saved_at", [0, 1, 3], ids=["before", "inside", "after"])
+def test_a_state_that_is_loaded_inside_the_pass_takes_it_back(saved_at):
+    one = Numbered()
+    states = [one.train.state_dict()]
+    back, epochs = True, []
+    for epoch in one.train.epochs(2):
+        epochs.append(epoch)
+        for step in one.train:
+            one.step(step)
+            states.append(one.train.state_dict())
+            if back and len(states) == 6:  # in the second epoch
+                one.train.load_state_dict(states[saved_at])
+                back = False
+    again = [*range(48), *range(48)][16 * saved_at :]
+    assert [*range(48), *range(32), *again] == one.seen
+    assert (2, 96) == (one.train.epoch, one.train.samples)
+    assert (0, 1) == (epochs[0], epochs[-1])
+
+
+def test_an_update_that_needs_a_scheduler_changes_nothing_until_it_is_there():
+    one, other = Numbered(), Numbered()
+    one.train.scheduler = StepLR(one.train.optimizer, 1)
+    other.train.load_state_dict(one.train.state_dict())
+    step = first_step(other.train)
+    with pytest.raises(LoopError, match=r"set train\.scheduler"):
+        other.step(step)
+    before = copy.deepcopy(other.train.model.state_dict())
+    other.train.scheduler = StepLR(other.train.optimizer, 1)
+    assert (16, 1) == (step.update().samples, other.train.steps)
+    for name, value in other.train.model.state_dict().items():
+        assert not torch.equal(value, before[name])
+
+
+def test_an_update_that_failed_half_way_is_not_done_twice():
+    class Failing:
+        def decide(self, noise: Any, now: Any) -> bb.Decision:
+            raise OSError("the log is full")
+
+    one = Numbered()
+    start = one.train.state_dict()
+    one.train.controller.policy = Failing()
+    step = first_step(one.train)
+    with pytest.raises(OSError, match="full"):
+        one.step(step)
+    with pytest.raises(LoopError, match=r"half way.*load a state"):
+        step.update()
+    one.train.controller.policy = bb.Fixed(16)
+    one.train.load_state_dict(start)
+    for step in one.train:
+        one.step(step)
+    assert 48 == one.train.samples
+
+
+def test_a_rule_of_ones_own_keeps_what_it_remembers():
+    class Falling:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, batch: int, base: int, noise: Any) -> float:
+            self.calls += 1
+            return 1 / self.calls
+
+        def state_dict(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.calls = state["calls"]
+
+    def rates(one: Numbered, steps: int) -> list[float]:
+        return [one.step(step).lr[0] for step, _ in zip(one.train, range(steps), strict=False)]
+
+    whole = rates(Numbered(lr_scaling=Falling()), 3)
+    one, other = (Numbered(lr_scaling=Falling()) for _ in range(2))
+    first = rates(one, 2)
+    other.train.load_state_dict(one.train.state_dict())
+    assert whole == first + rates(other, 1)
+
+
+def test_batches_of_another_training_begin_anew():
+    numbers = bb.Batches([torch.arange(i, i + 8) for i in range(0, 48, 8)])
+    seen: list[list[int]] = []
+    for _ in range(2):
+        train = adaptive(loader=numbers, policy=bb.Fixed(16), batch_size=16, micro_batch=4)
+        step = first_step(train)
+        seen.append([n for piece in step_pieces(train, step) for n in piece.tolist()])
+    assert [*range(16)] == seen[0] == seen[1]
+
+
+def step_pieces(train: bb.AdaptiveBatch, step: bb.Step) -> Iterator[Tensor]:
+    for piece in step:
+        yield piece
+        step.backward(train.model(piece[:, None].double().expand(-1, 5)).square().mean())
+
+
+# clipping
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "with a scaler"])
+def test_clipping_is_by_what_is_trained_whether_scaled_or_not(scaled):
+    model = classifier(torch.float32)
+    own = SGD(model[2].parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**16) if scaled else None
+    loader = DataLoader(data(32, torch.float32), 16)
+    train = bb.AdaptiveBatch(model, own, loader, policy=bb.Fixed(32), scaler=scaler)
+    step = first_step(train)
+    for batch in step:
+        step.backward(loss_of(train, batch))
+    x, y = data(32, torch.float32).tensors
+    grads = torch.autograd.grad(cross_entropy(model(x), y), [*model[2].parameters()])
+    norm = torch.cat([grad.flatten() for grad in grads]).norm()
+    assert pytest.approx(norm.item(), rel=1e-5) == step.clip_grad_norm_(norm.item() / 2).item()
+    clipped = torch.cat([p.grad.flatten() for p in model[2].parameters()]).norm()
+    assert pytest.approx(norm.item() / 2, rel=1e-4) == clipped.item()
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["measured", "not measured"])
+def test_a_gradient_that_is_truly_zero_may_be_clipped(every):
+    model = classifier()
+    own, loader = SGD(model.parameters(), lr=0.1), DataLoader(data(48), 16)
+    meter = bb.GradientMeter(model, every=every)
+    train = bb.AdaptiveBatch(model, own, loader, policy=bb.Fixed(16), meter=meter)
+    for step in train:
+        for x, _ in step:
+            step.backward((train.model(x) * 0).sum())
+        nn.utils.clip_grad_norm_(train.model.parameters(), 1.0)
+        step.update()
+    assert 3 == train.steps

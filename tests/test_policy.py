@@ -168,7 +168,7 @@ UNKNOWN = GradientNoise(math.nan, math.nan, 128, 8)
 
 
 @pytest.mark.parametrize(
-    ("multiple", "expected"), [(1.0, 576), (0.5, 288), (1 / 3, 192), (0.001, 1)]
+    ("multiple", "expected"), [(1.0, 576), (0.5, 288), (1 / 3, 192), (0.3, 173), (0.001, 1)]
 )
 def test_the_noise_scale_is_reached_in_one_step_from_anywhere(multiple, expected):
     noise = GradientNoise(2.0, 1152.0, samples=64, micro_batches=8)
@@ -225,8 +225,9 @@ def test_the_norm_test_asks_for_the_noise_over_the_measured_squared_norm():
     assert 4 * 600 == true
 
 
-def test_the_norm_test_never_shrinks_the_batch():
-    assert 128 == NormTest(0.5).decide(CLEAR, now(128)).batch_size
+@pytest.mark.parametrize("cut", [96, 128, 512])
+def test_the_norm_test_never_shrinks_the_batch_that_was_decided(cut):
+    assert 128 == NormTest(0.5).decide(CLEAR, now(128, batch_size=cut)).batch_size
 
 
 def test_an_average_whose_norm_is_not_positive_fails_the_test_at_every_batch():

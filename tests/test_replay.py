@@ -153,6 +153,13 @@ def test_the_time_of_a_step_is_fitted_to_the_log():
     assert pytest.approx(2 * 0.01 + 0.001 * 300) == time.of([100, 200])
 
 
+@pytest.mark.parametrize(("scatter", "told_apart"), [(9, False), (11, True)])
+def test_batch_sizes_are_told_apart_where_they_scatter_by_a_tenth(scatter, told_apart):
+    time = StepTime.fit(log([100, 100 - scatter, 100 + scatter]))
+    assert told_apart == time.told_apart
+    assert told_apart == (time.fixed > 0)
+
+
 def test_one_batch_size_is_all_time_per_sample():
     time = StepTime.fit(log([100] * 9))
     assert (0.0, pytest.approx(0.11 / 100)) == (time.fixed, time.per_sample)
@@ -205,9 +212,12 @@ def test_progress_is_mccandlishs(logged, batch):
 
 def test_a_steps_progress_is_by_the_noise_of_where_it_lies(logged):
     history = logged(log([100] * 100, lambda samples: (1.0, 1000.0 if samples < 5000 else 4000.0)))
-    found = replay(history, {"it": Fixed(200)})
+    found = replay(history, {"it": Fixed(200), "across": Fixed(600)})
+    it, across = found.others
     assert pytest.approx(50 / 11 + 50 / 41) == found.itself.progress(found.trace)
-    assert pytest.approx(25 / 6 + 25 / 21) == found.others[0].progress(found.trace)
+    assert pytest.approx(25 / 6 + 25 / 21) == it.progress(found.trace)
+    # the ninth step's middle is sample 5,100; the last step has 400
+    assert pytest.approx(8 * 3 / 8 + 8 * 3 / 23 + 1 / 11) == across.progress(found.trace)
 
 
 def test_without_any_signal_there_is_no_progress_and_none_to_equal(bigbatch, logged):
@@ -342,11 +352,28 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
         assert f"<!-- {label}" in drawn
 
 
-def test_the_controllers_options_are_the_commands(bigbatch, run):
-    options = ["--smoothing", 500, "--every", 2, "--dead-band", 0.1, "--largest-step", 1.5]
-    options += ["--warm-up", 300, "--surely", 0.6]
-    status, _, err = bigbatch("replay", run, "--policy", "noise-scale", *options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"smoothing": 500},
+        {"every": 2},
+        {"dead_band": 0.5},
+        {"largest_step": 1.05},
+        {"warm_up": 1000},
+        {"smoothing": 500, "surely": 0.6},
+    ],
+    ids=str,
+)
+def test_the_controllers_options_are_the_commands(bigbatch, logged, options):
+    history = logged(log([100] * 50, lambda samples: (1.0, 1000.0 if samples < 2500 else 100.0)))
+    *others, _ = options.items()
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    status, out, err = bigbatch("replay", history.path, "--policy", "simigrad:0.3", *given)
     assert (0, "") == (status, err)
+    steps = next(line for line in out.splitlines() if "simigrad:0.3" in line).split()[1]
+    expected = len(only(history, SimiGrad(0.3), **options).batches)
+    assert expected == int(steps)
+    assert expected != len(only(history, SimiGrad(0.3), **dict(others)).batches)
 
 
 def test_what_takes_effect_badly_is_a_note(bigbatch, run):

@@ -149,10 +149,17 @@ def test_half_a_base_batch_is_remembered_by_the_state():
     assert 2 == second.scheduler.last_epoch
 
 
-def test_a_clock_without_a_scheduler_runs_all_the_same():
-    clock = BaseBatchClock(10, optimizer())
+def test_a_clock_without_a_scheduler_counts_for_one_that_is_set_later():
+    own = optimizer()
+    clock = BaseBatchClock(10, own)
     clock.advance(95)
     assert clock.scheduler is None
+    clock.scheduler = StepLR(own, 1)
+    own.step()
+    clock.advance(4)
+    assert 0 == clock.scheduler.last_epoch
+    clock.advance(1)
+    assert 1 == clock.scheduler.last_epoch
 
 
 # the end
@@ -266,16 +273,16 @@ def test_a_scheduler_that_somebody_else_advances_too_is_an_error(build):
     clock.advance(BASE)
     scheduler.step()
     with pytest.raises(LoopError, match=r"left at tick 2 and is at 3.*leave scheduler\.step\(\)"):
-        clock.advance(1)
+        clock.require_ready()
 
 
 def test_after_loading_its_scheduler_is_missed():
     first, second = clock_of(StepLR(optimizer(), 1)), BaseBatchClock(BASE, optimizer())
     second.load_state_dict(first.state_dict())
     with pytest.raises(LoopError, match=r"StepLR.*train\.scheduler"):
-        second.advance(1)
+        second.require_ready()
     second.scheduler = None
-    second.advance(1)
+    second.require_ready()
 
 
 def test_a_scheduler_of_another_class_than_the_saved_one_is_refused():
@@ -521,6 +528,19 @@ def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
     with pytest.raises(StateError, match=r"base batches of 16 samples, these are of 4"):
         clock(4).load_state_dict(saved)
     clock(16).load_state_dict(saved)
+
+
+def test_without_a_schedule_another_base_batch_may_go_on():
+    own = optimizer()
+    first, second = BaseBatchClock(16, own), BaseBatchClock(4, own)
+    first.advance(18)
+    second.load_state_dict(first.state_dict())
+    second.scheduler = StepLR(own, 1)
+    own.step()
+    second.advance(1)
+    assert 0 == second.scheduler.last_epoch
+    second.advance(1)
+    assert 1 == second.scheduler.last_epoch
 
 
 def test_growth_in_place_of_decay_refuses_a_rate_that_follows_the_batch():

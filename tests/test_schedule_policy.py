@@ -111,6 +111,11 @@ def test_batch_over_factor_grows_as_the_uncapped_batch(factor, epoch, cap):
     assert pytest.approx(uncapped, rel=0.5 / 64) == done.batch_size / done.lr_factor  # rounded
 
 
+def test_growth_by_a_broken_factor_is_rounded_to_the_nearest_sample():
+    text = "64, x1.2 every 1 step"  # 76.8, 92.16, 110.592
+    assert [64, 77, 92, 111] == sizes(text, [0, 1, 2, 3], of="steps")
+
+
 def test_growth_without_a_cap_never_overflows():
     for factor in ("2", "5", "999999999999999"):
         assert 2**53 == decide(f"64, x{factor} every 1 step", steps=10**9).batch_size
@@ -123,6 +128,11 @@ def test_a_clause_changes_what_those_before_it_say():
     assert 45 == decide(text, samples=50, steps=9).batch_size
     assert 7 == decide(text, samples=50, epoch=5).batch_size
     assert 28 == decide(text, samples=50, epoch=12).batch_size
+
+
+def test_clauses_of_one_moment_hold_one_after_the_other():
+    assert [64, 256] == sizes("64, 128 from 9 steps, x2 at 9 steps", [8, 9], of="steps")
+    assert [64, 128] == sizes("64, x3 at 9 steps, 128 from 9 steps", [8, 9], of="steps")
 
 
 def test_what_happens_every_so_often_has_no_place_in_the_order_of_time():

@@ -11,7 +11,7 @@ def test_the_study_trains_every_arm_on_the_same_samples_and_tells_what_happened(
     status, out, _ = bigbatch("train", "--epochs", "2", "--seeds", "2", "--runs", tmp_path)
     assert 0 == status
     study = tmp_path / "digits-1"
-    arms = ("fixed-32", "fixed-512", "simigrad", "simigrad-vr")
+    arms = ("fixed-32", "fixed-512", "schedule", "noise-scale", "simigrad", "simigrad-vr")
     for arm in arms:
         assert arm in out.replace("\n", "")
         for seed in (0, 1):

@@ -12,13 +12,14 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from bigbatch.bench.commands import app as bench
-from bigbatch.decide.named import POLICIES, policy_named
+from bigbatch.decide.named import POLICIES, policy_named, without_effect
 from bigbatch.errors import BigbatchError, RunError, SettingError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.recipes.recipe import OPTIMIZERS, Recipe
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
 from bigbatch.recipes.training import Training
+from bigbatch.report.figures import PICTURES, require_ending
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
@@ -41,6 +42,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+_POLICY = f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}."
+_SMOOTHING = "Samples to average noise over."
+_DEAD_BAND = "Hold smaller changes: 0.1 = 10 %."
+_WARM_UP = "Samples before the first change."
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
 
@@ -66,19 +72,16 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
     ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help=f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help=_POLICY)] = None,
     target: Annotated[float | None, typer.Option(help="Similarity to hold, in (-1, 1).")] = None,
     min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
-    smoothing: Annotated[float | None, typer.Option(help="Samples to average noise over.")] = None,
-    dead_band: Annotated[
-        float | None, typer.Option(help="Hold smaller changes: 0.1 = 10 %.")
-    ] = None,
+    smoothing: Annotated[float | None, typer.Option(help=_SMOOTHING)] = None,
+    dead_band: Annotated[float | None, typer.Option(help=_DEAD_BAND)] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
+    warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
     lr_scaling: Annotated[
         str | None, typer.Option(help="How it follows the batch: sqrt, linear, adascale, none.")
     ] = None,
@@ -119,6 +122,7 @@ def train(
         batch_size=batch_size,
         smoothing=smoothing,
         dead_band=dead_band,
+        warm_up=warm_up,
         optimizer=optimizer,
         lr=lr,
         lr_scaling=lr_scaling,
@@ -189,24 +193,20 @@ def report(
 @app.command()
 def replay(
     paths: Paths,
-    policy: Annotated[
-        list[str], typer.Option(help=f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}.")
-    ],
-    smoothing: Annotated[float | None, typer.Option(help="Samples to average noise over.")] = None,
+    policy: Annotated[list[str], typer.Option(help=_POLICY)],
+    smoothing: Annotated[float | None, typer.Option(help=_SMOOTHING)] = None,
     every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
-    dead_band: Annotated[
-        float | None, typer.Option(help="Hold smaller changes: 0.1 = 10 %.")
-    ] = None,
+    dead_band: Annotated[float | None, typer.Option(help=_DEAD_BAND)] = None,
     largest_step: Annotated[float | None, typer.Option(help="Largest factor a decision.")] = None,
     surely: Annotated[float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")] = None,
-    warm_up: Annotated[float | None, typer.Option(help="Samples before the first change.")] = None,
+    warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="A .png or .svg of all batch sizes.")
     ] = None,
 ) -> None:
     """Shows what other policies would have chosen on a finished run's log, and at what cost.
 
-    Two of them: [bold]bigbatch replay runs/digits-1/simigrad-0 --policy simigrad:target=0.5
+    Two of them: [bold]bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
     --policy "schedule:32, x2 every 8K samples" --smoothing 2000[/]
 
     The log's signal and noise are taken as they are: docs/policies.md says what that leaves out.
@@ -220,8 +220,15 @@ def replay(
         warm_up=warm_up,
     )
     policies = {text: policy_named(text) for text in policy}
-    view, runs = LiveView(Console()), [run for path in paths for run in find_runs(path)]
-    found = [replayed(history_of(run), policies, **options) for run in runs]
+    if out is not None:
+        require_ending(out, PICTURES)
+    view = LiveView(Console())
+    histories = [history_of(run) for path in paths for run in find_runs(path)]
+    measured = [history for history in histories if history.measured]
+    for history in histories:
+        if measured and not history.measured:
+            view.say(f"{history.path.name}: nothing is measured yet; left out")
+    found = [replayed(history, policies, **options) for history in measured or histories]
     for one in found:
         view.console.print(table_of_replay(one))
         view.say(time_in_words(one))
@@ -262,13 +269,11 @@ def _train_one(
 
 def _unused(policy: str) -> set[str]:
     """Options of `train` that a policy does not listen to, or says itself."""
+    unused = without_effect(policy, ("target", "min_batch", "max_batch"))
     name, _, own = policy.partition(":")
-    bounds = {"target", "min_batch", "max_batch"}
     if name in ("fixed", "schedule"):  # whatever was measured
-        return bounds | {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
-    if own:
-        return bounds
-    return set() if name == "simigrad" else {"target"}
+        unused |= {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
+    return unused | ({"warm_up"} if name == "fixed" else set())
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement, checksum, require_equal
 from bigbatch.act.batches import Batches
 from bigbatch.act.cut import StepBatches
-from bigbatch.act.learning_rate import AdaScale, Scaling, multiplied, scaling_named
+from bigbatch.act.learning_rate import Scaling, multiplied, scaling_named
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
-from bigbatch.decide.controller import Controller, warn_of_changes
+from bigbatch.decide.controller import Controller, has_state, warn_of_changes
 from bigbatch.decide.cutting import Cutting
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy, Progress
@@ -33,6 +33,11 @@ from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.step import Common, Reading, Step, StepRecord
 
 _STATE_VERSION = 2
+
+_NOT_ENDED = (
+    "the last step was not finished: call step.update() at its end; where it failed, load a state "
+    "from before it"
+)
 
 
 class AdaptiveBatch:
@@ -62,7 +67,8 @@ class AdaptiveBatch:
             batch then moves in steps of ranks x micro_batch.
         min_micro_batches: least backwards per step over all ranks, at least 2; default 4, and 8
             with a `VarianceReduced` optimizer.
-        lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise).
+        lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
+            where it has `state_dict` and `load_state_dict`, what it remembers is saved too.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, where float16 needs one.
         meter: a GradientMeter of your own.
@@ -126,6 +132,7 @@ class AdaptiveBatch:
         advice = self._give_advice()
         self._common = Common(self.meter, optimizer, scaler, advice, self._tell, self._finish)
         self._step: Step | None = None
+        self._half_done = False  # whether a step has failed after it may have changed something
         self._per_sample: float | None = None  # weight of a sample in the last step
         self._seconds_before = 0.0
         self._started = time.perf_counter()
@@ -148,6 +155,8 @@ class AdaptiveBatch:
     def base_steps(self, epochs: float) -> int:
         """How often the scheduler is advanced in so many epochs: samples / base batch, rounded up.
 
+        With tail="drop" fewer: samples that are left out do not count.
+
         Raises:
             SettingError: the loader does not say how many samples an epoch has.
         """
@@ -164,17 +173,21 @@ class AdaptiveBatch:
 
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
-        self._require_updated()
+        self._require_none_begun()
         self._require_agreement("where the run stands")
-        fresh, before = not self.batches.open, self.samples
-        if fresh:
+        empty = not self.batches.open
+        if empty:
             self.batches.start(self.epoch)
         while (cut := self._cut()) is not None:
             self.meter.add(self._trained())
             self._step = Step(cut, self._common, self._per_sample)
             yield self._step
-            self._require_updated()
-        if fresh and self.samples == before:
+            empty = False
+            if self._step is not None and not self._step.ended:
+                raise LoopError(_NOT_ENDED)
+            if not self.batches.open:
+                return  # a state from between two passes was loaded
+        if empty:
             raise LoopError(
                 "the loader gave no step; is it empty or used up, or shorter than one step that "
                 "tail='drop' leaves out?"
@@ -191,8 +204,8 @@ class AdaptiveBatch:
         Raises:
             LoopError: inside a step, between its first micro-batch and `update()`.
         """
-        self._require_updated()
-        scaling = self._scaling.state_dict() if isinstance(self._scaling, AdaScale) else None
+        self._require_none_begun()
+        scaling: Any = self._scaling
         stands = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
@@ -201,7 +214,7 @@ class AdaptiveBatch:
                 "settings": dict(self._settings),
                 "batch_size": self.plan.batch_size,
                 "clock": self._clock.state_dict(),
-                "scaling": scaling,
+                "scaling": scaling.state_dict() if has_state(scaling) else None,
                 "pass": stands["pass"],
                 "per_sample": self._per_sample,
                 "measured": self.meter.step,
@@ -232,12 +245,13 @@ class AdaptiveBatch:
         warn_of_changes(shared["settings"], self._settings)
         self.controller.load_state_dict(shared["controller"])
         self._clock.load_state_dict(shared["clock"])
-        if isinstance(self._scaling, AdaScale) and shared["scaling"] is not None:
-            self._scaling.load_state_dict(shared["scaling"])
+        scaling: Any = self._scaling
+        if has_state(scaling) and shared["scaling"] is not None:
+            scaling.load_state_dict(shared["scaling"])
         self.epoch, self.samples, self.steps, self.skipped = shared["counts"]
         self._per_sample = shared["per_sample"]
         self._seconds_before, self._started = own["seconds"], time.perf_counter()
-        self._step = None
+        self._step, self._half_done = None, False
         self.meter.source.zero_grad()
         self.meter.at_step(shared["measured"])
         mine = (own["rank"], own["ranks"]) == (self._agreement.rank, self._agreement.ranks)
@@ -315,9 +329,9 @@ class AdaptiveBatch:
         bounds = self.controller.min_batch, self.controller.max_batch
         return self._cutting.plan(decision.batch_size, *bounds, compared=compared)
 
-    def _require_updated(self) -> None:
-        if self._step is not None and not self._step.ended:
-            raise LoopError("the last step was not finished: call step.update() at its end")
+    def _require_none_begun(self) -> None:
+        if self._step is not None and self._step.begun and not self._step.ended:
+            raise LoopError(_NOT_ENDED)
 
     def _stands(self) -> float:
         """A number for everything that must be the same on all ranks."""
@@ -335,9 +349,15 @@ class AdaptiveBatch:
     # what ends a step
 
     def _finish(self, step: Reading) -> StepRecord:
-        """Decides, steps, zeroes the gradients."""
-        require_equal([stands for _, stands in step.told], "the batch size of a step")
+        """Decides, steps, zeroes the gradients; once."""
         seconds = fmean(seconds for seconds, _ in step.told)
+        require_equal([stands for _, stands in step.told], "the batch size of a step")
+        self._clock.require_ready()
+        if self._half_done:
+            raise LoopError(
+                "update() has failed half way before; load a state from before the step"
+            )
+        self._half_done = True
         held = self.controller.decision
         factor = self._scaling(step.samples, self._clock.base_batch, step.noise) * held.lr_factor
         with multiplied(self.optimizer, factor) as lr:
@@ -353,6 +373,7 @@ class AdaptiveBatch:
         self.meter.source.zero_grad()
         self.meter.next_step()
         self.plan = self._fit(decision)
+        self._half_done = False
         return StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
@@ -420,12 +441,14 @@ def _least_micro_batches(given: int | None, optimizer: Optimizer) -> int:
 
 
 def _scaling_beside(policy: Policy, lr_scaling: str | Scaling | None, base_batch: int) -> Scaling:
+    scaling = scaling_named(lr_scaling, base_batch)
     if lr_scaling is not None and getattr(policy, "decays", False):
         raise SettingError(
             "the schedule grows the batch instead of lowering the learning rate, which "
-            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None"
+            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None (a command's "
+            "--lr-scaling none)"
         )
-    return scaling_named(lr_scaling, base_batch)
+    return scaling
 
 
 def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

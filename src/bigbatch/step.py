@@ -36,6 +36,7 @@ class Reading:
         noise: None where it could not be measured.
         loss: mean over the batch.
         finite: whether every gradient is.
+        vanishes: whether every gradient is zero.
         per_sample: weight of a sample, on average.
         told: what each rank told the others.
     """
@@ -45,6 +46,7 @@ class Reading:
     noise: GradientNoise | None
     loss: float
     finite: bool
+    vanishes: bool
     per_sample: float
     told: list[list[float]]
 
@@ -147,19 +149,31 @@ class Step:
     def __iter__(self) -> Iterator[Batch]:
         if self._waiting:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
-        for batch, samples in self._cut:
-            self._waiting, self._present = True, samples
-            self._common.advice.samples = samples
-            self._source.synchronize(self._cut.last)  # before the forward, which reads it
-            yield batch
-            if self._waiting:
-                raise LoopError("a micro-batch was left without step.backward(loss)")
+        try:
+            for batch, samples in self._cut:
+                self._waiting, self._present = True, samples
+                self._common.advice.samples = samples
+                self._source.synchronize(self._cut.last)  # before the forward, which reads it
+                yield batch
+                if self._waiting:
+                    raise LoopError("a micro-batch was left without step.backward(loss)")
+        except BaseException:
+            self._source.synchronize(True)  # for a backward of the user's own
+            raise
+        finally:
+            self._common.advice.samples = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether a micro-batch was given out."""
+        return self._waiting or self._micro_batches > 0
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
 
         Args:
-            loss: mean loss of the micro-batch, one number.
+            loss: mean loss of the micro-batch, one number; in a half type its weight is rounded
+                to that type too, so float32 is better.
             weight: what that mean is taken over, where it is not the samples (tokens, say). 0
                 leaves the micro-batch and its loss out; where there are other ranks its backward
                 still runs, times 0, so a gradient that is not finite skips the step.
@@ -197,7 +211,7 @@ class Step:
             self._complete()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the true mean gradient, unscaled, and returns its norm before that.
+        """Clips the true mean gradient of what is trained, unscaled; returns its norm before that.
 
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
@@ -205,7 +219,9 @@ class Step:
         self._require_complete("clip_grad_norm_")
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        norm = nn.utils.clip_grad_norm_(self._source.parameters, max_norm, norm_type)
+        groups = self._optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"]]
+        norm = nn.utils.clip_grad_norm_(trained, max_norm, norm_type)
         self._source.stamp()
         return norm
 
@@ -226,11 +242,13 @@ class Step:
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
-        if self._source.micro_batches != len(self._weights) or self._source.was_zeroed():
+        reading = self._read()
+        zeroed = not reading.vanishes and self._source.was_zeroed()
+        if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
         assert self._watch is not None
         self._watch.remove()
-        record = self._common.finish(self._read())
+        record = self._common.finish(reading)
         self.ended = True
         return record
 
@@ -312,10 +330,10 @@ class Step:
         loss, total, micro_batches, in_samples, *slots = values
         if in_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
-        noise, finite = None, math.isfinite(values[-1])
+        noise, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
         if self._meter.due:
             totals = self._meter.totals(values)
-            finite = totals.finite
+            finite, vanishes = totals.finite, not any(totals.of_sum)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._reference / total) ** 2
                 noise = self._meter.noise(totals, unit, of_all_ranks=True)
@@ -330,6 +348,7 @@ class Step:
             noise=noise,
             loss=loss / total,
             finite=finite,
+            vanishes=vanishes,
             per_sample=total / self._cut.samples,
             told=[slots[i * self._told : (i + 1) * self._told] for i in range(ranks)],
         )

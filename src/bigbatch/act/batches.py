@@ -7,7 +7,7 @@ from typing import Any, Literal
 from bigbatch.act.agreement import Agreement, part
 from bigbatch.act.cut import StepBatches
 from bigbatch.act.loader import Loader
-from bigbatch.act.samples import Batch, cut_samples
+from bigbatch.act.samples import Batch
 from bigbatch.act.stream import SampleStream
 from bigbatch.decide.plan import BatchPlan, require_positive
 from bigbatch.errors import BatchError, SettingError, StateError
@@ -19,7 +19,8 @@ class Batches:
     A change of batch size takes effect with the next step: what the loader has already prefetched
     is cut anew, never thrown away. Cutting makes views; samples are copied only where a
     micro-batch spans two of the loader's batches. Batches whose shapes differ are cut but never
-    glued, so a micro-batch may then be smaller than planned.
+    glued, so a micro-batch may then be smaller than planned. What the loader gave has to stay as it
+    is: one that writes its next batch into the memory of the last must give copies.
 
     On several ranks each has a loader of its own, of every W-th sample (`SampleLedger`,
     DistributedSampler), and all take equally many micro-batches of every step. Who gets which
@@ -35,8 +36,9 @@ class Batches:
             Fewer than one for each virtual rank join the last step in both, even where that makes
             it, or a micro-batch of one sample, larger than its bound.
             "drop": an incomplete last step is left out.
-        uneven: what to do where ranks have unequally many samples, by more than one. "stop": the
-            steps end together, and what stayed unread is said. "raise": BatchError.
+        uneven: what to do where ranks have unequally many samples, beyond one more on the first
+            of them. "stop": the steps end together, and what stayed unread is said. "raise":
+            BatchError.
         virtual_ranks: v, a multiple of the ranks; default: the ranks.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not glued.
@@ -97,6 +99,12 @@ class Batches:
         return self._learned if self._total is None else self._total
 
     @property
+    def _distinct(self) -> int | None:
+        """The same without those that a sampler repeats."""
+        samples, distinct = self.samples, self._loader.distinct
+        return samples if samples is None or distinct is None else min(samples, distinct)
+
+    @property
     def order(self) -> str:
         """What decides on the order of the samples, in words."""
         return self._loader.order
@@ -116,6 +124,7 @@ class Batches:
             SettingError: `virtual_ranks` is no multiple of them, or needs batches that are glued.
         """
         self._agreement, self._lockstep = agreement, lockstep
+        self._stream.close()  # of another training
         self.virtual_ranks = self._asked or agreement.ranks
         if self.virtual_ranks % agreement.ranks:
             raise SettingError(
@@ -168,7 +177,7 @@ class Batches:
         here = {
             "open": self.open,
             "consumed": self.consumed,
-            "samples": self.samples,
+            "samples": self._distinct,
             "order": self.order,
         }
         return {"pass": here, "stream": self._stream.state_dict()}
@@ -185,16 +194,17 @@ class Batches:
             StateError: the loader is not the one of the state.
         """
         self._stream.close()
+        self._loader.tell_epoch(epoch)
         self._agree_on_total()
         here, stream = state["pass"], state["stream"]
         self._learned, self.consumed = here["samples"], here["consumed"]
         if not here["open"]:
             if mine:
-                self._loader.load_counts(stream["loader"])
+                self._loader.between_passes(stream["loader"])
             return
-        if None not in (self._total, here["samples"]) and self._total != here["samples"]:
+        if self._total is not None and here["samples"] not in (None, self._distinct):
             raise StateError(
-                f"the loader has {self._total} samples, the saved one had {here['samples']}; "
+                f"the loader has {self._distinct} samples, the saved one had {here['samples']}; "
                 "resume with the same data"
             )
         if mine:
@@ -211,7 +221,9 @@ class Batches:
             self._stream.read_until(ahead if self._end is None else 1)
             if self._stream.ended:
                 self._end = self._stream.counted
-            elif self._end is not None and self.consumed >= self._end:  # more than was said
+            elif self._end is not None and (
+                self.consumed >= self._end or not self._stream.as_said
+            ):  # more than was said, or fewer
                 self._end = None
                 return self.rest(ahead)
         return None if self._end is None else self._end - self.consumed
@@ -228,7 +240,7 @@ class Batches:
         wanted = rows * played
         if self._end is not None:
             wanted = min(wanted, part(self._end, rank, ranks) - part(self.consumed, rank, ranks))
-        batch, samples = self._stream.take(wanted)
+        batches, samples = self._stream.take(wanted, played)
         if samples < wanted:
             self._require_short_allowed(played)
             rows = -(-samples // played)
@@ -237,10 +249,8 @@ class Batches:
             self.consumed = self._stream.counted - self._stream.waiting
         elif self._end is not None:
             self.consumed = min(self.consumed, self._end)
-        if played == 1:
-            return [(batch, samples)], rows
-        dealt = ((i, part(samples, i, played)) for i in range(played))
-        return [(cut_samples(batch, i, None, played), n) for i, n in dealt if n], rows
+        counts = (part(samples, turn, played) for turn in range(len(batches)))
+        return [(batch, n) for batch, n in zip(batches, counts, strict=True) if n], rows
 
     # what the ranks agree on
 

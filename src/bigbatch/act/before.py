@@ -30,8 +30,9 @@ class Before:
         parts = [getattr(part, "__dict__", None) for part in (optimizer, *vars(optimizer).values())]
         self._attributes = [(part, dict(part)) for part in parts if type(part) is dict]
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
-        groups = [group["params"] for group in optimizer.param_groups]
-        parameters = dict.fromkeys([*model.parameters(), *(p for held in groups for p in held)])
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        held = [p for group in self._groups for p in group["params"]]
+        parameters = dict.fromkeys([*model.parameters(), *held])
         self._parameters = [
             (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
         ]
@@ -58,7 +59,9 @@ class Before:
         for tensor, value in self._values:
             tensor.copy_(value)
         self._optimizer.load_state_dict(self._state)
-        self._loader.load_counts(self._passes)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(before)  # loading has copied a learning rate that is a tensor
+        self._loader.between_passes(self._passes)
         restore_random_state(self._random)
 
 

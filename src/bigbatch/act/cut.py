@@ -108,7 +108,7 @@ class StepBatches:
             self._left = rows
             return
         first = self._taken + self._row * (self._unmade() if self._given else 1)
-        ours = max(first, min(total - total // 2, total - self._least))
+        ours = max(first, total - total // 2)
         self._left = min(rows, (ours - self._taken) // self._row)
         if rest - self._left * self._row < self._row:  # not one for each virtual rank
             self._left = rows

@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from bigbatch.act.ledger import SampleLedger
 from bigbatch.act.randomness import random_state, restore_random_state
-from bigbatch.act.samples import Batch
-from bigbatch.errors import SettingError, StateError
+from bigbatch.act.samples import REMEDY, Batch
+from bigbatch.errors import BatchError, SettingError, StateError
 
 
 class Loader:
@@ -28,11 +28,15 @@ class Loader:
         if isinstance(batches, Iterator):
             raise SettingError("the loader is used up after one pass; give one that can start anew")
         self.batches = batches
-        self._passes = 0  # so far
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
-        self._batch_sampler = getattr(batches, "batch_sampler", None)
-        within = getattr(self._batch_sampler, "sampler", None)
-        self._sampler = within or getattr(batches, "sampler", None)
+        self._keeps_workers = getattr(batches, "persistent_workers", False)
+        self._found_workers = False  # when the pass started
+        sampler, self._batch_sampler = (
+            getattr(batches, name, None) for name in ("sampler", "batch_sampler")
+        )
+        if self._batch_sampler is None and hasattr(sampler, "sampler"):  # beside batch_size=None
+            self._batch_sampler = sampler
+        self._sampler = getattr(self._batch_sampler, "sampler", sampler)
 
     @property
     def batch_size(self) -> int | None:
@@ -51,26 +55,35 @@ class Loader:
         drops = getattr(self._batch_sampler, "drop_last", False)
         return total - total % size if drops and size else total
 
-    def may_begin_with(self, count: int, before: int = 0) -> bool:
-        """Whether its first batch may have so many samples, where others were left out before.
+    def require_samples(self, count: int, before: int = 0, remedy: str = REMEDY) -> None:
+        """Raises BatchError where a first batch cannot have so many; `before` were left out.
 
         A map-style loader's is full, so another size is no sample axis.
         """
         size, length = self.batch_size, self.length
-        return not size or length is None or count == min(size, length - before)
+        if size and length is not None and count != min(size, length - before):
+            raise BatchError(
+                f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
+                f"first axis is no sample axis, or samples were left out; {remedy}"
+            )
+
+    @property
+    def _ordering(self) -> Any:
+        """The sampler, where what it gives are samples and not batches."""
+        return None if self.batch_size is None else self._sampler
 
     @property
     def ledger(self) -> SampleLedger | None:
         """The sampler, where it is one that can begin anywhere."""
         whole = not getattr(self._batch_sampler, "drop_last", False)
         plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None
-        ledger = isinstance(self._sampler, SampleLedger) and whole and plain
-        return self._sampler if ledger else None
+        ledger = isinstance(self._ordering, SampleLedger) and whole and plain
+        return self._ordering if ledger else None
 
     @property
     def ordered(self) -> bool:
         """Whether the order is one for any number of ranks, by seed and epoch."""
-        return isinstance(self._sampler, (SampleLedger, DistributedSampler))
+        return isinstance(self._ordering, (SampleLedger, DistributedSampler))
 
     @property
     def order(self) -> str:
@@ -81,15 +94,21 @@ class Loader:
         return f"{type(sampler).__name__}(seed={sampler.seed}, shuffle={sampler.shuffle})"
 
     @property
+    def distinct(self) -> int | None:
+        """Samples of the data set, where a sampler may repeat some to give all ranks as many."""
+        if not isinstance(self._ordering, DistributedSampler):
+            return None
+        return len(self._ordering.dataset)  # type: ignore[arg-type]
+
+    @property
     def padding(self) -> int:
-        """Samples that the sampler repeats, so that all ranks have as many."""
-        if not isinstance(self._sampler, DistributedSampler):
-            return 0
-        return max(0, self._sampler.total_size - len(self._sampler.dataset))  # type: ignore[arg-type]
+        """Samples that are repeated so."""
+        return 0 if self.distinct is None else max(0, self._ordering.total_size - self.distinct)
 
     def begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
         """A new pass, a ledger's from this position; sampler and data set are told the epoch."""
         self._started_from = {"random": random_state(), "generators": self._generator_states()}
+        self._found_workers = self._has_workers
         return self._begin(epoch, position)
 
     def own_state(self) -> dict[str, Any] | None:
@@ -100,8 +119,9 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """What the order of the present pass and of later ones hangs on."""
         return {
-            "passes": self._passes,
             "started_from": self._started_from,
+            "found_workers": self._found_workers,
+            "has_workers": self._has_workers,
             "generators": self._generator_states(),
         }
 
@@ -116,17 +136,17 @@ class Loader:
             position: samples of this rank before the first batch that is wanted.
             own: of `own_state`, from before that batch.
         """
-        self._started_from, self._passes = state["started_from"], state["passes"]
-        if getattr(self.batches, "persistent_workers", False) and self._passes > 1:
-            iter(self.batches)  # only the first pass of persistent workers draws a seed for them
+        self._started_from = state["started_from"]
+        self._found_workers = state["found_workers"]
+        if self._found_workers:
             warnings.warn(
                 "persistent workers keep random states of their own, which are not restored: what "
                 "they draw at random differs from the interrupted run",
                 stacklevel=5,
             )
+        self._have_workers(self._found_workers)
         restore_random_state(self._started_from["random"])
         self.restore_generators(self._started_from["generators"])
-        self._passes -= 1
         if self.ledger is not None:
             return self._begin(epoch, position * self.ledger.num_replicas), True
         if own is not None:
@@ -148,9 +168,9 @@ class Loader:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state.cpu())
 
-    def load_counts(self, state: dict[str, Any]) -> None:
+    def between_passes(self, state: dict[str, Any]) -> None:
         """Goes on between two passes."""
-        self._passes = state["passes"]
+        self._have_workers(state["has_workers"])
         self.restore_generators(state["generators"])
 
     def warn_of_draws(self) -> None:
@@ -164,14 +184,28 @@ class Loader:
                 stacklevel=6,
             )
 
-    def _begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
+    def tell_epoch(self, epoch: int) -> None:
+        """To sampler and data set."""
         for holder in [*self._parts(), getattr(self.batches, "dataset", None)]:
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
+
+    def _begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
+        self.tell_epoch(epoch)
         if self.ledger is not None:
             self.ledger.start_at(position)
-        self._passes += 1
-        return iter(self.batches)
+        iterator = iter(self.batches)
+        return _OwnPass(iterator) if self._has_workers else iterator
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether persistent workers are there from an earlier pass; their start draws a seed."""
+        return self._keeps_workers and self.batches._iterator is not None  # type: ignore[attr-defined]
+
+    def _have_workers(self, wanted: bool) -> None:
+        """Starts them, or forgets them, so that the next pass draws what it drew."""
+        if self._keeps_workers and wanted != self._has_workers:
+            self.batches._iterator = iter(self.batches) if wanted else None  # type: ignore[attr-defined]
 
     def _parts(self) -> list[Any]:
         parts = (self.batches, self._batch_sampler, self._sampler)
@@ -184,3 +218,24 @@ class Loader:
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators()]
+
+
+class _OwnPass(Iterator[Batch]):
+    """A pass of persistent workers, who have one iterator for everybody.
+
+    Raises:
+        BatchError: somebody else began a pass, which has taken the rest of this one.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._indices = iterator._sampler_iter  # another one in every pass
+
+    def __next__(self) -> Batch:
+        if self._iterator._sampler_iter is not self._indices:
+            raise BatchError(
+                "somebody else iterated the loader in the middle of this pass, and its persistent "
+                "workers serve one pass at a time: iterate another DataLoader there, or set "
+                "persistent_workers=False"
+            )
+        return next(self._iterator)

@@ -21,7 +21,7 @@ from bigbatch.act.before import Before
 from bigbatch.act.loader import Loader
 from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
 from bigbatch.decide.plan import require_positive
-from bigbatch.errors import BatchError, RankError, SettingError
+from bigbatch.errors import RankError, SettingError
 from bigbatch.measure.source import GradientSource
 from bigbatch.measure.source.find import find_source
 
@@ -206,12 +206,7 @@ def _first_batch(loader: Loader) -> Batch:
         batches = copy.copy(batches)
         batches._iterator = None  # persistent workers are left alone
     for batch in batches:
-        count = count_samples(batch)
-        if not loader.may_begin_with(count):
-            raise BatchError(
-                f"the first batch reads as {count} samples, the loader's batch size is "
-                f"{loader.batch_size}: its first axis is no sample axis; give a loader whose is"
-            )
+        loader.require_samples(count_samples(batch), remedy="give a loader of full batches")
         return batch
     raise SettingError("the loader is empty; give one with at least one batch")
 

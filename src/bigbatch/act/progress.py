@@ -64,7 +64,16 @@ class BaseBatchClock:
         self._resume()
 
     def advance(self, samples: int) -> None:
-        """Takes the samples of one optimizer step in and ticks as often as they fill.
+        """Takes the samples of one optimizer step in and ticks as often as they fill."""
+        self._samples += samples
+        ticks, self._samples = divmod(self._samples, self.base_batch)
+        if self._scheduler is not None:
+            for _ in range(ticks):
+                self._tick(self._scheduler)
+            self._left_at = _ticks(self._scheduler)
+
+    def require_ready(self) -> None:
+        """Before anything is changed.
 
         Raises:
             LoopError: somebody else advances the scheduler too, or the one that was loaded was not
@@ -75,17 +84,8 @@ class BaseBatchClock:
                 f"the loaded state is that of a {self._pending['class']}, which is not there; set "
                 "train.scheduler after loading, or set it to None to go on without"
             )
-        self._samples += samples
-        ticks, self._samples = divmod(self._samples, self.base_batch)
-        if self._scheduler is None:
-            return
-        self._require_untouched(self._scheduler)
-        for _ in range(ticks):
-            self._tick(self._scheduler)
-        self._left_at = _ticks(self._scheduler)
-
-    def _require_untouched(self, scheduler: LRScheduler) -> None:
-        if self._left_at not in (None, _ticks(scheduler)):
+        scheduler = self._scheduler
+        if scheduler is not None and self._left_at not in (None, _ticks(scheduler)):
             raise LoopError(
                 f"the {type(scheduler).__name__} was left at tick {self._left_at} and is at "
                 f"{_ticks(scheduler)}; step.update() advances it: leave scheduler.step() out"
@@ -151,6 +151,11 @@ class BaseBatchClock:
             raise StateError(
                 f"the saved scheduler is a {saved['class']}, not a {name}; build the same one, or "
                 "load first and set train.scheduler to None, then to the new one"
+            )
+        if len(saved["groups"]) != len(self._optimizer.param_groups):
+            raise StateError(
+                f"the saved schedule is for {len(saved['groups'])} parameter groups, the optimizer "
+                f"has {len(self._optimizer.param_groups)}; build it with the same groups"
             )
         self._scheduler.load_state_dict(saved["state"])
         for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):

@@ -11,9 +11,12 @@ from typing import Any
 import numpy
 import torch
 
+from bigbatch.errors import SettingError
+
 RandomState = dict[str, Any]
 
-_WORDS = 624 * 4 + 4  # bytes of MT19937's state: its words and the position in them
+_WORDS = 624 * 4  # bytes of MT19937's words
+_SHOWN = 4 + 64  # those looked at: of its position in them, and of some
 
 
 def random_state() -> RandomState:
@@ -25,7 +28,7 @@ class RandomReader:
     """Reads the same again and again, as the generators give them, in a few microseconds.
 
     Python and NumPy take 6 and 30 to say their states word by word, so they are asked only when
-    those have changed in memory.
+    something has changed in memory: every draw moves the position, or makes all words anew.
     """
 
     def __init__(self) -> None:
@@ -76,19 +79,24 @@ def _memory_of_python() -> Callable[[], bytes]:
     """CPython keeps position and words right behind the object's header; found so, or not used."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     header, size = object.__basicsize__, type(generator).__mro__[1].__basicsize__
-    if sys.implementation.name == "cpython" and size >= header + _WORDS:
-        look = partial(ctypes.string_at, id(generator) + header, _WORDS)
+    if sys.implementation.name == "cpython" and size >= header + _WORDS + 4:
         *words, position = generator.getstate()[1]
-        if look() == struct.pack("625I", position, *words):
-            return look
+        address = id(generator) + header
+        said = struct.pack("625I", position, *words)
+        if ctypes.string_at(address, len(said)) == said:
+            return partial(ctypes.string_at, address, _SHOWN)
     return bytes
 
 
 def _memory_of_numpy() -> bytes:
     generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not numpy.random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _WORDS)
+        raise SettingError(
+            f"NumPy's global generator is a {type(generator).__name__}, whose state is not saved; "
+            "leave the usual MT19937 in place, and hold a numpy.random.Generator of your own"
+        )
+    end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
+    return ctypes.string_at(end - _SHOWN, _SHOWN)
 
 
 def _numpy_state() -> Any:
@@ -113,8 +121,8 @@ def restore_random_state(state: RandomState) -> None:
     keys, *rest = state["numpy"]
     numpy.random.set_state(("MT19937", keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([cuda.cpu() for cuda in state["cuda"]])
+    for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(cuda.cpu(), device)
 
 
 def _uses_cuda() -> bool:

@@ -8,6 +8,7 @@ a leaf with one value a sample.
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -18,7 +19,7 @@ from bigbatch.errors import BatchError
 Batch = Any
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
-_REMEDY = (
+REMEDY = (
     "wrap the loader: Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
 )
 
@@ -35,18 +36,18 @@ def count_samples(batch: Batch) -> int:
     sizes = {_size(leaf) for leaf in _leaves(batch)}
     if len(sizes) != 1:
         found = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
-        raise BatchError(f"a batch with {found} cannot be cut along its samples; {_REMEDY}")
+        raise BatchError(f"a batch with {found} cannot be cut along its samples; {REMEDY}")
     return sizes.pop()
 
 
-def cut_samples(batch: Batch, lo: int, hi: int | None, step: int = 1) -> Batch:
-    """Samples lo to hi of `batch`, or every `step`-th of them: views of its tensors.
+def cut_samples(batch: Batch, lo: int, hi: int) -> Batch:
+    """Samples lo to hi of `batch`: views of its tensors.
 
     Example:
         >>> cut_samples((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
         (tensor([1, 2]), ['b', 'c'])
     """
-    return _map(lambda leaves: leaves[0][lo:hi:step], [batch])
+    return _map(lambda leaves: leaves[0][lo:hi], [batch])
 
 
 def glue_samples(batches: Sequence[Batch]) -> Batch | None:
@@ -56,8 +57,38 @@ def glue_samples(batches: Sequence[Batch]) -> Batch | None:
         >>> glue_samples([torch.tensor([1]), torch.tensor([2, 3])])
         tensor([1, 2, 3])
     """
-    if len(batches) == 1:
-        return batches[0]
+    return batches[0] if len(batches) == 1 else _copied(batches)
+
+
+def deal_samples(batches: Sequence[Batch], counts: Sequence[int], turns: int) -> list[Batch] | None:
+    """The samples of all, dealt in turn into so many batches; None where they do not fit together.
+
+    Args:
+        batches: as they follow each other.
+        counts: samples in each.
+        turns: to deal to.
+    Example:
+        >>> deal_samples([torch.tensor([0, 1, 2]), torch.tensor([3, 4])], [3, 2], 2)
+        [tensor([0, 2, 4]), tensor([1, 3])]
+    """
+    starts = list(accumulate(counts, initial=0))
+    dealt = [
+        _copied(
+            [
+                _strided(batch, (turn - start) % turns, turns)
+                for batch, start in zip(batches, starts, strict=False)
+            ]
+        )
+        for turn in range(turns)
+    ]
+    return None if any(batch is None for batch in dealt) else dealt
+
+
+def _strided(batch: Batch, first: int, step: int) -> Batch:
+    return _map(lambda leaves: leaves[0][first::step], [batch])
+
+
+def _copied(batches: Sequence[Batch]) -> Batch | None:
     try:
         return _map(_concatenate, list(batches))
     except _NotAlikeError:
@@ -71,9 +102,9 @@ class _NotAlikeError(Exception):
 def _is_leaf(batch: Batch) -> bool:
     if isinstance(batch, (torch.Tensor, numpy.ndarray)):
         return True
-    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields"):
+    if not isinstance(batch, (list, tuple)) or not batch or hasattr(batch, "_fields"):
         return False
-    return len(batch) > 0 and all(isinstance(value, _PLAIN) for value in batch)
+    return isinstance(batch[0], _PLAIN) and all(isinstance(value, _PLAIN) for value in batch)
 
 
 def _size(leaf: Any) -> int:
@@ -81,7 +112,7 @@ def _size(leaf: Any) -> int:
         return len(leaf)
     if not leaf.shape:
         raise BatchError(
-            f"a batch holds a tensor of no dimension, with no samples to cut; {_REMEDY}"
+            f"a batch holds a tensor of no dimension, with no samples to cut; {REMEDY}"
         )
     return int(leaf.shape[0])
 
@@ -122,12 +153,12 @@ def _opened(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         kind: Any = type(batch)
         return list(batch), kind._make if hasattr(batch, "_fields") else kind
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch)]
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
         values = [getattr(batch, name) for name in names]
         return values, lambda parts: dataclasses.replace(
             batch, **dict(zip(names, parts, strict=True))
         )
-    raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {_REMEDY}")
+    raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {REMEDY}")
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:

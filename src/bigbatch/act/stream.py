@@ -2,8 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +13,14 @@ from bigbatch.act.randomness import (
     restorable,
     restore_random_state,
 )
-from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
-from bigbatch.errors import BatchError, SettingError, StateError
+from bigbatch.act.samples import (
+    Batch,
+    count_samples,
+    cut_samples,
+    deal_samples,
+    glue_samples,
+)
+from bigbatch.errors import SettingError, StateError
 
 
 class SampleStream:
@@ -42,12 +47,15 @@ class SampleStream:
         self.counted = 0  # samples fetched in this pass
         self.waiting = 0  # of them, not taken yet
         self.ended = False  # the loader has no more
+        self.as_said = True  # batches are as large as the loader says
         self._random = RandomReader()
+        self._said: tuple[int | None, int | None] = (None, None)  # sizes of a batch and of the pass
         self._iterator: Iterator[Batch] | None = None
         self._fetched = 0  # batches
         self._pieces: deque[_Piece] = deque()
         self._split = split or cut_samples
         self._count = count or (count_samples if split is None else self._count_by_length)
+        self._told_count = count is not None
         self.glues = split is None
         if split is not None and count is None and None in (loader.batch_size, loader.length):
             raise SettingError("split= needs count= where the loader does not say its sizes")
@@ -72,10 +80,10 @@ class SampleStream:
         while self.waiting < samples and not self.ended:
             self.ended = not self._fetch()
 
-    def take(self, samples: int) -> tuple[Batch, int]:
-        """The next `samples` samples, or fewer where they cannot be glued or are not there.
+    def take(self, samples: int, turns: int = 1) -> tuple[list[Batch], int]:
+        """The next `samples` samples, dealt in turn into so many batches, and how many they are.
 
-        Where they are not there, nothing waits any more.
+        Fewer where they cannot be glued, or are not there; then nothing waits any more.
         """
         self.read_until(samples)
         parts: list[_Piece] = []
@@ -89,17 +97,26 @@ class SampleStream:
                 parts.append(piece)
             missing -= piece.samples
         if not parts:
-            return None, 0
-        glued = parts[0].batch
-        if len(parts) > 1:
-            glued = glue_samples([part.batch for part in parts]) if self.glues else None
-        if glued is None:
+            return [], 0
+        dealt = self._dealt(parts, turns)
+        if dealt is None:
             self._pieces.extendleft(reversed(parts[1:]))
             parts = parts[:1]
-            glued = parts[0].batch
+            dealt = self._dealt(parts, turns)
+            assert dealt is not None
         taken = sum(part.samples for part in parts)
         self.waiting -= taken
-        return glued, taken
+        return dealt, taken
+
+    def _dealt(self, parts: list["_Piece"], turns: int) -> list[Batch] | None:
+        """Parts in one batch for each turn; None where they do not fit together."""
+        batches = [part.batch for part in parts]
+        if turns > 1:
+            return deal_samples(batches, [part.samples for part in parts], turns)
+        if len(parts) > 1 and not self.glues:
+            return None
+        glued = glue_samples(batches)
+        return None if glued is None else [glued]
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's pass stands: what was fetched, what waits, how it was shuffled.
@@ -160,7 +177,8 @@ class SampleStream:
 
     def _start(self, iterator: Iterator[Batch]) -> None:
         self.close()
-        self.counted, self.ended = 0, False
+        self.counted, self.ended, self.as_said = 0, False, True
+        self._said = self.loader.batch_size, self.loader.length
         self._iterator = iterator
 
     def _throw_away(self, samples: int) -> None:
@@ -191,12 +209,11 @@ class SampleStream:
         except StopIteration:
             return False
         samples = self._count(batch)
-        if self._fetched == 0 and not self.loader.may_begin_with(samples, self.counted):
-            raise BatchError(
-                f"the first batch reads as {samples} samples, the loader's batch size is "
-                f"{self.loader.batch_size}: its first axis is no sample axis; wrap the loader: "
-                "Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
-            )
+        if self._fetched == 0 and not self._told_count:
+            self.loader.require_samples(samples, self.counted)
+        size, length = self._said
+        if size and length is not None and samples != min(size, length - self.counted):
+            self.as_said = False
         self._pieces.append(_Piece(batch, samples, 0, self._fetched, fetched_from, own))
         self._fetched += 1
         self.counted += samples
@@ -208,8 +225,8 @@ class SampleStream:
         tail = self._split(piece.batch, samples, piece.samples)
         left, start = piece.samples - samples, piece.start + samples
         return (
-            replace(piece, batch=head, samples=samples),
-            replace(piece, batch=tail, samples=left, start=start),
+            piece._replace(batch=head, samples=samples),
+            piece._replace(batch=tail, samples=left, start=start),
         )
 
     def _count_by_length(self, batch: Batch) -> int:
@@ -219,8 +236,7 @@ class SampleStream:
         return min(self.loader.batch_size, self.loader.length - self.counted)
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A batch of the loader, or what is left of it."""
 
     batch: Batch

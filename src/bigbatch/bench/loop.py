@@ -1,5 +1,6 @@
 """What the adaptive loop itself costs: beside a plain loop, in Python, in copies, in memory."""
 
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def _in_python(rounds: int) -> Iterator[Measured]:
 
 
 def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
+    model = copy.deepcopy(model)  # one that nobody puts hooks on
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def run() -> None:
@@ -109,6 +111,7 @@ def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
 
 
 def _adaptive(model: nn.Module, batches: _Batches, every: int, k: int) -> Callable[[], None]:
+    model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
     train = AdaptiveBatch(

@@ -8,7 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 from bigbatch.decide.caution import Caution
 from bigbatch.decide.plan import MOST_FACTOR, inside, require_bounds, require_positive
-from bigbatch.decide.policy import Decision, Policy, Progress, require_policy
+from bigbatch.decide.policy import Advise, Decision, Policy, Progress, require_policy
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
@@ -82,7 +82,7 @@ class Controller:
         if smoothing is None and getattr(policy, "wants_average", False):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
-                "give Controller(smoothing=...) the samples to average over",
+                "set smoothing= to the samples to average over, and warm_up= to let that fill",
                 stacklevel=2,
             )
         settings = {
@@ -113,8 +113,8 @@ class Controller:
 
         Args:
             noise: of the step just done, over all ranks.
-            now: where the training stands; `target` is filled in. Without it, what the controller
-                can count itself.
+            now: where the training stands; `target` and the bounds are filled in. Without it, what
+                the controller can count itself: samples and steps, no epochs.
         Raises:
             SettingError: the policy returned something that is no Decision, or `surely` has no
                 interval to go by.
@@ -124,7 +124,12 @@ class Controller:
         if now is None:
             batch_size, samples = round(noise.samples), round(self._samples)
             now = Progress(0, batch_size, self.base_batch, samples, self._steps)
-        now = replace(now, target=self.decision.batch_size, max_batch=self.max_batch)
+        now = replace(
+            now,
+            target=self.decision.batch_size,
+            min_batch=self.min_batch,
+            max_batch=self.max_batch,
+        )
         if self._average is not None:
             noise = self._average.update(noise)
         self._caution.require_interval(self._ask, noise, now)
@@ -226,6 +231,11 @@ def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)
 
 
+def has_state(thing: object) -> bool:
+    """Whether it remembers something that can be saved."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def _require_options(smoothing: float | None, largest_step: float | None, warm_up: float) -> None:
     if smoothing is not None and not 0 < smoothing < math.inf:
         raise SettingError(f"smoothing={smoothing} must be positive and finite: a window")
@@ -245,8 +255,9 @@ def _remembering(policy: Any, *, asked: bool) -> Any:
         asked: whether it will be asked about other cases.
     """
     require_policy(policy)
-    policy = getattr(policy, "policy", policy)
-    if not all(callable(getattr(policy, name, None)) for name in ("state_dict", "load_state_dict")):
+    while isinstance(policy, Advise):
+        policy = policy.policy
+    if not has_state(policy):
         return None
     if asked:
         raise SettingError(

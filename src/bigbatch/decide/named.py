@@ -1,5 +1,6 @@
 """Policies by name, as they are written on a command line."""
 
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
 
@@ -34,6 +35,31 @@ def policy_named(text: str, **defaults: Any) -> Policy:
         >>> policy_named("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
     """
+    name, values = _parsed(text)
+    known = {field.name: field for field in fields(POLICIES[name])}
+    values = {key: value for key, value in defaults.items() if key in known} | values
+    if any(field.default is MISSING and key not in values for key, field in known.items()):
+        raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
+    policy: Policy = POLICIES[name](**values)
+    return policy
+
+
+def target_of(text: str, default: float | None) -> float | None:
+    """The similarity that the policy which a text names holds; None where it holds none."""
+    name, values = _parsed(text)
+    has_target = any(field.name == "target" for field in fields(POLICIES[name]))
+    return values.get("target", default) if has_target else None
+
+
+def without_effect(text: str, options: Iterable[str]) -> set[str]:
+    """Which of these arguments the policy that a text names gives itself, or does not have."""
+    name, values = _parsed(text)
+    takes = {field.name for field in fields(POLICIES[name])}
+    return {option for option in options if option in values or option not in takes}
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """The name, and the values that the text gives."""
     name, _, rest = (part.strip() for part in text.partition(":"))
     if name not in POLICIES:
         raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
@@ -48,11 +74,7 @@ def policy_named(text: str, **defaults: Any) -> Policy:
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
         values[key] = _number(known[key], value)
-    values = {key: value for key, value in defaults.items() if key in known} | values
-    if any(field.default is MISSING and key not in values for key, field in known.items()):
-        raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
-    policy: Policy = POLICIES[name](**values)
-    return policy
+    return name, values
 
 
 def _usage(name: str) -> str:

@@ -50,7 +50,8 @@ class Progress:
         ranks: processes that share a step.
         lr: learning rate that the present step used, one per parameter group.
         seconds: time spent training so far.
-        max_batch: upper bound that the controller holds, None for none.
+        min_batch: lower bound that the controller holds.
+        max_batch: upper bound that it holds, None for none.
     """
 
     target: int
@@ -62,6 +63,7 @@ class Progress:
     ranks: int = 1
     lr: tuple[float, ...] = ()
     seconds: float = 0.0
+    min_batch: int = 1
     max_batch: int | None = None
 
 
@@ -258,7 +260,8 @@ class Advise:
     The advised size is in the reason and in `Decision.advice`.
 
     Args:
-        policy: whose advice it is; its bounds are honoured.
+        policy: whose advice it is; its bounds and the controller's are honoured. The controller's
+            other options hold changes, and here there are none.
     Example:
         >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
         >>> decision = Advise(NoiseScale()).decide(step, Progress(128, 128, 128))
@@ -288,9 +291,9 @@ class Advise:
 
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
         """The batch size as it is; what it should be is advice."""
-        advice = self.policy.decide(noise, now)
-        reason = f"advice: {advice.batch_size} ({advice.reason})"
-        return Decision(now.target, reason, advice=advice.batch_size)
+        wanted = self.policy.decide(noise, now)
+        advice = inside(wanted.batch_size, now.min_batch, now.max_batch)
+        return Decision(now.target, f"advice: {advice} ({wanted.reason})", advice=advice)
 
 
 def require_policy(policy: Policy) -> None:

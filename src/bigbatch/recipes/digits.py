@@ -69,7 +69,7 @@ def _split() -> list[Tensor]:
 
 DIGITS = Recipe(
     name="digits",
-    summary="small CNN on scikit-learn's handwritten digits: fixed batches against SimiGrad",
+    summary="small CNN on scikit-learn's handwritten digits: fixed, scheduled, measured batches",
     settings=Settings(
         recipe="digits",
         epochs=25,
@@ -86,7 +86,12 @@ DIGITS = Recipe(
         "fixed-32": {"policy": "fixed"},
         "fixed-512": {"policy": "fixed", "batch_size": 512},
         "schedule": {"policy": "schedule: 32, x2 every 5 epochs"},
-        "noise-scale": {"policy": "noise-scale", "smoothing": 4000.0, "dead_band": 0.1},
+        "noise-scale": {
+            "policy": "noise-scale",
+            "smoothing": 4000.0,
+            "warm_up": 4000.0,
+            "dead_band": 0.1,
+        },
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },

@@ -28,7 +28,7 @@ class Settings:
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of decide/named.py with its values.
         target, min_batch, max_batch: of a policy that has such and does not give its own.
-        smoothing, dead_band: of the controller; 0 for none.
+        smoothing, dead_band, warm_up: of the controller; 0 for none.
         batch_size: where it starts.
         base_batch: batch size that lr is for.
         micro_batch: most samples in one backward.
@@ -52,6 +52,7 @@ class Settings:
     max_batch: int
     smoothing: float = 0.0
     dead_band: float = 0.0
+    warm_up: float = 0.0
     batch_size: int
     base_batch: int
     micro_batch: int
@@ -75,6 +76,7 @@ class Settings:
         sizes = ("epochs", "min_batch", "max_batch", "batch_size", "base_batch", "micro_batch")
         for name in (*sizes, "checkpoint_every", "threads"):
             require_positive(**{name: getattr(self, name)})
+        require_choice("lr_scaling", self.lr_scaling, ("sqrt", "linear", "adascale", "none"))
         if self.seed >= 2**32:
             raise SettingError(
                 f"seed={self.seed} must be below 2^32, which NumPy's generator takes"
@@ -164,6 +166,7 @@ def build_controller(settings: Settings) -> Controller:
         settings.base_batch,
         smoothing=settings.smoothing or None,
         dead_band=settings.dead_band,
+        warm_up=settings.warm_up,
     )
 
 

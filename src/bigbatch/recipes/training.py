@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import torch
 
+from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.recipes.recipe import Recipe, Settings, Task, build_controller, build_optimizer
@@ -66,7 +67,7 @@ class Training:
         """Trains, logs, shows and saves until the last epoch is done."""
         settings, train = self.settings, self.train
         per_epoch = train.batches.samples or 0
-        target = settings.target if settings.policy == "simigrad" else None
+        target = target_of(settings.policy, settings.target)
         total = settings.epochs * per_epoch
         with (
             Events(run, train.steps + train.skipped + 1) as events,

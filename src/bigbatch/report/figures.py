@@ -1,8 +1,9 @@
 """Curves of runs, drawn without a window."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean
 
 from matplotlib import rc_context
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.report.metrics import History, grouped
 from bigbatch.report.run_directory import Row
@@ -22,6 +24,17 @@ _NOISE_BINS = 40  # the same for what is computed from signal and noise
 
 Points = tuple[list[float], list[float]]
 Draw = Callable[[History, str], Points]
+
+
+PICTURES = (".png", ".svg")
+
+
+def require_ending(out: Path, endings: Sequence[str]) -> None:
+    """Raises SettingError for a file of another kind than can be written."""
+    if out.suffix not in endings:
+        raise SettingError(
+            f"-o {out}: the ending must be {', '.join(endings[:-1])} or {endings[-1]}"
+        )
 
 
 def curves(histories: list[History], x: str) -> Figure:
@@ -39,20 +52,25 @@ def curves(histories: list[History], x: str) -> Figure:
                 xs, ys = draw(history, x)
                 label = group if number == 0 else None
                 axes.plot(xs, ys, color=color, alpha=0.75, linewidth=1.1, label=label)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel(AXES[x], fontsize=8)
-        if base is not None:
-            axes.set_yscale("log", base=base)
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        dress(axes, title, AXES[x], base)
         if title == "gradient similarity":
             _draw_targets(axes, histories)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
+
+
+def dress(axes: Axes, title: str, x: str, base: int | None) -> None:
+    """Title, label and grid of a panel; `base` of a logarithmic axis, None for a linear one."""
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(x, fontsize=8)
+    if base is not None:
+        axes.set_yscale("log", base=base)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def as_svg(figure: Figure) -> str:

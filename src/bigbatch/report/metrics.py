@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
 from bigbatch.report.run_directory import SCHEMA, Row, RunDirectory
 from bigbatch.step import StepRecord
@@ -96,6 +97,11 @@ class History:
         return repr({name: value for name, value in self.settings.items() if name != "seed"})
 
     @property
+    def measured(self) -> bool:
+        """Whether any step was."""
+        return any(row["signal"] is not None and row["noise"] is not None for row in self.rows)
+
+    @property
     def finished(self) -> bool:
         """Whether its last epoch is complete."""
         last = self.rows[-1] if self.rows else None
@@ -119,8 +125,8 @@ def history_of(run: RunDirectory) -> History:
     for number, row in enumerate(rows, start=1):
         if row.get("schema") != SCHEMA or not row.keys() >= _LOGGED:
             raise RunError(f"{run.metrics}, line {number} is no step of schema {SCHEMA}")
-    simigrad = settings.get("policy") == "simigrad"
-    target = settings.get("target") if simigrad else None
+    policy = settings.get("policy")
+    target = target_of(policy, settings.get("target")) if policy else None
     return History(run.path.resolve(), settings, target, rows)
 
 

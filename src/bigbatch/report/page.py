@@ -7,8 +7,8 @@ import yaml
 from jinja2 import Environment
 from matplotlib.figure import Figure
 
-from bigbatch.errors import RunError, SettingError
-from bigbatch.report.figures import AXES, as_svg, curves
+from bigbatch.errors import RunError
+from bigbatch.report.figures import AXES, PICTURES, as_svg, curves, require_ending
 from bigbatch.report.layers import heat_maps
 from bigbatch.report.metrics import COLUMNS, History, grouped, history_of, seeds_of, table_of
 from bigbatch.report.run_directory import RunDirectory, write_atomically
@@ -25,13 +25,14 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
     """
+    require_ending(out, (".html", *PICTURES))
     histories = [history for history in map(history_of, runs) if history.rows]
     if not histories:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
     try:
-        if out.suffix in (".png", ".svg"):
+        if out.suffix != ".html":
             curves(histories, "samples").savefig(out, dpi=130)
-        elif out.suffix == ".html":
+        else:
             template = resources.files("bigbatch.report").joinpath("page.html").read_text()
             page = (
                 Environment(autoescape=True)
@@ -49,8 +50,6 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
                 )
             )
             write_atomically(out, page.encode())
-        else:
-            raise SettingError(f"-o {out}: the ending must be .html, .png or .svg")
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
 

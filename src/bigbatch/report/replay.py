@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.policy import Policy, Progress
-from bigbatch.errors import RunError, SettingError
+from bigbatch.errors import RunError
 from bigbatch.measure.noise import GradientNoise
-from bigbatch.report.figures import COLORS
+from bigbatch.report.figures import COLORS, PICTURES, dress, require_ending
 from bigbatch.report.metrics import History
 from bigbatch.report.run_directory import Row
 
@@ -159,7 +158,8 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     """Walks each policy over the samples of a logged run.
 
     Each starts at its own `batch_size`, or where the run did. At every step it takes the batch it
-    wants, at most an epoch, and sees the log's signal and noise over those samples.
+    wants, at most an epoch and at least what can be cut as the log's steps were, and sees the log's
+    signal and noise over those samples.
 
     Args:
         history: the run.
@@ -170,7 +170,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
         SettingError: an option out of range.
     """
     rows = history.rows
-    if not any(row["signal"] is not None and row["noise"] is not None for row in rows):
+    if not history.measured:
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
     batches = [row["batch_size"] for row in rows if not row["skipped"]]
     ends = list(accumulate(batches))  # without the samples of skipped steps
@@ -184,7 +184,9 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
 def _walk(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> Walk:
     first: int = trace.rows[0]["batch_size"]
     start = getattr(policy, "batch_size", first)
-    controller = Controller(policy, start, max_batch=trace.longest_epoch(), **options)
+    smallest: int = min(row["micro_batches"] for row in trace.rows)
+    bounds = {"min_batch": smallest, "max_batch": trace.longest_epoch()}
+    controller = Controller(policy, start, **bounds, **options)
     walk = Walk(name, [], [])
     done = 0
     while done < trace.samples:
@@ -242,18 +244,10 @@ def save_figure(replays: list[Replay], out: Path) -> None:
         SettingError: the ending is neither .png nor .svg.
         RunError: the file cannot be written.
     """
-    if out.suffix not in (".png", ".svg"):
-        raise SettingError(f"-o {out}: the ending must be .png or .svg")
+    require_ending(out, PICTURES)
     figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)), layout="constrained")
     for axes, found in zip(figure.subplots(len(replays), squeeze=False).flat, replays, strict=True):
-        axes.set_title(f"{found.history.label}: batch size, samples", fontsize=10, loc="left")
-        axes.set_xlabel("samples", fontsize=8)
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        dress(axes, f"{found.history.label}: batch size, samples", "samples", base=2)
         *others, black = COLORS
         style = {"drawstyle": "steps-pre", "linewidth": 1.1, "alpha": 0.75}
         axes.plot(found.itself.ends, found.itself.batches, color=black, label=ITSELF, **style)

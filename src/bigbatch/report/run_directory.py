@@ -276,9 +276,11 @@ def find_runs(path: Path) -> list[RunDirectory]:
     """The run at `path`, or the runs of the study there.
 
     Raises:
-        RunError: it is neither.
+        RunError: it is neither, or nothing has begun.
     """
     if not (path / "study.yaml").exists():
         return [RunDirectory.open(path)]
-    names = read_trainings(path)
-    return [RunDirectory.open(path / name) for name in names if (path / name).exists()]
+    names = [name for name in read_trainings(path) if (path / name).exists()]
+    if not names:
+        raise RunError(f"{path}: no run of this study has begun")
+    return [RunDirectory.open(path / name) for name in names]

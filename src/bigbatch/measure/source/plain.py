@@ -222,6 +222,8 @@ class PlainSource:
     # what happens to a step
 
     def _gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        if self._inside and not self._subscribers:
+            return  # nobody minds
         begins = self._callback is None or self._callback() is None
         if begins and self._by_itself:
             self.restart()  # the backward before this one failed
