@@ -726,6 +726,28 @@ def test_a_policy_that_remembers_is_saved_through_advise_too_and_asked_once_a_st
             Controller(Counting(), 10, **options)
 
 
+class Wrapper(Counting):
+    """One that holds another policy and remembers something itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy = bb.Fixed(96)
+
+
+@pytest.mark.parametrize(
+    "build", [Wrapper, lambda: bb.Advise(bb.Advise(Counting()))], ids=["its own", "twice advised"]
+)
+def test_what_a_policy_remembers_is_saved_wherever_it_is(build):
+    noise = GradientNoise(1.0, 64.0, samples=10, micro_batches=4)
+    first, second = Controller(build(), 10), Controller(build(), 10)
+    for _ in range(3):
+        first.next(noise)
+    second.load_state_dict(first.state_dict())
+    assert "counted" in first.next(noise).reason == second.next(noise).reason
+    with pytest.raises(SettingError, match="one that remembers"):
+        Controller(build(), 10, dead_band=0.1)
+
+
 def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
     noisy = GradientNoise(-7.0, 64.0, samples=10, micro_batches=4)
     for policy, options, expected in [

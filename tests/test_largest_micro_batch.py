@@ -270,6 +270,14 @@ def test_an_error_of_the_users_own_is_passed_on_and_leaves_everything_as_it_was(
     assert before == state_of(model, optimizer)
 
 
+def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor():
+    model, rate = Network(), torch.tensor(0.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    assert 16 == largest_micro_batch(model, optimizer, loader(), loss_up_to(99, model), most=16)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert 0.25 == rate.item()
+
+
 def test_a_vr_optimizer_still_warns_of_few_micro_batches_after_the_search():
     model = Network()
     optimizer = VRSGD(model.parameters(), lr=0.1, watch=True)

@@ -308,3 +308,26 @@ def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
     for steps in Threads(3 - ranks).run(gone_on):
         parts += steps
     assert list(range(320)) == sorted(n for step in parts for piece in step for n in piece)
+
+
+def test_a_padded_pass_goes_on_on_a_number_of_ranks_that_needs_no_padding():
+    def of(ranks, rank):
+        sampler = DistributedSampler(range(101), ranks, rank, shuffle=False)
+        return Batches(DataLoader(range(101), 5, sampler=sampler))
+
+    def of_rank(agreement):
+        batches = of(2, agreement.rank)
+        batches.share(agreement, lockstep=False)
+        batches.start(0)
+        for _ in batches.step(BatchPlan(2, 5, 2), least=4):
+            pass
+        return batches.state_dict()
+
+    with pytest.warns(UserWarning, match="repeats 1 samples"):
+        state = Threads(2).run(of_rank)[0]
+    alone = of(1, 0)
+    alone.load_state_dict(state, 0, mine=False)
+    seen = []
+    while cut := alone.step(BatchPlan(1, 5, 4), least=4):
+        seen += chain.from_iterable(batch.tolist() for batch, _ in cut)
+    assert [*range(20, 101)] == seen

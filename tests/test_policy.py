@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from bigbatch import (
     Advise,
+    Controller,
     Decision,
     Fixed,
     GradientNoise,
@@ -277,6 +278,14 @@ def test_advice_keeps_the_bounds_of_the_policy_that_gives_it():
     assert (64, 256, True) == (advise.min_batch, advise.max_batch, advise.wants_average)
     free = Advise(Fixed(96))
     assert (1, None, False) == (free.min_batch, free.max_batch, free.wants_average)
+
+
+def test_advice_keeps_the_controllers_bounds_too():
+    bounds = {"min_batch": 32, "max_batch": 512}
+    for policy, expected in [(Fixed(4096), 512), (Fixed(8), 32), (Fixed(96), 96)]:
+        decision = Controller(Advise(policy), 64, **bounds).next(step(0.1))
+        assert (64, expected) == (decision.batch_size, decision.advice)
+        assert f"advice: {expected} " in decision.reason
 
 
 # the contract of every policy

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch.act.randomness import RandomReader, restorable, restore_random_state
+from bigbatch.errors import SettingError
 
 DRAWS = {
     "python": random.random,
@@ -83,3 +84,13 @@ def test_a_read_state_does_not_move_with_the_generator():
     for state in states:
         restore_random_state(restorable(state))
         assert pytest.approx(numbers) == numpy.random.rand(5).tolist()  # noqa: NPY002
+
+
+def test_a_generator_of_numpy_that_cannot_be_saved_is_refused_by_name():
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(0))
+    try:
+        with pytest.raises(SettingError, match=r"PCG64.*MT19937"):
+            RandomReader().read()
+    finally:
+        numpy.random.set_bit_generator(usual)

@@ -407,3 +407,27 @@ def test_a_run_that_is_none_is_one_line(bigbatch, tmp_path):
     status, _, err = bigbatch("replay", tmp_path / "nowhere", "--policy", "fixed:8")
     assert (2, 1) == (status, err.count("\n"))
     assert "there is no run directory" in err
+
+
+def test_no_walk_takes_fewer_samples_than_a_step_can_be_cut_into(logged):
+    history = logged(log([100] * 20))
+    least = history.rows[0]["micro_batches"]
+    assert {least} == {*only(history, Fixed(1)).batches}
+
+
+def test_a_run_in_which_nothing_is_measured_yet_is_left_out_beside_others(bigbatch, logged, run):
+    rows = log([100] * 3)
+    for row in rows:
+        row["signal"] = row["noise"] = None
+    early = logged(rows, "early").path
+    status, out, _ = bigbatch("replay", early, run, "--policy", "fixed:50")
+    assert 0 == status
+    assert "early: nothing is measured yet; left out" in out
+    assert "run: 5,000 samples" in out
+    status, _, err = bigbatch("replay", early, "--policy", "fixed:50")
+    assert (2, True) == (status, "nothing to replay" in err)
+
+
+def test_a_figure_of_another_kind_is_refused_before_anything_is_replayed(bigbatch, run):
+    status, out, _ = bigbatch("replay", run, "--policy", "fixed:50", "-o", "figure.pdf")
+    assert (2, "") == (status, out)

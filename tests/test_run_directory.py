@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.study import start_study
 from bigbatch.report.run_directory import (
     RunDirectory,
     find_runs,
@@ -179,3 +181,9 @@ def test_events_of_a_run_that_began_anew_show_each_step_once(run):
                 events.append({**values, "step": step, "batch_size": attempt, "lr": [0.1]})
     logged = EventAccumulator(str(run.events)).Reload().Scalars("batch_size")
     assert [(1, 2.0), (2, 2.0), (3, 2.0)] == [(event.step, event.value) for event in logged]
+
+
+def test_a_study_in_which_nothing_has_begun_is_said(tmp_path):
+    start_study(RECIPES["digits"], tmp_path / "study", 1, None)
+    with pytest.raises(RunError, match="no run of this study has begun"):
+        find_runs(tmp_path / "study")

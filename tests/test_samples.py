@@ -2,7 +2,8 @@
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from bigbatch.act.samples import count_samples, cut_samples, glue_samples
+from bigbatch.act.samples import count_samples, cut_samples, deal_samples, glue_samples
 from bigbatch.errors import BatchError
 
 torch.set_num_threads(1)
@@ -184,3 +185,34 @@ def test_a_data_loader_of_tensors_and_strings_is_cut():
     batch = next(iter(DataLoader(Captioned(), batch_size=4)))
     image, caption = cut_samples(batch, 1, 3)
     assert ([1, 2], ["caption 1", "caption 2"]) == (image.tolist(), list(caption))
+
+
+@dataclass
+class Counted:
+    x: Tensor
+    total: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = self.x.sum()
+
+
+def test_a_field_that_a_batch_makes_itself_is_made_anew():
+    part = cut_samples(Counted(torch.arange(6)), 1, 3)
+    assert ([1, 2], 3) == (part.x.tolist(), part.total.item())
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
+def test_dealt_samples_are_those_of_every_turn(counts, turns):
+    whole = torch.arange(sum(counts))
+    names = [f"{n}" for n in whole.tolist()]
+    ends = pairwise([0, *accumulate(counts)])
+    pieces = [{"x": whole[lo:hi], "name": names[lo:hi]} for lo, hi in ends]
+    dealt = deal_samples(pieces, counts, turns)
+    each = range(min(turns, len(whole)))
+    assert [whole[turn::turns].tolist() for turn in each] == [d["x"].tolist() for d in dealt]
+    assert [names[turn::turns] for turn in each] == [d["name"] for d in dealt]
+
+
+def test_samples_that_do_not_fit_together_are_not_dealt():
+    assert deal_samples([torch.zeros(2, 3), torch.zeros(2, 4)], [2, 2], 2) is None

@@ -84,7 +84,9 @@ may_end = pytest.mark.filterwarnings("ignore:.*reached its end")
 
 
 def optimizer(lr: float | Tensor = 0.1, lr_2: float | Tensor = 0.02) -> Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (lr, lr_2)]
+    groups = [
+        {"params": [torch.torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (lr, lr_2)
+    ]
     return SGD(groups, momentum=0.9)
 
 
@@ -518,7 +520,7 @@ def test_a_scheduler_of_a_variance_reduced_optimizer_is_taken(whose):
 
 def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
     def clock(base):
-        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter = torch.torch.nn.Parameter(torch.zeros(1))
         optimizer = SGD([parameter], lr=0.1)
         found = BaseBatchClock(base, optimizer)
         found.scheduler = lr_scheduler.StepLR(optimizer, 3)
@@ -560,3 +562,13 @@ def test_growth_in_place_of_decay_refuses_a_rate_that_follows_the_batch():
             continue
         with pytest.raises(SettingError, match="pass lr_scaling=None"):
             build()
+
+
+def test_a_schedule_for_other_groups_is_refused_before_anything_is_loaded():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    one, two = SGD(weights, lr=0.1), SGD([{"params": [weight]} for weight in weights], lr=0.2)
+    first, second = BaseBatchClock(BASE, one), BaseBatchClock(BASE, two)
+    first.scheduler, second.scheduler = StepLR(one, 1), StepLR(two, 1)
+    with pytest.raises(StateError, match="for 1 parameter groups, the optimizer has 2"):
+        second.load_state_dict(first.state_dict())
+    assert [0.2, 0.2] == [group["lr"] for group in two.param_groups]

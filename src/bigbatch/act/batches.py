@@ -250,7 +250,7 @@ class Batches:
         elif self._end is not None:
             self.consumed = min(self.consumed, self._end)
         counts = (part(samples, turn, played) for turn in range(len(batches)))
-        return [(batch, n) for batch, n in zip(batches, counts, strict=True) if n], rows
+        return list(zip(batches, counts, strict=True)), rows
 
     # what the ranks agree on
 

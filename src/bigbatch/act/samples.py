@@ -63,6 +63,8 @@ def glue_samples(batches: Sequence[Batch]) -> Batch | None:
 def deal_samples(batches: Sequence[Batch], counts: Sequence[int], turns: int) -> list[Batch] | None:
     """The samples of all, dealt in turn into so many batches; None where they do not fit together.
 
+    Fewer batches where there are fewer samples.
+
     Args:
         batches: as they follow each other.
         counts: samples in each.
@@ -72,15 +74,12 @@ def deal_samples(batches: Sequence[Batch], counts: Sequence[int], turns: int) ->
         [tensor([0, 2, 4]), tensor([1, 3])]
     """
     starts = list(accumulate(counts, initial=0))
-    dealt = [
-        _copied(
-            [
-                _strided(batch, (turn - start) % turns, turns)
-                for batch, start in zip(batches, starts, strict=False)
-            ]
-        )
-        for turn in range(turns)
-    ]
+    parts = list(zip(batches, counts, starts, strict=False))
+    dealt = []
+    for turn in range(min(turns, starts[-1])):
+        firsts = [(batch, (turn - start) % turns, count) for batch, count, start in parts]
+        mine = [_strided(batch, first, turns) for batch, first, count in firsts if first < count]
+        dealt.append(_copied(mine))
     return None if any(batch is None for batch in dealt) else dealt
 
 
