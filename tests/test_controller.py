@@ -299,6 +299,15 @@ def test_simigrad_comes_to_rest_where_batches_are_cut_too(noise_scale, start, ta
     assert 1 == len(set(late))
 
 
+@pytest.mark.parametrize(("dead_band", "batches"), [(0.15, {256, 512}), (0.3, {512})])
+def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, batches):
+    def cut(batch):
+        return bb.BatchPlan.fit(batch, 8, max_micro=32, micro=32).batch_size
+
+    controller = Controller(SimiGrad(1 / 3), 256, dead_band=dead_band)
+    assert batches == {cut(target) for target in walk(controller, 250, 400.0, cut)[-50:]}
+
+
 @pytest.mark.parametrize(
     ("present", "expected"), [(870, 870), (869, 1000), (1149, 1149), (1151, 1000)]
 )
