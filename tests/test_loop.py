@@ -1284,6 +1284,10 @@ def test_a_rule_of_ones_own_keeps_what_it_remembers():
         return [one.step(step).lr[0] for step, _ in zip(one.train, range(steps), strict=False)]
 
     whole = rates(Numbered(lr_scaling=Falling()), 3)
+    with pytest.warns(UserWarning, match="lr_scaling was"):
+        Numbered(lr_scaling=Falling()).train.load_state_dict(
+            Numbered(lr_scaling="adascale").train.state_dict()
+        )
     one, other = (Numbered(lr_scaling=Falling()) for _ in range(2))
     first = rates(one, 2)
     other.train.load_state_dict(one.train.state_dict())

@@ -175,7 +175,7 @@ class AdaptiveBatch:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_none_begun()
         self._require_agreement("where the run stands")
-        empty = not self.batches.open
+        empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
         while (cut := self._cut()) is not None:
@@ -246,7 +246,8 @@ class AdaptiveBatch:
         self.controller.load_state_dict(shared["controller"])
         self._clock.load_state_dict(shared["clock"])
         scaling: Any = self._scaling
-        if has_state(scaling) and shared["scaling"] is not None:
+        same_rule = shared["settings"]["lr_scaling"] == self._settings["lr_scaling"]
+        if same_rule and has_state(scaling) and shared["scaling"] is not None:
             scaling.load_state_dict(shared["scaling"])
         self.epoch, self.samples, self.steps, self.skipped = shared["counts"]
         self._per_sample = shared["per_sample"]

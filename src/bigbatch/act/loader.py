@@ -29,11 +29,10 @@ class Loader:
             raise SettingError("the loader is used up after one pass; give one that can start anew")
         self.batches = batches
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
-        self._keeps_workers = getattr(batches, "persistent_workers", False)
+        self._keeps_workers = isinstance(batches, DataLoader) and batches.persistent_workers
         self._found_workers = False  # when the pass started
-        sampler, self._batch_sampler = (
-            getattr(batches, name, None) for name in ("sampler", "batch_sampler")
-        )
+        sampler = getattr(batches, "sampler", None)
+        self._batch_sampler = getattr(batches, "batch_sampler", None)
         if self._batch_sampler is None and hasattr(sampler, "sampler"):  # beside batch_size=None
             self._batch_sampler = sampler
         self._sampler = getattr(self._batch_sampler, "sampler", sampler)
