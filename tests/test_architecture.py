@@ -11,8 +11,8 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < measure < decide < act, optim < step < loop < connect, report < recipes
-# < bench < cli
+# errors, kernels < measure < decide < act, optim < step < update < loop < connect, report
+# < recipes < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
@@ -21,14 +21,15 @@ LEVELS = {
     "act": 3,
     "optim": 3,
     "step": 4,
-    "loop": 5,
-    "connect": 6,
-    "report": 6,
-    "recipes": 7,
-    "bench": 8,
-    "cli": 9,
+    "update": 5,
+    "loop": 6,
+    "connect": 7,
+    "report": 7,
+    "recipes": 8,
+    "bench": 9,
+    "cli": 10,
 }
-LIBRARY = {"errors", "kernels", "measure", "decide", "act", "optim", "step", "loop"}
+LIBRARY = {"errors", "kernels", "measure", "decide", "act", "optim", "step", "update", "loop"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -400,8 +400,9 @@ def with_an_order_of_its_own(rank, ranks):
 
 def gone_on_elsewhere(rank, ranks):
     train = build(rank, ranks, "ddp", None)
-    if rank:
-        train.samples += 1  # as if another state had been loaded here
+    state = train.state_dict()
+    state["shared"]["counts"][1] += rank  # another state on each rank
+    train.load_state_dict(state)
     with pytest.raises(RankError, match="where the run stands"):
         next(iter(train))
 

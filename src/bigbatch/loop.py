@@ -5,8 +5,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,19 +16,18 @@ from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement, checksum, require_equal
 from bigbatch.act.batches import Batches
 from bigbatch.act.cut import StepBatches
-from bigbatch.act.learning_rate import Scaling, multiplied, scaling_named
-from bigbatch.act.progress import BaseBatchClock
+from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
-from bigbatch.decide.controller import Controller, has_state, warn_of_changes
+from bigbatch.decide.controller import Controller, warn_of_changes
 from bigbatch.decide.cutting import Cutting
 from bigbatch.decide.plan import BatchPlan
-from bigbatch.decide.policy import Decision, Policy, Progress
+from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
-from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.step import Common, Reading, Step, StepRecord
+from bigbatch.update import Update
 
 _STATE_VERSION = 2
 
@@ -99,7 +96,6 @@ class AdaptiveBatch:
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
-        self.epoch = self.samples = self.steps = self.skipped = 0
         self.meter = self._share_source(meter or GradientMeter(model))
         self._agreement = Agreement(self.meter.source)
         self.batches = loader if isinstance(loader, Batches) else Batches(loader)
@@ -115,37 +111,55 @@ class AdaptiveBatch:
         self.controller = self._cutting.controller(
             policy, batch_size, base_batch, self.batches.samples
         )
-        base_batch = self.controller.base_batch
-        self._scaling = _scaling_beside(self.controller.policy, lr_scaling, base_batch)
-        self._clock = BaseBatchClock(base_batch, optimizer)
+        ranks = self.batches.virtual_ranks
+        self._update = Update(optimizer, scaler, self.controller, lr_scaling, ranks)
         self.scheduler = scheduler
         self.plan = self._fit(self.controller.decision)
         self._settings = {
             "micro_batch": repr(self._cutting.micro),
             "fixed_micro_batch": repr(fixed_micro_batch),
             "min_micro_batches": repr(self._cutting.least),
-            "lr_scaling": repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function",
+            "lr_scaling": self._update.rule,
             "tail": repr(self.batches.tail),
             "order": self.batches.order,
-            "virtual_ranks": repr(self.batches.virtual_ranks),
+            "virtual_ranks": repr(ranks),
         }
         advice = self._give_advice()
         self._common = Common(self.meter, optimizer, scaler, advice, self._tell, self._finish)
         self._step: Step | None = None
-        self._half_done = False  # whether a step has failed after it may have changed something
         self._per_sample: float | None = None  # weight of a sample in the last step
         self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._require_agreement("their settings")
 
     @property
+    def epoch(self) -> int:
+        """Passes over the data completed."""
+        return self._update.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed, over all ranks."""
+        return self._update.samples
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._update.steps
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out, their gradient not being finite."""
+        return self._update.skipped
+
+    @property
     def scheduler(self) -> LRScheduler | None:
         """The scheduler that is advanced in base batches; may be set before the first step."""
-        return self._clock.scheduler
+        return self._update.clock.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | None) -> None:
-        self._clock.scheduler = scheduler
+        self._update.clock.scheduler = scheduler
 
     @property
     def seconds(self) -> float:
@@ -164,7 +178,7 @@ class AdaptiveBatch:
             raise SettingError(
                 "the loader has no known length; state the schedule's total yourself"
             )
-        return math.ceil(epochs * self.batches.samples / self._clock.base_batch)
+        return math.ceil(epochs * self.batches.samples / self.controller.base_batch)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs still to do of `total`; a resumed run begins with the one it was in."""
@@ -193,7 +207,7 @@ class AdaptiveBatch:
                 "tail='drop' leaves out?"
             )
         self._learn_length()
-        self.epoch += 1
+        self._update.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
         """All but model, optimizer and scaler; loads with `weights_only=True`.
@@ -205,20 +219,16 @@ class AdaptiveBatch:
             LoopError: inside a step, between its first micro-batch and `update()`.
         """
         self._require_none_begun()
-        scaling: Any = self._scaling
         stands = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
             "shared": {
-                "controller": self.controller.state_dict(),
+                **self._update.state_dict(),
                 "settings": dict(self._settings),
                 "batch_size": self.plan.batch_size,
-                "clock": self._clock.state_dict(),
-                "scaling": scaling.state_dict() if has_state(scaling) else None,
                 "pass": stands["pass"],
                 "per_sample": self._per_sample,
                 "measured": self.meter.step,
-                "counts": [self.epoch, self.samples, self.steps, self.skipped],
             },
             "own": {
                 "seconds": self.seconds,
@@ -243,16 +253,10 @@ class AdaptiveBatch:
         """
         shared, own = _parts(state)
         warn_of_changes(shared["settings"], self._settings)
-        self.controller.load_state_dict(shared["controller"])
-        self._clock.load_state_dict(shared["clock"])
-        scaling: Any = self._scaling
-        same_rule = shared["settings"]["lr_scaling"] == self._settings["lr_scaling"]
-        if same_rule and has_state(scaling) and shared["scaling"] is not None:
-            scaling.load_state_dict(shared["scaling"])
-        self.epoch, self.samples, self.steps, self.skipped = shared["counts"]
+        self._update.load_state_dict(shared)
         self._per_sample = shared["per_sample"]
         self._seconds_before, self._started = own["seconds"], time.perf_counter()
-        self._step, self._half_done = None, False
+        self._step = None
         self.meter.source.zero_grad()
         self.meter.at_step(shared["measured"])
         mine = (own["rank"], own["ranks"]) == (self._agreement.rank, self._agreement.ranks)
@@ -350,83 +354,15 @@ class AdaptiveBatch:
     # what ends a step
 
     def _finish(self, step: Reading) -> StepRecord:
-        """Decides, steps, zeroes the gradients; once."""
-        seconds = fmean(seconds for seconds, _ in step.told)
+        """Updates, zeroes the gradients, plans the next step."""
         require_equal([stands for _, stands in step.told], "the batch size of a step")
-        self._clock.require_ready()
-        if self._half_done:
-            raise LoopError(
-                "update() has failed half way before; load a state from before the step"
-            )
-        self._half_done = True
-        held = self.controller.decision
-        factor = self._scaling(step.samples, self._clock.base_batch, step.noise) * held.lr_factor
-        with multiplied(self.optimizer, factor) as lr:
-            decision = self._decide(step, lr, seconds)
-            self._optimize(step.finite)
-        self.samples += step.samples
+        begins_pass = self.batches.consumed == step.samples
+        record = self._update.apply(step, None if begins_pass else self.plan.batch_size)
         self._per_sample = step.per_sample
-        if step.finite:
-            self.steps += 1
-            self._clock.advance(step.samples)
-        else:
-            self.skipped += 1
         self.meter.source.zero_grad()
         self.meter.next_step()
-        self.plan = self._fit(decision)
-        self._half_done = False
-        return StepRecord(
-            step=self.steps + self.skipped,
-            epoch=self.epoch,
-            samples=self.samples,
-            batch_size=step.samples,
-            target=held.batch_size,
-            micro_batches=step.micro_batches,
-            loss=step.loss,
-            lr=tuple(lr),
-            noise=step.noise,
-            skipped=not step.finite,
-            decision=decision,
-            seconds=seconds,
-            factors=self._factors() if step.finite else None,
-        )
-
-    def _factors(self) -> Factors | None:
-        return self.optimizer.factors if isinstance(self.optimizer, VarianceReduced) else None
-
-    def _decide(self, step: Reading, lr: list[float], seconds: float) -> Decision:
-        held = self.controller.decision
-        if not step.finite:
-            return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
-        spans_epoch = self.batches.consumed == step.samples  # the first step of a pass
-        if step.samples != self.plan.batch_size and not spans_epoch:
-            return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
-        if step.noise is None:
-            return Decision(held.batch_size, "not measured", held.lr_factor)
-        now = Progress(
-            target=held.batch_size,
-            batch_size=step.samples,
-            base_batch=self._clock.base_batch,
-            samples=self.samples + step.samples,
-            steps=self.steps + 1,
-            epoch=self.epoch,
-            ranks=self.batches.virtual_ranks,
-            lr=tuple(lr),
-            seconds=seconds,
-        )
-        return self.controller.next(step.noise, now)
-
-    def _optimize(self, finite: bool) -> None:
-        if self.scaler is None:
-            if finite:
-                self.optimizer.step()
-            return
-        if finite:
-            self.scaler.step(self.optimizer)
-        else:
-            with suppress(RuntimeError):  # unscaled already, by clipping
-                self.scaler.unscale_(self.optimizer)
-        self.scaler.update()
+        self.plan = self._fit(record.decision)
+        return record
 
 
 def _micro_batch(given: int | None, loaders: int | None) -> int:
@@ -439,17 +375,6 @@ def _least_micro_batches(given: int | None, optimizer: Optimizer) -> int:
     if given is not None:
         return given
     return 8 if isinstance(optimizer, VarianceReduced) else 4
-
-
-def _scaling_beside(policy: Policy, lr_scaling: str | Scaling | None, base_batch: int) -> Scaling:
-    scaling = scaling_named(lr_scaling, base_batch)
-    if lr_scaling is not None and getattr(policy, "decays", False):
-        raise SettingError(
-            "the schedule grows the batch instead of lowering the learning rate, which "
-            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None (a command's "
-            "--lr-scaling none)"
-        )
-    return scaling
 
 
 def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
