@@ -17,10 +17,11 @@ class Batches:
     """Cuts the batches of a loader along their samples, in order, into micro-batches of any size.
 
     A change of batch size takes effect with the next step: what the loader has already prefetched
-    is cut anew, never thrown away. Cutting makes views; samples are copied only where a
-    micro-batch spans two of the loader's batches. Batches whose shapes differ are cut but never
-    glued, so a micro-batch may then be smaller than planned. What the loader gave has to stay as it
-    is: one that writes its next batch into the memory of the last must give copies.
+    is cut anew, never thrown away. Cutting makes views; samples are copied, once, only where a
+    micro-batch spans two of the loader's batches, or where a rank plays several virtual ones.
+    Batches whose shapes differ are cut but never glued, so a micro-batch may then be smaller than
+    planned. What the loader gave has to stay as it is: one that writes its next batch into the
+    memory of the last must give copies.
 
     On several ranks each has a loader of its own, of every W-th sample (`SampleLedger`,
     DistributedSampler), and all take equally many micro-batches of every step. Who gets which

@@ -27,7 +27,7 @@ class SampleStream:
     """Fetches the loader's batches as they are needed and cuts them anew.
 
     What is fetched and not taken waits; nothing is thrown away. Cutting makes views; samples are
-    copied only where what is taken spans two of the loader's batches.
+    copied, once, only where what is taken spans two of the loader's batches or is dealt in turn.
 
     Args:
         loader: gives the batches.
