@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bigbatch import Batches, BatchPlan, SampleLedger
 from bigbatch.act.randomness import random_state, restore_random_state
-from bigbatch.errors import BatchError
+from bigbatch.errors import BatchError, StateError
 
 SEED = 5
 SAMPLES = 45
@@ -456,6 +456,41 @@ def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micr
     assert all(len(step) == 4 for step in steps)
     good = [n for n in range(64) if n not in bad]
     assert good[: len(good) - len(good) % 8 if tail == "drop" else None] == seen_in(steps)
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["ledger", "no sampler", "another batch size"])
+def test_a_pass_that_leaves_samples_out_goes_on_with_exactly_the_rest(kind, stop):
+    def collate(items):
+        return torch.tensor([item for item in items if item % 8 != 5 or item < 8])
+
+    def make(size):
+        ledger = SampleLedger(range(64), seed=SEED, shuffle=False)
+        sampler = None if kind == "no sampler" else ledger
+        return Batches(DataLoader(range(64), size, collate_fn=collate, sampler=sampler))
+
+    batches = make(8)
+    batches.start(0)
+    before = seen_in(islice(rest(batches), stop))
+    state = batches.state_dict()
+    whole = before + seen_in(rest(batches))
+    assert 57 == len(set(whole)) == len(whole)
+    resumed = make(4 if kind == "another batch size" else 8)
+    resumed.load_state_dict(state, 0)
+    assert whole == before + seen_in(rest(resumed))
+
+
+def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
+    def collate(items):
+        return torch.tensor([item for item in items if item != 9])
+
+    batches = Batches(
+        DataLoader(range(64), 8, collate_fn=collate, sampler=SampleLedger(range(64), shuffle=False))
+    )
+    batches.start(0)
+    seen_in(islice(rest(batches), 3))
+    with pytest.raises(StateError, match=r"fewer samples than it says.*as many ranks"):
+        batches.load_state_dict(batches.state_dict(), 0, mine=False)
 
 
 def test_a_first_batch_that_is_short_goes_where_its_samples_are_counted_by_the_user():

@@ -79,9 +79,9 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
     smoothing: Annotated[float | None, typer.Option(help=_SMOOTHING)] = None,
     dead_band: Annotated[float | None, typer.Option(help=_DEAD_BAND)] = None,
+    warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
-    warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
     lr_scaling: Annotated[
         str | None, typer.Option(help="How it follows the batch: sqrt, linear, adascale, none.")
     ] = None,

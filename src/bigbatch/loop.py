@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,7 +26,7 @@ from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim.variance_reduced import VarianceReduced
-from bigbatch.step import Common, Reading, Step, StepRecord
+from bigbatch.step import Common, Reading, Step, StepRecord, trained_by
 from bigbatch.update import Update
 
 _STATE_VERSION = 2
@@ -193,7 +193,7 @@ class AdaptiveBatch:
         if empty:
             self.batches.start(self.epoch)
         while (cut := self._cut()) is not None:
-            self.meter.add(self._trained())
+            self.meter.add(trained_by(self.optimizer))
             self._step = Step(cut, self._common, self._per_sample)
             yield self._step
             empty = False
@@ -293,7 +293,7 @@ class AdaptiveBatch:
             )
         meter.source.explicit = True
         meter.scaler = self.scaler
-        trained = self._trained()
+        trained = trained_by(self.optimizer)
         if not set(trained) & set(self.model.parameters()):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
         meter.add(trained)
@@ -312,9 +312,6 @@ class AdaptiveBatch:
         handle = self.model.register_forward_hook(advice, always_call=True)
         weakref.finalize(self, handle.remove)
         return advice
-
-    def _trained(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     # between the steps
 

@@ -219,9 +219,7 @@ class Step:
         self._require_complete("clip_grad_norm_")
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        groups = self._optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"]]
-        norm = nn.utils.clip_grad_norm_(trained, max_norm, norm_type)
+        norm = nn.utils.clip_grad_norm_(trained_by(self._optimizer), max_norm, norm_type)
         self._source.stamp()
         return norm
 
@@ -360,6 +358,11 @@ class Step:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
+
+
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _of_samples(noise: GradientNoise, samples: int) -> GradientNoise:

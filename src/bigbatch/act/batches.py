@@ -210,6 +210,12 @@ class Batches:
             )
         if mine:
             self._stream.load_state_dict(stream, epoch)
+        elif not stream["as_said"]:
+            raise StateError(
+                "the loader gave fewer samples than it says (a collate function that leaves some "
+                "out?), so where other ranks stood is not known; resume on as many ranks, or "
+                "between two epochs"
+            )
         else:
             self._skip(here, epoch)
         self._end = self._total

@@ -88,7 +88,7 @@ class Loader:
     def order(self) -> str:
         """What decides on the order, in words."""
         if not self.ordered:
-            return type(self._sampler or self.batches).__name__
+            return type(self.batches if self._sampler is None else self._sampler).__name__
         sampler: Any = self._sampler
         return f"{type(sampler).__name__}(seed={sampler.seed}, shuffle={sampler.shuffle})"
 
@@ -125,14 +125,15 @@ class Loader:
         }
 
     def resume(
-        self, state: dict[str, Any], epoch: int, position: int, own: dict[str, Any] | None
+        self, state: dict[str, Any], epoch: int, position: int | None, own: dict[str, Any] | None
     ) -> tuple[Iterator[Batch], bool]:
         """The pass of a state of this rank, and whether it begins at the position, or at its start.
 
         Args:
             state: from `state_dict`.
             epoch: of the pass.
-            position: samples of this rank before the first batch that is wanted.
+            position: samples of this rank before the first batch that is wanted; None where they
+                are not known, the loader having left some out.
             own: of `own_state`, from before that batch.
         """
         self._started_from = state["started_from"]
@@ -146,7 +147,7 @@ class Loader:
         self._have_workers(self._found_workers)
         restore_random_state(self._started_from["random"])
         self.restore_generators(self._started_from["generators"])
-        if self.ledger is not None:
+        if self.ledger is not None and position is not None:
             return self._begin(epoch, position * self.ledger.num_replicas), True
         if own is not None:
             self.batches.load_state_dict(own)  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ class _Trials:
         loss_of: Callable[[Batch], Tensor],
         batch: Batch,
         source: GradientSource,
-        before: "Before",
+        before: Before,
     ) -> None:
         self.samples = count_samples(batch)
         self.agreement = Agreement(source)

@@ -64,7 +64,12 @@ class BaseBatchClock:
         self._resume()
 
     def advance(self, samples: int) -> None:
-        """Takes the samples of one optimizer step in and ticks as often as they fill."""
+        """Takes the samples of one optimizer step in and ticks as often as they fill.
+
+        Raises:
+            LoopError: as `require_ready`.
+        """
+        self.require_ready()
         self._samples += samples
         ticks, self._samples = divmod(self._samples, self.base_batch)
         if self._scheduler is not None:
@@ -73,7 +78,7 @@ class BaseBatchClock:
             self._left_at = _ticks(self._scheduler)
 
     def require_ready(self) -> None:
-        """Before anything is changed.
+        """Whether `advance` can be called, to be asked before anything is changed.
 
         Raises:
             LoopError: somebody else advances the scheduler too, or the one that was loaded was not

@@ -136,6 +136,7 @@ class SampleStream:
             "given_out": 0 if first is None else first.start,
             "fetched_from": [restorable(state) for state in waiting.values()],
             "ended": self.ended,
+            "as_said": self.as_said,
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
@@ -144,7 +145,8 @@ class SampleStream:
         Raises:
             StateError: the loader is not the one of the state.
         """
-        iterator, there = self.loader.resume(state["loader"], epoch, state["samples"], state["own"])
+        position = state["samples"] if state["as_said"] else None
+        iterator, there = self.loader.resume(state["loader"], epoch, position, state["own"])
         self._start(iterator)
         if there:
             self._fetched, self.counted = state["batches"], state["samples"]

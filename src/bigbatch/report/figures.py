@@ -16,6 +16,8 @@ from bigbatch.measure.noise import GradientNoise
 from bigbatch.report.metrics import History, grouped
 from bigbatch.report.run_directory import Row
 
+PICTURES = (".png", ".svg")
+
 AXES = {"samples": "samples", "step": "optimizer steps", "seconds": "seconds of training"}
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -24,9 +26,6 @@ _NOISE_BINS = 40  # the same for what is computed from signal and noise
 
 Points = tuple[list[float], list[float]]
 Draw = Callable[[History, str], Points]
-
-
-PICTURES = (".png", ".svg")
 
 
 def require_ending(out: Path, endings: Sequence[str]) -> None:
