@@ -489,8 +489,26 @@ def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
     )
     batches.start(0)
     seen_in(islice(rest(batches), 3))
-    with pytest.raises(StateError, match=r"fewer samples than it says.*as many ranks"):
+    with pytest.raises(StateError, match=r"fewer samples than it says.*number of ranks"):
         batches.load_state_dict(batches.state_dict(), 0, mine=False)
+
+
+def test_a_pass_that_leaves_samples_out_after_a_jump_cannot_be_replayed_and_says_so():
+    def make(size):
+        sampler = SampleLedger(range(64), shuffle=False)
+        return Batches(DataLoader(range(64), size, collate_fn=without_41, sampler=sampler))
+
+    def without_41(items):
+        return torch.tensor([item for item in items if item != 41])
+
+    first, second = make(8), make(4)
+    first.start(0)
+    seen_in(islice(rest(first), 2))
+    second.load_state_dict(first.state_dict(), 0)
+    make(4).load_state_dict(second.state_dict(), 0)  # nothing is left out yet
+    seen_in(islice(rest(second), 4))
+    with pytest.raises(StateError, match=r"change of the batch size"):
+        make(4).load_state_dict(second.state_dict(), 0)
 
 
 def test_a_first_batch_that_is_short_goes_where_its_samples_are_counted_by_the_user():

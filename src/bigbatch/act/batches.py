@@ -208,14 +208,14 @@ class Batches:
                 f"the loader has {self._distinct} samples, the saved one had {here['samples']}; "
                 "resume with the same data"
             )
-        if mine:
-            self._stream.load_state_dict(stream, epoch)
-        elif not stream["as_said"]:
+        if not stream["as_said"] and (stream["jumped"] or not mine):
             raise StateError(
                 "the loader gave fewer samples than it says (a collate function that leaves some "
-                "out?), so where other ranks stood is not known; resume on as many ranks, or "
-                "between two epochs"
+                "out?), so where the pass stands in its order is not known on another number of "
+                "ranks, or after a change of the batch size; resume between two epochs"
             )
+        if mine:
+            self._stream.load_state_dict(stream, epoch)
         else:
             self._skip(here, epoch)
         self._end = self._total

@@ -48,6 +48,7 @@ class SampleStream:
         self.waiting = 0  # of them, not taken yet
         self.ended = False  # the loader has no more
         self.as_said = True  # batches are as large as the loader says
+        self._jumped = False  # whether the pass cannot be replayed from its start
         self._random = RandomReader()
         self._said: tuple[int | None, int | None] = (None, None)  # sizes of a batch and of the pass
         self._iterator: Iterator[Batch] | None = None
@@ -137,6 +138,7 @@ class SampleStream:
             "fetched_from": [restorable(state) for state in waiting.values()],
             "ended": self.ended,
             "as_said": self.as_said,
+            "jumped": self._jumped,
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
@@ -148,9 +150,11 @@ class SampleStream:
         position = state["samples"] if state["as_said"] else None
         iterator, there = self.loader.resume(state["loader"], epoch, position, state["own"])
         self._start(iterator)
+        other = state["batch_size"] != self.loader.batch_size  # so batches are not what they were
+        self._jumped = state["jumped"] or (there and other)
         if there:
             self._fetched, self.counted = state["batches"], state["samples"]
-        if state["batch_size"] != self.loader.batch_size:  # so batches are not what they were
+        if other:
             self._throw_away(state["given_out"] + (0 if there else state["samples"]))
             self.loader.restore_generators(state["loader"]["generators"])
             return
@@ -172,14 +176,14 @@ class SampleStream:
         """Goes on after so many of this rank's samples, at a position of the order of all ranks."""
         if self.loader.ledger is not None:
             self._start(self.loader.begin(epoch, position))
-            self.counted = samples
+            self.counted, self._jumped = samples, True
         else:
             self._start(self.loader.begin(epoch))
             self._throw_away(samples)
 
     def _start(self, iterator: Iterator[Batch]) -> None:
         self.close()
-        self.counted, self.ended, self.as_said = 0, False, True
+        self.counted, self.ended, self.as_said, self._jumped = 0, False, True, False
         self._said = self.loader.batch_size, self.loader.length
         self._iterator = iterator
 
