@@ -1,6 +1,6 @@
 """Per-element sum and centred second moment of the micro-batch gradients."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,12 +124,9 @@ class GradientMoments:
         total = _laid_out(held, moment.m2)
         self._catch_up(moment, total, self._before)
         weight, adds = self.weight - self._before, moment.total is not None
-        mean_of, share = weight / self._before, self._before / (weight * self.weight)
         if self.lender is not None and not adds and total is held and total.is_cpu:
             adds = self.lender.absorb(parameter)  # in one pass with M2; GPUs have several anyway
-        fused = self._fused and native.fits(gradient, total, moment.m2)
-        welford = native.welford if fused else _welford
-        welford(gradient, total, moment.m2, mean_of, share, adds=adds)
+        _add(gradient, weight, total, moment.m2, self._before, fused=self._fused, adds=adds)
 
     def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
         moment = self._moments.get(parameter)
@@ -152,6 +149,57 @@ class GradientMoments:
             share = (weight - moment.weight) / (moment.weight * weight)
             moment.m2.addcmul_(total, total, value=share)
             moment.weight = weight
+
+
+def join(
+    totals: Iterable[Tensor],
+    seconds: Iterable[Tensor],
+    weights: Sequence[float],
+    total: Tensor,
+    m2: Tensor,
+    *,
+    fused: bool,
+) -> None:
+    """Writes S and M2 of several groups of micro-batches taken together, exactly.
+
+        S = sum S_r;   M2 = sum M2_r + sum W_r (S_r / W_r - S / W)^2
+
+    Args:
+        totals: S_r.
+        seconds: M2_r; none where they are zero.
+        weights: W_r; a group of weight 0 has nothing to say.
+        total: where S goes, float32 at least.
+        m2: where M2 goes.
+        fused: whether compiled kernels may be used.
+    Source:
+        Chan, Golub and LeVeque 1979.
+    """
+    m2.zero_()
+    before = 0.0
+    for row, weight in zip(totals, weights, strict=True):
+        if weight and before:
+            _add(row.to(total.dtype), weight, total, m2, before, fused=fused, adds=True)
+        elif weight:
+            total.copy_(row)
+        before += weight
+    for second in seconds:
+        m2.add_(second)
+
+
+def _add(
+    gradient: Tensor,
+    weight: float,
+    total: Tensor,
+    m2: Tensor,
+    before: float,
+    *,
+    fused: bool,
+    adds: bool,
+) -> None:
+    """Takes a gradient of this weight in; it adds to the sum too where that is wanted."""
+    mean_of, share = weight / before, before / (weight * (before + weight))
+    welford = native.welford if fused and native.fits(gradient, total, m2) else _welford
+    welford(gradient, total, m2, mean_of, share, adds=adds)
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:

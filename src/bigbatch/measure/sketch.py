@@ -87,6 +87,7 @@ class Probe:
         self._source = source
         self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
         self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_held_of`
+        self._layout = source.layout  # which they are of
         self._elements = torch.zeros(0, dtype=torch.int8)  # until `_choose`
         self.begin()
 
@@ -134,6 +135,9 @@ class Probe:
     def of_grad(self) -> Tensor:
         """The projections of this rank's pieces of `.grad`, (8,)."""
         self._elements.zero_()
+        if self._layout != self._source.layout:
+            self._layout = self._source.layout
+            self._held.clear()
         for parameter, place in self._places.items():
             grad = self._source.local(parameter)
             if grad is not None:
@@ -165,8 +169,11 @@ class Probe:
 
 
 def _head(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of a gradient, or of a piece of it, that hold the first elements, flattened."""
-    if not parameter.ndim:
+    """The rows of a gradient, or of a piece of it, that hold the first elements, flattened.
+
+    All of a flat piece of what is not flat, whose elements may be in any order.
+    """
+    if not parameter.ndim or tensor.ndim < parameter.ndim:
         return tensor.reshape(-1)
     rows = -(-_ELEMENTS * len(parameter) // parameter.numel())
     return tensor[:rows].reshape(-1)

@@ -33,6 +33,18 @@ class Averages:
         self._state[parameter] = average, t + 1
         return average, 1 / (1 - beta3 ** (t + 1))
 
+    def of(self, parameter: Tensor) -> tuple[Tensor | None, int]:
+        """p of a parameter and the number of its steps; None and 0 before the first."""
+        return self._state.get(parameter, (None, 0))
+
+    def put(self, parameter: Tensor, average: Tensor, steps: int) -> None:
+        """p and the number of its steps, as they are now."""
+        self._state[parameter] = average, steps
+
+    def drop(self, parameter: Tensor) -> None:
+        """It is kept elsewhere."""
+        self._state.pop(parameter, None)
+
     def make(self, parameter: Tensor) -> None:
         """p before the first step: zeros, float32 at least."""
         if parameter not in self._state:

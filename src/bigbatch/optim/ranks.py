@@ -49,8 +49,8 @@ class _LeafSource(PlainSource):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise GradientError(
                 f"{self._optimizer} on {dist.get_world_size()} ranks was not told who shares the "
-                "gradients: under DDP that is attach(), which this release does not have yet; "
-                "shard the model by fully_shard, or train on one process"
+                "gradients: under DDP call optimizer.attach(ddp_model) once; under fully_shard "
+                "make the optimizer after it"
             )
 
 

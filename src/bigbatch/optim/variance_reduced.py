@@ -5,14 +5,18 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.moments import GradientMoments
-from bigbatch.measure.source import GradientSource
+from bigbatch.measure.source import GradientSource, Subscriber
+from bigbatch.measure.source.ddp import DDPSource
+from bigbatch.optim.attach import Attachment, Groups, require_attachable
 from bigbatch.optim.average import Averages
 from bigbatch.optim.borrowed import BorrowedSums
 from bigbatch.optim.diagnostics import Factors
@@ -40,8 +44,9 @@ class VarianceReduced(Optimizer):
     vr stand in the groups and may differ between them; `vr=False` leaves a group's gradients
     as they are (embeddings, whose rows are seen by some micro-batches only: docs/optimizers.md).
 
-    Under fully_shard (FSDP2) the moments are those of the reduced shards: nothing is sent for
-    them, the layer means are those of the whole layers, and k is the accumulation alone.
+    Under DistributedDataParallel, `attach` folds inside the all-reduce. Under fully_shard (FSDP2)
+    the moments are those of the reduced shards: nothing is sent for them, the layer means are those
+    of the whole layers, and k is the accumulation alone.
 
     Args:
         base: the optimizer to be scaled, over dense real parameters.
@@ -97,30 +102,33 @@ class VarianceReduced(Optimizer):
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
         self._factor = factor
         self._fused, self._compiled = fused, compiled
-        self._averages = Averages()
+        self.attached: Attachment | None = None  # to a DDP model
+        self.averages = Averages()
         self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
-        self._moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
-        self._borrowed = BorrowedSums(self._moments)
+        self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
+        self._borrowed = BorrowedSums(self.moments)
         self._warned = False
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
             self._adopt(group)
         self._source: GradientSource = source_of(self._scaled, type(self).__name__)
-        self._source.subscribe(self._moments)
+        self._source.subscribe(self.moments)
+        self._subscribed: list[Subscriber] = [self.moments]
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self._own.items() if name != "vr"}
         options = {**own, "factor": self._factor, "watch": self.watch}
         options |= {"fused": self._fused, "compiled": self._compiled}
-        return {"base": self.base, "options": options, "averages": self._averages}
+        self._require_consolidated()
+        return {"base": self.base, "options": options, "averages": self.averages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "base" not in state:
             super().__setstate__(state)
             return
         VarianceReduced.__init__(self, state["base"], **state["options"])
-        self._averages = state["averages"]
+        self.averages = state["averages"]
 
     # the base optimizer's, under our name
 
@@ -146,12 +154,56 @@ class VarianceReduced(Optimizer):
 
     # one step
 
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        groups: Groups = "all",
+        m2_dtype: torch.dtype = torch.bfloat16,
+        node_group: dist.ProcessGroup | None = None,
+    ) -> Attachment:
+        """Folds inside the all-reduce of a DDP model. Collective, and once; before training.
+
+        Where every rank has one micro-batch a step it sends what a plain all-reduce does, and a
+        quarter more where they have several (in float32 M2 half as much more). After the last
+        backward `.grad` holds r g, the same on every rank; all backwards of a step but the last run
+        under `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
+
+        Args:
+            ddp: the wrapped model.
+            groups: whose gradients r compares: those of all micro-batches of all ranks, or of
+                "ranks", each rank's being one; then no M2 is kept or sent. From 8 ranks on that
+                is good enough.
+            m2_dtype: in which M2 is sent; the error of r g is about 5e-4 in bfloat16.
+            node_group: the ranks of this node, where there are several nodes of as many ranks.
+        Returns:
+            The attachment: `grad_norm`, `clip_grad_norm_`, `consolidate`. Also `self.attached`.
+        Raises:
+            SettingError: no DDP model, or one with a communication hook, or an unknown option.
+        Source:
+            docs/decisions/0009.
+        """
+        require_attachable(ddp, list(self._scaled), groups)
+        self.attached = Attachment(
+            ddp, self, groups, m2_dtype, node_group, fused=self._fused is not False
+        )
+        self.follow(DDPSource(ddp, self._scaled))
+        return self.attached
+
     def follow(self, source: GradientSource) -> None:
         """Takes its gradients from `source` instead of hooks of its own."""
-        self._source.unsubscribe(self._moments)
+        for subscriber in self._subscribed:
+            self._source.unsubscribe(subscriber)
         self._source = source
         self._borrowed.stop()
-        self._source.subscribe(self._moments)
+        self._subscribed = [self.moments]
+        if self.attached is not None:
+            self.moments.lender = source  # under no_sync .grad is this rank's sum
+            self._subscribed = (
+                [self.attached] if self.attached.by_ranks else [self.attached, self.moments]
+            )
+        for subscriber in self._subscribed:
+            source.subscribe(subscriber)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the gradients; the micro-batches seen so far are forgotten."""
@@ -176,11 +228,14 @@ class VarianceReduced(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._scaled and (self._source.micro_batches or not self._changes_nothing()):
-            self._require_micro_batches()
-            self._borrowed.check(self._source, self._scaled.keys())
-            with torch.no_grad():
-                self._fold()
-            self._borrowed.renew(self._source, self._scaled.keys())
+            if self.attached is not None:
+                self._take_folded(self.attached)
+            else:
+                self._require_micro_batches()
+                self._borrowed.check(self._source, self._scaled.keys())
+                with torch.no_grad():
+                    self._fold()
+                self._borrowed.renew(self._source, self._scaled.keys())
         else:
             self._make_state()
         self._step_base()
@@ -202,7 +257,7 @@ class VarianceReduced(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"] if group["vr"] else ():
                 if group["beta3"] is not None and parameter.grad is not None:
-                    self._averages.make(parameter)
+                    self.averages.make(parameter)
 
     def _require_micro_batches(self) -> None:
         k = self._source.micro_batches
@@ -213,28 +268,39 @@ class VarianceReduced(Optimizer):
                 "fully_shard a micro-batch counts where its gradient is reduced, so leave "
                 "set_requires_gradient_sync on"
             )
-        if self._warned:
-            return
+        if not self._warned:
+            self._warn(k, all_agree=self._all_agree())
+
+    def _warn(self, k: int, *, all_agree: bool) -> None:
+        """Once, of what r of the first step shows."""
         self._warned = True
-        if self._all_agree():
+        if all_agree:
             warnings.warn(
                 "every micro-batch has the same gradient, so r says nothing; is it the same data, "
                 "or a gradient that was averaged already?",
-                stacklevel=6,
+                stacklevel=7,
             )
         if k < _FEW:
             warnings.warn(
                 f"k = {k} micro-batches give a poor signal-to-noise ratio: pure noise has a mean "
                 f"ratio of 1 / (k - 3); use k >= {_FEW}",
-                stacklevel=6,
+                stacklevel=7,
             )
+
+    def _take_folded(self, attached: Attachment) -> None:
+        """The fold was done in the last backward."""
+        attached.commit()
+        if not self._warned:
+            self._warn(attached.k, all_agree=not attached.live.any() and bool(attached.grad_norm))
+        if self.watch:
+            self._tell(attached.told, attached.k)
 
     def _all_agree(self) -> bool:
         """Whether there are gradients and none of their elements varied; waits for the device."""
         agree = False
-        for parameter in filter(self._moments.reached, self._scaled):
-            total, m2 = self._moments.of(parameter)
-            q = ratio(total, m2, self._moments.weight)
+        for parameter in filter(self.moments.reached, self._scaled):
+            total, m2 = self.moments.of(parameter)
+            q = ratio(total, m2, self.moments.weight)
             if (q.isfinite() | ~total.isfinite()).any():
                 return False
             agree = agree or bool(q.isinf().any())
@@ -250,36 +316,45 @@ class VarianceReduced(Optimizer):
         seen = {parameter for parameters in chosen for parameter in parameters}
         for parameter in seen:
             self._require_counted(parameter)
-        told: list[Tensor] = []  # nothing is refused from here on
+        told: dict[Tensor, Tensor] = {}  # nothing is refused from here on
         for group, parameters, join in zip(self.param_groups, chosen, joins, strict=True):
             layers = [self._layer(parameter, group["beta3"]) for parameter in parameters]
-            told.append(fold(self._how(group), layers, join))
-            if self.watch and join is not None:
-                join(told[-1])
-        if self.watch:
-            named = [(name, p.numel()) for name, p in self._named() if p in seen]
-            self.factors = Factors(
-                [name for name, _ in named],
-                [elements for _, elements in named],
-                torch.cat([part.to(told[0]) for part in told]),
-                self._moments.micro_batches,
+            rows = fold(
+                self.how(group, self.moments.weight, self.moments.micro_batches), layers, join
             )
+            if self.watch and join is not None:
+                join(rows)
+            told.update(zip(parameters, rows, strict=True))
+        if self.watch:
+            self._tell(told, self.moments.micro_batches)
 
-    def _how(self, group: dict[str, Any]) -> How:
+    def _tell(self, told: dict[Tensor, Tensor], k: int) -> None:
+        """Keeps what was done to each layer, in the order of the groups."""
+        named = [(name, p) for name, p in self._named() if p in told]
+        first = told[named[0][1]] if named else torch.zeros(5)
+        self.factors = Factors(
+            [name for name, _ in named],
+            [p.numel() for _, p in named],
+            torch.stack([told[p].to(first) for _, p in named]) if named else torch.zeros(0, 5),
+            k,
+        )
+
+    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
+        """The settings of a group's fold, in a step of k micro-batches of so much weight."""
         return How(
             self._factor,
             group["gamma"],
             group["r_max"],
             group["beta3"] or 0.0,
-            self._moments.weight,
-            self._moments.micro_batches,
+            weight,
+            k,
             self.watch,
             fused=self._fused is not False,
             compiled=self._compiled,
         )
 
     def _require_counted(self, parameter: Tensor) -> None:
-        if not self._moments.reached(parameter) and local(parameter.grad).any():
+        if not self.moments.reached(parameter) and local(parameter.grad).any():
             raise GradientError(
                 "a parameter has a gradient that no counted backward gave it; let every gradient "
                 "come from backward() after zero_grad()"
@@ -287,10 +362,10 @@ class VarianceReduced(Optimizer):
 
     def _layer(self, parameter: Tensor, beta3: float | None) -> Layer:
         gradient = local(parameter.grad)
-        total, m2 = self._moments.of(parameter, gradient)
+        total, m2 = self.moments.of(parameter, gradient)
         if beta3 is None:
             return Layer(total, m2, gradient)
-        return Layer(total, m2, gradient, *self._averages.next(parameter, beta3))
+        return Layer(total, m2, gradient, *self.averages.next(parameter, beta3))
 
     # what is saved
 
@@ -298,9 +373,10 @@ class VarianceReduced(Optimizer):
         """The base optimizer's state dict; p and its step count stand with each parameter."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._require_consolidated()
         packed = self.base.state_dict()
         packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
-        self._averages.add_to(packed, self._parameters())
+        self.averages.add_to(packed, self._parameters())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -320,10 +396,16 @@ class VarianceReduced(Optimizer):
         for group, mine in zip(self.base.param_groups, own, strict=True):
             for name, value in mine.items():
                 group.setdefault(name, value)
-        self._averages = averages
+        self.averages = averages
+        if self.attached is not None:
+            self.attached.forget()
         self._source.restart()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _require_consolidated(self) -> None:
+        if self.attached is not None:
+            self.attached.require_consolidated()
 
     # groups
 

@@ -49,10 +49,16 @@ class GradientSource(Protocol):
     """Of this process among those that share the step."""
     ranks: int
     """How many processes share the step."""
-    replicas: int
-    """How many ranks hold the same piece of every `.grad`."""
     lockstep: bool
     """Whether the ranks must do equally many backwards in a step."""
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same `local` piece of every gradient."""
+
+    @property
+    def layout(self) -> int:
+        """How often it was settled anew which rank holds which piece."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watch more parameters; between steps."""
@@ -113,7 +119,10 @@ class GradientSource(Protocol):
         """Whether every gradient is; waits for the device."""
 
     def local(self, parameter: Tensor) -> Tensor | None:
-        """This rank's piece of `parameter.grad`."""
+        """This rank's piece of the gradient that the ranks have joined, at the end of a step.
+
+        It is that of `.grad`, but where an optimizer has put something else there.
+        """
 
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient of `parameter`."""

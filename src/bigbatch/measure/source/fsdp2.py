@@ -54,15 +54,14 @@ class FSDP2Source(EngineSource):
         self._unsharded.clear()
         remove(self._forward_handles)
 
-    def local(self, parameter: Tensor) -> Tensor | None:
-        """This rank's piece of `parameter.grad`."""
-        return local_grad(parameter)
-
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient; nothing is sent."""
         assert isinstance(parameter, DTensor)
         mesh, placements = parameter.device_mesh, parameter.placements
         return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+    def _held(self, parameter: Tensor) -> Tensor | None:
+        return local_grad(parameter)
 
     def _hook(self) -> None:
         if self._listens and not self._forward_handles:

@@ -34,6 +34,7 @@ class PlainSource:
 
     rank, ranks, replicas = 0, 1, 1
     lockstep = False
+    layout = 0
     _engine_writes = False  # whether an engine rewrites `.grad` between and after backwards
     _grad_may_wait = False  # whether a backward may leave `.grad` as it was
 
@@ -206,8 +207,8 @@ class PlainSource:
     # ranks: one process holds everything
 
     def local(self, parameter: Tensor) -> Tensor | None:
-        """This rank's piece of `parameter.grad`."""
-        return parameter.grad
+        """This rank's piece of the mean gradient."""
+        return self._held(parameter)
 
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient of `parameter`."""
@@ -367,13 +368,17 @@ class PlainSource:
     def _stamp(self) -> list[_Stamp]:
         return [
             None
-            if p.grad is None or (piece := self.local(p)) is None
+            if p.grad is None or (piece := self._held(p)) is None
             else (id(ref := weakref.ref(p.grad)), p.grad._version + piece._version, ref)
             for p in self.parameters
         ]
 
     def _grads(self) -> list[Tensor]:
-        return [grad for p in self.parameters if (grad := self.local(p)) is not None]
+        return [grad for p in self.parameters if (grad := self._held(p)) is not None]
+
+    def _held(self, parameter: Tensor) -> Tensor | None:
+        """What this rank holds of `.grad`."""
+        return parameter.grad
 
     def _is_clean(self) -> bool:
         """Whether every `.grad` is None, or zero, which alone costs a look."""

@@ -27,10 +27,6 @@ class ShardSource(PlainSource):
         self._arriving: Tensor | None = None  # the parameter whose hook runs
         super().__init__(parameters)
 
-    def local(self, parameter: Tensor) -> Tensor | None:
-        """This rank's piece of `parameter.grad`."""
-        return local_grad(parameter)
-
     def sum_of(self, parameter: Tensor) -> Tensor:
         """This rank's piece of S_j, in a buffer that nobody else knows."""
         return self._sums[parameter]
@@ -39,6 +35,9 @@ class ShardSource(PlainSource):
     def sums_intact(self) -> bool:
         """They are."""
         return True
+
+    def _held(self, parameter: Tensor) -> Tensor | None:
+        return local_grad(parameter)
 
     def _require_known_ranks(self) -> None:
         """The engine knows them; nothing is sent from here."""
