@@ -25,6 +25,7 @@ from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.source import GradientSource
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.step import Common, Reading, Step, StepRecord, trained_by
 from bigbatch.update import Update
@@ -52,7 +53,8 @@ class AdaptiveBatch:
 
     Args:
         model: whose gradients are measured.
-        optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement.
+        optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
+            attached to DDP here where it was not.
         loader: any iterable of batches, or `Batches` with options of its own.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.
@@ -63,7 +65,7 @@ class AdaptiveBatch:
         fixed_micro_batch: let every backward have `micro_batch` samples, but at an epoch's end; the
             batch then moves in steps of ranks x micro_batch.
         min_micro_batches: least backwards per step over all ranks, at least 2; default 4, and 8
-            with a `VarianceReduced` optimizer.
+            with a `VarianceReduced` optimizer; under fully_shard 8 a rank with one.
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             where it has `state_dict` and `load_state_dict`, what it remembers is saved too.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
@@ -97,6 +99,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = self._share_source(meter or GradientMeter(model))
+        self._shards = shards_of(optimizer)
         self._agreement = Agreement(self.meter.source)
         self.batches = loader if isinstance(loader, Batches) else Batches(loader)
         self.batches.share(self._agreement, lockstep=self.meter.source.lockstep)
@@ -106,7 +109,7 @@ class AdaptiveBatch:
             self.batches.virtual_ranks,
             _micro_batch(micro_batch, self.batches.batch_size),
             fixed_micro_batch,
-            _least_micro_batches(min_micro_batches, optimizer),
+            self._least_micro_batches(min_micro_batches),
         )
         self.controller = self._cutting.controller(
             policy, batch_size, base_batch, self.batches.samples
@@ -125,7 +128,9 @@ class AdaptiveBatch:
             "virtual_ranks": repr(ranks),
         }
         advice = self._give_advice()
-        self._common = Common(self.meter, optimizer, scaler, advice, self._tell, self._finish)
+        self._common = Common(
+            self.meter, optimizer, scaler, self._shards, advice, self._tell, self._finish
+        )
         self._step: Step | None = None
         self._per_sample: float | None = None  # weight of a sample in the last step
         self._seconds_before = 0.0
@@ -257,7 +262,7 @@ class AdaptiveBatch:
         self._per_sample = shared["per_sample"]
         self._seconds_before, self._started = own["seconds"], time.perf_counter()
         self._step = None
-        self.meter.source.zero_grad()
+        self._zero_grad()
         self.meter.at_step(shared["measured"])
         mine = (own["rank"], own["ranks"]) == (self._agreement.rank, self._agreement.ranks)
         stands = {"pass": shared["pass"], "stream": own["stream"]}
@@ -298,13 +303,21 @@ class AdaptiveBatch:
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
         meter.add(trained)
         if isinstance(self.optimizer, VarianceReduced):
-            if meter.source.ranks > 1:
-                raise SettingError(
-                    f"{type(self.optimizer).__name__} on {meter.source.ranks} ranks: this release "
-                    "adapts the batch of variance-reduced optimizers on one rank only"
-                )
-            self.optimizer.follow(meter.source)
+            self.optimizer.share(meter.source)
         return meter
+
+    def _least_micro_batches(self, given: int | None) -> int:
+        """Over all ranks; r of a sharded optimizer compares those of one rank."""
+        ranks = 1 if self._shards is None else self.meter.source.ranks
+        if given is None:
+            return 8 * ranks if isinstance(self.optimizer, VarianceReduced) else 4
+        if self._shards is not None and given < 2 * ranks:
+            raise SettingError(
+                f"min_micro_batches={given} on {ranks} ranks may be fewer than 2 on each, which a "
+                "variance-reduced optimizer compares under fully_shard, gradients being reduced in "
+                f"every backward; pass at least {2 * ranks}, or leave it out"
+            )
+        return given
 
     def _give_advice(self) -> SizeAdvice:
         """In every forward of the model, as long as this loop is there."""
@@ -356,22 +369,26 @@ class AdaptiveBatch:
         begins_pass = self.batches.consumed == step.samples
         record = self._update.apply(step, None if begins_pass else self.plan.batch_size)
         self._per_sample = step.per_sample
-        self.meter.source.zero_grad()
+        self._zero_grad()
         self.meter.next_step()
         self.plan = self._fit(record.decision)
         return record
+
+    def _zero_grad(self) -> None:
+        self.meter.source.zero_grad()
+        if self._shards is not None:
+            self._shards.restart()
+
+
+def shards_of(optimizer: Optimizer) -> GradientSource | None:
+    """Where a variance-reduced optimizer over sharded parameters has its gradients from."""
+    return optimizer.shards if isinstance(optimizer, VarianceReduced) else None
 
 
 def _micro_batch(given: int | None, loaders: int | None) -> int:
     if given is None and loaders is None:
         raise SettingError("the loader does not say its batch size; pass micro_batch=")
     return given if given is not None else loaders or 0
-
-
-def _least_micro_batches(given: int | None, optimizer: Optimizer) -> int:
-    if given is not None:
-        return given
-    return 8 if isinstance(optimizer, VarianceReduced) else 4
 
 
 def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

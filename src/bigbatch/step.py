@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,14 @@ from bigbatch.act.agreement import Agreement
 from bigbatch.act.cut import StepBatches
 from bigbatch.act.samples import Batch
 from bigbatch.decide.policy import Decision
-from bigbatch.errors import GradientError, LoopError
+from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.measure.devices import moved, wide, without_autocast
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.source import GradientSource
+from bigbatch.optim.attach import Attachment
 from bigbatch.optim.diagnostics import Factors
+from bigbatch.optim.variance_reduced import VarianceReduced
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -103,6 +107,7 @@ class Common:
     Args:
         meter: reads the gradients; its source is armed inside `backward` only.
         optimizer, scaler: for clipping the gradient that the optimizer will see.
+        shards: whence a sharded optimizer has its moments, one micro-batch of all ranks at a time.
         advice: for a forward that runs out of memory.
         tell: what to tell the other ranks, when the last backward is done.
         finish: decides and steps, given what was read.
@@ -111,6 +116,7 @@ class Common:
     meter: GradientMeter
     optimizer: Optimizer
     scaler: GradScaler | None
+    shards: GradientSource | None
     advice: SizeAdvice
     tell: Callable[[], list[float]]
     finish: Callable[[Reading], StepRecord]
@@ -198,11 +204,8 @@ class Step:
         self._micro_batches += 1
         self._expect(weight)
         try:
-            if weight:
+            with self._seen_by_shards(weight):
                 self._accumulate(loss, weight)
-            elif self._source.ranks > 1:
-                with self._source.idle():  # the other ranks wait for this backward
-                    (loss.nan_to_num(0.0, 0.0, 0.0) * 0).backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             advise_size(error, self._present)
             raise
@@ -215,11 +218,21 @@ class Step:
 
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
+            SettingError: another norm than 2 where `.grad` holds r g already, as under DDP.
         """
         self._require_complete("clip_grad_norm_")
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        norm = nn.utils.clip_grad_norm_(trained_by(self._optimizer), max_norm, norm_type)
+        attached = attached_of(self._optimizer)
+        if attached is None:
+            norm = nn.utils.clip_grad_norm_(trained_by(self._optimizer), max_norm, norm_type)
+        elif norm_type != 2:
+            raise SettingError(
+                f"norm_type={norm_type}: under DDP .grad of a variance-reduced optimizer is r g, "
+                "and the norm that is known of g is the 2-norm; leave norm_type out"
+            )
+        else:
+            norm = attached.clip_grad_norm_(max_norm, self._scaler)
         self._source.stamp()
         return norm
 
@@ -259,7 +272,22 @@ class Step:
             per_sample = 1.0 if self._source.ranks > 1 else weight / self._present
         self._reference = per_sample * self._cut.samples
 
+    def _seen_by_shards(self, weight: float) -> AbstractContextManager[None]:
+        """A sharded optimizer sees what the ranks' micro-batches add together."""
+        shards = self._common.shards
+        if shards is None:
+            return nullcontext()
+        everywhere = float(self._cut.everywhere)
+        if not self._in_samples:
+            everywhere = math.fsum(row[0] for row in Agreement(self._source).gather(weight))
+        return shards.micro_batch(everywhere) if everywhere else shards.idle()
+
     def _accumulate(self, loss: Tensor, weight: float) -> None:
+        if not weight:
+            if self._source.ranks > 1:
+                with self._source.idle():  # the other ranks wait for this backward
+                    (loss.nan_to_num(0.0, 0.0, 0.0) * 0).backward()  # type: ignore[no-untyped-call]
+            return
         share = loss * (weight * self._source.ranks / self._reference)  # engines average over ranks
         if self._scaler is not None:
             share = self._scaler.scale(share)
@@ -358,6 +386,11 @@ class Step:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
+
+
+def attached_of(optimizer: Optimizer) -> Attachment | None:
+    """What folds inside DDP's all-reduce, if anything does."""
+    return optimizer.attached if isinstance(optimizer, VarianceReduced) else None
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from bigbatch.act.agreement import Agreement, part
-from bigbatch.act.cut import StepBatches
+from bigbatch.act.cut import MicroBatch, StepBatches
 from bigbatch.act.loader import Loader
 from bigbatch.act.samples import Batch
 from bigbatch.act.stream import SampleStream
@@ -235,14 +235,14 @@ class Batches:
                 return self.rest(ahead)
         return None if self._end is None else self._end - self.consumed
 
-    def take(self, rows: int) -> tuple[list[tuple[Batch, int]], int]:
+    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
         """The next rows, a row being one sample of every virtual rank: this rank's share.
 
         Returns:
-            A micro-batch and its samples for each virtual rank that is played here, and how many
-            rows they are: fewer than asked for where batches cannot be glued.
+            A micro-batch for each virtual rank that is played here, and how many rows they are:
+            fewer than asked for where batches cannot be glued.
         """
-        rank, ranks = self._agreement.rank, self._agreement.ranks
+        rank, ranks, before = self._agreement.rank, self._agreement.ranks, self.consumed
         played = self.virtual_ranks // ranks
         wanted = rows * played
         if self._end is not None:
@@ -256,8 +256,20 @@ class Batches:
             self.consumed = self._stream.counted - self._stream.waiting
         elif self._end is not None:
             self.consumed = min(self.consumed, self._end)
-        counts = (part(samples, turn, played) for turn in range(len(batches)))
-        return list(zip(batches, counts, strict=True)), rows
+        return [
+            MicroBatch(
+                batch, part(samples, turn, played), self._everywhere(before, rows, turn, played)
+            )
+            for turn, batch in enumerate(batches)
+        ], rows
+
+    def _everywhere(self, before: int, rows: int, turn: int, played: int) -> int:
+        """Samples of the micro-batches that the ranks take together."""
+        ranks = self._agreement.ranks
+        if self.consumed - before == rows * self.virtual_ranks:
+            return rows * ranks
+        taken = (part(self.consumed, r, ranks) - part(before, r, ranks) for r in range(ranks))
+        return sum(part(samples, turn, played) for samples in taken)
 
     # what the ranks agree on
 

@@ -2,10 +2,24 @@
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bigbatch.act.samples import Batch
 from bigbatch.decide.plan import BatchPlan
+
+
+class MicroBatch(NamedTuple):
+    """One backward of one rank.
+
+    Args:
+        batch: its samples.
+        samples: how many.
+        everywhere: of the micro-batches of all ranks that are run together.
+    """
+
+    batch: Batch
+    samples: int
+    everywhere: int
 
 
 class Pass(Protocol):
@@ -26,17 +40,15 @@ class Pass(Protocol):
     def rest(self, ahead: int) -> int | None:
         """Samples still to come; None where at least `ahead`, and nobody says more."""
 
-    def take(self, rows: int) -> tuple[list[tuple[Batch, int]], int]:
-        """This rank's micro-batches of the next rows with their samples, and how many rows."""
+    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches of the next rows, and how many rows."""
 
 
 class StepBatches:
-    """The micro-batches of one step on this rank, fetched as they are asked for.
+    """The micro-batches of one step on this rank, and their samples; fetched as they are asked for.
 
     Where the length of the pass is not known, it looks ahead by one micro-batch and the least next
     step, so that the end is known before it is too late to share the last samples.
-
-    Yields (micro-batch, samples).
 
     Args:
         batches: the pass.
@@ -47,6 +59,7 @@ class StepBatches:
 
     def __init__(self, batches: Pass, plan: BatchPlan, least: int, most: int | None) -> None:
         self.last = False  # whether the micro-batch given out is the step's last on this rank
+        self.everywhere = 0  # samples of those that the ranks were given together
         self._batches = batches
         self._plan = plan
         self._row = batches.virtual_ranks
@@ -57,7 +70,7 @@ class StepBatches:
         self._rest: int | None = None  # samples still to come in the pass, where they matter
         self._end: int | None = None  # of the pass, that the step was cut for
         self._given = 0  # micro-batches, of each virtual rank
-        self._waiting: deque[tuple[Batch, int]] = deque()  # of the rows taken last
+        self._waiting: deque[MicroBatch] = deque()  # of the rows taken last
 
     @property
     def samples(self) -> int:
@@ -74,9 +87,9 @@ class StepBatches:
                 self._left -= rows
                 self._given += 1
                 self._look_ahead()  # before the yield: whether this was the last is known by then
-            micro_batch = self._waiting.popleft()
+            batch, samples, self.everywhere = self._waiting.popleft()
             self.last = not self._left and not self._waiting
-            yield micro_batch
+            yield batch, samples
 
     @property
     def _taken(self) -> int:

@@ -132,6 +132,10 @@ class Attachment:
 
     # what the optimizer asks
 
+    def is_of(self, ddp: DistributedDataParallel) -> bool:
+        """Whether it folds in that model."""
+        return self._ddp() is ddp
+
     def commit(self) -> None:
         """The step is taken, and p with it."""
         self._require_done("step()")

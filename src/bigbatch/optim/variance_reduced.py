@@ -23,7 +23,7 @@ from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import How, Layer, fold
 from bigbatch.optim.options import require_factor, require_valid
 from bigbatch.optim.passes import require_kernels
-from bigbatch.optim.ranks import join_of, local, source_of
+from bigbatch.optim.ranks import is_sharded, join_of, local, source_of
 from bigbatch.optim.rules import ratio
 
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
@@ -189,6 +189,31 @@ class VarianceReduced(Optimizer):
         )
         self.follow(DDPSource(ddp, self._scaled))
         return self.attached
+
+    @property
+    def shards(self) -> GradientSource | None:
+        """Whence its gradients come where parameters are sharded."""
+        return self._source if any(map(is_sharded, self._scaled)) else None
+
+    def share(self, source: GradientSource) -> None:
+        """Takes part in a loop whose gradients come from `source`, on one rank or many.
+
+        Raises:
+            SettingError: it is attached to another DDP model.
+        """
+        if self.shards is not None:
+            self._source.explicit = True
+            return
+        if isinstance(source, DDPSource) and source.ranks > 1 and self.attached is None:
+            self.attach(source.ddp)
+        if self.attached is not None and not (
+            isinstance(source, DDPSource) and self.attached.is_of(source.ddp)
+        ):
+            raise SettingError(
+                f"{type(self).__name__} is attached to another DDP model than the one that is "
+                "trained; attach it to that, or let AdaptiveBatch do so"
+            )
+        self.follow(source)
 
     def follow(self, source: GradientSource) -> None:
         """Takes its gradients from `source` instead of hooks of its own."""
