@@ -50,6 +50,7 @@ class PlainSource:
         self._edited = False  # .grad was, by what belongs to the step
         self._scaled = 1.0  # what it was multiplied by here
         self._whole: dict[Tensor, Tensor | None] | None = None  # what a `whole` one starts from
+        self._begun = False  # whether the step has
         self._inside = False
         self._reached: set[Tensor] = set()  # by the present micro-batch
         self._by_itself = False  # whether a backward opened it, and not micro_batch()
@@ -94,7 +95,7 @@ class PlainSource:
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
-        self.foreign_backward = self._edited = False
+        self._begun = self.foreign_backward = self._edited = False
         self._scaled = 1.0
         self._inside = self._by_itself = False
         self._callback = self._whole = None
@@ -131,9 +132,7 @@ class PlainSource:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """What is computed inside adds zeros: it only keeps this rank in step with the others."""
-        if not self.micro_batches:
-            for subscriber in self._subscribers:
-                subscriber.begin()  # of a step in which there may be no micro-batch here
+        self._begin()  # a step in which there may be no micro-batch here
         yield
         self.foreign_backward = False
         self._stamps = self._stamp()
@@ -274,19 +273,25 @@ class PlainSource:
             self.require_unchanged("this one")
         if self.micro_batches and self.explicit and self._engine_writes:
             self._require_undisturbed()
-        if not self.micro_batches:
-            self._hook()
-            self._require_known_ranks()
-            if not self._is_clean():
-                raise GradientError(
-                    ".grad is not empty before the first backward of a step; call zero_grad() first"
-                )
-            for subscriber in self._subscribers:
-                subscriber.begin()
+        self._begin()
         self._reached.clear()
         self._inside, self.foreign_backward = True, False
         for subscriber in self._subscribers:
             subscriber.micro_batch(weight)
+
+    def _begin(self) -> None:
+        """The step, if it has not begun."""
+        if self._begun:
+            return
+        self._hook()
+        self._require_known_ranks()
+        if not self._is_clean():
+            raise GradientError(
+                ".grad is not empty before the first backward of a step; call zero_grad() first"
+            )
+        self._begun = True
+        for subscriber in self._subscribers:
+            subscriber.begin()
 
     def _require_undisturbed(self) -> None:
         """What can be told of gradients that an engine writes to, without asking the device."""
