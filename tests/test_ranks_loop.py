@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import bigbatch as bb
-from bigbatch.errors import BatchError, GradientError, LoopError, RankError, SettingError
+from bigbatch.errors import BatchError, GradientError, LoopError, RankError
 from parallel import two_rows
 from ranks import Ranks
 
@@ -47,6 +47,8 @@ def wrapped(engine, ranks):
     model = network()
     if engine == "ddp":
         return DistributedDataParallel(model)
+    if engine == "ddp-static":
+        return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
     if engine in ("fsdp2", "hsdp"):
         mesh = two_rows(ranks) if engine == "hsdp" else None
         fully_shard(model[0], mesh=mesh)
@@ -179,7 +181,7 @@ TOKENS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "ddp-static", "fsdp2"])
 @pytest.mark.parametrize("weights", TOKENS)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_optimizer_sees_the_mean_over_all_ranks(ranks, engine, weights, count):
@@ -686,18 +688,3 @@ def test_gradients_are_reduced_once_an_update_and_not_in_every_backward(ranks):
     for reductions, updates, backwards in ranks(2)(counted):
         assert updates == reductions
         assert backwards >= 4 * updates
-
-
-def variance_reduced(rank, ranks):
-    model = wrapped("ddp", ranks)
-    with pytest.raises(SettingError, match="VRSGD on 2 ranks"):
-        bb.AdaptiveBatch(
-            model,
-            bb.optim.VRSGD(model.parameters(), lr=0.1),
-            ledger_loader(rank, ranks),
-            policy=bb.SimiGrad(),
-        )
-
-
-def test_variance_reduced_optimizers_are_refused_on_ranks(ranks):
-    ranks(2)(variance_reduced)

@@ -21,7 +21,7 @@ every_vr_optimizer = pytest.mark.parametrize("name", VR)
 def build(rank, ranks, engine, name, virtual_ranks=4, m2_dtype=torch.float64, **settings):
     model = wrapped(engine, ranks)
     optimizer = MAKE[name](model.parameters())
-    if engine == "ddp" and m2_dtype is not None:
+    if engine.startswith("ddp") and m2_dtype is not None:
         optimizer.attach(model, m2_dtype=m2_dtype)
     batches = bb.Batches(ledger_loader(rank, ranks), virtual_ranks=virtual_ranks)
     settings = {
@@ -58,8 +58,8 @@ def run(rank, ranks, engine, name, updates, clip=None):
 def test_a_loop_on_ddp_ranks_is_that_of_one_process(ranks, name, clip):
     alone = run(0, 1, "plain", name, 40, clip)
     assert len({record.batch_size for record in alone[1]}) > 5
-    for count in (2, 4):
-        answers = ranks(count)(run, "ddp", name, 40, clip)
+    for count, engine in ((2, "ddp"), (2, "ddp-static"), (4, "ddp")):
+        answers = ranks(count)(run, engine, name, 40, clip)
         assert together([alone]) == together(answers)
         for _, records, weights in answers:
             for mine, theirs in zip(alone[1], records, strict=True):

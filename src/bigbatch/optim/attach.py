@@ -73,6 +73,7 @@ class Attachment:
         self.by_ranks = groups == "ranks"
         self.layout = 0
         self.told: dict[Tensor, Tensor] = {}  # of the last step, where the rule is watched
+        self.early = False  # whether the next reduction is to leave each rank its own gradient
         self.done = False  # whether the present step is folded
         self.k = 0  # micro-batches of the step, over all ranks
         self.live = torch.zeros(())  # weights whose micro-batches do not agree to rounding
@@ -81,6 +82,7 @@ class Attachment:
         self._group: dist.ProcessGroup = ddp.process_group
         self._levels = levels_of(ddp.process_group, node_group)
         self._m2_dtype, self._fused = m2_dtype, fused
+        self._refusal = ""  # of the present step
         self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
         self._weights: list[float] = []  # of each rank
         self._sends_m2 = False
@@ -181,7 +183,7 @@ class Attachment:
 
     def begin(self) -> None:
         """A step starts."""
-        self.done = False
+        self.done, self._refusal = False, ""
         self._own = [0.0, 0.0]
 
     def micro_batch(self, weight: float) -> None:
@@ -199,8 +201,12 @@ class Attachment:
     @torch.no_grad()
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Takes the next bucket, and the ones before it a stage further."""
-        if bucket.index() == 0:
+        if bucket.index() == 0 and not self.early:
             self._start(bucket.buffer().device)
+        if self.early or self._refusal:
+            untouched: Future[Tensor] = Future()
+            untouched.set_result(bucket.buffer())
+            return untouched
         shard = self._shard_of(bucket)
         m2 = self._m2_of if self._sends_m2 else None
         self._flying.append(Bucket(shard, bucket.buffer(), m2, self._m2_dtype))
@@ -217,36 +223,52 @@ class Attachment:
         return future
 
     def _start(self, device: torch.device) -> None:
-        """Tells the other ranks of this one's micro-batches; every refusal is everybody's."""
+        """Tells the other ranks of this one's micro-batches; a refusal is everybody's.
+
+        It is raised by `step()`: an error in the middle of a backward would break DDP.
+        """
         self._flying.clear()
         self._squares.clear()
         self.told.clear()
         self.live = torch.zeros((), dtype=wide(device), device=device)
-        ddp = self._ddp()
+        ddp, rule = self._ddp(), self._rule_ref()
         joining = ddp is not None and bool(ddp._join_config.enable)
-        mine = torch.tensor([*self._own, self.done, joining], dtype=torch.float64, device="cpu")
+        again = self.done or bool(self._refusal)
+        facts = [*self._own, again, joining, rule is None]
+        mine = torch.tensor(facts, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(rows, mine, group=self._host)
-        counts, weights, done, joined = torch.stack(rows).T.tolist()
-        if any(joined):
-            raise GradientError(
+        counts, self._weights, *wrong = torch.stack(rows).T.tolist()
+        self.k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
+        self._refusal = self._refusal_of(*map(any, wrong))
+        self.done = False
+        self._sends_m2 = not self.by_ranks and max(counts) > 1
+        self._grouped = {
+            p: group
+            for group in (rule.param_groups if rule is not None else ())
+            for p in group["params"]
+            if group["vr"]
+        }
+
+    def _refusal_of(self, again: bool, joining: bool, gone: bool) -> str:
+        """What makes this reduction impossible; nothing where it is possible."""
+        if gone:
+            return "the optimizer that was attached to this DDP model is gone; wrap the model anew"
+        if joining:
+            return (
                 "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give "
                 "every rank as many steps, as bigbatch.Batches does"
             )
-        if any(done):
-            raise GradientError(
+        if again:
+            return (
                 "gradients were reduced twice in a step, and are r g since the first time; run "
-                "every backward of a step but the last under ddp.no_sync()"
+                "every backward of a step but the last under ddp.no_sync() (static_graph=True must "
+                "reduce its very first one: let the first step have one backward)"
             )
-        self.k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
         if self.k < 2:
             of_what = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
-            raise GradientError(f"{self.k} {of_what} in a step: r needs at least 2 (8 are better)")
-        self._weights = weights
-        self._sends_m2 = not self.by_ranks and max(counts) > 1
-        self._grouped = {
-            p: group for group in self._rule.param_groups if group["vr"] for p in group["params"]
-        }
+            return f"{self.k} {of_what} in a step: r needs at least 2 (8 are better)"
+        return ""
 
     def _shard_of(self, bucket: Any) -> Shard:
         """What this rank has of a bucket; where DDP has made it anew, p moves."""
@@ -327,6 +349,8 @@ class Attachment:
         sums[parameter] = value + sums[parameter] if parameter in sums else value
 
     def _require_done(self, what: str) -> None:
+        if self._refusal:
+            raise GradientError(self._refusal)
         if not self.done:
             raise GradientError(
                 f"{what} comes after the last backward of a step, which is not to run under no_sync"
@@ -335,10 +359,7 @@ class Attachment:
     @property
     def _rule(self) -> Rule:
         rule = self._rule_ref()
-        if rule is None:
-            raise GradientError(
-                "the optimizer that was attached to this DDP model is gone; wrap the model anew"
-            )
+        assert rule is not None  # or the step is refused
         return rule
 
 

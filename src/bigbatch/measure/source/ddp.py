@@ -18,6 +18,8 @@ from bigbatch.measure.source.engine import EngineSource
 class Folded(Protocol):
     """Who has the mean gradient where `.grad` holds something else; each rank a piece of it."""
 
+    early: bool
+    """Whether the next reduction is none, and leaves each rank its own gradient."""
     done: bool
     """Whether that is so in the present step."""
     layout: int
@@ -63,8 +65,16 @@ class DDPSource(EngineSource):
         return 0 if self._folded is None else self._folded.layout
 
     def synchronize(self, now: bool) -> None:
-        """As `no_sync` does: DDP reads it in the forward, so it is set before that."""
-        self.ddp.require_backward_grad_sync = now
+        """As `no_sync` does: DDP reads it in the forward, so it is set before that.
+
+        The first backward ever of a static graph has to be synchronized: the mean of one that is
+        added up before the others is the same mean, and what folds leaves that one alone.
+        """
+        early = self.ddp.static_graph and not self.ddp._static_graph_delay_allreduce_enqueued
+        self.ddp.require_backward_grad_sync = now or early
+        folded = FOLDED.get(self.ddp)
+        if folded is not None:
+            folded.early = early and not now
 
     def local(self, parameter: Tensor) -> Tensor | None:
         """This rank's piece of the mean gradient."""
