@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bigbatch.errors import RankError
 from bigbatch.recipes import ranks
-from bigbatch.report.run_directory import require_free
+from bigbatch.report.run_directory import has_begun, require_free
 
 INTERRUPTED = 130
 
@@ -75,10 +75,10 @@ class Launch:
         """
         if self._now is None or "gloo" not in str(error).lower():
             raise error
-        if self._now.add("failed", 0) == 0:
+        if self._now.add("failed", 1) == 1:
             self.tell(
-                "another rank was lost, so this training ends; torchrun --max-restarts N would go "
-                "on from its last checkpoint"
+                f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
+                "torchrun --max-restarts N would go on from its last checkpoint"
             )
 
     def place(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
@@ -89,7 +89,7 @@ class Launch:
         """
         if self._store is not None and self._store.check([_PLACE]):
             place = Path(self._store.get(_PLACE).decode())
-            if any((place / name).exists() for name in ("config.yaml", "study.yaml")):
+            if has_begun(place):
                 return place, True
         else:
             place = choose()
