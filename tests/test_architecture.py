@@ -28,6 +28,7 @@ LEVELS = {
     "recipes": 8,
     "bench": 9,
     "cli": 10,
+    "__main__": 11,
 }
 LIBRARY = {"errors", "kernels", "measure", "decide", "act", "optim", "step", "update", "loop"}
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -2,10 +2,9 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +14,8 @@ from bigbatch.bench.commands import app as bench
 from bigbatch.decide.named import POLICIES, policy_named, without_effect
 from bigbatch.errors import BigbatchError, RunError, SettingError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
+from bigbatch.recipes.launch import INTERRUPTED, Launch, heard_if_leading
+from bigbatch.recipes.ranks import count, from_leader, leads
 from bigbatch.recipes.recipe import OPTIMIZERS, Recipe
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
@@ -29,10 +30,7 @@ from bigbatch.report.run_directory import (
     RunDirectory,
     find_runs,
     fresh_name,
-    require_free,
 )
-
-_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Train PyTorch models with a batch size that follows the gradient's noise.",
@@ -54,21 +52,29 @@ Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or stu
 def main() -> None:
     """Runs the command; what goes wrong on purpose is one line and exit status 2."""
     warnings.showwarning = _one_line_warning
+    launch = Launch()
     try:
-        status = app(standalone_mode=False)  # 130 where a KeyboardInterrupt was caught by typer
-    except (BigbatchError, TyperException) as error:
-        _fail(error.format_message() if isinstance(error, TyperException) else str(error))
-    except OSError as error:
-        _fail(f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written")
+        launch = Launch.join(trains=sys.argv[1:2] == ["train"])
+        with heard_if_leading():
+            status = app(standalone_mode=False, obj=launch) or 0
+    except (BigbatchError, TyperException, OSError) as error:
+        launch.tell(_line_of(error))
+        status = 2
+    except RuntimeError as error:
+        launch.tell_lost(error)
+        status = 1
     except (KeyboardInterrupt, typer.Abort):
-        status = _INTERRUPTED
-    if status == _INTERRUPTED:
-        sys.stderr.write("bigbatch: interrupted\n")
-    sys.exit(status or 0)
+        status = INTERRUPTED
+    except SystemExit as ending:
+        launch.end(ending.code)
+    if status == INTERRUPTED:  # typer returns it too
+        launch.tell("interrupted")
+    launch.end(status)
 
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
     ] = None,
@@ -80,6 +86,9 @@ def train(
     smoothing: Annotated[float | None, typer.Option(help=_SMOOTHING)] = None,
     dead_band: Annotated[float | None, typer.Option(help=_DEAD_BAND)] = None,
     warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
+    virtual_ranks: Annotated[
+        int | None, typer.Option(help="Ranks that samples are dealt to, however many there are.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
     lr_scaling: Annotated[
@@ -111,8 +120,11 @@ def train(
 
     Figures 1 and 3 of the VRGD paper: [bold]bigbatch train linear-regression[/]
 
+    On two ranks: [bold]torchrun --nproc_per_node 2 -m bigbatch train digits[/]
+
     After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
     """
+    launch: Launch = context.obj
     view = LiveView(Console(), quiet=quiet)
     changes = _given(
         policy=policy,
@@ -123,6 +135,7 @@ def train(
         smoothing=smoothing,
         dead_band=dead_band,
         warm_up=warm_up,
+        virtual_ranks=virtual_ranks,
         optimizer=optimizer,
         lr=lr,
         lr_scaling=lr_scaling,
@@ -134,7 +147,7 @@ def train(
     if resume is not None:
         others = _given(recipe=recipe, epochs=epochs, seeds=seeds, data=data, runs=runs, out=out)
         _refuse_with("--resume", [*changes, *others])
-        with _resumable(resume):
+        with launch.resumable(resume):
             resume_at(resume, view)
         return
     if out is not None:
@@ -143,18 +156,20 @@ def train(
     if recipe in EXPERIMENTS:
         others = _given(epochs=epochs, data=data)
         _refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
+        _require_one_rank(recipe)
         EXPERIMENTS[recipe].run(out or fresh_name(folder, recipe), seeds or 3, quiet)
         return
     chosen = recipe_named(recipe or "digits")
     _check_data(chosen, data)
-    if not changes:
-        place = out or fresh_name(folder, chosen.name)
-        start_study(chosen, place, 3 if seeds is None else seeds, epochs)
-        with _resumable(place):
-            train_study(place, view)
+    if changes:
+        _refuse_with("a setting of a single training", _given(seeds=seeds))
+        _train_one(chosen, {**changes, **_given(epochs=epochs)}, folder, out, launch, view)
         return
-    _refuse_with("a setting of a single training", _given(seeds=seeds))
-    _train_one(chosen, {**changes, **_given(epochs=epochs)}, folder, out, view)
+    place, begun = from_leader(lambda: launch.place(lambda: out or fresh_name(folder, chosen.name)))
+    if not begun:
+        from_leader(lambda: start_study(chosen, place, 3 if seeds is None else seeds, epochs))
+    with launch.resumable(place):
+        train_study(place, view)
 
 
 @app.command()
@@ -252,19 +267,34 @@ app.add_typer(bench, name="bench")
 
 
 def _train_one(
-    recipe: Recipe, changes: dict[str, Any], runs: Path, out: Path | None, view: LiveView
+    recipe: Recipe,
+    changes: dict[str, Any],
+    runs: Path,
+    out: Path | None,
+    launch: Launch,
+    view: LiveView,
 ) -> None:
     settings = recipe.settings.changed(changes)
     _refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
     if not settings.optimizer.startswith("vr-"):
         _refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
-    name, _, _ = settings.policy.partition(":")
-    place = out or fresh_name(runs, f"{recipe.name}-{name}-{settings.optimizer}")
-    require_free(place)
+    name = f"{recipe.name}-{settings.policy.partition(':')[0]}-{settings.optimizer}"
+    place, begun = from_leader(lambda: launch.place(lambda: out or fresh_name(runs, name)))
+    if begun:
+        with launch.resumable(place):
+            resume_at(place, view)
+        return
     training = Training(recipe, settings)  # before anything is written
-    run = RunDirectory.create(place, settings.as_dict())
-    with _resumable(place):
+    run = from_leader(lambda: RunDirectory.create(place, settings.as_dict()))
+    with launch.resumable(place):
         train_one(training, run, view)
+
+
+def _require_one_rank(experiment: str) -> None:
+    if count() > 1:
+        raise SettingError(
+            f"{experiment} is no training that {count()} ranks could share; run it without torchrun"
+        )
 
 
 def _unused(policy: str) -> set[str]:
@@ -274,16 +304,6 @@ def _unused(policy: str) -> set[str]:
     if name in ("fixed", "schedule"):  # whatever was measured
         unused |= {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
     return unused | ({"warm_up"} if name == "fixed" else set())
-
-
-@contextmanager
-def _resumable(place: Path) -> Iterator[None]:
-    """Says how to go on with what is at `place` where it is interrupted."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.stderr.write(f"bigbatch: interrupted; `bigbatch train --resume {place}` goes on\n")
-        sys.exit(_INTERRUPTED)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -303,10 +323,18 @@ def _check_data(recipe: Recipe, data: Path | None) -> None:
         raise SettingError(f"recipe {recipe.name!r} brings its own data; leave --data out")
 
 
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"bigbatch: {' '.join(message.split())}\n")
-    sys.exit(2)
+def _line_of(error: Exception) -> str:
+    if isinstance(error, TyperException):
+        return error.format_message()
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
+    return str(error)
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    sys.stderr.write(f"bigbatch: note: {message}\n")
+    if leads():
+        sys.stderr.write(f"bigbatch: note: {message}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,13 @@
 """Variance-reduced optimizers and their bases on the digits, each at its own best learning rate."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean, stdev
 
-from bigbatch.recipes.digits import DIGITS
+import torch
+
+from bigbatch.recipes.digits import DIGITS, build
 from bigbatch.recipes.training import Training
 
 COLUMNS = ("optimizer", "best lr", "test accuracy, %", "training loss", "mean r")
@@ -16,6 +19,7 @@ GRIDS = {
     "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
 }
 _BATCH, _MICRO = 512, 64  # so k = 8
+_DIGITS = replace(DIGITS, build=partial(build, dropout=0.25, dtype=torch.float32))
 _LAST = 10  # steps that the training loss is averaged over
 
 
@@ -82,18 +86,19 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
             "policy": "fixed",
             "batch_size": _BATCH,
             "micro_batch": _MICRO,
+            "virtual_ranks": 1,
             "optimizer": optimizer,
             "r_max": r_max,
             "lr": lr,
             "seed": seed,
         }
     )
-    training = Training(DIGITS, settings)
+    training = Training(_DIGITS, settings)
     losses, factors = [], []
     for _ in training.train.epochs(settings.epochs):
         for step in training.train:
             for batch in step:
-                step.backward(training.task.loss_of(batch))
+                step.backward(training.task.loss_of(training.model, batch))
             record = step.update()
             losses.append(record.loss)
             told = record.factors

@@ -67,7 +67,7 @@ class StepSums:
             squares, n = self._of_micro_batches(sizes)
             parts = {} if beside is None else {"beside": beside}
             parts |= self._parts(squares, n, sizes)
-            one = torch.ones((), device=n.device)
+            one = torch.ones((), dtype=n.dtype, device=n.device)
             parts["scale"] = (one if scaler is None else scaler.scale(one)) / self._source.ranks
             if self._sketches is None:
                 return self._summed(parts)

@@ -20,14 +20,14 @@ _TEST_SHARE = 0.25
 _SPLIT_SEED = 0  # one split for every seed and arm
 
 
-def build(settings: Settings) -> Task:
+def build(settings: Settings, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Task:
     """The network, its batches and its test; draws from the generators as they stand."""
-    x_train, x_test, y_train, y_test = _split()
-    model = network()
+    x_train, x_test, y_train, y_test = _split(dtype)
+    model = network(dropout).to(dtype)
     data = TensorDataset(x_train, y_train)
     loader = DataLoader(data, settings.base_batch, sampler=SampleLedger(data, seed=settings.seed))
 
-    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
         return functional.cross_entropy(model(x), y)
 
@@ -41,8 +41,8 @@ def build(settings: Settings) -> Task:
     return Task(model, loader, loss_of, accuracy)
 
 
-def network() -> nn.Module:
-    """Two convolutions and one hidden layer, 72 thousand parameters; dropout, no BatchNorm."""
+def network(dropout: float = 0.25) -> nn.Module:
+    """Two convolutions and one hidden layer, 72 thousand parameters; no BatchNorm."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -52,14 +52,14 @@ def network() -> nn.Module:
         nn.Flatten(),
         nn.Linear(512, 128),
         nn.ReLU(),
-        nn.Dropout(0.25),
+        nn.Dropout(dropout),
         nn.Linear(128, 10),
     )
 
 
-def _split() -> list[Tensor]:
+def _split(dtype: torch.dtype) -> list[Tensor]:
     images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    x = torch.tensor(images, dtype=dtype).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
     train, test = train_test_split(
         range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
@@ -79,6 +79,7 @@ DIGITS = Recipe(
         batch_size=32,
         base_batch=32,
         micro_batch=128,
+        virtual_ranks=4,
         lr=0.02,
         threads=1,  # so small a network gains nothing from more, and on a busy machine loses much
     ),

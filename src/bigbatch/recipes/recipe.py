@@ -24,7 +24,7 @@ class Settings:
 
     Args:
         recipe, arm: what is trained, and which arm of its study it is ("" for none).
-        seed: of the model's start, the order of the data, and dropout.
+        seed: of the model's start, the order of the data, and dropout where there is some.
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of decide/named.py with its values.
         target, min_batch, max_batch: of a policy that has such and does not give its own.
@@ -32,6 +32,8 @@ class Settings:
         batch_size: where it starts.
         base_batch: batch size that lr is for.
         micro_batch: most samples in one backward.
+        virtual_ranks: that the samples are dealt to; the groups compared, and so the run, are the
+            same on any number of ranks that divides it.
         optimizer: a name of `OPTIMIZERS`.
         lr, weight_decay: the optimizer's.
         gamma, r_max: clips of a VR optimizer; not used by others.
@@ -56,6 +58,7 @@ class Settings:
     batch_size: int
     base_batch: int
     micro_batch: int
+    virtual_ranks: int = 1
     optimizer: str = "momentum"
     lr: float
     weight_decay: float = 0.0
@@ -74,7 +77,7 @@ class Settings:
             if isinstance(value, float | int) and not math.isfinite(value):
                 raise SettingError(f"{field.name}={value} must be finite")
         sizes = ("epochs", "min_batch", "max_batch", "batch_size", "base_batch", "micro_batch")
-        for name in (*sizes, "checkpoint_every", "threads"):
+        for name in (*sizes, "virtual_ranks", "checkpoint_every", "threads"):
             require_positive(**{name: getattr(self, name)})
         require_choice("lr_scaling", self.lr_scaling, ("sqrt", "linear", "adascale", "none"))
         if self.seed >= 2**32:
@@ -115,14 +118,15 @@ class Task:
 
     Args:
         model: to be trained.
-        loader: its training batches.
-        loss_of: mean loss of one micro-batch.
-        accuracy: share of the test samples that are right, in [0, 1]; draws no random numbers.
+        loader: its training batches, on several ranks this rank's share.
+        loss_of: mean loss of one micro-batch, by the model that is called.
+        accuracy: share of the test samples that are right, in [0, 1]; draws no random numbers, and
+            is asked for on rank 0 alone.
     """
 
     model: nn.Module
     loader: Iterable[Any]
-    loss_of: Callable[[Any], Tensor]
+    loss_of: Callable[[nn.Module, Any], Tensor]
     accuracy: Callable[[], float]
 
 

@@ -1,8 +1,14 @@
-"""A study: the arms of a recipe over several seeds, one training after another."""
+"""A study: the arms of a recipe over several seeds, one training after another.
 
+On several ranks all call the same; rank 0 reads, writes and shows.
+"""
+
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bigbatch.recipes import recipe_named
+from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe, Settings
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.live import LiveView
@@ -41,17 +47,23 @@ def train_study(path: Path, view: LiveView) -> None:
     Raises:
         RunError: `path` holds no study, or another process trains in it.
     """
-    trainings = read_trainings(path)
+    trainings = from_leader(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        place = path / name
-        run = RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
+        run = from_leader(partial(_opened, path / name, settings))
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
-    write_report(find_runs(path), path / "report.html", path.name)
+    if leads():
+        write_report(find_runs(path), path / "report.html", path.name)
     _show(path, view)
+
+
+def _opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
+    return RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
 
 
 def _show(path: Path, view: LiveView) -> None:
     """The table of what is at `path`, and where its report lies."""
+    if not leads():
+        return
     histories = [history_of(run) for run in find_runs(path)]
     view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
     view.say(f"report: {path / 'report.html'}")
@@ -63,10 +75,10 @@ def resume(path: Path, view: LiveView) -> None:
     Raises:
         RunError: it is neither.
     """
-    if (path / "study.yaml").exists():
+    if from_leader((path / "study.yaml").exists):
         train_study(path, view)
         return
-    run = RunDirectory.open(path)
+    run = from_leader(lambda: RunDirectory.open(path))
     train_one(_training(run), run, view)
 
 

@@ -1,38 +1,50 @@
 """One training, from settings to a finished run directory; killed at any moment, it goes on."""
 
+import math
 import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from bigbatch.act.batches import Batches
 from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
+from bigbatch.recipes.ranks import count, from_leader, gathered, joined, leads, rank
 from bigbatch.recipes.recipe import Recipe, Settings, Task, build_controller, build_optimizer
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import row_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
+from bigbatch.step import StepRecord
+
+Log = Callable[[StepRecord, float | None], None]
+
+_APART = 1_000_003  # between the seeds of two ranks
 
 
 def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
-    """Trains the run to its end, from its latest checkpoint where there is one.
+    """Trains the run to its end, from its latest checkpoint where there is one. Collective.
 
     Raises:
         RunError: another process trains in it, or its checkpoint is damaged.
     """
-    with run.locked():
-        saved = run.load_checkpoint()
+    with ExitStack() as held:
+        from_leader(lambda: held.enter_context(run.locked()))
+        saved = from_leader(run.load_checkpoint)
         if saved is not None:
             training.load_state_dict(saved, run.path)
         report = run.path / "report.html"
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
             training.to_the_end(run, view, label)
-        if unfinished or not report.exists():
+        if leads() and (unfinished or not report.exists()):
             write_report([run], report, run.name)
 
 
@@ -49,65 +61,105 @@ class Training:
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         self.settings = settings
         torch.set_num_threads(settings.threads)
-        random.seed(settings.seed)
-        numpy.random.seed(settings.seed)  # noqa: NPY002  # what users' data sets draw from
-        torch.manual_seed(settings.seed)
+        _seed(settings.seed)
         self.task: Task = recipe.build(settings)
         self.optimizer = build_optimizer(settings, self.task.model.named_parameters())
+        self.model = joined(self.task.model)
+        if not leads():
+            _seed((settings.seed + rank() * _APART) % 2**32)  # other dropout and augmentation
         self.train = AdaptiveBatch(
-            self.task.model,
+            self.model,
             self.optimizer,
-            self.task.loader,
+            Batches(self.task.loader, virtual_ranks=_virtual_ranks(settings)),
             policy=build_controller(settings),
             micro_batch=settings.micro_batch,
             lr_scaling=None if settings.lr_scaling == "none" else settings.lr_scaling,
         )
 
     def to_the_end(self, run: RunDirectory, view: LiveView, label: str) -> None:
-        """Trains, logs, shows and saves until the last epoch is done."""
+        """Trains, logs, shows and saves until the last epoch is done; rank 0 alone writes."""
         settings, train = self.settings, self.train
         per_epoch = train.batches.samples or 0
-        target = target_of(settings.policy, settings.target)
-        total = settings.epochs * per_epoch
+        with ExitStack() as shown:
+            log = shown.enter_context(self._log(run, view, label)) if leads() else None
+            for _ in train.epochs(settings.epochs):
+                for step in train:
+                    for batch in step:
+                        step.backward(self.task.loss_of(self.model, batch))
+                    record = step.update()
+                    if log is not None:
+                        ends_epoch = train.samples % per_epoch == 0
+                        log(record, self.task.accuracy() if ends_epoch else None)
+                    if record.step % settings.checkpoint_every == 0:
+                        self._save(run)
+        self._save(run)
+
+    @contextmanager
+    def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[Log]:
+        """Writes and shows each step with the accuracy after it."""
+        train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
+        target = target_of(self.settings.policy, self.settings.target)
         with (
             Events(run, train.steps + train.skipped + 1) as events,
             view.training(label, total, train.samples, target) as shown,
         ):
-            for _ in train.epochs(settings.epochs):
-                for step in train:
-                    for batch in step:
-                        step.backward(self.task.loss_of(batch))
-                    record = step.update()
-                    ends_epoch = train.samples % per_epoch == 0
-                    accuracy = self.task.accuracy() if ends_epoch else None
-                    row = row_of(record, accuracy)
-                    run.append(row)
-                    events.append(row)
-                    shown.step(record, accuracy)
-                    if record.step % settings.checkpoint_every == 0:
-                        run.save_checkpoint(self.state_dict())
-        run.save_checkpoint(self.state_dict())
+
+            def log(record: StepRecord, accuracy: float | None) -> None:
+                row = row_of(record, accuracy)
+                run.append(row)
+                events.append(row)
+                shown.step(record, accuracy)
+
+            yield log
+
+    def _save(self, run: RunDirectory) -> None:
+        state = self.state_dict()
+        if leads():
+            run.save_checkpoint(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on bit for bit."""
+        """What `load_state_dict` needs to go on bit for bit; of all ranks on rank 0. Collective."""
+        attached = getattr(self.optimizer, "attached", None)
+        if attached is not None:
+            attached.consolidate()
         return {
             "model": self.task.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "train": self.train.state_dict(),
+            "train": gathered(self.train.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
-        """Goes on from the checkpoint found in `path`.
+        """Goes on from the checkpoint found in `path`: each rank from its own state, if as many.
 
         Raises:
             RunError: it does not fit.
         """
         try:
+            of_ranks = state["train"]
+            mine = rank() if len(of_ranks) == count() else 0
             self.task.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.train.load_state_dict(state["train"])
+            self.train.load_state_dict(of_ranks[mine])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise RunError(
                 f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: "
                 f"{error}); resume it with the release that wrote it, or delete it to start anew"
             ) from error
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002  # what users' data sets draw from
+    torch.manual_seed(seed)
+
+
+def _virtual_ranks(settings: Settings) -> int:
+    """Those of the settings, or the least multiple that the ranks divide."""
+    needed = math.lcm(settings.virtual_ranks, count())
+    if needed != settings.virtual_ranks:
+        warnings.warn(
+            f"virtual_ranks={settings.virtual_ranks} is no multiple of the {count()} ranks, so "
+            f"{needed} are used: other groups of samples, and another run, than on fewer ranks",
+            stacklevel=3,
+        )
+    return needed

@@ -246,13 +246,17 @@ class RunDirectory:
             warnings.warn(message, stacklevel=3)
 
 
+def has_begun(path: Path) -> bool:
+    """Whether a run or a study is there, which can be gone on with."""
+    return any((path / name).exists() for name in ("config.yaml", "study.yaml"))
+
+
 def require_free(path: Path) -> None:
     """Raises RunError where something is at `path` already."""
     if path.exists():
-        begun = any((path / name).exists() for name in ("config.yaml", "study.yaml"))
         raise RunError(
             f"{path} is already in use; nothing was overwritten: choose another --out"
-            + f", or go on with --resume {path}" * begun
+            + f", or go on with --resume {path}" * has_begun(path)
         )
 
 

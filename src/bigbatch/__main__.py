@@ -1,0 +1,5 @@
+"""`python -m bigbatch`, and `torchrun ... -m bigbatch`."""
+
+from bigbatch.cli import main
+
+main()

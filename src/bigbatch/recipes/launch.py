@@ -1,0 +1,126 @@
+"""What torchrun started: the ranks meet here, say what goes wrong once, and survive a restart."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from bigbatch.errors import RankError
+from bigbatch.recipes import ranks
+from bigbatch.report.run_directory import has_begun, require_free
+
+INTERRUPTED = 130
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
+_PLACE = "bigbatch/place"
+
+
+class Launch:
+    """The processes that were started together.
+
+    What they have in common is kept by torchrun itself, in a store that outlives its workers.
+
+    Args:
+        store: of torchrun; None for a process that was started alone.
+    """
+
+    def __init__(self, store: Any = None) -> None:
+        self._store = store
+        self._now: Any = None  # what belongs to these workers, not to those before
+        if store is not None:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._now = dist.PrefixStore(f"bigbatch/{attempt}", store)  # type: ignore[attr-defined]
+
+    @classmethod
+    def join(cls, *, trains: bool) -> "Launch":
+        """Meets the other ranks, where there are some: under torchrun, or what sets WORLD_SIZE too.
+
+        A command that trains nothing is done by rank 0, which meets nobody; the others end here.
+
+        Raises:
+            RankError: the variables are incomplete.
+        """
+        alone = os.environ.get("WORLD_SIZE", "1") == "1" and _RUN_ID not in os.environ
+        if alone or not trains:
+            if not alone and os.environ.get("RANK", "0") != "0":
+                sys.exit(0)
+            return cls()
+        try:
+            store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise RankError(f"{error}; start the ranks by torchrun, or unset WORLD_SIZE") from None
+        launch = cls(store)
+        dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
+        return launch
+
+    def tell(self, message: str) -> None:
+        """Writes why the command ends, as one line, on the first rank that says so."""
+        line = f"bigbatch: {' '.join(message.split())}\n"
+        told = 1
+        if self._now is not None:
+            told = self._now.add(f"told {line}", 1)
+            self._now.add("failed", 1)
+        if told == 1:
+            sys.stderr.write(line)
+
+    def tell_lost(self, error: RuntimeError) -> None:
+        """What to say where another rank is gone, unless that has told why.
+
+        Raises:
+            RuntimeError: the error itself, where it is none of the connection.
+        """
+        if self._now is None or "gloo" not in str(error).lower():
+            raise error
+        if self._now.add("failed", 1) == 1:
+            self.tell(
+                f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
+                "torchrun --max-restarts N would go on from its last checkpoint"
+            )
+
+    def place(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
+        """Where to train, and whether workers before a restart have begun there. On rank 0.
+
+        Raises:
+            RunError: something is there that this launch did not begin.
+        """
+        if self._store is not None and self._store.check([_PLACE]):
+            place = Path(self._store.get(_PLACE).decode())
+            if has_begun(place):
+                return place, True
+        else:
+            place = choose()
+        require_free(place)
+        if self._store is not None:
+            self._store.set(_PLACE, str(place))
+        return place, False
+
+    @contextmanager
+    def resumable(self, place: Path) -> Iterator[None]:
+        """Says how to go on with what is at `place` where it is interrupted."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.tell(f"interrupted; `bigbatch train --resume {place}` goes on")
+            sys.exit(INTERRUPTED)
+
+    def end(self, status: Any) -> NoReturn:
+        """Ends the process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if ranks.count() > 1:
+            os._exit(int(status or 0))  # gloo's threads and Python's finalization do not get along
+        sys.exit(status)
+
+
+@contextmanager
+def heard_if_leading() -> Iterator[None]:
+    """Standard output of rank 0 alone goes anywhere."""
+    if ranks.leads():
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        yield

@@ -1,0 +1,62 @@
+"""What the ranks of one training do together; a process that is alone does it by itself."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.errors import BigbatchError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Which one this process is."""
+    return dist.get_rank() if _together() else 0
+
+
+def count() -> int:
+    """How many there are."""
+    return dist.get_world_size() if _together() else 1
+
+
+def leads() -> bool:
+    """Whether this is the one that writes, measures accuracy and is heard: rank 0."""
+    return rank() == 0
+
+
+def joined(model: nn.Module) -> nn.Module:
+    """The model, wrapped so that its gradients are those of all ranks."""
+    return DistributedDataParallel(model) if count() > 1 else model
+
+
+def from_leader(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, for all; an error there is raised on all. Collective."""
+    if count() == 1:
+        return make()
+    told: list[Any] = [None, None]
+    if leads():
+        try:
+            told[0] = make()
+        except (BigbatchError, OSError) as error:
+            told[1] = error
+    dist.broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1]
+    value: T = told[0]
+    return value
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's value on rank 0, in the order of the ranks; elsewhere nothing. Collective."""
+    if count() == 1:
+        return [value]
+    values: list[Any] = [None] * count() if leads() else []
+    dist.gather_object(value, values or None)
+    return values
+
+
+def _together() -> bool:
+    return dist.is_available() and dist.is_initialized()
