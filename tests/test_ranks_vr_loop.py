@@ -18,11 +18,9 @@ pytestmark = [
 every_vr_optimizer = pytest.mark.parametrize("name", VR)
 
 
-def build(rank, ranks, engine, name, virtual_ranks=4, m2_dtype=torch.float64, **settings):
+def build(rank, ranks, engine, name, virtual_ranks=4, **settings):
     model = wrapped(engine, ranks)
     optimizer = MAKE[name](model.parameters())
-    if engine.startswith("ddp") and m2_dtype is not None:
-        optimizer.attach(model, m2_dtype=m2_dtype)
     batches = bb.Batches(ledger_loader(rank, ranks), virtual_ranks=virtual_ranks)
     settings = {
         "policy": bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),

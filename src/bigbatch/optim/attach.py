@@ -64,7 +64,7 @@ class Attachment:
         ddp: DistributedDataParallel,
         rule: Rule,
         groups: Groups,
-        m2_dtype: torch.dtype,
+        m2_dtype: torch.dtype | None,
         node_group: dist.ProcessGroup | None,
         *,
         fused: bool,

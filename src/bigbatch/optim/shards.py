@@ -150,17 +150,19 @@ class Bucket:
         shard: what this rank is to have of it.
         buffer: its sums on this rank; what everybody has in the end.
         m2_of: M2 of a parameter on this rank, flat; None where no rank has any.
-        m2_dtype: in which it is sent.
+        m2_dtype: in which it is sent; None: bfloat16, or float64 where the sums are.
     """
 
     def __init__(
-        self, shard: Shard, buffer: Tensor, m2_of: M2Of | None, m2_dtype: torch.dtype
+        self, shard: Shard, buffer: Tensor, m2_of: M2Of | None, m2_dtype: torch.dtype | None
     ) -> None:
         self.shard = shard
         self.folded = False
         device = buffer.device
         self.future: Future[Tensor] = Future() if device.type == "cpu" else Future(devices=[device])
-        self._buffer, self._m2_of, self._m2_dtype = buffer, m2_of, m2_dtype
+        self._buffer, self._m2_of = buffer, m2_of
+        own = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
+        self._m2_dtype = m2_dtype or own
         self._dealt: list[list[Callable[[], Tensor]]] = []
         self._gathering: list[Callable[[], None]] = []
         for _ in shard.pieces[:_AHEAD]:

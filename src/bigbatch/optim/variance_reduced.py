@@ -159,7 +159,7 @@ class VarianceReduced(Optimizer):
         ddp: DistributedDataParallel,
         *,
         groups: Groups = "all",
-        m2_dtype: torch.dtype = torch.bfloat16,
+        m2_dtype: torch.dtype | None = None,
         node_group: dist.ProcessGroup | None = None,
     ) -> Attachment:
         """Folds inside the all-reduce of a DDP model. Collective, and once; before training.
@@ -174,7 +174,8 @@ class VarianceReduced(Optimizer):
             groups: whose gradients r compares: those of all micro-batches of all ranks, or of
                 "ranks", each rank's being one; then no M2 is kept or sent. From 8 ranks on that
                 is good enough.
-            m2_dtype: in which M2 is sent; the error of r g is about 5e-4 in bfloat16.
+            m2_dtype: in which M2 is sent. None: bfloat16, in which the error of r g is about 5e-4,
+                and float64 where gradients are float64.
             node_group: the ranks of this node, where there are several nodes of as many ranks.
         Returns:
             The attachment: `grad_norm`, `clip_grad_norm_`, `consolidate`. Also `self.attached`.
