@@ -3,6 +3,7 @@
 import zlib
 
 import torch
+from torch import Tensor
 
 from bigbatch.errors import RankError
 from bigbatch.measure.devices import wide
@@ -30,6 +31,17 @@ class Agreement:
         self._source.all_reduce(slots)
         rows: list[list[float]] = slots.tolist()
         return rows
+
+    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+        """Bytes (uint8) of every rank, in any number, in the order of the ranks. Collective."""
+        if self._source is None or self.ranks == 1:
+            return [data]
+        lengths = [round(length) for (length,) in self.gather(len(data))]
+        device = self._source.parameters[0].device
+        slots = torch.zeros(self.ranks, max(lengths), dtype=torch.uint8, device=device)
+        slots[self.rank, : len(data)] = data
+        self._source.all_reduce(slots)
+        return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
 
 
 def checksum(text: str) -> float:
