@@ -21,14 +21,24 @@ class Agreement:
         self.rank, self.ranks = (source.rank, source.ranks) if source else (0, 1)
         self._source = source
 
-    def gather(self, *values: float) -> list[list[float]]:
-        """The values of every rank, in the order of the ranks. Collective."""
+    def gather(self, *values: float, what: str = "") -> list[list[float]]:
+        """The values of every rank, in the order of the ranks. Collective.
+
+        Args:
+            values: as many on every rank.
+            what: they say, for the error of a rank that waits for others in vain.
+        """
         if self._source is None or self.ranks == 1:
             return [list(values)]
         device = self._source.parameters[0].device
         slots = torch.zeros(self.ranks, len(values), dtype=wide(device), device=device)
         slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
-        self._source.all_reduce(slots)
+        try:
+            self._source.all_reduce(slots)
+        except RuntimeError as error:
+            if what:
+                error.add_note(f"bigbatch: the ranks were to compare {what}")
+            raise
         rows: list[list[float]] = slots.tolist()
         return rows
 
