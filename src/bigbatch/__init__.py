@@ -6,6 +6,7 @@ The names follow the data: measure, decide, act, and the loop around them.
 from bigbatch.act.batches import Batches
 from bigbatch.act.ledger import SampleLedger
 from bigbatch.act.memory import largest_micro_batch
+from bigbatch.checkpoint import RankStates
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import (
@@ -44,6 +45,7 @@ __all__ = [
     "NormTest",
     "Policy",
     "Progress",
+    "RankStates",
     "SampleLedger",
     "Schedule",
     "SimiGrad",

@@ -321,7 +321,7 @@ class AdaptiveBatch:
 
     def _give_advice(self) -> SizeAdvice:
         """In every forward of the model, as long as this loop is there."""
-        advice = SizeAdvice()
+        advice = SizeAdvice(self._agreement.rank, self._agreement.ranks)
         handle = self.model.register_forward_hook(advice, always_call=True)
         weakref.finalize(self, handle.remove)
         return advice
@@ -359,7 +359,8 @@ class AdaptiveBatch:
 
     def _require_agreement(self, what: str) -> None:
         if self._agreement.ranks > 1:
-            require_equal([row[0] for row in self._agreement.gather(self._stands())], what)
+            rows = self._agreement.gather(self._stands(), what=what)
+            require_equal([stands for (stands,) in rows], what)
 
     # what ends a step
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.act.advice import SizeAdvice, advise_size
+from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement
 from bigbatch.act.cut import StepBatches
 from bigbatch.act.samples import Batch
@@ -207,7 +207,7 @@ class Step:
             with self._seen_by_shards(weight):
                 self._accumulate(loss, weight)
         except Exception as error:
-            advise_size(error, self._present)
+            self._common.advice.advise(error)
             raise
         self._waiting, self._common.advice.samples = False, 0
         if self._cut.last:

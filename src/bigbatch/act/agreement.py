@@ -3,6 +3,7 @@
 import zlib
 
 import torch
+from torch import Tensor
 
 from bigbatch.errors import RankError
 from bigbatch.measure.devices import wide
@@ -20,16 +21,37 @@ class Agreement:
         self.rank, self.ranks = (source.rank, source.ranks) if source else (0, 1)
         self._source = source
 
-    def gather(self, *values: float) -> list[list[float]]:
-        """The values of every rank, in the order of the ranks. Collective."""
+    def gather(self, *values: float, what: str = "") -> list[list[float]]:
+        """The values of every rank, in the order of the ranks. Collective.
+
+        Args:
+            values: as many on every rank.
+            what: they say, for the error of a rank that waits for others in vain.
+        """
         if self._source is None or self.ranks == 1:
             return [list(values)]
         device = self._source.parameters[0].device
         slots = torch.zeros(self.ranks, len(values), dtype=wide(device), device=device)
         slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
-        self._source.all_reduce(slots)
+        try:
+            self._source.all_reduce(slots)
+        except RuntimeError as error:
+            if what:
+                error.add_note(f"bigbatch: the ranks were to compare {what}")
+            raise
         rows: list[list[float]] = slots.tolist()
         return rows
+
+    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+        """Bytes (uint8) of every rank, in any number, in the order of the ranks. Collective."""
+        if self._source is None or self.ranks == 1:
+            return [data]
+        lengths = [round(length) for (length,) in self.gather(len(data))]
+        device = self._source.parameters[0].device
+        slots = torch.zeros(self.ranks, max(lengths), dtype=torch.uint8, device=device)
+        slots[self.rank, : len(data)] = data
+        self._source.all_reduce(slots)
+        return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
 
 
 def checksum(text: str) -> float:

@@ -12,6 +12,8 @@ from bigbatch.act.stream import SampleStream
 from bigbatch.decide.plan import BatchPlan, require_positive
 from bigbatch.errors import BatchError, SettingError, StateError
 
+_SAMPLES = "their numbers of samples"
+
 
 class Batches:
     """Cuts the batches of a loader along their samples, in order, into micro-batches of any size.
@@ -122,7 +124,8 @@ class Batches:
             agreement: of these ranks.
             lockstep: whether they must do equally many backwards.
         Raises:
-            SettingError: `virtual_ranks` is no multiple of them, or needs batches that are glued.
+            SettingError: `virtual_ranks` is no multiple of them, or needs batches that are glued;
+                or a sampler deals to other ranks.
         """
         self._agreement, self._lockstep = agreement, lockstep
         self._stream.close()  # of another training
@@ -136,6 +139,7 @@ class Batches:
             raise SettingError(
                 "virtual_ranks beyond the ranks deals single samples, which split= cannot"
             )
+        self._require_dealt_to_all()
         self._agree_on_total()
         padding = self._loader.padding
         if padding and agreement.ranks > 1 and agreement.rank == 0:
@@ -273,9 +277,21 @@ class Batches:
 
     # what the ranks agree on
 
+    def _require_dealt_to_all(self) -> None:
+        """Else samples come twice or never; said on every rank alike."""
+        ranks = self._agreement.ranks
+        rows = self._agreement.gather(self._loader.dealt_to or ranks, what="their samplers")
+        for rank, (dealt_to,) in enumerate(rows):
+            if dealt_to != ranks:
+                raise SettingError(
+                    f"the sampler of rank {rank} deals samples to num_replicas={dealt_to:.0f} "
+                    f"ranks, and {ranks} share the model; give it num_replicas={ranks} and the "
+                    "rank among them"
+                )
+
     def _agree_on_total(self) -> None:
         length, ranks = self._loader.length, self._agreement.ranks
-        rows = self._agreement.gather(-1 if length is None else length)
+        rows = self._agreement.gather(-1 if length is None else length, what=_SAMPLES)
         lengths = [round(length) for (length,) in rows]
         total = sum(lengths)
         if min(lengths) < 0:
@@ -289,7 +305,7 @@ class Batches:
     def _agree_on_end(self, ahead: int) -> None:
         """Streams of unknown length: the first to end ends the pass for all, a whole row each."""
         self._stream.read_until(-(-ahead // self._agreement.ranks))
-        told = self._agreement.gather(self._stream.waiting, self._stream.ended)
+        told = self._agreement.gather(self._stream.waiting, self._stream.ended, what=_SAMPLES)
         ends = [round(waiting) for waiting, ended in told if ended]
         if ends:
             self._end = self.consumed + min(ends) * self._agreement.ranks

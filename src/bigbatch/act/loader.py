@@ -85,6 +85,12 @@ class Loader:
         return isinstance(self._ordering, (SampleLedger, DistributedSampler))
 
     @property
+    def dealt_to(self) -> int | None:
+        """How many ranks the sampler deals samples to; None where it does not say."""
+        sampler: Any = self._sampler
+        return sampler.num_replicas if self.ordered else None
+
+    @property
     def order(self) -> str:
         """What decides on the order, in words."""
         if not self.ordered:

@@ -1,5 +1,9 @@
 """The metrics as TensorBoard events."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from bigbatch.report.run_directory import Row, RunDirectory
@@ -10,24 +14,47 @@ _SCALARS = ("loss", "batch_size", "similarity", "noise_scale", "test_accuracy")
 class Events:
     """Writes a run's rows for TensorBoard; a resumed run hides what lay past its checkpoint.
 
+    Where that fails, in whatever way, it is said once, and training goes on without.
+
     Args:
         run: whose events they are.
         first_step: the step that will be written first.
     """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
-        self._writer = SummaryWriter(str(run.events), purge_step=first_step)
+        self._writer: SummaryWriter | None = None
+        with self._or_without():
+            self._writer = SummaryWriter(str(run.events), purge_step=first_step)
 
     def __enter__(self) -> "Events":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._writer.close()
+        with self._or_without():
+            if self._writer is not None:
+                self._writer.close()
 
     def append(self, row: Row) -> None:
         """Adds one step."""
-        step = row["step"]
-        for name in _SCALARS:
-            if row[name] is not None:
-                self._writer.add_scalar(name, row[name], step)
-        self._writer.add_scalar("lr", row["lr"][0], step)
+        with self._or_without():
+            if self._writer is not None:
+                _write(self._writer, row)
+
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._writer = None
+            warnings.warn(
+                f"TensorBoard events are not being written ({error}); training goes on",
+                stacklevel=4,
+            )
+
+
+def _write(writer: SummaryWriter, row: Row) -> None:
+    step = row["step"]
+    for name in _SCALARS:
+        if row[name] is not None:
+            writer.add_scalar(name, row[name], step)
+    writer.add_scalar("lr", row["lr"][0], step)

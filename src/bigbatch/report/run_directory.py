@@ -109,7 +109,7 @@ class RunDirectory:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
-        self._said = False
+        self._said: set[str] = set()
 
     @classmethod
     def create(cls, path: Path, settings: dict[str, Any]) -> "RunDirectory":
@@ -176,7 +176,7 @@ class RunDirectory:
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.metrics, length)  # no half line
-            self._say(f"metrics are not being written ({error}); training goes on")
+            self._say("metrics are not being written", error)
 
     def rows(self) -> list[Row]:
         """Every complete line of the metrics.
@@ -206,7 +206,7 @@ class RunDirectory:
             with replacing(self.path / "checkpoint.pt") as file:
                 torch.save({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            self._say(f"the checkpoint could not be written ({error}); training goes on")
+            self._say("the checkpoint could not be written", error)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The latest checkpoint, or None before the first; cuts off metrics that lie past it.
@@ -240,10 +240,10 @@ class RunDirectory:
         if self.metrics.exists():
             os.truncate(self.metrics, length)
 
-    def _say(self, message: str) -> None:
-        if not self._said:
-            self._said = True
-            warnings.warn(message, stacklevel=3)
+    def _say(self, what: str, error: Exception) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"{what} ({error}); training goes on", stacklevel=3)
 
 
 def has_begun(path: Path) -> bool:

@@ -1,8 +1,16 @@
 """Gradients in: the one door that everything which reads a gradient stands behind."""
 
 from bigbatch.measure.source.door import GradientSource, Subscriber
+from bigbatch.measure.source.engine import note_waiting
 from bigbatch.measure.source.find import find_source
 from bigbatch.measure.source.hooks import only_watched
 from bigbatch.measure.source.plain import PlainSource
 
-__all__ = ["GradientSource", "PlainSource", "Subscriber", "find_source", "only_watched"]
+__all__ = [
+    "GradientSource",
+    "PlainSource",
+    "Subscriber",
+    "find_source",
+    "note_waiting",
+    "only_watched",
+]

@@ -1,5 +1,6 @@
 """What sources of engines have in common that join ranks and write to `.grad` themselves."""
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -21,12 +22,25 @@ class EngineSource(PlainSource):
 
     def __init__(self, parameters: Iterable[Tensor], groups: list[dist.ProcessGroup]) -> None:
         self._groups = groups
+        world = dist.get_world_size()
+        if self.rank == 0 and self.ranks < world:
+            warnings.warn(
+                f"the model is shared by {self.ranks} of {world} ranks, and what is measured is "
+                "theirs: right where the others train something else; where they hold other layers "
+                "of it (pipeline parallelism) it is of these layers alone, so that stages would "
+                "decide differently: measure each by a meter, and add up signals and noises",
+                stacklevel=5,
+            )
         super().__init__(parameters)
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place; one all-reduce per group."""
-        for group in self._groups:
-            dist.all_reduce(values, group=group)
+        try:
+            for group in self._groups:
+                dist.all_reduce(values, group=group)
+        except RuntimeError as error:
+            note_waiting(error, self.rank, self.ranks)
+            raise
 
     def _require_known_ranks(self) -> None:
         """They are."""
@@ -46,3 +60,14 @@ class EngineSource(PlainSource):
             assert gradient is not None
             self._emit(parameter, gradient)
         self._whole = None
+
+
+def note_waiting(error: BaseException, rank: int, ranks: int) -> None:
+    """Notes on an error of the network that other ranks were waited for, and why in vain."""
+    of_network = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if ranks > 1 and of_network and not hasattr(error, "__notes__"):
+        error.add_note(
+            f"bigbatch: rank {rank} of {ranks} waited here for the others, one of which has failed "
+            "(its own error, above or in its log, is the cause), is late (timeout= of "
+            "init_process_group is how long to wait), or makes other calls"
+        )

@@ -27,6 +27,10 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
         from bigbatch.measure.source.fsdp2 import FSDP2Source
 
         return FSDP2Source(model)
+    if "torch.distributed.tensor" in sys.modules:
+        from bigbatch.measure.source.mesh import require_no_pieces
+
+        require_no_pieces(model.parameters())
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if len(wrappers) > 1:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")

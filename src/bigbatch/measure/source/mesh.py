@@ -1,11 +1,30 @@
 """Which meshes of ranks can be measured: those that fully_shard alone makes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from bigbatch.errors import SettingError
+
+_REMEDY = (
+    "tensor parallelism cannot be measured in this release; leave parallelize_module out, and "
+    "shard by fully_shard alone over all ranks"
+)
+
+
+def require_no_pieces(parameters: Iterable[Tensor]) -> None:
+    """Parameters that no `fully_shard` made are whole.
+
+    Raises:
+        SettingError: they are pieces of a tensor-parallel mesh, also as DDP holds those.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) or hasattr(parameter, "_st_info"):
+            raise SettingError(
+                f"a parameter of shape {tuple(parameter.shape)} is held in pieces by a mesh that "
+                f"fully_shard has not made: {_REMEDY}"
+            )
 
 
 def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
@@ -32,7 +51,6 @@ def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
         if shard or not all(copies) or len(copies) > 1:
             raise SettingError(
                 f"a parameter has the placements {parameter.placements}, where fully_shard alone "
-                "gives (Shard,) or (Replicate, Shard): tensor parallelism cannot be measured in "
-                "this release"
+                f"gives (Shard,) or (Replicate, Shard): {_REMEDY}"
             )
     return first
