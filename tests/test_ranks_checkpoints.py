@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, StateError
+from bigbatch.optim import VRAdam
 from test_ranks_loop import SAMPLES, SEED, Numbered, together, whole, wrapped
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -29,13 +30,15 @@ class Augmented(Numbered):
 
 def build(rank, ranks, engine, *, noisy):
     """A training; with `noisy` samples that another number of ranks cannot draw again."""
+    engine, _, reduced = engine.partition(" ")
     torch.manual_seed(100 + rank)
     data = (Augmented if noisy else Numbered)(SAMPLES)
     sampler = bb.SampleLedger(data, seed=SEED, num_replicas=ranks, rank=rank)
     loader = torch.utils.data.DataLoader(data, 16, sampler=sampler)
     model = wrapped(engine, ranks)
     torch.manual_seed(100 + rank)  # after the weights
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    make = VRAdam if reduced else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=0.02)
     train = bb.AdaptiveBatch(
         model,
         optimizer,
@@ -67,6 +70,8 @@ def go_on(train, updates):
 
 def everything(train):
     """As the README says."""
+    if getattr(train.optimizer, "attached", None):
+        train.optimizer.attached.consolidate()
     model, optimizer = get_state_dict(train.model, train.optimizer)
     return {"model": model, "optimizer": optimizer, "train": bb.RankStates(train)}
 
@@ -116,7 +121,15 @@ def on(ranks, count):
 
 
 @pytest.mark.parametrize(
-    ("engine", "way"), [("ddp", "sync"), ("ddp", "async"), ("fsdp2", "sync"), ("fsdp2", "async")]
+    ("engine", "way"),
+    [
+        ("ddp", "sync"),
+        ("ddp", "async"),
+        ("ddp reduced", "async"),
+        ("fsdp2", "sync"),
+        ("fsdp2", "async"),
+        ("fsdp2 reduced", "sync"),
+    ],
 )
 def test_a_training_goes_on_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine, way):
     expected = ranks(2)(saved, engine, tmp_path, way, True)
@@ -131,6 +144,8 @@ def test_a_training_goes_on_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine
     [
         ("ddp", "sync", "fsdp2", 4),
         ("fsdp2", "async", "plain", 1),
+        ("ddp reduced", "sync", "plain reduced", 1),
+        ("ddp reduced", "async", "ddp reduced", 4),
     ],
 )
 def test_a_training_of_two_ranks_goes_on_with_the_same_samples_and_batches_on_others(

@@ -56,9 +56,10 @@ def curve(rank, ranks, settings):
 
 
 @pytest.mark.slow
-def test_the_curve_of_25_epochs_is_that_of_one_process(ranks):
-    """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of this arm part."""
-    settings = DIGITS.settings.changed(DIGITS.arms["noise-scale"])
+@pytest.mark.parametrize("arm", ["noise-scale", "simigrad-vr"])
+def test_the_curve_of_25_epochs_is_that_of_one_process(ranks, arm):
+    """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of an arm part."""
+    settings = DIGITS.settings.changed(DIGITS.arms[arm])
     rows, accuracy = curve(0, 1, settings)
     for others, test in ranks(2)(curve, settings):
         assert accuracy == test

@@ -22,7 +22,7 @@ from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import row_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
-from bigbatch.step import StepRecord
+from bigbatch.step import StepRecord, attached_of
 
 Log = Callable[[StepRecord, float | None], None]
 
@@ -119,7 +119,7 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on bit for bit; of all ranks on rank 0. Collective."""
-        attached = getattr(self.optimizer, "attached", None)
+        attached = attached_of(self.optimizer)
         if attached is not None:
             attached.consolidate()
         return {
