@@ -1,13 +1,8 @@
-"""Variance reduction under DistributedDataParallel, inside the all-reduce of the gradients.
-
-A bucket is dealt to the ranks, each computes r g of its shard, and that is gathered. Everything is
-sent by the thread that runs DDP's hooks, in the order of the buckets, so in one order on all ranks:
-a bucket is dealt when it is ready, folded when the next one is, and finished after that.
-"""
+"""Variance reduction under DistributedDataParallel, inside the all-reduce of the gradients."""
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,36 +12,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError, StateError
-from bigbatch.measure.devices import wide
-from bigbatch.measure.moments import GradientMoments
-from bigbatch.measure.norms import flattened, squared_norm
+from bigbatch.measure.norms import flattened
 from bigbatch.measure.source.ddp import FOLDED
-from bigbatch.optim.average import Averages
 from bigbatch.optim.exchange import levels_of
-from bigbatch.optim.fold import How, Layer, fold
-from bigbatch.optim.shards import Bucket, Shard, Span
+from bigbatch.optim.reduction import Reduction, Rule
+from bigbatch.optim.shards import Shard, Span
 
 Groups = Literal["all", "ranks"]
 
 _EPS = 1e-6  # as torch's own clipping has it
-
-
-class Rule(Protocol):
-    """What an attachment asks of the optimizer that it folds for."""
-
-    watch: bool
-    """Whether to tell what was done."""
-    averages: Averages
-    """p, where it is not on the shards."""
-    moments: GradientMoments
-    """Of this rank's micro-batches."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, with vr and beta3."""
-
-    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
-        """The settings of a group for a step of so much weight and so many micro-batches."""
 
 
 class Attachment:
@@ -72,11 +46,7 @@ class Attachment:
         self.ranks = dist.get_world_size(ddp.process_group)
         self.by_ranks = groups == "ranks"
         self.layout = 0
-        self.told: dict[Tensor, Tensor] = {}  # of the last step, where the rule is watched
         self.early = False  # whether the next reduction is to leave each rank its own gradient
-        self.done = False  # whether the present step is folded
-        self.k = 0  # micro-batches of the step, over all ranks
-        self.live = torch.zeros(())  # weights whose micro-batches do not agree to rounding
         # DDP keeps this for as long as it lives, out of the garbage collector's sight
         self._ddp, self._rule_ref = weakref.ref(ddp), weakref.ref(rule)
         self._group: dist.ProcessGroup = ddp.process_group
@@ -84,13 +54,9 @@ class Attachment:
         self._m2_dtype, self._fused = m2_dtype, fused
         self._refusal = ""  # of the present step
         self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
-        self._weights: list[float] = []  # of each rank
-        self._sends_m2 = False
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
         self._of: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
-        self._grouped: dict[Tensor, dict[str, Any]] = {}  # groups with vr, by parameter
-        self._flying: list[Bucket] = []
-        self._squares: dict[Tensor, Tensor] = {}  # |g|^2, of this rank's elements, then of all
+        self._reduction: Reduction | None = None  # of the present step
         self._host = _host_group(ddp)
         ddp.register_comm_hook(self, fold_hook)
         FOLDED[ddp] = self
@@ -104,9 +70,9 @@ class Attachment:
         Raises:
             GradientError: the present step has not been reduced.
         """
-        self._require_done("grad_norm")
+        squares_of = self._require_done("grad_norm").squares
         trained = {p for group in self._rule.param_groups for p in group["params"]}
-        squares = [square for p, square in self._squares.items() if p in trained]
+        squares = [square for p, square in squares_of.items() if p in trained]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     def clip_grad_norm_(self, max_norm: float, scaler: GradScaler | None = None) -> Tensor:
@@ -138,11 +104,12 @@ class Attachment:
         """Whether it folds in that model."""
         return self._ddp() is ddp
 
-    def commit(self) -> None:
-        """The step is taken, and p with it."""
-        self._require_done("step()")
+    def commit(self) -> Reduction:
+        """The step is taken, and p with it; returns what was done."""
+        reduction = self._require_done("step()")
         for shard in self._shards.values():
             shard.commit(self._rule.averages)
+        return reduction
 
     def forget(self) -> None:
         """p is the optimizer's own from here on, whole on every rank."""
@@ -161,6 +128,11 @@ class Attachment:
 
     # what the source asks
 
+    @property
+    def done(self) -> bool:
+        """Whether the present step is folded."""
+        return self._reduction is not None and self._reduction.done
+
     def local(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient of a parameter, flat; before r."""
         parts = [shard.mean[span.here] for shard, span in self._of.get(parameter, ())]
@@ -176,14 +148,15 @@ class Attachment:
 
     def scale(self, factor: float) -> None:
         """The gradients were multiplied."""
-        for square in self._squares.values():
-            square.mul_(factor**2)
+        if self._reduction is not None:
+            for square in self._reduction.squares.values():
+                square.mul_(factor**2)
 
     # a subscriber
 
     def begin(self) -> None:
         """A step starts."""
-        self.done, self._refusal = False, ""
+        self._reduction, self._refusal = None, ""
         self._own = [0.0, 0.0]
 
     def micro_batch(self, weight: float) -> None:
@@ -200,57 +173,46 @@ class Attachment:
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Takes the next bucket, and the ones before it a stage further."""
+        """Takes DDP's next bucket."""
         if bucket.index() == 0 and not self.early:
-            self._start(bucket.buffer().device)
-        if self.early or self._refusal:
+            self._start()
+        if self.early or self._reduction is None:
             untouched: Future[Tensor] = Future()
             untouched.set_result(bucket.buffer())
             return untouched
-        shard = self._shard_of(bucket)
-        m2 = self._m2_of if self._sends_m2 else None
-        self._flying.append(Bucket(shard, bucket.buffer(), m2, self._m2_dtype))
-        future = self._flying[-1].future
-        ready = 0 if bucket.is_last() else 1
-        for flying in self._flying[: len(self._flying) - ready]:
-            if not flying.folded:
-                self._fold(flying)
-        ready = 0 if bucket.is_last() else 2
-        while len(self._flying) > ready:
-            self._flying.pop(0).finish()
+        future = self._reduction.take(self._shard_of(bucket), bucket.buffer())
         if bucket.is_last():
-            self._end()
+            shards = [shard for _, shard in sorted(self._shards.items())]
+            self._reduction.end([p for shard in shards for p in shard.parameters])
         return future
 
-    def _start(self, device: torch.device) -> None:
+    def _start(self) -> None:
         """Tells the other ranks of this one's micro-batches; a refusal is everybody's.
 
         It is raised by `step()`: an error in the middle of a backward would break DDP.
         """
-        self._flying.clear()
-        self._squares.clear()
-        self.told.clear()
-        self.live = torch.zeros((), dtype=wide(device), device=device)
         ddp, rule = self._ddp(), self._rule_ref()
         joining = ddp is not None and bool(ddp._join_config.enable)
-        again = self.done or bool(self._refusal)
+        again = self._reduction is not None or bool(self._refusal)
         facts = [*self._own, again, joining, rule is None]
         mine = torch.tensor(facts, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(rows, mine, group=self._host)
-        counts, self._weights, *wrong = torch.stack(rows).T.tolist()
-        self.k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
-        self._refusal = self._refusal_of(*map(any, wrong))
-        self.done = False
-        self._sends_m2 = not self.by_ranks and max(counts) > 1
-        self._grouped = {
-            p: group
-            for group in (rule.param_groups if rule is not None else ())
-            for p in group["params"]
-            if group["vr"]
-        }
+        counts, weights, *wrong = torch.stack(rows).T.tolist()
+        k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
+        self._reduction, self._refusal = None, self._refusal_of(k, *map(any, wrong))
+        if rule is not None and not self._refusal:
+            self._reduction = Reduction(
+                weakref.proxy(rule),
+                self._group,
+                weights,
+                k,
+                sends_m2=not self.by_ranks and max(counts) > 1,
+                m2_dtype=self._m2_dtype,
+                fused=self._fused,
+            )
 
-    def _refusal_of(self, again: bool, joining: bool, gone: bool) -> str:
+    def _refusal_of(self, k: int, again: bool, joining: bool, gone: bool) -> str:
         """What makes this reduction impossible; nothing where it is possible."""
         if gone:
             return "the optimizer that was attached to this DDP model is gone; wrap the model anew"
@@ -265,9 +227,9 @@ class Attachment:
                 "every backward of a step but the last under ddp.no_sync() (static_graph=True must "
                 "reduce its very first one: let the first step have one backward)"
             )
-        if self.k < 2:
+        if k < 2:
             of_what = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
-            return f"{self.k} {of_what} in a step: r needs at least 2 (8 are better)"
+            return f"{k} {of_what} in a step: r needs at least 2 (8 are better)"
         return ""
 
     def _shard_of(self, bucket: Any) -> Shard:
@@ -290,71 +252,14 @@ class Attachment:
                     self._of.setdefault(span.parameter, []).append((each, span))
         return shard
 
-    def _m2_of(self, parameter: Tensor) -> Tensor | None:
-        """M2 of this rank's micro-batches, flat as in the bucket; None where nobody asks for it."""
-        if parameter not in self._grouped:
-            return None
-        _, m2 = self._rule.moments.of(parameter)
-        return flattened(m2, parameter.stride())
-
-    def _fold(self, flying: Bucket) -> None:
-        """r g on this rank's shard, whence it is gathered."""
-        shard = flying.shard
-        m2 = flying.receive(self._weights, fused=self._fused)
-        shard.mean.div_(self.ranks)
-        folded = shard.mean.clone()
-        shard.begin(self._grouped, self._rule.averages)
-        for group in self._rule.param_groups:
-            inside = [p for p in shard.parameters if self._grouped.get(p) is group]
-            if inside:
-                self._fold_group(group, inside, shard, m2, folded)
-        for span in shard.spans:
-            self._add(self._squares, span.parameter, squared_norm(shard.mean[span.here]))
-        flying.send_back(folded)
-
-    def _fold_group(
-        self, group: dict[str, Any], inside: list[Tensor], shard: Shard, m2: Tensor, folded: Tensor
-    ) -> None:
-        numbers = {p: number for number, p in enumerate(inside)}
-        spans = [span for span in shard.spans if span.parameter in numbers]
-        layers = [
-            Layer(shard.mean[s.here], m2[s.here], folded[s.here], *shard.average_of(s, group))
-            for s in spans
-        ]
-        of_span = [numbers[span.parameter] for span in spans]
-        joined = _Joined(of_span, len(inside), self._group, folded.device)
-        weight = sum(self._weights) / self.ranks**2  # the means are S / ranks
-        told = fold(self._rule.how(group, weight, self.k), layers, joined)
-        if joined.sums is not None:
-            self.live += joined.sums[:, 1].sum()
-        else:
-            self.live += 1  # which no rule without a layer mean tells
-        if self._rule.watch:
-            joined(told)
-            assert joined.sums is not None
-            self.told.update(zip(inside, joined.sums, strict=True))
-
-    def _end(self) -> None:
-        """|g|^2 of every parameter, over all ranks."""
-        parameters = [p for _, shard in sorted(self._shards.items()) for p in shard.parameters]
-        device = parameters[0].device
-        zero = torch.zeros((), dtype=wide(device), device=device)
-        squares = torch.stack([self._squares.get(p, zero).to(zero) for p in parameters])
-        dist.all_reduce(squares, group=self._group)
-        self._squares = dict(zip(parameters, squares, strict=True))
-        self.done = True
-
-    @staticmethod
-    def _add(sums: dict[Tensor, Tensor], parameter: Tensor, value: Tensor) -> None:
-        sums[parameter] = value + sums[parameter] if parameter in sums else value
-
-    def _require_done(self, what: str) -> None:
+    def _require_done(self, what: str) -> Reduction:
         if self._refusal:
             raise GradientError(self._refusal)
-        if not self.done:
+        if self._reduction is None or not self._reduction.done:
             raise GradientError(
                 f"{what} comes after the last backward of a step, which is not to run under no_sync"
             )
+        return self._reduction
 
     @property
     def _rule(self) -> Rule:
@@ -371,24 +276,6 @@ def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     found: dist.ProcessGroup = group
     return found
-
-
-class _Joined:
-    """Sums of layers whose elements are on several ranks, and in several spans on each."""
-
-    def __init__(
-        self, of_span: list[int], layers: int, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.sums: Tensor | None = None  # of the last call, (layers, columns)
-        self._of_span = torch.tensor(of_span, dtype=torch.int64, device=device)
-        self._layers, self._group, self._device = layers, group, device
-
-    def __call__(self, numbers: Tensor) -> None:
-        sums = numbers.new_zeros(self._layers, numbers.shape[1], device=self._device)
-        sums.index_add_(0, self._of_span, numbers.to(self._device))
-        dist.all_reduce(sums, group=self._group)
-        numbers.copy_(sums[self._of_span])
-        self.sums = sums
 
 
 def fold_hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -315,11 +315,11 @@ class VarianceReduced(Optimizer):
 
     def _take_folded(self, attached: Attachment) -> None:
         """The fold was done in the last backward."""
-        attached.commit()
+        done = attached.commit()
         if not self._warned:
-            self._warn(attached.k, all_agree=not attached.live.any() and bool(attached.grad_norm))
+            self._warn(done.k, all_agree=not done.live.any() and bool(attached.grad_norm))
         if self.watch:
-            self._tell(attached.told, attached.k)
+            self._tell(done.told, done.k)
 
     def _all_agree(self) -> bool:
         """Whether there are gradients and none of their elements varied; waits for the device."""

@@ -20,10 +20,12 @@ class Folded(Protocol):
 
     early: bool
     """Whether the next reduction is none, and leaves each rank its own gradient."""
-    done: bool
-    """Whether that is so in the present step."""
     layout: int
     """How often it was settled anew which rank has which piece."""
+
+    @property
+    def done(self) -> bool:
+        """Whether that is so in the present step."""
 
     def local(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient, flat."""
