@@ -15,7 +15,8 @@ from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.measure.norms import flattened
 from bigbatch.measure.source.ddp import FOLDED
 from bigbatch.optim.exchange import levels_of
-from bigbatch.optim.reduction import Reduction, Rule
+from bigbatch.optim.fold import Folded, Rule
+from bigbatch.optim.reduction import Reduction
 from bigbatch.optim.shards import Shard, Span
 
 Groups = Literal["all", "ranks"]
@@ -104,12 +105,16 @@ class Attachment:
         """Whether it folds in that model."""
         return self._ddp() is ddp
 
-    def commit(self) -> Reduction:
-        """The step is taken, and p with it; returns what was done."""
-        reduction = self._require_done("step()")
+    def commit(self, *, asks: bool) -> Folded:
+        """The step is taken, and p with it.
+
+        Args:
+            asks: whether to look if all groups agree, which waits for the device.
+        """
+        done = self._require_done("step()")
         for shard in self._shards.values():
             shard.commit(self._rule.averages)
-        return reduction
+        return Folded(done.k, done.told, asks and not done.live.any() and bool(self.grad_norm))
 
     def forget(self) -> None:
         """p is the optimizer's own from here on, whole on every rank."""

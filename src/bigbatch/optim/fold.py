@@ -3,13 +3,15 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bigbatch.kernels import native
+from bigbatch.measure.moments import GradientMoments
 from bigbatch.optim import rules
+from bigbatch.optim.average import Averages
 from bigbatch.optim.passes import Passes
 from bigbatch.optim.ranks import Join
 
@@ -63,6 +65,39 @@ class How:
     watch: bool = False
     fused: bool = True
     compiled: bool = False
+
+
+class Rule(Protocol):
+    """What a fold asks of the optimizer that it is done for."""
+
+    watch: bool
+    """Whether to tell what was done."""
+    averages: Averages
+    """p, where it is not on the shards."""
+    moments: GradientMoments
+    """Of this rank's micro-batches."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, with vr and beta3."""
+
+    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
+        """The settings of a group for a step of so much weight and so many micro-batches."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What was done in a step.
+
+    Args:
+        k: micro-batches, or other groups, that r compared.
+        told: of each parameter what `fold` tells, over all ranks; zeros or nothing where unwatched.
+        agree: whether all of them had the same gradient, as far as was asked.
+    """
+
+    k: int
+    told: dict[Tensor, Tensor]
+    agree: bool
 
 
 def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:

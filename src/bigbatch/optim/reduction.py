@@ -5,7 +5,7 @@ on all ranks: a bucket is dealt when it is ready, folded when the next one is, a
 that. So two of them are on their way while the backward goes on.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,29 +13,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from bigbatch.measure.devices import wide
-from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.norms import flattened, squared_norm
-from bigbatch.optim.average import Averages
-from bigbatch.optim.fold import How, Layer, fold
+from bigbatch.optim.fold import Layer, Rule, fold
 from bigbatch.optim.shards import Bucket, Shard
-
-
-class Rule(Protocol):
-    """What is asked of the optimizer whose gradients are folded."""
-
-    watch: bool
-    """Whether to tell what was done."""
-    averages: Averages
-    """p, where it is not on the shards."""
-    moments: GradientMoments
-    """Of this rank's micro-batches."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, with vr and beta3."""
-
-    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
-        """The settings of a group for a step of so much weight and so many micro-batches."""
 
 
 class Reduction:

@@ -12,19 +12,18 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from bigbatch.errors import GradientError, SettingError
+from bigbatch.errors import SettingError
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.source.ddp import DDPSource
 from bigbatch.optim.attach import Attachment, Groups, require_attachable
 from bigbatch.optim.average import Averages
-from bigbatch.optim.borrowed import BorrowedSums
 from bigbatch.optim.diagnostics import Factors
-from bigbatch.optim.fold import How, Layer, fold
+from bigbatch.optim.fold import Folded, How
+from bigbatch.optim.local import LocalFold
 from bigbatch.optim.options import require_factor, require_valid
 from bigbatch.optim.passes import require_kernels
-from bigbatch.optim.ranks import is_sharded, join_of, local, source_of
-from bigbatch.optim.rules import ratio
+from bigbatch.optim.ranks import is_sharded, source_of
 
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
 
@@ -106,7 +105,7 @@ class VarianceReduced(Optimizer):
         self.averages = Averages()
         self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
         self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
-        self._borrowed = BorrowedSums(self.moments)
+        self._local = LocalFold(self, self._scaled.keys())
         self._warned = False
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
@@ -221,7 +220,7 @@ class VarianceReduced(Optimizer):
         for subscriber in self._subscribed:
             self._source.unsubscribe(subscriber)
         self._source = source
-        self._borrowed.stop()
+        self._local.borrowed.stop()
         self._subscribed = [self.moments]
         if self.attached is not None:
             self.moments.lender = source  # under no_sync .grad is this rank's sum
@@ -253,15 +252,14 @@ class VarianceReduced(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._scaled and (self._source.micro_batches or not self._changes_nothing()):
-            if self.attached is not None:
-                self._take_folded(self.attached)
+        attached = self.attached
+        begun = attached.done if attached is not None else self._source.micro_batches
+        if self._scaled and (begun or not self._changes_nothing()):
+            asks = not self._warned
+            if attached is not None:
+                self._tell(attached.commit(asks=asks))
             else:
-                self._require_micro_batches()
-                self._borrowed.check(self._source, self._scaled.keys())
-                with torch.no_grad():
-                    self._fold()
-                self._borrowed.renew(self._source, self._scaled.keys())
+                self._tell(self._local.fold(self._source, asks=asks))
         else:
             self._make_state()
         self._step_base()
@@ -285,85 +283,31 @@ class VarianceReduced(Optimizer):
                 if group["beta3"] is not None and parameter.grad is not None:
                     self.averages.make(parameter)
 
-    def _require_micro_batches(self) -> None:
-        k = self._source.micro_batches
-        if k < 2:
-            raise GradientError(
-                f"{type(self).__name__} saw {k} backward() calls since zero_grad(), it needs at "
-                f"least 2 (k >= {_FEW} is better): split the batch into micro-batches; under "
-                "fully_shard a micro-batch counts where its gradient is reduced, so leave "
-                "set_requires_gradient_sync on"
-            )
+    def _tell(self, done: Folded) -> None:
+        """Keeps what was done to each layer, and warns once of what the first step shows."""
         if not self._warned:
-            self._warn(k, all_agree=self._all_agree())
-
-    def _warn(self, k: int, *, all_agree: bool) -> None:
-        """Once, of what r of the first step shows."""
-        self._warned = True
-        if all_agree:
-            warnings.warn(
-                "every micro-batch has the same gradient, so r says nothing; is it the same data, "
-                "or a gradient that was averaged already?",
-                stacklevel=7,
-            )
-        if k < _FEW:
-            warnings.warn(
-                f"k = {k} micro-batches give a poor signal-to-noise ratio: pure noise has a mean "
-                f"ratio of 1 / (k - 3); use k >= {_FEW}",
-                stacklevel=7,
-            )
-
-    def _take_folded(self, attached: Attachment) -> None:
-        """The fold was done in the last backward."""
-        done = attached.commit()
-        if not self._warned:
-            self._warn(done.k, all_agree=not done.live.any() and bool(attached.grad_norm))
+            self._warned = True
+            if done.agree:
+                warnings.warn(
+                    "every micro-batch has the same gradient, so r says nothing; is it the same "
+                    "data, or a gradient that was averaged already?",
+                    stacklevel=6,
+                )
+            if done.k < _FEW:
+                warnings.warn(
+                    f"k = {done.k} micro-batches give a poor signal-to-noise ratio: pure noise has "
+                    f"a mean ratio of 1 / (k - 3); use k >= {_FEW}",
+                    stacklevel=6,
+                )
         if self.watch:
-            self._tell(done.told, done.k)
-
-    def _all_agree(self) -> bool:
-        """Whether there are gradients and none of their elements varied; waits for the device."""
-        agree = False
-        for parameter in filter(self.moments.reached, self._scaled):
-            total, m2 = self.moments.of(parameter)
-            q = ratio(total, m2, self.moments.weight)
-            if (q.isfinite() | ~total.isfinite()).any():
-                return False
-            agree = agree or bool(q.isinf().any())
-        return agree
-
-    def _fold(self) -> None:
-        """Puts r g, or p_hat g, where g was."""
-        chosen = [
-            [p for p in group["params"] if p.grad is not None and group["vr"]]
-            for group in self.param_groups
-        ]
-        joins = [join_of(parameters) for parameters in chosen]
-        seen = {parameter for parameters in chosen for parameter in parameters}
-        for parameter in seen:
-            self._require_counted(parameter)
-        told: dict[Tensor, Tensor] = {}  # nothing is refused from here on
-        for group, parameters, join in zip(self.param_groups, chosen, joins, strict=True):
-            layers = [self._layer(parameter, group["beta3"]) for parameter in parameters]
-            rows = fold(
-                self.how(group, self.moments.weight, self.moments.micro_batches), layers, join
+            named = [(name, p) for name, p in self._named() if p in done.told]
+            rows = [done.told[p].to(done.told[named[0][1]]) for _, p in named]
+            self.factors = Factors(
+                [name for name, _ in named],
+                [p.numel() for _, p in named],
+                torch.stack(rows) if rows else torch.zeros(0, 5),
+                done.k,
             )
-            if self.watch and join is not None:
-                join(rows)
-            told.update(zip(parameters, rows, strict=True))
-        if self.watch:
-            self._tell(told, self.moments.micro_batches)
-
-    def _tell(self, told: dict[Tensor, Tensor], k: int) -> None:
-        """Keeps what was done to each layer, in the order of the groups."""
-        named = [(name, p) for name, p in self._named() if p in told]
-        first = told[named[0][1]] if named else torch.zeros(5)
-        self.factors = Factors(
-            [name for name, _ in named],
-            [p.numel() for _, p in named],
-            torch.stack([told[p].to(first) for _, p in named]) if named else torch.zeros(0, 5),
-            k,
-        )
 
     def how(self, group: dict[str, Any], weight: float, k: int) -> How:
         """The settings of a group's fold, in a step of k micro-batches of so much weight."""
@@ -378,20 +322,6 @@ class VarianceReduced(Optimizer):
             fused=self._fused is not False,
             compiled=self._compiled,
         )
-
-    def _require_counted(self, parameter: Tensor) -> None:
-        if not self.moments.reached(parameter) and local(parameter.grad).any():
-            raise GradientError(
-                "a parameter has a gradient that no counted backward gave it; let every gradient "
-                "come from backward() after zero_grad()"
-            )
-
-    def _layer(self, parameter: Tensor, beta3: float | None) -> Layer:
-        gradient = local(parameter.grad)
-        total, m2 = self.moments.of(parameter, gradient)
-        if beta3 is None:
-            return Layer(total, m2, gradient)
-        return Layer(total, m2, gradient, *self.averages.next(parameter, beta3))
 
     # what is saved
 
