@@ -57,7 +57,7 @@ class OfThread(Agreement):
         self.rank, self.ranks = rank, len(together.said)
         self._together = together
 
-    def gather(self, *values):
+    def gather(self, *values, what=""):
         self._together.said[self.rank] = list(values)
         self._together.barrier.wait()
         heard = [list(row) for row in self._together.said]

@@ -118,13 +118,25 @@ def one_process(name, weight, steps):
     return [p.detach() for p in model.parameters()]
 
 
+SHARDED = [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)]
+ALWAYS = [("VRSGD", "fsdp2"), ("VRAdam", "fsdp2"), ("VRLAMB", "hsdp")]  # the others are slow
+
+
 @pytest.mark.parametrize("weight", WEIGHT)
-@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)])
-@every_vr_optimizer
+@pytest.mark.parametrize(
+    ("name", "engine", "count"),
+    [
+        pytest.param(
+            name, engine, count, marks=[] if (name, engine) in ALWAYS else [pytest.mark.slow]
+        )
+        for name in VR
+        for engine, count in SHARDED
+    ],
+)
 def test_a_loop_on_shards_is_that_of_one_process_with_its_groups(
     ranks, name, engine, count, weight
 ):
-    answers = ranks(count)(sharded_run, engine, name, weight, 25)
+    answers = ranks(count)(sharded_run, engine, name, weight, 15)
     steps = [
         [[n for piece in together_ for n in piece] for together_ in zip(*of_ranks, strict=True)]
         for of_ranks in zip(*([g for g, _ in done] for done, _ in answers), strict=True)
