@@ -9,6 +9,7 @@ from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.totals import OfRank, Totals
 
 _FAR = 10.0  # times the other ranks' gradient norm
+_STREAK = 20  # steps on end; of W equal ranks one is the longest so often with W^-20
 _SAME = 1e-7  # relative difference of squared norms; kernels may add in another order
 _SURE = 3  # steps in which two ranks' norms agree so well; exact equality counts as three
 _AGREE = 1e-5  # noise / (N signal): what rounding leaves of equal gradients
@@ -24,6 +25,7 @@ class Health:
         self._loss = loss
         self._said: set[str] = set()
         self._alike: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
+        self._far: dict[tuple[int, bool], int] = {}  # (rank, whether longer) -> steps on end
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
     def examine(self, totals: Totals, *, speak: bool, may_overflow: bool) -> None:
@@ -38,8 +40,7 @@ class Health:
             if not may_overflow:
                 self._warn("finite", _not_finite(totals.of_ranks), speak)
             return
-        for number, message in _outliers(totals.of_ranks, self._loss):
-            self._warn(f"outlier {number}", message, speak)
+        self._warn_of_outliers(totals.of_ranks, speak)
         self._warn("alike", self._same_data(totals.of_ranks), speak)
         covariance, variance = self._slope
         if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
@@ -56,6 +57,20 @@ class Health:
                 "shuffling), or was the gradient averaged before it was measured?",
                 speak,
             )
+
+    def _warn_of_outliers(self, ranks: list[OfRank], speak: bool) -> None:
+        """Of ranks that are far off for many steps; late in training healthy ones are for one."""
+        ratios = dict(_outliers(ranks, self._loss))
+        self._far = {far: self._far.get(far, 0) + 1 for far in ratios}
+        for (number, long), ratio in ratios.items():
+            if self._far[number, long] >= _STREAK:
+                self._warn(
+                    f"outlier {number}",
+                    f"the gradients of rank {number} are {ratio:.3g} x as long as the median of "
+                    f"the other ranks, and were in all of {_STREAK} steps; look for broken data, "
+                    "stale weights or faulty arithmetic there",
+                    speak,
+                )
 
     def _same_data(self, ranks: list[OfRank]) -> str:
         """Neighbours in the order of their norms are compared: equal ones are neighbours."""
@@ -103,8 +118,8 @@ def _not_finite(ranks: list[OfRank]) -> str:
     )
 
 
-def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[int, str]]:
-    """Ranks whose gradients are far longer, or shorter, than those of the others.
+def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
+    """((rank, whether longer), ratio) of those whose gradients are far from the others' in length.
 
     A step to which a rank adds nothing, having nothing but empty micro-batches, is left out.
     """
@@ -121,12 +136,7 @@ def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[int, str]]:
         short = len(ranks) > 2 and norm * _FAR < low
         if long or short:
             middle = high if long else low
-            ratio = norm / middle if middle else math.inf
-            yield (
-                number,
-                f"the gradients of rank {number} are {ratio:.3g} x as long as the median of the "
-                "other ranks; look for broken data, stale weights or faulty arithmetic there",
-            )
+            yield (number, long), norm / middle if middle else math.inf
 
 
 def _wrong_loss(covariance: float, variance: float, loss: str) -> str:
