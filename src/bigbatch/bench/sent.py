@@ -32,9 +32,11 @@ class CountingGroup(dist.ProcessGroup):
         return self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Counts its bytes."""
-        self.note("broadcast", tensors)
-        return self.gloo.broadcast(tensors, opts or dist.BroadcastOptions())
+        """Counts its bytes on the rank that has them."""
+        opts = opts or dist.BroadcastOptions()
+        if opts.rootRank == self.rank():
+            self.note("broadcast", tensors)
+        return self.gloo.broadcast(tensors, opts)
 
     def allgather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Counts the bytes of what this rank has."""
@@ -90,11 +92,11 @@ def moved(collective: str, handed: float, ranks: int) -> float:
 
     The whole tensor over W ranks: an all-reduce sends 2 (W - 1) / W of it, all-to-all and
     reduce-scatter (W - 1) / W; to an all-gather a rank hands its own part, and W - 1 parts pass
-    through it; a broadcast is passed on by all but the last.
+    through it; of a broadcast only the rank that has the tensor is counted.
 
     Example:
         >>> [moved(c, 12.0, 4) for c in ("all-reduce", "all-to-all", "all-gather", "broadcast")]
-        [18.0, 9.0, 36.0, 9.0]
+        [18.0, 9.0, 36.0, 12.0]
     """
-    factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": ranks - 1.0}
+    factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": ranks - 1.0, "broadcast": 1.0}
     return handed * factors.get(collective, (ranks - 1) / ranks)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-_BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux's struct tcp_info, since 4.19
+_SENT, _AGAIN = 200, 208  # tcpi_bytes_sent and _retrans in Linux's struct tcp_info, since 4.19
 
 Ends = tuple[Any, Any]  # address and port, here and there
 
 
 def by_socket() -> dict[Ends, int] | None:
-    """Bytes that each connected TCP socket has sent since it was opened; None: not available."""
+    """Bytes that each connected TCP socket has sent, once, since it was opened; None: unknown."""
     if sys.platform != "linux":
         return None
     seen: dict[Ends, int] = {}
@@ -27,10 +27,15 @@ def by_socket() -> dict[Ends, int] | None:
                 told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:  # closed since, listening, or of another family
             continue
-        if len(told) < _BYTES_SENT + 8:
+        if len(told) < _AGAIN + 8:
             return None
-        (seen[ends],) = struct.unpack_from("=Q", told, _BYTES_SENT)
+        seen[ends] = _number(told, _SENT) - _number(told, _AGAIN)
     return seen
+
+
+def _number(told: bytes, offset: int) -> int:
+    number: int = struct.unpack_from("=Q", told, offset)[0]
+    return number
 
 
 class Wire:
