@@ -4,8 +4,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from bigbatch.bench.sent import moved
 from bigbatch.measure.health import Health
+from bigbatch.measure.moments import join
 from bigbatch.measure.totals import FIELDS, Totals, unpack
 
 _DOUBLE = 8  # bytes
@@ -151,6 +154,18 @@ def host_seconds(ranks: int, repeats: int = 5) -> float:
     return min(times)
 
 
+def join_seconds(ranks: int, repeats: int = 3) -> float:
+    """Of putting the shards of one dealt piece together, a row a rank; the least."""
+    size = _PIECE // _FLOAT // ranks
+    rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        join(rows, (), [1.0] * ranks, total, m2, fused=True)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 TITLE = "by formula: what is added to the bytes of a plain step, as a share of them"
 COLUMNS = (
     "model",
@@ -164,6 +179,7 @@ COLUMNS = (
     "VR, accumulated",
     "between nodes, x",
     "a message, KB",
+    "a piece joined, ms",
     "VR keeps, MB",
     "host, ms",
 )
@@ -203,7 +219,7 @@ class Carried:
             return f"{(sent(handed, ranks) - instead) / plain:.2g}"
 
         kept = memory_fsdp2(model, ranks, average=True)
-        vr = ("-", more(vr_fsdp2(model)), "-", "-")
+        vr = ("-", more(vr_fsdp2(model)), "-", "-", "-")
         if not self.sharded:
             whole, quarter = (vr_ddp(model, ranks, accumulated=a) for a in (False, True))
             kept = memory_ddp(model, ranks, accumulated=True, average=True)
@@ -213,6 +229,7 @@ class Carried:
                 more(quarter, plain),
                 self._between(),
                 f"{message / 1e3:,.0f}",
+                f"{1e3 * join_seconds(ranks):.0f}",
             )
         return (
             model.name,
