@@ -61,7 +61,7 @@ class Kind:
 
 
 _FOUR = "plain, a = 4"
-_NODES = "plain, two levels"
+_NODES, _NODES_FOUR = "plain, two levels", "plain, a = 4, two levels"
 _DDP = [
     Kind("DDP", "plain", beside=None),
     Kind("DDP", "similarity", meter=()),
@@ -73,7 +73,8 @@ _DDP = [
     Kind("DDP", "VR, a = 4, M2 in bfloat16", 4, beside=_FOUR, vr=True),
     Kind("DDP", _NODES, beside=None, nodes=True),
     Kind("DDP", "VR, k = ranks, two levels", beside=_NODES, vr=True, nodes=True),
-    Kind("DDP", "VR, a = 4, two levels", 4, beside=_NODES, vr=True, nodes=True),
+    Kind("DDP", _NODES_FOUR, 4, beside=None, nodes=True),
+    Kind("DDP", "VR, a = 4, two levels", 4, beside=_NODES_FOUR, vr=True, nodes=True),
 ]
 _FSDP2 = [
     Kind("FSDP2", "plain", beside=None),

@@ -25,7 +25,8 @@ def simigrad(model: DistributedDataParallel) -> Callable[[], None]:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     halves: list[Any] = [dist.new_group(list(range(parity, ranks, 2))) for parity in (0, 1)]
-    pair: Any = dist.new_group([0, 1])
+    # on every rank as many groups: torch numbers some by how many there are on a rank
+    pairs: list[Any] = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
 
     def finish() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -34,7 +35,7 @@ def simigrad(model: DistributedDataParallel) -> Callable[[], None]:
         dist.all_reduce(half, group=halves[rank % 2])
         if rank < 2:
             other = half if rank == 1 else torch.empty_like(half)
-            dist.broadcast(other, 1, group=pair)
+            dist.broadcast(other, 1, group=pairs[0])
         cosine = cosine_similarity(half, other, dim=0) if rank == 0 else torch.zeros(())
         dist.broadcast(cosine, 0)
         dist.all_reduce(flat)
