@@ -187,7 +187,9 @@ def _times(steps: Mapping[Kind, Callable[[], None]], rounds: int) -> dict[Kind, 
     ratios: dict[Kind, list[float]] = {kind: [] for kind in steps}
     for _ in range(rounds):
         first = {kind: timed(kind) for kind in steps}
-        last = {kind: timed(kind) for kind in set(bases.values())}
+        last = {
+            kind: timed(kind) for kind in dict.fromkeys(bases.values())
+        }  # in one order on all ranks
         for kind, base in bases.items():
             apart = (first[base] + last[base]) / 2
             ratios[kind].append(last[kind] / first[kind] if base is kind else first[kind] / apart)
