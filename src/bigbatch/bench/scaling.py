@@ -121,15 +121,15 @@ def vrgd(model: Model) -> Handed:
     return {"all-reduce": 2 * _FLOAT * model.parameters}
 
 
-def memory_ddp(model: Model, ranks: int, *, accumulated: bool, average: bool) -> float:
-    """Bytes that VR keeps on a rank under DDP: shards of g, and of p twice; M2 of all weights.
+def memory_ddp(model: Model, ranks: int, *, by_ranks: bool, average: bool) -> float:
+    """Bytes that VR keeps on a rank under DDP: shards of g, and of p twice; M2 unless `by_ranks`.
 
     With two pieces on their way, M2's included.
     """
     shards = _FLOAT * (1 + 2 * average) * model.parameters / ranks
     scratch = 2 * min(_PIECE, _FLOAT * model.parameters)
-    whole = _FLOAT * model.parameters if accumulated else 0
-    return shards + whole + scratch * (2 if accumulated else 1)
+    whole = 0 if by_ranks else _FLOAT * model.parameters
+    return shards + whole + scratch * (1 if by_ranks else 2)
 
 
 def memory_fsdp2(model: Model, ranks: int, *, average: bool) -> float:
@@ -222,7 +222,7 @@ class Carried:
         vr = ("-", more(vr_fsdp2(model)), "-", "-", "-")
         if not self.sharded:
             whole, quarter = (vr_ddp(model, ranks, accumulated=a) for a in (False, True))
-            kept = memory_ddp(model, ranks, accumulated=True, average=True)
+            kept = memory_ddp(model, ranks, by_ranks=False, average=True)
             message = min(_PIECE, _FLOAT * model.parameters) / ranks
             vr = (
                 more(whole, plain),
