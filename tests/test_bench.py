@@ -9,7 +9,7 @@ from typer import BadParameter
 
 from bigbatch import GradientMeter
 from bigbatch.bench import commands, measure, models
-from bigbatch.bench.sent import bytes_sent
+from bigbatch.bench.ranks import bytes_sent
 from bigbatch.bench.timing import COLUMNS, Cost, interleaved
 
 

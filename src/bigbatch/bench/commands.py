@@ -1,5 +1,6 @@
 """`bigbatch bench`: one command for each thing that is measured."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
@@ -11,7 +12,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bigbatch.bench import coverage, halves, loop, measure, optimizers, twins
+from bigbatch.bench import (
+    coverage,
+    engines,
+    halves,
+    kinds,
+    loop,
+    measure,
+    optimizers,
+    scaling,
+    twins,
+)
 from bigbatch.bench.timing import COLUMNS
 
 app = typer.Typer(help="Measure what things cost on this machine, as ratios.", no_args_is_help=True)
@@ -72,6 +83,21 @@ def loop_(rounds: Rounds = 15) -> None:
     _show(
         f"median of {rounds} interleaved rounds", loop.COLUMNS, loop.costs(rounds), total=loop.ROWS
     )
+
+
+@app.command("engines")
+def engines_(
+    rounds: Rounds = 5,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, max=4, help="Numbers of ranks: 2, 3, 4.")
+    ] = None,
+) -> None:
+    """What ranks send under DDP and FSDP2, by count and by formula, and what that costs."""
+    counts = ranks or engines.RANKS
+    total = sum(len(kinds.kinds(engine, n)) for n in counts for engine in kinds.ENGINES)
+    title = f"gloo, ranks share {os.cpu_count()} cores; median [least, most] of {rounds} rounds"
+    _show(title, engines.COLUMNS, engines.costs(rounds, counts), total=total)
+    _show(scaling.TITLE, scaling.COLUMNS, scaling.run(), total=scaling.ROWS)
 
 
 @app.command("twins")

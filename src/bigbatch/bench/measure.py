@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bigbatch.bench.models import count, random_batch, resnet18, transformer, wide_layers
-from bigbatch.bench.sent import bytes_sent
+from bigbatch.bench.ranks import bytes_sent
 from bigbatch.bench.timing import Cost, interleaved
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.moments import GradientMoments

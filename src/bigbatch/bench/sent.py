@@ -1,21 +1,11 @@
 """What ranks send: a process group that counts."""
 
-import multiprocessing
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-_RANKS = 2
 _c10d: Any = dist  # its stubs lack what a backend needs
-
-Steps = Callable[[Callable[[nn.Module], nn.Module]], Iterator[None]]
 
 
 class CountingGroup(dist.ProcessGroup):
@@ -42,52 +32,71 @@ class CountingGroup(dist.ProcessGroup):
         return self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Counts its bytes."""
-        self.note("broadcast", tensors)
-        return self.gloo.broadcast(tensors, opts or dist.BroadcastOptions())
+        """Counts its bytes on the rank that has them."""
+        opts = opts or dist.BroadcastOptions()
+        if opts.rootRank == self.rank():
+            self.note("broadcast", tensors)
+        return self.gloo.broadcast(tensors, opts)
 
     def allgather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Counts the bytes of what this rank has."""
         self.note("all-gather", inputs)
         return self.gloo.allgather(outputs, inputs, opts or _c10d.AllgatherOptions())
 
+    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> Any:
+        """Counts the bytes of what this rank has."""
+        self.note("all-gather", [own])
+        return self.gloo._allgather_base(output, own, opts or _c10d.AllgatherOptions())
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        """Counts the bytes of all parts."""
+        self.note("reduce-scatter", [whole])
+        return self.gloo._reduce_scatter_base(output, whole, opts or _c10d.ReduceScatterOptions())
+
+    def alltoall_base(
+        self, output: Tensor, whole: Tensor, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Any:
+        """Counts the bytes of all parts, its own too."""
+        self.note("all-to-all", [whole])
+        options = opts or _c10d.AllToAllOptions()
+        return self.gloo.alltoall_base(output, whole, outputs, inputs, options)
+
+    # the names that torch 2.13 calls
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Not counted."""
+        return self.gloo.barrier(opts or _c10d.BarrierOptions())
+
     def note(self, collective: str, tensors: list[Tensor]) -> None:
         """Adds to the list."""
         self.sent.append((collective, sum(t.numel() * t.element_size() for t in tensors)))
 
 
-def bytes_sent(steps: Steps) -> int:
-    """Bytes that each of two processes hands over in the last step of a run under DDP.
+def register() -> None:
+    """Makes "counting" the name of a backend."""
+    if not hasattr(dist.Backend, "COUNTING"):
+        dist.Backend.register_backend("counting", CountingGroup, devices=["cpu"])
 
-    Args:
-        steps: yields after every step of the model that it wraps by what it is given.
+
+def counting_groups() -> list[CountingGroup]:
+    """Those of this process, whoever made them."""
+    groups = _c10d.distributed_c10d._world.pg_map
+    return [group for group in groups if isinstance(group, CountingGroup)]
+
+
+def moved(collective: str, handed: float, ranks: int) -> float:
+    """Bytes that leave a rank where a ring does it, from those that it hands over.
+
+    The whole tensor over W ranks: an all-reduce sends 2 (W - 1) / W of it, all-to-all and
+    reduce-scatter (W - 1) / W; to an all-gather a rank hands its own part, and W - 1 parts pass
+    through it; of a broadcast only the rank that has the tensor is counted.
+
+    Example:
+        >>> [moved(c, 12.0, 4) for c in ("all-reduce", "all-to-all", "all-gather", "broadcast")]
+        [18.0, 9.0, 36.0, 12.0]
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(_RANKS)]
-        processes = [
-            context.Process(target=_count, args=(rank, Path(folder) / "store", theirs, steps))
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError("a process that counts bytes failed; its error is above")
-    return int(pipes[0][0].recv())
-
-
-def _count(rank: int, store: Path, result: Any, steps: Steps) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)  # other data on each
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=_RANKS)
-    dist.Backend.register_backend("counting", CountingGroup, devices=["cpu"])
-    group: Any = dist.new_group(list(range(_RANKS)), backend="counting")
-    last = 0
-    for _ in steps(lambda model: DistributedDataParallel(model, process_group=group)):
-        last = sum(size for _, size in group.sent)
-        group.sent.clear()
-    dist.barrier()  # the other may still need this one
-    result.send(last)
-    os._exit(0)  # gloo's threads and Python's finalization do not get along
+    factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": ranks - 1.0, "broadcast": 1.0}
+    return handed * factors.get(collective, (ranks - 1) / ranks)
