@@ -536,6 +536,8 @@ def refused(rank, ranks, case):
     if case == "construction":
         with pytest.raises(SettingError, match="Sequential"):
             optimizer.attach(ddp.module)
+        with pytest.raises(SettingError, match="float16"):
+            optimizer.attach(ddp, m2_dtype=torch.float16)
         with pytest.raises(SettingError, match="by layer"):
             optimizer.attach(ddp, groups="by layer")
         other = MAKE["VRSGD"]([nn.Parameter(torch.zeros(1))])
@@ -683,3 +685,278 @@ def test_a_group_of_some_ranks_is_those_ranks(ranks):
     _, *results = ranks(3)(over_some)
     assert bitwise_equal(results)
     assert difference(alone("VRAdam", 2, 2), results[0]) < 1e-11
+
+
+# what else users do
+
+
+def mean_gradients(ranks, numbers=(0,)):
+    model = network()
+    for rank in range(ranks):
+        for number in numbers:
+            backward(model, 0, rank, number, 1 / ranks)
+    return [p.grad for p in model.parameters()]
+
+
+def without_its_optimizer(rank, ranks, case):
+    ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
+    if case == "gone":
+        MAKE["VRSGD"](ddp.parameters()).attach(ddp)
+        gc.collect()
+    else:
+        optimizer = MAKE["VRSGD"]([{"params": ddp.parameters(), "vr": False}])
+        optimizer.attach(ddp)
+    accumulate(ddp, 0, rank, 1)
+    gradients = [p.grad.clone() for p in ddp.parameters()]
+    if case == "no group with vr":
+        optimizer.step()
+    return gradients
+
+
+@pytest.mark.parametrize("case", ["gone", "no group with vr"])
+def test_where_nothing_is_folded_the_gradient_is_the_mean(ranks, case):
+    for gradients in ranks(3)(without_its_optimizer, case):
+        assert difference(mean_gradients(3), gradients) < 1e-12
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.everywhere, self.somewhere = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
+
+    def forward(self, x, both):
+        y = self.everywhere(x).square().mean()
+        return y + self.somewhere(x).square().mean() if both else y
+
+
+def parts_of(model):
+    return [
+        {"params": model.somewhere.parameters()},
+        {"params": model.everywhere.parameters(), "vr": False},
+    ]
+
+
+def reached_by_one_rank(rank, ranks):
+    model = TwoParts()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = MAKE["VRSGD"](parts_of(model))
+    stats = optimizer.attach(ddp, **EXACT)
+    for number in range(2):
+        x, _ = micro_batch(0, rank, number, torch.float64)
+        with contextlib.nullcontext() if number else ddp.no_sync():
+            (ddp(x, rank == 0) / 2).backward()
+    everywhere = [p.grad.clone() for p in model.everywhere.parameters()]
+    optimizer.step()
+    return everywhere, float(stats.grad_norm)
+
+
+def test_weights_without_vr_have_the_mean_of_ranks_that_reach_no_other(ranks):
+    model = TwoParts()
+    for rank in range(2):
+        for number in range(2):
+            x, _ = micro_batch(0, rank, number, torch.float64)
+            (model(x, rank == 0) / 4).backward()
+    expected = [p.grad for p in model.everywhere.parameters()]
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    for gradients, seen in ranks(2)(reached_by_one_rank):
+        assert difference(expected, gradients) < 1e-12
+        assert pytest.approx(float(norm)) == seen
+
+
+def norm_of_a_part(rank, ranks):
+    model = TwoParts()
+    ddp = DistributedDataParallel(model)
+    optimizer = MAKE["VRSGD"](model.everywhere.parameters())
+    stats = optimizer.attach(ddp, **EXACT)
+    x, _ = micro_batch(0, rank, 0, torch.float64)
+    ddp(x, True).backward()
+    rest = torch.cat([p.grad.flatten() for p in model.somewhere.parameters()])
+    return float(stats.grad_norm), float(rest.norm())
+
+
+def test_the_norm_is_that_of_what_the_optimizer_trains(ranks):
+    model = TwoParts()
+    for rank in range(2):
+        (model(micro_batch(0, rank, 0, torch.float64)[0], True) / 2).backward()
+    norms = [
+        float(torch.cat([p.grad.flatten() for p in part.parameters()]).norm())
+        for part in (model.everywhere, model.somewhere)
+    ]
+    for seen in ranks(2)(norm_of_a_part):
+        assert pytest.approx(norms) == list(seen)
+
+
+def wrapped_anew(rank, ranks):
+    model = network()
+    ddp = DistributedDataParallel(model)
+    optimizer = MAKE["VRAdam"](model.parameters())
+    optimizer.attach(ddp, **EXACT)
+    for step in range(STEPS):
+        if step == 2:
+            ddp = DistributedDataParallel(model)
+            optimizer.attach(ddp, **EXACT)
+        accumulate(ddp, step, rank, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_p_goes_along_when_a_model_is_wrapped_anew(ranks):
+    results = ranks(2)(wrapped_anew)
+    assert bitwise_equal(results)
+    assert difference(alone("VRAdam", 2, 2), results[0]) < 1e-11
+
+
+def not_reduced(rank, ranks, case):
+    model = network()
+    model[0].bias.requires_grad_(case != "unfrozen")
+    ddp = DistributedDataParallel(model)
+    optimizer = MAKE["VRSGD"](model.parameters())
+    optimizer.attach(ddp)
+    other = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    if case == "unfrozen":
+        model[0].bias.requires_grad_()
+    if case == "added":
+        optimizer.add_param_group({"params": [other]})
+    if case == "hook":
+        model[0].weight.register_hook(lambda gradient: 3 * gradient)
+    for number in range(2):
+        x, y = micro_batch(0, rank, number, torch.float64)
+        with contextlib.nullcontext() if number else ddp.no_sync():
+            (mse_loss(ddp(x) * other, y) / 2).backward()
+    with pytest.raises(GradientError, match="put it on before" if case == "hook" else "not reduce"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", ["unfrozen", "added", "hook"])
+def test_gradients_that_ddp_does_not_reduce_or_a_hook_changes_are_refused(ranks, case):
+    ranks(2)(not_reduced, case)
+
+
+def hooked_before(rank, ranks):
+    model = network()
+    model[0].weight.register_hook(lambda gradient: 3 * gradient)
+    ddp = DistributedDataParallel(model)
+    optimizer = MAKE["VRMomentum"](model.parameters())
+    optimizer.attach(ddp, **EXACT)
+    for step in range(STEPS):
+        accumulate(ddp, step, rank, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_hook_that_was_there_before_is_part_of_the_gradient(ranks):
+    model = network()
+    model[0].weight.register_hook(lambda gradient: 3 * gradient)
+    optimizer = MAKE["VRMomentum"](model.parameters())
+    for step in range(STEPS):
+        for rank in range(2):
+            for number in range(2):
+                backward(model, step, rank, number, 1 / 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert difference(weights(model), ranks(2)(hooked_before)[0]) < 1e-11
+
+
+def twice(rank, ranks):
+    ddp = DistributedDataParallel(network())
+    optimizer = MAKE["VRAdam"](ddp.parameters())
+    stats = optimizer.attach(ddp)
+    accumulate(ddp, 0, rank, 1)
+    norm = float(stats.clip_grad_norm_(0.1))
+    folded = [p.grad.clone() for p in ddp.parameters()]
+    assert pytest.approx(0.1, rel=1e-4) == float(stats.clip_grad_norm_(0.1))
+    assert difference(folded, [p.grad for p in ddp.parameters()]) < 1e-4
+    optimizer.step()
+    with pytest.raises(GradientError, match="twice"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()  # as a checkpoint of torch's does
+    with pytest.raises(StateError, match="consolidate"):
+        optimizer.state_dict()
+    return norm
+
+
+def test_clipping_twice_clips_once_and_stepping_twice_is_refused(ranks):
+    ranks(2)(twice)
+
+
+def copied(rank, ranks):
+    ddp = DistributedDataParallel(network())
+    optimizer = MAKE["VRSGD"](ddp.parameters())
+    optimizer.attach(ddp)
+    accumulate(ddp, 0, rank, 1)
+    optimizer.step()
+    return weights(copy.deepcopy(ddp)), weights(ddp)
+
+
+def test_an_attached_model_can_be_copied(ranks):
+    for mine, theirs in ranks(2)(copied):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def loaded_back(rank, ranks):
+    """Two steps, a state, two more, back to the state, and the same two again."""
+    ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
+    optimizer = MAKE["VRAdam"](ddp.parameters())
+    optimizer.attach(ddp, **EXACT)
+    ends = []
+    for step in (0, 1, 2, 3, 2, 3):
+        if step == 2 and not ends:
+            optimizer.attached.consolidate()
+            state = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
+        elif step == 2:
+            ddp.module.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        accumulate(ddp, step, rank, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            ends.append(weights(ddp))
+        elif step == 2:
+            ends = ends or [None]
+    return ends[1:]
+
+
+def test_a_state_that_is_loaded_back_is_gone_on_with(ranks):
+    for first, again in ranks(2)(loaded_back):
+        assert all(map(torch.equal, first, again))
+
+
+UNEQUAL = [1, 2, 3, 1]
+
+
+def unequal(rank, ranks, nodes):
+    dist.new_group([0, 1])  # of some ranks only: the ranks are in unequally many groups
+    ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
+    optimizer = MAKE["VRAdam"](ddp.parameters())
+    groups = [dist.new_group(node) for node in nodes]
+    node = groups[[rank in node for node in nodes].index(True)]
+    optimizer.attach(ddp, node_group=node, **EXACT)
+    for step in range(STEPS):
+        for number in range(UNEQUAL[rank]):
+            last = number == UNEQUAL[rank] - 1
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                backward(ddp, step, rank, number, 4 / sum(UNEQUAL))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(ddp)
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 3], [1, 2]]], ids=str)
+def test_ranks_and_nodes_count_by_their_micro_batches(ranks, nodes):
+    model = network()
+    optimizer = MAKE["VRAdam"](model.parameters())
+    for step in range(STEPS):
+        for rank, micro_batches in enumerate(UNEQUAL):
+            for number in range(micro_batches):
+                backward(model, step, rank, number, 1 / sum(UNEQUAL))
+        optimizer.step()
+        optimizer.zero_grad()
+    results = ranks(4)(unequal, nodes)
+    assert bitwise_equal(results)
+    assert difference(weights(model), results[0]) < 1e-11

@@ -1,13 +1,15 @@
 """AdaptiveBatch with variance-reduced optimizers on real ranks: the steps of one process."""
 
+from itertools import chain
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
-from bigbatch.errors import SettingError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.measure.source import PlainSource
-from test_ranks_loop import Numbered, ledger_loader, network, together, whole, wrapped
+from test_ranks_loop import SAMPLES, Numbered, ledger_loader, network, together, whole, wrapped
 from test_ranks_optimizers import MAKE, VR
 
 pytestmark = [
@@ -98,9 +100,9 @@ def sharded_run(rank, ranks, engine, name, weight, updates):
     raise AssertionError
 
 
-def one_process(name, weight, steps):
+def one_process(name, weight, steps, samples=SAMPLES):
     """The same groups, which one process sees one after the other."""
-    model, data = network(), Numbered()
+    model, data = network(), Numbered(samples)
     optimizer = MAKE[name](model.parameters())
     source = PlainSource(model.parameters(), explicit=True)
     optimizer.follow(source)
@@ -155,3 +157,191 @@ def too_few(rank, ranks):
 
 def test_fewer_than_two_micro_batches_a_rank_are_refused_where_those_are_compared(ranks):
     ranks(2)(too_few)
+
+
+# what else goes on in a loop on ranks
+
+
+def with_tokens(rank, ranks, engine, virtual_ranks, updates):
+    """Losses over tokens, none on some samples; clipped; and the norms."""
+    train = build(rank, ranks, engine, "VRAdam", virtual_ranks)
+    norms, done = [], 0
+    for _ in train.epochs(10**9):
+        for step in train:
+            for x, y, number in step:
+                tokens = torch.tensor([WEIGHT["tokens"](n) for n in number.tolist()]).double()
+                loss, total = mean_loss(train.model, x, y, tokens)
+                step.backward(loss, weight=total)
+            norms.append(float(step.clip_grad_norm_(0.2)))
+            step.update()
+            done += 1
+            if done == updates:
+                return norms, [whole(p) for p in train.model.parameters()]
+    raise AssertionError
+
+
+def test_losses_over_tokens_are_clipped_by_their_true_norm(ranks):
+    norms, weights = with_tokens(0, 1, "plain", 4, 12)
+    for seen, other in ranks(2)(with_tokens, "ddp", 4, 12):
+        assert pytest.approx(norms, rel=1e-9) == seen
+        for mine, theirs in zip(weights, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+def one_backward_a_rank(rank, ranks, engine):
+    train = build(
+        rank, ranks, engine, "VRAdam", 2, policy=bb.Fixed(24), batch_size=24, min_micro_batches=2
+    )
+    for number, step in enumerate(train):
+        for x, y, _ in step:
+            step.backward(cross_entropy(train.model(x), y))
+        assert 2 == step.update().micro_batches
+        if number == 5:
+            return [whole(p) for p in train.model.parameters()]
+    raise AssertionError
+
+
+def test_a_static_graph_may_have_one_micro_batch_a_rank(ranks):
+    expected = one_backward_a_rank(0, 1, "plain")
+    for weights in ranks(2)(one_backward_a_rank, "ddp-static"):
+        for mine, theirs in zip(expected, weights, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+def skipping(rank, ranks, engine, broken):
+    """Steps of which the second is not finite on rank 1, or is the same but for its loss, 0."""
+    train = build(rank, ranks, engine, "VRAdam", ranks, policy=bb.Fixed(64))
+    records = []
+    for number, step in enumerate(train):
+        for x, y, _ in step:
+            loss = cross_entropy(train.model(x), y)
+            step.backward(loss * torch.nan if broken and number == 1 and rank == 1 else loss)
+            if not broken and number == 1:
+                before = [p.detach().clone() for p in train.model.parameters()]
+        records.append(step.update())
+        if number == 3:
+            return [r.skipped for r in records], [whole(p) for p in train.model.parameters()]
+    raise AssertionError(before)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_step_that_is_not_finite_is_left_out_and_the_next_is_whole(ranks, engine):
+    results = ranks(2)(skipping, engine, True)
+    for skipped, weights in results:
+        assert [False, True, False, False] == skipped
+        assert all(w.isfinite().all() for w in weights)
+        assert all(map(torch.equal, weights, results[0][1]))
+
+
+def two_each(rank, ranks):
+    """Two virtual ranks on each of two, over 99 samples, the last row of which is not full."""
+    model = wrapped("fsdp2", ranks)
+    train = bb.AdaptiveBatch(
+        model,
+        MAKE["VRSGD"](model.parameters()),
+        bb.Batches(ledger_loader(rank, ranks, samples=99), virtual_ranks=4),
+        policy=bb.Fixed(48),
+        micro_batch=12,
+        lr_scaling=None,
+        min_micro_batches=4,
+    )
+    done = []
+    for _ in train.epochs(2):
+        for step in train:
+            groups = []
+            for x, y, number in step:
+                step.backward(cross_entropy(train.model(x), y))
+                groups.append(number.tolist())
+            step.clip_grad_norm_(1.0)
+            done.append(groups)
+            step.update()
+    return done, [whole(p) for p in train.model.parameters()]
+
+
+def test_micro_batches_of_virtual_ranks_are_weighed_over_all_ranks(ranks):
+    answers = ranks(2)(two_each)
+    steps = [
+        [[n for piece in together_ for n in piece] for together_ in zip(*of_ranks, strict=True)]
+        for of_ranks in zip(*(done for done, _ in answers), strict=True)
+    ]
+    assert {99} == {sum(map(len, chain(*epoch))) for epoch in (steps[:2], steps[2:])}
+    expected = one_process("VRSGD", "samples", steps, 99)
+    for _, weights in answers:
+        for mine, theirs in zip(expected, weights, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+def weights_on_one_rank(rank, ranks):
+    train = build(rank, ranks, "fsdp2", "VRSGD", 2)
+    step = next(iter(train))
+    x, y, _ = next(iter(step))
+    loss = cross_entropy(train.model(x), y)
+    with pytest.raises(LoopError, match="always or never"):
+        step.backward(loss, weight=None if rank else 3.0)
+
+
+def test_weights_on_one_rank_only_are_refused_on_both(ranks):
+    ranks(2)(weights_on_one_rank)
+
+
+def ending(rank, ranks, engine, samples):
+    model = wrapped(engine, ranks)
+    optimizer = MAKE["VRSGD"](model.parameters())
+    loader = bb.Batches(ledger_loader(rank, ranks, samples=samples), tail="step")
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(48), micro_batch=12)
+    sizes = []
+    for step in train:
+        for x, y, _ in step:
+            step.backward(cross_entropy(model(x), y))
+        sizes.append(step.update().batch_size)
+    return sizes
+
+
+def test_a_tail_of_its_own_has_two_micro_batches(ranks):
+    assert [48, 49] == ending(0, 1, "plain", 97)
+    assert [48, 48, 2] == ending(0, 1, "plain", 98)
+    for samples in (98, 99):
+        sizes = ranks(2)(ending, "fsdp2", samples)
+        assert [[48, samples - 48]] * 2 == sizes
+
+
+def attached_elsewhere(rank, ranks):
+    model, other = wrapped("ddp", ranks), wrapped("ddp", ranks)
+    optimizer = MAKE["VRSGD"]([*model.parameters(), *other.parameters()][:4])
+    optimizer.attach(model)
+    with pytest.raises(SettingError, match="attached to another DDP model"):
+        bb.AdaptiveBatch(
+            other,
+            VRSGDOver(optimizer, other),
+            ledger_loader(rank, ranks),
+            policy=bb.Fixed(48),
+        )
+
+
+def VRSGDOver(optimizer, model):
+    """The same optimizer, its groups now those of another model."""
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return optimizer
+
+
+def test_an_optimizer_that_is_attached_elsewhere_is_refused(ranks):
+    ranks(2)(attached_elsewhere)
+
+
+def fitting(rank, ranks):
+    model = wrapped("ddp", ranks)
+    optimizer = MAKE["VRAdam"](model.parameters())
+    optimizer.attach(model)
+    before = [whole(p) for p in model.parameters()]
+
+    def loss_of(batch):
+        x, y, _ = batch
+        return cross_entropy(model(x), y)
+
+    found = bb.largest_micro_batch(model, optimizer, ledger_loader(rank, ranks), loss_of, most=32)
+    assert all(map(torch.equal, before, [whole(p) for p in model.parameters()]))
+    return found
+
+
+def test_the_largest_micro_batch_is_found_for_an_attached_optimizer(ranks):
+    assert [32, 32] == ranks(2)(fitting)

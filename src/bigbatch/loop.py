@@ -329,7 +329,9 @@ class AdaptiveBatch:
     # between the steps
 
     def _cut(self) -> StepBatches | None:
-        return self.batches.step(self.plan, self.controller.min_batch, self.controller.max_batch)
+        rows = 2 if isinstance(self.optimizer, VarianceReduced) else 1  # r needs two micro-batches
+        bounds = self.controller.min_batch, self.controller.max_batch
+        return self.batches.step(self.plan, *bounds, rows)
 
     def _learn_length(self) -> None:
         """A loader that does not say its length has shown it after one pass."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,8 @@ class Common:
         advice: for a forward that runs out of memory.
         tell: what to tell the other ranks, when the last backward is done.
         finish: decides and steps, given what was read.
+        weighed: whether losses have weights, of each rank, where shards have to know; empty until
+            it was asked.
     """
 
     meter: GradientMeter
@@ -120,6 +122,7 @@ class Common:
     advice: SizeAdvice
     tell: Callable[[], list[float]]
     finish: Callable[[Reading], StepRecord]
+    weighed: list[bool] = field(default_factory=list)
 
 
 class Step:
@@ -277,6 +280,14 @@ class Step:
         shards = self._common.shards
         if shards is None:
             return nullcontext()
+        if not self._common.weighed:
+            rows = Agreement(self._source).gather(not self._in_samples)
+            self._common.weighed.extend(bool(weighed) for (weighed,) in rows)
+        if set(self._common.weighed) != {not self._in_samples}:
+            raise LoopError(
+                "weight= is given on some ranks, or in some steps, and not in others; where "
+                "gradients are sharded a variance-reduced optimizer needs it always or never"
+            )
         everywhere = float(self._cut.everywhere)
         if not self._in_samples:
             everywhere = math.fsum(row[0] for row in Agreement(self._source).gather(weight))

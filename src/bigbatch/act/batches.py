@@ -155,7 +155,9 @@ class Batches:
         self._agree_on_total()
         self.consumed, self._end = 0, self._total
 
-    def step(self, plan: BatchPlan, least: int, most: int | None = None) -> StepBatches | None:
+    def step(
+        self, plan: BatchPlan, least: int, most: int | None = None, rows: int = 1
+    ) -> StepBatches | None:
         """The micro-batches of the next optimizer step; None where the pass is over.
 
         Collective where a loader does not say its length.
@@ -164,6 +166,7 @@ class Batches:
             plan: how the step is cut, among the virtual ranks.
             least: fewest samples that the step after it may be left with.
             most: upper bound of a step in samples, or None.
+            rows: fewest rows of a step that is the tail.
         Raises:
             BatchError: the ranks' samples are uneven, and uneven="raise".
         """
@@ -175,7 +178,7 @@ class Batches:
         if rest is not None and rest < fewest:
             self._close()
             return None
-        return StepBatches(self, plan, least, most)
+        return StepBatches(self, plan, least, most, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: "pass" for all ranks, "stream" for this one."""

@@ -55,15 +55,20 @@ class StepBatches:
         plan: how the step is cut, among the virtual ranks.
         least: fewest samples that the step after it may be left with.
         most: upper bound of a step in samples, or None.
+        rows: fewest rows of a step of its own at the end of the pass, where the tail is one.
     """
 
-    def __init__(self, batches: Pass, plan: BatchPlan, least: int, most: int | None) -> None:
+    def __init__(
+        self, batches: Pass, plan: BatchPlan, least: int, most: int | None, rows: int = 1
+    ) -> None:
         self.last = False  # whether the micro-batch given out is the step's last on this rank
         self.everywhere = 0  # samples of those that the ranks were given together
         self._batches = batches
         self._plan = plan
         self._row = batches.virtual_ranks
-        self._least = {"share": max(least, self._row), "step": self._row, "drop": 0}[batches.tail]
+        self._least = {"share": max(least, self._row), "step": rows * self._row, "drop": 0}[
+            batches.tail
+        ]
         self._most = most
         self._before = batches.consumed
         self._left = plan.micro * plan.accumulation  # rows still to come in this step

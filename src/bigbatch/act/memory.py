@@ -170,13 +170,16 @@ class _Trials:
         times, rest = divmod(size, self.samples)
         pieces = [self._batch] * times + [cut_samples(self._batch, 0, rest)] * (rest > 0)
         batch = glue_samples(pieces)
+        stepped: Any = self._optimizer
+        if getattr(stepped, "attached", None):  # it folds in a reduction, and there is none here
+            stepped = stepped.base
         with warnings.catch_warnings(action="ignore"):  # of micro-batches that are the same
             for _ in range(2):  # the first step makes the optimizer's state
                 self._optimizer.zero_grad()
                 self._model.zero_grad()  # what the optimizer does not hold has .grad too
                 for _ in range(2):  # the first backward makes .grad
                     (self._loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
-                self._optimizer.step()
+                stepped.step()
 
     def _retries(self) -> int:
         """How often an allocator gave its cache back to be able to go on."""

@@ -40,7 +40,8 @@ class Health:
             if not may_overflow:
                 self._warn("finite", _not_finite(totals.of_ranks), speak)
             return
-        self._warn_of_outliers(totals.of_ranks, speak)
+        for kind, message in self._outliers(totals.of_ranks):
+            self._warn(kind, message, speak)
         self._warn("alike", self._same_data(totals.of_ranks), speak)
         covariance, variance = self._slope
         if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
@@ -58,18 +59,17 @@ class Health:
                 speak,
             )
 
-    def _warn_of_outliers(self, ranks: list[OfRank], speak: bool) -> None:
-        """Of ranks that are far off for many steps; late in training healthy ones are for one."""
-        ratios = dict(_outliers(ranks, self._loss))
+    def _outliers(self, ranks: list[OfRank]) -> Iterator[tuple[str, str]]:
+        """Ranks that were far off for many steps; late in training healthy ones are in some."""
+        ratios = dict(_far_off(ranks, self._loss))
         self._far = {far: self._far.get(far, 0) + 1 for far in ratios}
         for (number, long), ratio in ratios.items():
             if self._far[number, long] >= _STREAK:
-                self._warn(
+                yield (
                     f"outlier {number}",
                     f"the gradients of rank {number} are {ratio:.3g} x as long as the median of "
-                    f"the other ranks, and were in all of {_STREAK} steps; look for broken data, "
-                    "stale weights or faulty arithmetic there",
-                    speak,
+                    f"the other ranks, and were far off in all of {_STREAK} steps; look for broken "
+                    "data, stale weights or faulty arithmetic there",
                 )
 
     def _same_data(self, ranks: list[OfRank]) -> str:
@@ -118,7 +118,7 @@ def _not_finite(ranks: list[OfRank]) -> str:
     )
 
 
-def _outliers(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
+def _far_off(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
     """((rank, whether longer), ratio) of those whose gradients are far from the others' in length.
 
     A step to which a rank adds nothing, having nothing but empty micro-batches, is left out.

@@ -167,20 +167,21 @@ def join(
     Args:
         totals: S_r.
         seconds: M2_r; none where they are zero.
-        weights: W_r; a group of weight 0 has nothing to say.
+        weights: W_r; a group of weight 0 is in S alone.
         total: where S goes, float32 at least.
         m2: where M2 goes.
         fused: whether compiled kernels may be used.
     Source:
         Chan, Golub and LeVeque 1979.
     """
+    total.zero_()
     m2.zero_()
     before = 0.0
     for row, weight in zip(totals, weights, strict=True):
         if weight and before:
             _add(row.to(total.dtype), weight, total, m2, before, fused=fused, adds=True)
-        elif weight:
-            total.copy_(row)
+        else:
+            total.add_(row)
         before += weight
     for second in seconds:
         m2.add_(second)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.measure.norms import flattened
 from bigbatch.measure.source.ddp import FOLDED
-from bigbatch.optim.exchange import levels_of
+from bigbatch.optim.exchange import levels_of, new_group
 from bigbatch.optim.fold import Folded, Rule
 from bigbatch.optim.reduction import Reduction
 from bigbatch.optim.shards import Shard, Span
@@ -54,6 +54,7 @@ class Attachment:
         self._levels = levels_of(ddp.process_group, node_group)
         self._m2_dtype, self._fused = m2_dtype, fused
         self._refusal = ""  # of the present step
+        self._taken = False  # whether that is done
         self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
         self._of: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
@@ -90,8 +91,10 @@ class Attachment:
             norm = norm / scaler.scale(torch.ones_like(norm))
         trained = (p.grad for group in self._rule.param_groups for p in group["params"])
         grads = [grad for grad in trained if grad is not None]
+        share = (max_norm / (norm + _EPS)).clamp(max=1.0)
         with torch.no_grad():
-            torch._foreach_mul_(grads, (max_norm / (norm + _EPS)).clamp(max=1.0))
+            torch._foreach_mul_(grads, share)
+        self.scale(share)
         return norm
 
     def consolidate(self) -> None:
@@ -99,7 +102,20 @@ class Attachment:
         for _, shard in sorted(self._shards.items()):
             shard.bring(self._rule.averages)
 
+    def __reduce__(self) -> Any:
+        """A copy of the DDP model is not attached."""
+        return _nobody, ()
+
     # what the optimizer asks
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step was folded and not taken."""
+        return self.done and not self._taken
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether p of it is spread over the ranks."""
+        return any(shard.keeps(parameter) for shard in self._shards.values())
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
         """Whether it folds in that model."""
@@ -112,6 +128,10 @@ class Attachment:
             asks: whether to look if all groups agree, which waits for the device.
         """
         done = self._require_done("step()")
+        if self._taken:
+            raise GradientError("step() was called twice for one backward; .grad is r g already")
+        done.require_all_in()
+        self._taken = True
         for shard in self._shards.values():
             shard.commit(self._rule.averages)
         return Folded(done.k, done.told, asks and not done.live.any() and bool(self.grad_norm))
@@ -151,7 +171,7 @@ class Attachment:
         parts = [flat[span.there] for _, span in self._of.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """The gradients were multiplied."""
         if self._reduction is not None:
             for square in self._reduction.squares.values():
@@ -161,7 +181,7 @@ class Attachment:
 
     def begin(self) -> None:
         """A step starts."""
-        self._reduction, self._refusal = None, ""
+        self._reduction, self._refusal, self._taken = None, "", False
         self._own = [0.0, 0.0]
 
     def micro_batch(self, weight: float) -> None:
@@ -182,9 +202,13 @@ class Attachment:
         if bucket.index() == 0 and not self.early:
             self._start()
         if self.early or self._reduction is None:
-            untouched: Future[Tensor] = Future()
-            untouched.set_result(bucket.buffer())
-            return untouched
+            buffer = bucket.buffer()
+            if not self.early:  # the mean, for whatever else steps along it
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self.ranks)
+            unfolded: Future[Tensor] = Future()
+            unfolded.set_result(buffer)
+            return unfolded
         future = self._reduction.take(self._shard_of(bucket), bucket.buffer())
         if bucket.is_last():
             shards = [shard for _, shard in sorted(self._shards.items())]
@@ -194,7 +218,8 @@ class Attachment:
     def _start(self) -> None:
         """Tells the other ranks of this one's micro-batches; a refusal is everybody's.
 
-        It is raised by `step()`: an error in the middle of a backward would break DDP.
+        It is raised by `step()`: an error in the middle of a backward would break DDP. What is
+        refused is averaged.
         """
         ddp, rule = self._ddp(), self._rule_ref()
         joining = ddp is not None and bool(ddp._join_config.enable)
@@ -273,14 +298,16 @@ class Attachment:
         return rule
 
 
+def _nobody() -> None:
+    """What a copy is attached to."""
+
+
 def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     """For what the host has to know during a backward, without waiting for a device."""
-    group: Any = ddp.process_group
-    if not next(ddp.parameters()).is_cpu:
-        ranks = dist.get_process_group_ranks(group)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    found: dist.ProcessGroup = group
-    return found
+    group: dist.ProcessGroup = ddp.process_group
+    if next(ddp.parameters()).is_cpu:
+        return group
+    return new_group(group, [dist.get_process_group_ranks(group)], "gloo")
 
 
 def fold_hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -288,10 +315,17 @@ def fold_hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:  # 
     return state.reduce(bucket)
 
 
-def require_attachable(ddp: Any, parameters: Sequence[Tensor], groups: str) -> None:
+def require_attachable(
+    ddp: Any, parameters: Sequence[Tensor], groups: str, m2_dtype: torch.dtype | None
+) -> None:
     """Raises SettingError where an optimizer cannot fold under this wrapper."""
     if groups not in ("all", "ranks"):
         raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
+    if m2_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise SettingError(
+            f"m2_dtype={m2_dtype} has not the range of squares; choose torch.bfloat16, float32 or "
+            "float64"
+        )
     if not isinstance(ddp, DistributedDataParallel):
         raise SettingError(
             f"attach() takes the DistributedDataParallel model, not {type(ddp).__name__}; under "

@@ -132,12 +132,29 @@ def levels_of(group: dist.ProcessGroup, node_group: dist.ProcessGroup | None) ->
     inside = Level(node_group, place, [[numbers[each]] for each in found[rank]])
     if len(nodes) == 1:
         return [inside]
-    node_of = {node[place]: node for node in nodes}  # by its rank among those that talk
-    between: Any = dist.new_group(
-        list(node_of), backend=dist.get_backend(node_group), use_local_synchronization=True
+    between = new_group(
+        group, [list(those) for those in zip(*nodes, strict=True)], dist.get_backend(node_group)
     )
+    node_of = {node[place]: node for node in nodes}  # by its rank among those that talk
     members = [
         [numbers[each] for each in node_of[talks]]
         for talks in dist.get_process_group_ranks(between)
     ]
     return [inside, Level(between, dist.get_rank(between), members)]
+
+
+def new_group(group: dist.ProcessGroup, parts: list[list[int]], backend: str) -> dist.ProcessGroup:
+    """A group for the part of the ranks that this one is in. Collective over `group`.
+
+    Where that is not all of the world, torch names it by how many groups a rank is in, so every
+    rank of it must be in as many.
+    """
+    alone = dist.get_world_size(group) < dist.get_world_size()
+    mine: list[Any] = [
+        dist.new_group(part, backend=backend, use_local_synchronization=alone)
+        for part in parts
+        if dist.get_rank() in part or not alone
+    ]
+    here = [dist.get_rank() in part for part in parts if dist.get_rank() in part or not alone]
+    found: dist.ProcessGroup = mine[here.index(True)]
+    return found

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from bigbatch.errors import GradientError
 from bigbatch.measure.devices import wide
 from bigbatch.measure.norms import flattened, squared_norm
+from bigbatch.measure.source import changed_later
 from bigbatch.optim.fold import Layer, Rule, fold
 from bigbatch.optim.shards import Bucket, Shard
 
@@ -77,6 +79,22 @@ class Reduction:
         dist.all_reduce(squares, group=self._group)
         self.squares = dict(zip(parameters, squares, strict=True))
         self.done = True
+
+    def require_all_in(self) -> None:
+        """Raises GradientError where a gradient was not reduced, or r is not that of it."""
+        for group in self._rule.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self.squares:
+                    raise GradientError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient that DDP "
+                        "did not reduce (unfrozen, or given to the optimizer, after the model was "
+                        "wrapped?); wrap the model anew, and attach the optimizer to that"
+                    )
+                if self._sends_m2 and parameter in self._groups and changed_later(parameter):
+                    raise GradientError(
+                        "a hook that was put on a parameter after attach() changes its gradient "
+                        "after it was seen; put it on before"
+                    )
 
     def _advance(self, folded_but: int, finished_but: int) -> None:
         """Folds all buckets but the last so many, and finishes all but so many."""

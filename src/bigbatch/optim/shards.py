@@ -87,12 +87,17 @@ class Shard:
 
     # p
 
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether p of a parameter is here and on the other ranks."""
+        return parameter in self._steps
+
     def is_brought(self, averages: Averages) -> bool:
         """Whether every rank has p of the whole bucket, as it is now."""
         return all(averages.of(p)[0] is not None for p in self._steps)
 
     def begin(self, groups: dict[Tensor, dict[str, Any]], averages: Averages) -> None:
         """Prepares the next p, if any parameter of the bucket has one."""
+        self._next = None
         asked = [p for p in self.parameters if p in groups and groups[p]["beta3"] is not None]
         if not asked:
             return

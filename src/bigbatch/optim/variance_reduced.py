@@ -183,7 +183,9 @@ class VarianceReduced(Optimizer):
         Source:
             docs/decisions/0009.
         """
-        require_attachable(ddp, list(self._scaled), groups)
+        require_attachable(ddp, list(self._scaled), groups, m2_dtype)
+        if self.attached is not None:
+            self.attached.consolidate()  # p goes to the new one
         self.attached = Attachment(
             ddp, self, groups, m2_dtype, node_group, fused=self._fused is not False
         )
@@ -253,7 +255,7 @@ class VarianceReduced(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         attached = self.attached
-        begun = attached.done if attached is not None else self._source.micro_batches
+        begun = self._source.micro_batches or (attached is not None and attached.waits)
         if self._scaled and (begun or not self._changes_nothing()):
             asks = not self._warned
             if attached is not None:
@@ -280,7 +282,8 @@ class VarianceReduced(Optimizer):
         """p of every parameter, as it is before the first step."""
         for group in self.param_groups:
             for parameter in group["params"] if group["vr"] else ():
-                if group["beta3"] is not None and parameter.grad is not None:
+                kept = self.attached is not None and self.attached.keeps(parameter)
+                if group["beta3"] is not None and parameter.grad is not None and not kept:
                     self.averages.make(parameter)
 
     def _tell(self, done: Folded) -> None:

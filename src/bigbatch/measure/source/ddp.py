@@ -33,7 +33,7 @@ class Folded(Protocol):
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """`.grad` was multiplied."""
 
 

@@ -51,6 +51,12 @@ def only_watched(parameter: Tensor) -> bool:
     return all(hasattr(hook, "only_watches") for hooks in kinds for hook in (hooks or {}).values())
 
 
+def changed_later(parameter: Tensor) -> bool:
+    """Whether a hook that is not ours comes after one of ours, and may change the gradient."""
+    ours = [hasattr(hook, "only_watches") for hook in (parameter._backward_hooks or {}).values()]
+    return True in ours and not all(ours[ours.index(True) :])
+
+
 def remove(handles: MutableMapping[Any, RemovableHandle]) -> None:
     """Takes hooks off."""
     for handle in handles.values():
