@@ -54,7 +54,8 @@ class AdaptiveBatch:
     Args:
         model: whose gradients are measured.
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
-            attached to DDP here where it was not.
+            attached to DDP here where it was not: `optimizer.attached.consolidate()` on every
+            rank comes before its `state_dict()` then.
         loader: any iterable of batches, or `Batches` with options of its own.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.

@@ -17,7 +17,7 @@ from bigbatch.measure.source.ddp import FOLDED
 from bigbatch.optim.exchange import levels_of, new_group
 from bigbatch.optim.fold import Folded, Rule
 from bigbatch.optim.reduction import Reduction
-from bigbatch.optim.shards import Shard, Span
+from bigbatch.optim.shards import Shard, Span, future_on
 
 Groups = Literal["all", "ranks"]
 
@@ -206,7 +206,7 @@ class Attachment:
             if not self.early:  # the mean, for whatever else steps along it
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self.ranks)
-            unfolded: Future[Tensor] = Future()
+            unfolded = future_on(buffer.device)
             unfolded.set_result(buffer)
             return unfolded
         future = self._reduction.take(self._shard_of(bucket), bucket.buffer())

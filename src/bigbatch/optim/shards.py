@@ -163,8 +163,7 @@ class Bucket:
     ) -> None:
         self.shard = shard
         self.folded = False
-        device = buffer.device
-        self.future: Future[Tensor] = Future() if device.type == "cpu" else Future(devices=[device])
+        self.future = future_on(buffer.device)
         self._buffer, self._m2_of = buffer, m2_of
         own = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
         self._m2_dtype = m2_dtype or own
@@ -234,3 +233,8 @@ class Bucket:
             if not last:
                 between = (total, second.to(self._m2_dtype))
                 rows = [received() for received in [piece.deal(x, number + 1) for x in between]]
+
+
+def future_on(device: torch.device) -> Future[Tensor]:
+    """For DDP, which waits for it; on a GPU with what was launched there before its result."""
+    return Future() if device.type == "cpu" else Future(devices=[device])
