@@ -4,7 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from bigbatch.errors import RankError, RunError
+from bigbatch.recipes import RECIPES
 from bigbatch.recipes.launch import Launch
+from bigbatch.recipes.study import start_study
+from bigbatch.report.files import fresh_name
+from bigbatch.report.run_directory import RunDirectory
 
 
 def never():
@@ -22,6 +26,79 @@ def test_workers_after_a_restart_go_on_where_the_first_began(tmp_path):
     assert (place, False) == Launch(store).place(never)  # nothing was written before the restart
     begin(place)
     assert (place, True) == Launch(store).place(never)
+
+
+def test_an_empty_directory_is_no_begun_run(tmp_path):
+    store = dist.HashStore()
+    assert (tmp_path / "run", False) == Launch(store).place(lambda: tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RunError, match="already in use"):
+        Launch(store).place(never)
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """`launch(name)` is one of that name, whose store is new, as where rank 0's worker keeps it."""
+
+    def named(name):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        return Launch(dist.HashStore())
+
+    return named
+
+
+def run_of(path, launch):
+    RunDirectory.create(path, {}, launch.id)
+
+
+def study_of(path, launch):
+    start_study(RECIPES["digits"], path, 1, None, launch.id)
+
+
+@pytest.mark.parametrize("begin", [run_of, study_of])
+def test_a_restart_without_the_store_knows_what_its_launch_began(tmp_path, launch, begin):
+    def fresh(launch):
+        return launch.place(lambda: fresh_name(tmp_path, "run", launch.id))
+
+    begin(tmp_path / "run-1", launch("other"))
+    place = tmp_path / "run-2"
+    assert (place, False) == fresh(launch("mine"))
+    begin(place, launch("mine"))
+    for choose in (fresh, lambda launch: launch.place(lambda: place)):
+        with pytest.warns(UserWarning, match="run-2, which launch mine began"):
+            assert (place, True) == choose(launch("mine"))
+    for other in ("other", "none"):
+        with pytest.raises(RunError, match="already in use"):
+            launch(other).place(lambda: place)
+
+
+def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
+    run_of(tmp_path / "run-1", launch("none"))
+    assert "launch" not in (tmp_path / "run-1" / "config.yaml").read_text()
+    with pytest.raises(RunError, match="already in use"):
+        launch("none").place(lambda: tmp_path / "run-1")
+    assert tmp_path / "run-2" == fresh_name(tmp_path, "run", launch("none").id)
+
+
+class GoneStore(dist.Store):
+    """As a client's is when the process that kept it has ended."""
+
+    def add(self, key, value):
+        raise dist.DistNetworkError("failed to send, got error 32: Broken pipe")
+
+
+def test_what_goes_wrong_is_told_without_the_store_too(capsys):
+    Launch(GoneStore()).tell("why")
+    assert "bigbatch: why\n" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"])
+def test_workers_started_again_tell_again(monkeypatch, capsys, name):
+    store = dist.HashStore()
+    for attempt in (29500, 29501):
+        monkeypatch.setenv(name, str(attempt))
+        Launch(store).tell("why")
+    assert "bigbatch: why\n" * 2 == capsys.readouterr().err
 
 
 def test_a_restart_does_not_go_on_with_what_others_left(tmp_path):
