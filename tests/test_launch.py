@@ -1,5 +1,9 @@
 """What processes that were started together have in common, without starting them."""
 
+import socket
+from datetime import timedelta
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 
@@ -125,18 +129,54 @@ def test_what_all_ranks_say_is_written_once(capsys):
     assert "bigbatch: the disk is full\nbigbatch: so is this one\n" == capsys.readouterr().err
 
 
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
 def test_a_rank_that_lost_another_says_so_where_that_did_not(capsys):
-    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     told, killed = dist.HashStore(), dist.HashStore()
     Launch(told).tell("why")
-    Launch(told).tell_lost(closed)
+    Launch(told).tell_failure(CLOSED)
     assert "bigbatch: why\n" == capsys.readouterr().err
-    Launch(killed).tell_lost(closed)
-    Launch(killed).tell_lost(closed)
+    Launch(killed).tell_failure(CLOSED)
+    Launch(killed).tell_failure(dist.DistNetworkError("Broken pipe"))
     line = capsys.readouterr().err
     assert (1, True) == (line.count("\n"), "--max-restarts N would go on" in line)
-    with pytest.raises(RuntimeError, match="shapes"):
-        Launch(killed).tell_lost(RuntimeError("shapes do not fit"))
+
+
+def test_a_rank_that_fails_is_named_with_its_error_and_the_others_are_silent(capsys):
+    error, store = IndexError("no label\n11"), dist.HashStore()
+    error.add_note("bigbatch: what to do")
+    error.add_note("of somebody else")
+    Launch(store).tell_failure(error)
+    traced, _, line = capsys.readouterr().err.partition("bigbatch: rank ")
+    assert "0 of 1: IndexError: no label 11; what to do\n" == line
+    assert "of somebody else" in traced
+    Launch(store).tell_failure(CLOSED)
+    assert "" == capsys.readouterr().err
+    with pytest.raises(IndexError):  # alone: as Python ends
+        Launch().tell_failure(error)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_ranks_that_do_not_meet_say_where_in_one_line(bigbatch, monkeypatch, taken):
+    """Rank 0's port is somebody else's; rank 1 finds nobody there."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if taken:
+            other.listen()
+        port = other.getsockname()[1]
+        for name, value in {
+            "WORLD_SIZE": "2",
+            "RANK": "0" if taken else "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }.items():
+            monkeypatch.setenv(name, value)
+        soon = partial(dist.rendezvous, timeout=timedelta(seconds=1))  # else after 30 minutes
+        monkeypatch.setattr(dist, "rendezvous", soon)
+        status, _, err = bigbatch("train", "digits")
+    assert (2, 1) == (status, err.count("\n"))
+    assert f"bigbatch: the ranks did not meet at 127.0.0.1:{port} (" in err
 
 
 def test_ranks_without_an_address_are_refused(bigbatch, monkeypatch):

@@ -57,11 +57,11 @@ def main() -> None:
     except (BigbatchError, TyperException, OSError) as error:
         launch.tell(_line_of(error))
         status = 2
-    except RuntimeError as error:
-        launch.tell_lost(error)
-        status = 1
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    except Exception as error:
+        launch.tell_failure(error)
+        status = 1
     except SystemExit as ending:
         launch.end(ending.code)
     if status == INTERRUPTED:  # typer returns it too
@@ -80,6 +80,7 @@ def train(
     min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Most samples of a backward.")] = None,
     smoothing: Annotated[float | None, typer.Option(help=_SMOOTHING)] = None,
     dead_band: Annotated[float | None, typer.Option(help=_DEAD_BAND)] = None,
     warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
@@ -129,6 +130,7 @@ def train(
         min_batch=min_batch,
         max_batch=max_batch,
         batch_size=batch_size,
+        micro_batch=micro_batch,
         smoothing=smoothing,
         dead_band=dead_band,
         warm_up=warm_up,

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from bigbatch.errors import RankError
+from bigbatch.measure.source import is_of_network
 from bigbatch.recipes import ranks
 from bigbatch.report.config import launch_of
 from bigbatch.report.files import has_begun, require_free
@@ -53,7 +55,7 @@ class Launch:
         A command that trains nothing is done by rank 0, which meets nobody; the others end here.
 
         Raises:
-            RankError: the variables are incomplete.
+            RankError: the variables are incomplete, or the others are not met where they say.
         """
         alone = os.environ.get("WORLD_SIZE", "1") == "1" and _RUN_ID not in os.environ
         if alone or not trains:
@@ -62,10 +64,14 @@ class Launch:
             return cls()
         try:
             store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+            launch = cls(store)
+            dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
         except ValueError as error:
             raise RankError(f"{error}; start the ranks by torchrun, or unset WORLD_SIZE") from None
-        launch = cls(store)
-        dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
+        except RuntimeError as error:
+            if not is_of_network(error):
+                raise
+            raise RankError(_unmet(error)) from None
         return launch
 
     def tell(self, message: str) -> None:
@@ -83,19 +89,24 @@ class Launch:
                 return bool(self._now.add(key, 1) == 1)
         return True
 
-    def tell_lost(self, error: RuntimeError) -> None:
-        """What to say where another rank is gone, unless that has told why.
+    def tell_failure(self, error: Exception) -> None:
+        """What to say where this rank fails, or where another is gone and has not told why.
 
         Raises:
-            RuntimeError: the error itself, where it is none of the connection.
+            Exception: the error itself, where this process is alone.
         """
-        if self._now is None or "gloo" not in str(error).lower():
+        if self._now is None:
             raise error
-        if self._is_first("failed"):
-            self.tell(
+        if not is_of_network(error):
+            traceback.print_exception(error)
+            message = f"rank {ranks.rank()} of {ranks.count()}: {_in_words(error)}"
+        else:
+            message = (
                 f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
                 "torchrun --max-restarts N would go on from its last checkpoint"
             )
+        if self._is_first("failed"):
+            self.tell(message)
 
     def place(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
         """Where to train, and whether workers before a restart have begun there. On rank 0.
@@ -141,3 +152,22 @@ def heard_if_leading() -> Iterator[None]:
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def _in_words(error: Exception) -> str:
+    """Type, message, and what we noted on it."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("bigbatch: ")]
+    said = [
+        f"{type(error).__name__}: {error}",
+        *(note.removeprefix("bigbatch: ") for note in notes),
+    ]
+    return "; ".join(said)
+
+
+def _unmet(error: Exception) -> str:
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    reason = str(error).partition("\n")[0]
+    return (
+        f"the ranks did not meet at {where} ({reason}); see that all of them are started and that "
+        "rank 0 has this port to itself, or start them by torchrun"
+    )
