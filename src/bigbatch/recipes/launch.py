@@ -111,6 +111,8 @@ class Launch:
     def place(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
         """Where to train, and whether workers before a restart have begun there. On rank 0.
 
+        The store remembers; where it is gone, the launch that the run or study names tells.
+
         Raises:
             RunError: something is there that this launch did not begin.
         """
