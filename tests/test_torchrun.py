@@ -153,7 +153,7 @@ def test_a_rank_that_fails_is_named_with_its_error_and_the_remedy(tmp_path):
     assert "another rank was lost" not in result.stderr
     assert "rank 1 of 2: RuntimeError: DefaultCPUAllocator: can't allocate memory; " in line
     assert "this micro-batch on rank 1 of 2 had" in line
-    assert 1 == result.stderr.count("Traceback")
+    assert 1 == result.stderr.count("in loss_of")  # its traceback; torchrun has one too
 
 
 def test_help_is_printed_once():
