@@ -103,7 +103,8 @@ class Launch:
         else:
             message = (
                 f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
-                "where it says no reason, torchrun --max-restarts N would go on from the last checkpoint"
+                "where it says no reason, torchrun --max-restarts N would go on from the last "
+                "checkpoint"
             )
         if self._is_first("failed"):
             self.tell(message)
