@@ -1,12 +1,14 @@
 """The command with one recipe more: the digits with dropout, so that random states matter.
 
-With KILLED_AT=n, rank 1 of the first attempt under torchrun is killed before its n-th backward.
+With KILLED_AT=n, the last rank of the first attempt under torchrun is killed before its n-th
+backward; with RAISES_AT=n it raises an error there.
 """
 
 import os
 import signal
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 from bigbatch.cli import main
 from bigbatch.recipes import RECIPES, digits
@@ -16,13 +18,17 @@ NAME = "noisy-digits"
 
 def build(settings, *, dropout):
     task = digits.build(settings, dropout=dropout)
-    mortal = os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    left = [int(os.environ.get("KILLED_AT", "0")) * mortal]
+    last = int(os.environ.get("RANK", "-1")) + 1 == int(os.environ.get("WORLD_SIZE", "1"))
+    mortal = last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    killed, raises = (int(os.environ.get(name, "0")) for name in ("KILLED_AT", "RAISES_AT"))
+    numbers = count(1)
 
     def loss_of(model, batch):
-        left[0] -= 1
-        if left[0] == 0:
+        number = next(numbers) * mortal
+        if number and number == killed:
             os.kill(os.getpid(), signal.SIGKILL)
+        if number and number == raises:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return task.loss_of(model, batch)
 
     return replace(task, loss_of=loss_of)

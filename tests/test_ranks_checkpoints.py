@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
+from bigbatch.act.agreement import Agreement
 from bigbatch.errors import LoopError, StateError
 from bigbatch.optim import VRAdam
 from test_ranks_loop import SAMPLES, SEED, Numbered, together, whole, wrapped
@@ -186,3 +187,16 @@ def test_a_state_that_is_none_of_all_ranks_is_refused_by_what_is_in_it(state):
     train = build(0, 1, "plain", noisy=False)
     with pytest.raises(StateError, match="is not one of RankStates"):
         bb.RankStates(train).load_state_dict(state)
+
+
+def bytes_of_all(rank, ranks):
+    """A rank's own bytes, the second more of them, and what comes of all."""
+    own = torch.arange(251 - rank, 254 + rank, dtype=torch.uint8)
+    agreement = Agreement(build(rank, ranks, "ddp", noisy=False).meter.source)
+    return own.tolist(), [row.tolist() for row in agreement.gather_bytes(own)]
+
+
+def test_bytes_in_any_number_come_to_all_ranks_as_they_are(ranks):
+    (first, here), (second, there) = ranks(2)(bytes_of_all)
+    assert (3, 5) == (len(first), len(second))
+    assert [first, second] == here == there

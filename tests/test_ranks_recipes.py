@@ -1,5 +1,7 @@
 """Trainings of recipes on real ranks: what rank 0 does for all, and the curve of a whole one."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -40,6 +42,21 @@ def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(ranks):
     assert seed != another
     assert ([0, 1], []) == (own, nothing)
     assert 4 == virtual
+
+
+def notes_of_two(rank, ranks, settings):
+    """What two trainings of one process warn of."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Training(DIGITS, settings)
+    return [str(note.message) for note in noted if "virtual_ranks" in str(note.message)]
+
+
+def test_other_groups_of_samples_are_noted_once_a_process(ranks):
+    settings = DIGITS.settings.changed({"min_batch": 64, "batch_size": 64})
+    for (note,) in ranks(3)(notes_of_two, settings):
+        assert "virtual_ranks=4 is no multiple of the 3 ranks, so 12 are used" in note
 
 
 def curve(rank, ranks, settings):

@@ -77,6 +77,18 @@ def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
     assert "one run a row" == seeds_of(histories)
 
 
+def test_runs_of_one_seed_are_said_to_be_of_one(tmp_path):
+    def histories(*seeds):
+        paths = [tmp_path / f"{number}-{seeds}" for number in range(len(seeds))]
+        made = zip(paths, seeds, strict=True)
+        return [history_of(run_at(path, [row(1)], arm="a", seed=seed)) for path, seed in made]
+
+    over = "mean ± standard deviation over"
+    assert f"{over} 2 runs of 1 seed" == seeds_of(histories(0, 0))
+    assert f"{over} 3 runs of 2 seeds" == seeds_of(histories(0, 0, 1))
+    assert f"{over} 2 seeds" == seeds_of(histories(0, 1))
+
+
 def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
     run = run_at(tmp_path / "empty", [], arm="late")
     assert ["late", "nothing yet"] == list(table_of([history_of(run)])[0][:2])

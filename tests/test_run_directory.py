@@ -1,5 +1,6 @@
 """Runs on disk: atomic, truthful after a kill, and never overwritten."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,8 @@ import torch
 from bigbatch.errors import RunError
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.study import start_study
-from bigbatch.report.run_directory import (
-    RunDirectory,
-    find_runs,
-    fresh_name,
-    write_atomically,
-)
+from bigbatch.report.files import fresh_name, write_atomically
+from bigbatch.report.run_directory import RunDirectory, find_runs
 
 
 @pytest.fixture
@@ -181,6 +178,29 @@ def test_events_of_a_run_that_began_anew_show_each_step_once(run):
                 events.append({**values, "step": step, "batch_size": attempt, "lr": [0.1]})
     logged = EventAccumulator(str(run.events)).Reload().Scalars("batch_size")
     assert [(1, 2.0), (2, 2.0), (3, 2.0)] == [(event.step, event.value) for event in logged]
+
+
+def begin_run(path):
+    RunDirectory.create(path, {})
+
+
+def begin_study(path):
+    start_study(RECIPES["digits"], path, 1, None)
+
+
+@pytest.mark.parametrize("begin", [begin_run, begin_study])
+def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkeypatch, begin):
+    def kill(_):
+        raise SystemExit
+
+    place = tmp_path / "place"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", kill)
+        with pytest.raises(SystemExit):
+            begin(place)
+    assert not place.exists()
+    begin(place)
+    assert [place] == list(tmp_path.iterdir())
 
 
 def test_a_study_in_which_nothing_has_begun_is_said(tmp_path):

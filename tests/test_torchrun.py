@@ -20,11 +20,11 @@ SECONDS = 240  # far more than needed: a hang ends as a failure
 pytestmark = pytest.mark.slow
 
 
-def torchrun(ranks, *command, restarts=0, killed_at=0):
+def torchrun(ranks, *command, restarts=0, killed_at=0, **variables):
     """The finished torchrun; what it says itself begins with a level and a date."""
     options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *options]
-    return run(*launcher, *command, OMP_NUM_THREADS="1", KILLED_AT=str(killed_at))
+    return run(*launcher, *command, OMP_NUM_THREADS="1", KILLED_AT=str(killed_at), **variables)
 
 
 def alone(*command):
@@ -125,6 +125,40 @@ def test_after_a_kill_the_other_workers_go_on_as_if_there_was_none(tmp_path):
     (place,) = (tmp_path / "runs").iterdir()
     assert rows_of(whole) == rows_of(place)
     assert leaves_of(whole) == leaves_of(place)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_restart_goes_on_where_no_store_outlives_the_workers(tmp_path, ranks):
+    settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    place = tmp_path / "run"
+    result = torchrun(ranks, *settings, "--out", place, restarts=1, killed_at=KILLED_AT, **own)
+    assert (0, 1) == (result.returncode, result.stdout.count("average")), result.stderr
+    assert f"bigbatch: note: going on with {place}, which launch" in result.stderr
+    assert 2694 == rows_of(place)[-1]["samples"]
+
+
+def test_one_rank_that_is_killed_goes_on(tmp_path):
+    settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
+    result = torchrun(1, *settings, "--out", tmp_path / "run", restarts=1, killed_at=KILLED_AT)
+    assert (0, []) == (result.returncode, said(result)), result.stderr
+    assert 2694 == rows_of(tmp_path / "run")[-1]["samples"]
+
+
+def test_a_rank_that_fails_is_named_with_its_error_and_the_remedy(tmp_path):
+    settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
+    result = torchrun(2, *settings, "--out", tmp_path / "run", RAISES_AT=str(KILLED_AT))
+    assert 0 != result.returncode
+    (line,) = (line for line in said(result) if line.startswith("bigbatch: rank"))
+    assert "another rank was lost" not in result.stderr
+    assert "rank 1 of 2: RuntimeError: DefaultCPUAllocator: can't allocate memory; " in line
+    assert "this micro-batch on rank 1 of 2 had" in line
+    assert 1 == result.stderr.count("in loss_of")  # its traceback; torchrun has one too
+
+
+def test_help_is_printed_once():
+    result = torchrun(2, "-m", "bigbatch", "train", "--help")
+    assert (0, 1) == (result.returncode, result.stdout.count("Usage: "))
 
 
 def test_a_run_of_two_ranks_goes_on_alone_with_the_same_samples(one_process, tmp_path):

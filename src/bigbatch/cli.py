@@ -21,16 +21,13 @@ from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
 from bigbatch.recipes.training import Training
 from bigbatch.report.figures import PICTURES, require_ending
+from bigbatch.report.files import fresh_name
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.replay import replay as replayed
 from bigbatch.report.replay import save_figure, table_of_replay, time_in_words
-from bigbatch.report.run_directory import (
-    RunDirectory,
-    find_runs,
-    fresh_name,
-)
+from bigbatch.report.run_directory import RunDirectory, find_runs
 
 app = typer.Typer(
     help="Train PyTorch models with a batch size that follows the gradient's noise.",
@@ -60,11 +57,11 @@ def main() -> None:
     except (BigbatchError, TyperException, OSError) as error:
         launch.tell(_line_of(error))
         status = 2
-    except RuntimeError as error:
-        launch.tell_lost(error)
-        status = 1
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    except Exception as error:
+        launch.tell_failure(error)
+        status = 1
     except SystemExit as ending:
         launch.end(ending.code)
     if status == INTERRUPTED:  # typer returns it too
@@ -83,6 +80,7 @@ def train(
     min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Most samples of a backward.")] = None,
     smoothing: Annotated[float | None, typer.Option(help=_SMOOTHING)] = None,
     dead_band: Annotated[float | None, typer.Option(help=_DEAD_BAND)] = None,
     warm_up: Annotated[float | None, typer.Option(help=_WARM_UP)] = None,
@@ -132,6 +130,7 @@ def train(
         min_batch=min_batch,
         max_batch=max_batch,
         batch_size=batch_size,
+        micro_batch=micro_batch,
         smoothing=smoothing,
         dead_band=dead_band,
         warm_up=warm_up,
@@ -165,9 +164,11 @@ def train(
         _refuse_with("a setting of a single training", _given(seeds=seeds))
         _train_one(chosen, {**changes, **_given(epochs=epochs)}, folder, out, launch, view)
         return
-    place, begun = from_leader(lambda: launch.place(lambda: out or fresh_name(folder, chosen.name)))
+    place, begun = from_leader(
+        lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
+    )
     if not begun:
-        from_leader(lambda: start_study(chosen, place, 3 if seeds is None else seeds, epochs))
+        from_leader(lambda: start_study(chosen, place, seeds or 3, epochs, launch.id))
     with launch.resumable(place):
         train_study(place, view)
 
@@ -279,13 +280,15 @@ def _train_one(
     if not settings.optimizer.startswith("vr-"):
         _refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
     name = f"{recipe.name}-{settings.policy.partition(':')[0]}-{settings.optimizer}"
-    place, begun = from_leader(lambda: launch.place(lambda: out or fresh_name(runs, name)))
+    place, begun = from_leader(
+        lambda: launch.place(lambda: out or fresh_name(runs, name, launch.id))
+    )
     if begun:
         with launch.resumable(place):
             resume_at(place, view)
         return
     training = Training(recipe, settings)  # before anything is written
-    run = from_leader(lambda: RunDirectory.create(place, settings.as_dict()))
+    run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
     with launch.resumable(place):
         train_one(training, run, view)
 

@@ -210,11 +210,19 @@ class Step:
             with self._seen_by_shards(weight):
                 self._accumulate(loss, weight)
         except Exception as error:
-            self._common.advice.advise(error)
+            self.advise(error)
             raise
         self._waiting, self._common.advice.samples = False, 0
         if self._cut.last:
             self._complete()
+
+    def advise(self, error: BaseException) -> None:
+        """Notes on an error of the present micro-batch what to do, where that is known.
+
+        The model's forward and `backward` do so by themselves; a loss can only be watched from
+        inside `for ... in step`, whose iterator an error has closed where it is seen outside.
+        """
+        self._common.advice.advise(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the true mean gradient of what is trained, unscaled; returns its norm before that.

@@ -2,38 +2,51 @@
 
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from bigbatch.errors import RankError
+from bigbatch.measure.source import is_of_network
 from bigbatch.recipes import ranks
-from bigbatch.report.run_directory import has_begun, require_free
+from bigbatch.report.config import launch_of
+from bigbatch.report.files import has_begun, require_free
 
 INTERRUPTED = 130
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
+_NO_ID = "none"  # of every launch that was given no name and no rendezvous
 _PLACE = "bigbatch/place"
 
 
 class Launch:
     """The processes that were started together.
 
-    What they have in common is kept by torchrun itself, in a store that outlives its workers.
+    What they have in common is kept in a store. As a rule torchrun itself keeps it, and it outlives
+    the workers; with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without torchrun, rank 0 does, and it
+    ends with that. So what a restart has to know stands on the disk too: a run and a study name the
+    launch that began them.
 
     Args:
-        store: of torchrun; None for a process that was started alone.
+        store: of the ranks; None for a process that was started alone.
     """
 
     def __init__(self, store: Any = None) -> None:
         self._store = store
         self._now: Any = None  # what belongs to these workers, not to those before
+        self.id: str | None = None  # torchrun's name for all attempts, where it is one
         if store is not None:
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            # the count stays where workers start again because nodes came; the port does not
+            names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+            attempt = "/".join(os.environ.get(name, "0") for name in names)
             self._now = dist.PrefixStore(f"bigbatch/{attempt}", store)  # type: ignore[attr-defined]
+            given = os.environ.get(_RUN_ID, _NO_ID)
+            self.id = None if given == _NO_ID else given
 
     @classmethod
     def join(cls, *, trains: bool) -> "Launch":
@@ -42,7 +55,7 @@ class Launch:
         A command that trains nothing is done by rank 0, which meets nobody; the others end here.
 
         Raises:
-            RankError: the variables are incomplete.
+            RankError: the variables are incomplete, or the others are not met where they say.
         """
         alone = os.environ.get("WORLD_SIZE", "1") == "1" and _RUN_ID not in os.environ
         if alone or not trains:
@@ -51,48 +64,66 @@ class Launch:
             return cls()
         try:
             store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+            launch = cls(store)
+            dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
         except ValueError as error:
             raise RankError(f"{error}; start the ranks by torchrun, or unset WORLD_SIZE") from None
-        launch = cls(store)
-        dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
+        except RuntimeError as error:
+            if not is_of_network(error):
+                raise
+            raise RankError(_unmet(error)) from None
         return launch
 
     def tell(self, message: str) -> None:
         """Writes why the command ends, as one line, on the first rank that says so."""
         line = f"bigbatch: {' '.join(message.split())}\n"
-        told = 1
-        if self._now is not None:
-            told = self._now.add(f"told {line}", 1)
-            self._now.add("failed", 1)
-        if told == 1:
+        first = self._is_first(f"told {line}")
+        self._is_first("failed")
+        if first:
             sys.stderr.write(line)
 
-    def tell_lost(self, error: RuntimeError) -> None:
-        """What to say where another rank is gone, unless that has told why.
+    def _is_first(self, key: str) -> bool:
+        """Whether no rank has asked this before; yes where the store is gone, with rank 0 say."""
+        if self._now is not None:
+            with suppress(RuntimeError):
+                return bool(self._now.add(key, 1) == 1)
+        return True
+
+    def tell_failure(self, error: Exception) -> None:
+        """What to say where this rank fails, or where another is gone and has not told why.
 
         Raises:
-            RuntimeError: the error itself, where it is none of the connection.
+            Exception: the error itself, where this process is alone.
         """
-        if self._now is None or "gloo" not in str(error).lower():
+        if self._now is None:
             raise error
-        if self._now.add("failed", 1) == 1:
-            self.tell(
+        if not is_of_network(error):
+            traceback.print_exception(error)
+            message = f"rank {ranks.rank()} of {ranks.count()}: {_in_words(error)}"
+        else:
+            message = (
                 f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
-                "torchrun --max-restarts N would go on from its last checkpoint"
+                "where it says no reason, torchrun --max-restarts N would go on from the last "
+                "checkpoint"
             )
+        if self._is_first("failed"):
+            self.tell(message)
 
     def place(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
         """Where to train, and whether workers before a restart have begun there. On rank 0.
 
+        The store remembers; where it is gone, the launch that the run or study names tells.
+
         Raises:
             RunError: something is there that this launch did not begin.
         """
-        if self._store is not None and self._store.check([_PLACE]):
-            place = Path(self._store.get(_PLACE).decode())
-            if has_begun(place):
-                return place, True
-        else:
-            place = choose()
+        stored = self._store is not None and self._store.check([_PLACE])
+        place = Path(self._store.get(_PLACE).decode()) if stored else choose()
+        ours = stored or (self.id is not None and launch_of(place) == self.id)
+        if ours and has_begun(place):
+            if not stored:
+                warnings.warn(f"going on with {place}, which launch {self.id} began", stacklevel=2)
+            return place, True
         require_free(place)
         if self._store is not None:
             self._store.set(_PLACE, str(place))
@@ -124,3 +155,22 @@ def heard_if_leading() -> Iterator[None]:
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def _in_words(error: Exception) -> str:
+    """Type, message, and what we noted on it."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("bigbatch: ")]
+    said = [
+        f"{type(error).__name__}: {error}",
+        *(note.removeprefix("bigbatch: ") for note in notes),
+    ]
+    return "; ".join(said)
+
+
+def _unmet(error: Exception) -> str:
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    reason = str(error).partition("\n")[0]
+    return (
+        f"the ranks did not meet at {where} ({reason}); see that all of them are started and that "
+        "rank 0 has this port to itself, or start them by torchrun"
+    )

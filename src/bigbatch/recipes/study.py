@@ -11,34 +11,31 @@ from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe, Settings
 from bigbatch.recipes.training import Training, train_run
+from bigbatch.report.config import describe, read_trainings
+from bigbatch.report.files import made_whole, write_atomically
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
-from bigbatch.report.run_directory import (
-    RunDirectory,
-    describe,
-    find_runs,
-    read_trainings,
-    require_free,
-    write_atomically,
-)
+from bigbatch.report.run_directory import RunDirectory, find_runs
 
 
-def start_study(recipe: Recipe, path: Path, seeds: int, epochs: int | None) -> None:
-    """Writes down what the study at `path` will train.
+def start_study(
+    recipe: Recipe, path: Path, seeds: int, epochs: int | None, launch: str | None = None
+) -> None:
+    """Writes down what the study at `path` will train, and which launch of torchrun began it.
 
     Raises:
         RunError: something is at `path` already.
     """
-    require_free(path)
     base = recipe.settings if epochs is None else recipe.settings.changed({"epochs": epochs})
     trainings = {
         f"{arm}-seed{seed}": base.changed({**changes, "arm": arm, "seed": seed}).as_dict()
         for seed in range(seeds)
         for arm, changes in recipe.arms.items()
     }
-    path.mkdir(parents=True)
-    write_atomically(path / "study.yaml", describe("study", {"trainings": trainings}))
+    with made_whole(path) as beside:
+        text = describe("study", {"trainings": trainings}, launch)
+        write_atomically(beside / "study.yaml", text)
 
 
 def train_study(path: Path, view: LiveView) -> None:

@@ -5,16 +5,19 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from bigbatch.act.advice import is_out_of_memory
 from bigbatch.act.batches import Batches
 from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
+from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.ranks import count, from_leader, gathered, joined, leads, rank
 from bigbatch.recipes.recipe import Recipe, Settings, Task, build_controller, build_optimizer
 from bigbatch.report.events import Events
@@ -85,7 +88,11 @@ class Training:
             for _ in train.epochs(settings.epochs):
                 for step in train:
                     for batch in step:
-                        step.backward(self.task.loss_of(self.model, batch))
+                        try:
+                            step.backward(self.task.loss_of(self.model, batch))
+                        except Exception as error:
+                            step.advise(error)
+                            raise
                     record = step.update()
                     if log is not None:
                         ends_epoch = train.samples % per_epoch == 0
@@ -136,15 +143,24 @@ class Training:
         """
         try:
             of_ranks = state["train"]
-            mine = rank() if len(of_ranks) == count() else 0
+            mine = of_ranks[rank() if len(of_ranks) == count() else 0]
             self.task.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.train.load_state_dict(of_ranks[mine])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise RunError(
-                f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: "
-                f"{error}); resume it with the release that wrote it, or delete it to start anew"
-            ) from error
+            if is_of_network(error) or is_out_of_memory(error):
+                raise  # the checkpoint may be as good as ever
+            raise _misfit(error, path) from error
+        try:
+            self.train.load_state_dict(mine)  # with the other ranks, one of which may be gone
+        except (KeyError, TypeError, ValueError) as error:
+            raise _misfit(error, path) from error
+
+
+def _misfit(error: Exception, path: Path) -> RunError:
+    return RunError(
+        f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: {error}); "
+        "resume it with the release that wrote it, or delete it to start anew"
+    )
 
 
 def _seed(seed: int) -> None:
@@ -157,9 +173,15 @@ def _virtual_ranks(settings: Settings) -> int:
     """Those of the settings, or the least multiple that the ranks divide."""
     needed = math.lcm(settings.virtual_ranks, count())
     if needed != settings.virtual_ranks:
-        warnings.warn(
-            f"virtual_ranks={settings.virtual_ranks} is no multiple of the {count()} ranks, so "
-            f"{needed} are used: other groups of samples, and another run, than on fewer ranks",
-            stacklevel=3,
-        )
+        _note_other_groups(settings.virtual_ranks, count(), needed)
     return needed
+
+
+@cache
+def _note_other_groups(given: int, ranks: int, needed: int) -> None:
+    """Once a process, not once a training of a study."""
+    warnings.warn(
+        f"virtual_ranks={given} is no multiple of the {ranks} ranks, so {needed} are used: other "
+        "groups of samples, and another run, than on fewer ranks",
+        stacklevel=4,
+    )

@@ -8,7 +8,8 @@ from typing import Any
 
 from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
-from bigbatch.report.run_directory import SCHEMA, Row, RunDirectory
+from bigbatch.report.config import SCHEMA
+from bigbatch.report.run_directory import Row, RunDirectory
 from bigbatch.step import StepRecord
 
 COLUMNS = ("run", "test accuracy", "steps", "average batch", "samples", "wall time")
@@ -150,11 +151,17 @@ def grouped(histories: list[History]) -> dict[str, list[History]]:
 
 def seeds_of(histories: list[History]) -> str:
     """How many runs a row of the table stands for, in words."""
-    counts = sorted({len(runs) for runs in grouped(histories).values()})
-    if counts == [1]:
+    groups = grouped(histories).values()
+    runs = _ends([len(group) for group in groups])
+    if runs == "1":
         return "one run a row"
-    number = " to ".join(str(count) for count in sorted({counts[0], counts[-1]}))
-    return f"mean ± standard deviation over {number} seeds"
+    seeds = _ends([len({run.settings.get("seed") for run in group}) for group in groups])
+    of_seeds = f"{seeds} seed{'s' * (seeds != '1')}"
+    return f"mean ± standard deviation over {f'{runs} runs of ' * (runs != seeds)}{of_seeds}"
+
+
+def _ends(counts: list[int]) -> str:
+    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
 def table_of(histories: list[History]) -> list[tuple[str, ...]]:

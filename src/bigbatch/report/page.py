@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError
 from bigbatch.report.figures import AXES, PICTURES, as_svg, curves, require_ending
+from bigbatch.report.files import write_atomically
 from bigbatch.report.layers import heat_maps
 from bigbatch.report.metrics import COLUMNS, History, grouped, history_of, seeds_of, table_of
-from bigbatch.report.run_directory import RunDirectory, write_atomically
+from bigbatch.report.run_directory import RunDirectory
 
 
 def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:

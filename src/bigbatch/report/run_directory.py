@@ -11,91 +11,20 @@ A folder of runs is a study; it has a study.yaml instead.
 
 import json
 import os
-import platform
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import torch
-import yaml
 from filelock import FileLock, Timeout
 
 from bigbatch.errors import RunError
-
-SCHEMA = 1
+from bigbatch.report.config import describe, read_config, read_trainings
+from bigbatch.report.files import made_whole, replacing, write_atomically
 
 Row = dict[str, Any]
-
-
-def fresh_name(folder: Path, name: str) -> Path:
-    """The first of name-1, name-2, ... that does not exist in `folder`."""
-    number = 1
-    while (folder / f"{name}-{number}").exists():
-        number += 1
-    return folder / f"{name}-{number}"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Replaces `path` as a whole: at any moment it holds the old bytes or the new ones."""
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        with beside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces `path` by these bytes."""
-    with replacing(path) as file:
-        file.write(data)
-
-
-def describe(kind: Literal["run", "study"], settings: dict[str, Any]) -> bytes:
-    """A config file: what it is, the settings, and what they ran on."""
-    about = {
-        "kind": kind,
-        "schema": SCHEMA,
-        "settings": settings,
-        "versions": {
-            "bigbatch": metadata.version("bigbatch"),
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            **{name: metadata.version(name) for name in ("numpy", "scikit-learn")},
-        },
-        "machine": platform.platform(),
-    }
-    return yaml.safe_dump(about, sort_keys=False).encode()
-
-
-def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
-    """The settings of a run or study.
-
-    Raises:
-        RunError: the file is unreadable, of another kind, or of a newer schema.
-    """
-    try:
-        about = yaml.safe_load(path.read_text())
-        found, schema, settings = about["kind"], about["schema"], dict(about["settings"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
-        raise RunError(
-            f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
-            "directory that `bigbatch train` made"
-        ) from None
-    if found != kind or schema != SCHEMA:
-        raise RunError(
-            f"{path} is a {found} of schema {schema!r}, a {kind} of schema {SCHEMA} is needed; use "
-            "the release that wrote it"
-        )
-    return settings
 
 
 class RunDirectory:
@@ -112,18 +41,16 @@ class RunDirectory:
         self._said: set[str] = set()
 
     @classmethod
-    def create(cls, path: Path, settings: dict[str, Any]) -> "RunDirectory":
-        """Makes a new one, whole or not at all.
+    def create(
+        cls, path: Path, settings: dict[str, Any], launch: str | None = None
+    ) -> "RunDirectory":
+        """Makes a new one, whole or not at all; it remembers which launch of torchrun began it.
 
         Raises:
             RunError: there is something at `path` already.
         """
-        require_free(path)
-        beside = path.with_name(f".{path.name}.new")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        write_atomically(beside / "config.yaml", describe("run", settings))
-        beside.rename(path)
+        with made_whole(path) as beside:
+            write_atomically(beside / "config.yaml", describe("run", settings, launch))
         return cls(path, settings)
 
     @classmethod
@@ -244,36 +171,6 @@ class RunDirectory:
         if what not in self._said:
             self._said.add(what)
             warnings.warn(f"{what} ({error}); training goes on", stacklevel=3)
-
-
-def has_begun(path: Path) -> bool:
-    """Whether a run or a study is there, which can be gone on with."""
-    return any((path / name).exists() for name in ("config.yaml", "study.yaml"))
-
-
-def require_free(path: Path) -> None:
-    """Raises RunError where something is at `path` already."""
-    if path.exists():
-        raise RunError(
-            f"{path} is already in use; nothing was overwritten: choose another --out"
-            + f", or go on with --resume {path}" * has_begun(path)
-        )
-
-
-def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of every training of the study at `path`, by the name of its directory.
-
-    Raises:
-        RunError: it is no study.
-    """
-    trainings = read_config(path / "study.yaml", "study").get("trainings")
-    well_formed = isinstance(trainings, dict) and all(
-        isinstance(settings, dict) and Path(str(name)).name == name
-        for name, settings in trainings.items()
-    )
-    if not trainings or not well_formed:
-        raise RunError(f"{path / 'study.yaml'} lists no trainings; name a study of bigbatch")
-    return dict(trainings)
 
 
 def find_runs(path: Path) -> list[RunDirectory]:

@@ -1,7 +1,7 @@
 """Gradients in: the one door that everything which reads a gradient stands behind."""
 
 from bigbatch.measure.source.door import GradientSource, Subscriber
-from bigbatch.measure.source.engine import note_waiting
+from bigbatch.measure.source.engine import is_of_network, note_waiting
 from bigbatch.measure.source.find import find_source
 from bigbatch.measure.source.hooks import changed_later, only_watched
 from bigbatch.measure.source.plain import PlainSource
@@ -12,6 +12,7 @@ __all__ = [
     "Subscriber",
     "changed_later",
     "find_source",
+    "is_of_network",
     "note_waiting",
     "only_watched",
 ]

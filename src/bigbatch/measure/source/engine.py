@@ -62,10 +62,15 @@ class EngineSource(PlainSource):
         self._whole = None
 
 
+def is_of_network(error: BaseException) -> bool:
+    """Whether it says that ranks could not reach each other, as where one of them is gone."""
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return of_gloo or isinstance(error, dist.DistError)
+
+
 def note_waiting(error: BaseException, rank: int, ranks: int) -> None:
     """Notes on an error of the network that other ranks were waited for, and why in vain."""
-    of_network = isinstance(error, dist.DistError) or "gloo" in str(error)
-    if ranks > 1 and of_network and not hasattr(error, "__notes__"):
+    if ranks > 1 and is_of_network(error) and not hasattr(error, "__notes__"):
         error.add_note(
             f"bigbatch: rank {rank} of {ranks} waited here for the others, one of which has failed "
             "(its own error, above or in its log, is the cause), is late (timeout= of "

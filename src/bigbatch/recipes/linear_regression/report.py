@@ -28,7 +28,7 @@ from bigbatch.recipes.linear_regression.laws import LAWS
 from bigbatch.recipes.linear_regression.study import PASSES, LawFindings, study
 from bigbatch.recipes.linear_regression.tables import Table, details_of, numbers_of, tables_of
 from bigbatch.report.figures import as_svg
-from bigbatch.report.run_directory import require_free, write_atomically
+from bigbatch.report.files import require_free, write_atomically
 
 _WIDE = 200  # columns of a file
 _DPI = 90
