@@ -22,29 +22,10 @@ SKETCH = 1021
 PARAMETERS = [60, 12, 84, 7, 21, 3]  # of the network
 
 
-class CountingGroup(sent.CountingGroup):
-    """With what FSDP2 sends besides."""
-
-    def _allgather_base(self, output, own, opts=None):
-        self.note("all-gather", [own])
-        return self.gloo._allgather_base(output, own, opts or dist.AllgatherOptions())
-
-    def _reduce_scatter_base(self, output, whole, opts=None):
-        self.note("reduce-scatter", [whole])
-        return self.gloo._reduce_scatter_base(output, whole, opts or dist.ReduceScatterOptions())
-
-    all_gather_single = _allgather_base  # the names that torch 2.13 calls
-    reduce_scatter_single = _reduce_scatter_base
-
-    def barrier(self, opts=None):
-        return self.gloo.barrier(opts or dist.BarrierOptions())
-
-
 @cache  # torch takes one mesh for another where ranks and names are the same: hence names, too
 def counting(*rows):
     """The counting group of each row of ranks that this one stands in."""
-    if not hasattr(dist.Backend, "COUNTING"):
-        dist.Backend.register_backend("counting", CountingGroup, devices=["cpu"])
+    sent.register()
     made = [(row, dist.new_group(row, backend="counting")) for row in rows]
     return [group for row, group in made if dist.get_rank() in row]
 
