@@ -57,6 +57,23 @@ def accumulate(ddp, step, rank, accumulation):
             backward(ddp, step, rank, number, 1 / accumulation)
 
 
+def train(ddp, optimizer, rank, accumulation, steps=range(STEPS)):
+    for step in steps:
+        accumulate(ddp, step, rank, accumulation)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_alone(model, optimizer, ranks, accumulation, steps=range(STEPS)):
+    """One process that computes every rank's micro-batches."""
+    for step in steps:
+        for rank in range(ranks):
+            for number in range(accumulation):
+                backward(model, step, rank, number, 1 / (ranks * accumulation))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
@@ -66,12 +83,7 @@ def alone(name, ranks, accumulation, dtype=torch.float64, steps=STEPS, **own):
     """The weights of one process that computes every rank's micro-batches."""
     model = network(dtype)
     optimizer = MAKE[name](model.parameters(), **own)
-    for step in range(steps):
-        for rank in range(ranks):
-            for number in range(accumulation):
-                backward(model, step, rank, number, 1 / (ranks * accumulation))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_alone(model, optimizer, ranks, accumulation, range(steps))
     return weights(model)
 
 
@@ -84,10 +96,7 @@ def attached(
         groups = [dist.new_group(node) for node in nodes]
         options = options | {"node_group": groups[[rank in node for node in nodes].index(True)]}
     optimizer.attach(ddp, **options)
-    for step in range(STEPS):
-        accumulate(ddp, step, rank, accumulation)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(ddp, optimizer, rank, accumulation)
     return weights(ddp)
 
 
@@ -450,10 +459,7 @@ def two_legs(rank, ranks, name, state, first, last, attach_first=True):
         optimizer.load_state_dict(copy.deepcopy(state[1]))  # pipes share memory between ranks
     if not attach_first:
         optimizer.attach(ddp, **EXACT)
-    for step in range(first, last):
-        accumulate(ddp, step, rank, 2)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(ddp, optimizer, rank, 2, range(first, last))
     optimizer.attached.consolidate()
     return ddp.module.state_dict(), optimizer.state_dict()
 
@@ -476,21 +482,12 @@ def test_a_state_of_one_process_goes_on_on_ranks_and_back(ranks, name):
     expected = dict(zip(network().state_dict(), alone(name, 2, 2, steps=6), strict=True))
     model = network()
     optimizer = MAKE[name](model.parameters())
-    run_alone(model, optimizer, 0, 2)
+    train_alone(model, optimizer, 2, 2, range(2))
     state = ranks(2)(two_legs, name, (model.state_dict(), optimizer.state_dict()), 2, 4)[1]
     model.load_state_dict(state[0])
     optimizer.load_state_dict(state[1])
-    run_alone(model, optimizer, 4, 6)
+    train_alone(model, optimizer, 2, 2, range(4, 6))
     assert difference(expected.values(), model.state_dict().values()) < 1e-11
-
-
-def run_alone(model, optimizer, first, last):
-    for step in range(first, last):
-        for rank in range(2):
-            for number in range(2):
-                backward(model, step, rank, number, 1 / 4)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def forgetful(rank, ranks):
@@ -840,10 +837,7 @@ def hooked_before(rank, ranks):
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRMomentum"](model.parameters())
     optimizer.attach(ddp, **EXACT)
-    for step in range(STEPS):
-        accumulate(ddp, step, rank, 2)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(ddp, optimizer, rank, 2)
     return weights(model)
 
 
@@ -851,12 +845,7 @@ def test_a_hook_that_was_there_before_is_part_of_the_gradient(ranks):
     model = network()
     model[0].weight.register_hook(lambda gradient: 3 * gradient)
     optimizer = MAKE["VRMomentum"](model.parameters())
-    for step in range(STEPS):
-        for rank in range(2):
-            for number in range(2):
-                backward(model, step, rank, number, 1 / 4)
-        optimizer.step()
-        optimizer.zero_grad()
+    train_alone(model, optimizer, 2, 2)
     assert difference(weights(model), ranks(2)(hooked_before)[0]) < 1e-11
 
 

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.act.agreement import Agreement
 from bigbatch.errors import LoopError, StateError
 from bigbatch.optim import VRAdam
-from test_ranks_loop import SAMPLES, SEED, Numbered, together, whole, wrapped
+from test_ranks_loop import SAMPLES, SEED, Numbered, steps_of, together, whole, wrapped
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -56,17 +55,7 @@ def build(rank, ranks, engine, *, noisy):
 
 def go_on(train, updates):
     """(numbers of the samples on this rank, record) of each step."""
-    done = []
-    for _ in train.epochs(10**9):
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(train.model(x), y))
-                numbers.append(number.tolist())
-            done.append((numbers, step.update()))
-            if len(done) == updates:
-                return done
-    return done
+    return steps_of(train, 10**9, updates)
 
 
 def everything(train):

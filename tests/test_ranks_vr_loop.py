@@ -208,25 +208,23 @@ def test_a_static_graph_may_have_one_micro_batch_a_rank(ranks):
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
 
 
-def skipping(rank, ranks, engine, broken):
-    """Steps of which the second is not finite on rank 1, or is the same but for its loss, 0."""
+def skipping(rank, ranks, engine):
+    """Four steps, of which the second is not finite on rank 1."""
     train = build(rank, ranks, engine, "VRAdam", ranks, policy=bb.Fixed(64))
     records = []
     for number, step in enumerate(train):
         for x, y, _ in step:
             loss = cross_entropy(train.model(x), y)
-            step.backward(loss * torch.nan if broken and number == 1 and rank == 1 else loss)
-            if not broken and number == 1:
-                before = [p.detach().clone() for p in train.model.parameters()]
+            step.backward(loss * torch.nan if number == 1 and rank == 1 else loss)
         records.append(step.update())
         if number == 3:
             return [r.skipped for r in records], [whole(p) for p in train.model.parameters()]
-    raise AssertionError(before)
+    raise AssertionError
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_step_that_is_not_finite_is_left_out_and_the_next_is_whole(ranks, engine):
-    results = ranks(2)(skipping, engine, True)
+    results = ranks(2)(skipping, engine)
     for skipped, weights in results:
         assert [False, True, False, False] == skipped
         assert all(w.isfinite().all() for w in weights)
@@ -307,21 +305,11 @@ def test_a_tail_of_its_own_has_two_micro_batches(ranks):
 
 def attached_elsewhere(rank, ranks):
     model, other = wrapped("ddp", ranks), wrapped("ddp", ranks)
-    optimizer = MAKE["VRSGD"]([*model.parameters(), *other.parameters()][:4])
+    optimizer = MAKE["VRSGD"](model.parameters())
     optimizer.attach(model)
+    optimizer.param_groups[0]["params"] = list(other.parameters())
     with pytest.raises(SettingError, match="attached to another DDP model"):
-        bb.AdaptiveBatch(
-            other,
-            VRSGDOver(optimizer, other),
-            ledger_loader(rank, ranks),
-            policy=bb.Fixed(48),
-        )
-
-
-def VRSGDOver(optimizer, model):
-    """The same optimizer, its groups now those of another model."""
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    return optimizer
+        bb.AdaptiveBatch(other, optimizer, ledger_loader(rank, ranks), policy=bb.Fixed(48))
 
 
 def test_an_optimizer_that_is_attached_elsewhere_is_refused(ranks):

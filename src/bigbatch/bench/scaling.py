@@ -10,12 +10,12 @@ from bigbatch.bench.sent import moved
 from bigbatch.measure.health import Health
 from bigbatch.measure.moments import join
 from bigbatch.measure.totals import FIELDS, Totals, unpack
+from bigbatch.optim.shards import PIECE
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
 _SUMS = 21  # doubles of a measured step, beside three a layer and `FIELDS` a rank
 _SKETCH = 1021  # floats, and with an interval as many doubles
-_PIECE = 16 << 20  # bytes that VR deals at once under DDP
 _NODE = 8  # ranks
 
 Handed = dict[str, float]
@@ -127,7 +127,7 @@ def memory_ddp(model: Model, ranks: int, *, by_ranks: bool, average: bool) -> fl
     With two pieces on their way, M2's included.
     """
     shards = _FLOAT * (1 + 2 * average) * model.parameters / ranks
-    scratch = 2 * min(_PIECE, _FLOAT * model.parameters)
+    scratch = 2 * min(PIECE, _FLOAT * model.parameters)
     whole = 0 if by_ranks else _FLOAT * model.parameters
     return shards + whole + scratch * (1 if by_ranks else 2)
 
@@ -156,7 +156,7 @@ def host_seconds(ranks: int, repeats: int = 5) -> float:
 
 def join_seconds(ranks: int, repeats: int = 3) -> float:
     """Of putting the shards of one dealt piece together, a row a rank; the least."""
-    size = _PIECE // _FLOAT // ranks
+    size = PIECE // _FLOAT // ranks
     rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
     times = []
     for _ in range(repeats):
@@ -223,7 +223,7 @@ class Carried:
         if not self.sharded:
             whole, quarter = (vr_ddp(model, ranks, accumulated=a) for a in (False, True))
             kept = memory_ddp(model, ranks, by_ranks=False, average=True)
-            message = min(_PIECE, _FLOAT * model.parameters) / ranks
+            message = min(PIECE, _FLOAT * model.parameters) / ranks
             vr = (
                 more(whole, plain),
                 more(quarter, plain),

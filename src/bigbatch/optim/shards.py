@@ -14,7 +14,7 @@ from bigbatch.measure.norms import flattened
 from bigbatch.optim.average import Averages
 from bigbatch.optim.exchange import Level, Piece
 
-_BYTES = 16 << 20  # of a piece: DDP's first step is one bucket of the whole model
+PIECE = 16 << 20  # bytes of one: DDP's first step is one bucket of the whole model
 _AHEAD = 2  # pieces on their way
 
 M2Of = Callable[[Tensor], Tensor | None]
@@ -54,7 +54,7 @@ class Shard:
         ranks = 1
         for level in levels:
             ranks *= len(level.members)
-        most = max(1, _BYTES // buffer.element_size() // ranks) * ranks
+        most = max(1, PIECE // buffer.element_size() // ranks) * ranks
         starts = range(0, buffer.numel(), most)
         self.pieces = [Piece(s, min(s + most, buffer.numel()), levels) for s in starts]
         self.here: list[slice] = []  # of each piece's shard
