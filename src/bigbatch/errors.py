@@ -8,6 +8,7 @@
       StateError (ValueError)         a saved state that does not belong here
       RankError (RuntimeError)        ranks that should agree and do not
       RunError (RuntimeError)         a run directory that cannot be used
+      MissingPackageError (ImportError)  an optional package that is not installed
 
 A message says what broke with the value seen, then what is allowed or what to do.
 """
@@ -43,3 +44,7 @@ class RankError(BigbatchError, RuntimeError):
 
 class RunError(BigbatchError, RuntimeError):
     """A run directory is missing, foreign, unreadable or already in use."""
+
+
+class MissingPackageError(BigbatchError, ImportError):
+    """An optional package is not installed; says which command brings it."""

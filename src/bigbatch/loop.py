@@ -5,17 +5,19 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement, checksum, require_equal
+from bigbatch.act.announced import Announced
 from bigbatch.act.batches import Batches
-from bigbatch.act.cut import StepBatches
+from bigbatch.act.cut import Cut
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
@@ -56,7 +58,8 @@ class AdaptiveBatch:
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
             attached to DDP here where it was not: `optimizer.attached.consolidate()` on every
             rank comes before its `state_dict()` then.
-        loader: any iterable of batches, or `Batches` with options of its own.
+        loader: any iterable of batches, or `Batches` with options of its own; `Announced` where
+            another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.
         batch_size: where it starts, in samples; default: that of a `Fixed` policy, or the loader's
@@ -83,7 +86,7 @@ class AdaptiveBatch:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loader: Iterable[Batch] | Batches,
+        loader: Iterable[Batch] | Batches | Announced,
         *,
         policy: Policy | Controller,
         batch_size: int | None = None,
@@ -99,10 +102,11 @@ class AdaptiveBatch:
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
-        self.meter = self._share_source(meter or GradientMeter(model))
+        self.meter = meter or GradientMeter(model)
+        self._share_source(self.meter)
         self._shards = shards_of(optimizer)
         self._agreement = Agreement(self.meter.source)
-        self.batches = loader if isinstance(loader, Batches) else Batches(loader)
+        self.batches = loader if isinstance(loader, Batches | Announced) else Batches(loader)
         self.batches.share(self._agreement, lockstep=self.meter.source.lockstep)
         if not isinstance(policy, Controller) and batch_size is None:
             batch_size = getattr(policy, "batch_size", None) or self._loaders_size()
@@ -130,7 +134,15 @@ class AdaptiveBatch:
         }
         advice = self._give_advice()
         self._common = Common(
-            self.meter, optimizer, scaler, self._shards, advice, self._tell, self._finish
+            self.meter,
+            optimizer,
+            scaler,
+            self._shards,
+            advice,
+            self._tell,
+            self._finish,
+            self._update.step_optimizer,
+            lambda: self._update.record,
         )
         self._step: Step | None = None
         self._per_sample: float | None = None  # weight of a sample in the last step
@@ -157,6 +169,11 @@ class AdaptiveBatch:
     def skipped(self) -> int:
         """Steps left out, their gradient not being finite."""
         return self._update.skipped
+
+    @property
+    def record(self) -> StepRecord | None:
+        """Of the last step; None before the first."""
+        return self._update.record
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -199,7 +216,7 @@ class AdaptiveBatch:
         if empty:
             self.batches.start(self.epoch)
         while (cut := self._cut()) is not None:
-            self.meter.add(trained_by(self.optimizer))
+            self._watch_trained()
             self._step = Step(cut, self._common, self._per_sample)
             yield self._step
             empty = False
@@ -286,7 +303,7 @@ class AdaptiveBatch:
         size = self.batches.batch_size
         return None if size is None else size * self._agreement.ranks
 
-    def _share_source(self, meter: GradientMeter) -> GradientMeter:
+    def _share_source(self, meter: GradientMeter) -> None:
         """One set of hooks serves the meter and the optimizer, armed inside step.backward only."""
         if meter.loss != "weighted":
             raise SettingError(
@@ -299,13 +316,16 @@ class AdaptiveBatch:
             )
         meter.source.explicit = True
         meter.scaler = self.scaler
-        trained = trained_by(self.optimizer)
-        if not set(trained) & set(self.model.parameters()):
+        if not set(self._watch_trained()) & set(self.model.parameters()):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
-        meter.add(trained)
         if isinstance(self.optimizer, VarianceReduced):
             self.optimizer.share(meter.source)
-        return meter
+
+    def _watch_trained(self) -> list[Tensor]:
+        """What the optimizer trains now, as parameters of the model."""
+        trained = self.meter.source.behind(trained_by(self.optimizer))
+        self.meter.add(trained)
+        return trained
 
     def _least_micro_batches(self, given: int | None) -> int:
         """Over all ranks; r of a sharded optimizer compares those of one rank."""
@@ -329,7 +349,7 @@ class AdaptiveBatch:
 
     # between the steps
 
-    def _cut(self) -> StepBatches | None:
+    def _cut(self) -> Cut | None:
         rows = 2 if isinstance(self.optimizer, VarianceReduced) else 1  # r needs two micro-batches
         bounds = self.controller.min_batch, self.controller.max_batch
         return self.batches.step(self.plan, *bounds, rows)
@@ -367,16 +387,17 @@ class AdaptiveBatch:
 
     # what ends a step
 
-    def _finish(self, step: Reading) -> StepRecord:
+    @contextmanager
+    def _finish(self, step: Reading) -> Iterator[None]:
         """Updates, zeroes the gradients, plans the next step."""
         require_equal([stands for _, stands in step.told], "the batch size of a step")
-        begins_pass = self.batches.consumed == step.samples
-        record = self._update.apply(step, None if begins_pass else self.plan.batch_size)
+        decides = self.batches.was_whole(step.samples, self.plan)
+        with self._update.around(step, decides=decides):
+            yield
         self._per_sample = step.per_sample
         self._zero_grad()
         self.meter.next_step()
-        self.plan = self._fit(record.decision)
-        return record
+        self.plan = self._fit(self.controller.decision)
 
     def _zero_grad(self) -> None:
         self.meter.source.zero_grad()

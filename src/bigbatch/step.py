@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement
-from bigbatch.act.cut import StepBatches
+from bigbatch.act.cut import Cut
 from bigbatch.act.samples import Batch
 from bigbatch.decide.policy import Decision
 from bigbatch.errors import GradientError, LoopError, SettingError
@@ -110,7 +110,9 @@ class Common:
         shards: whence a sharded optimizer has its moments, one micro-batch of all ranks at a time.
         advice: for a forward that runs out of memory.
         tell: what to tell the other ranks, when the last backward is done.
-        finish: decides and steps, given what was read.
+        finish: decides, given what was read; inside it the optimizer steps, unless it is skipped.
+        step_optimizer: the optimizer's own step; told whether the gradient is finite.
+        record: of the last step that was finished.
         weighed: whether losses have weights, of each rank, where shards have to know; empty until
             it was asked.
     """
@@ -121,7 +123,9 @@ class Common:
     shards: GradientSource | None
     advice: SizeAdvice
     tell: Callable[[], list[float]]
-    finish: Callable[[Reading], StepRecord]
+    finish: Callable[[Reading], AbstractContextManager[None]]
+    step_optimizer: Callable[[bool], None]
+    record: Callable[[], StepRecord | None]
     weighed: list[bool] = field(default_factory=list)
 
 
@@ -134,7 +138,7 @@ class Step:
         per_sample: weight of a sample in the step before, if there was one.
     """
 
-    def __init__(self, cut: StepBatches, common: Common, per_sample: float | None) -> None:
+    def __init__(self, cut: Cut, common: Common, per_sample: float | None) -> None:
         self.ended = False
         self._cut = cut
         self._common = common
@@ -145,6 +149,7 @@ class Step:
         self._micro_batches = 0  # on this rank
         self._waiting = False  # a micro-batch was given out and not called backward on
         self._present = 0  # its samples
+        self._samples = 0  # of all micro-batches so far, on this rank
         self._weights: list[float] = []  # n_d of the micro-batches that count
         self._losses: list[Tensor] = []
         self._reference = 0.0  # what the weights of all ranks are expected to sum to
@@ -173,6 +178,11 @@ class Step:
             self._common.advice.samples = 0
 
     @property
+    def complete(self) -> bool:
+        """Whether every micro-batch was run backward, so that `update` comes next."""
+        return self._readings is not None
+
+    @property
     def begun(self) -> bool:
         """Whether a micro-batch was given out."""
         return self._waiting or self._micro_batches > 0
@@ -190,6 +200,23 @@ class Step:
             LoopError: no micro-batch is waiting for it, or weights are given to some only.
             GradientError: somebody else wrote to `.grad`.
         """
+        with self.counted(loss, weight) as factor:
+            if factor or self._source.ranks > 1:  # the other ranks wait for this backward
+                share = share_of(loss, factor)
+                if self._scaler is not None and factor:
+                    share = self._scaler.scale(share)
+                share.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def counted(self, loss: Tensor, weight: float | None = None) -> Iterator[float]:
+        """`backward`, for an engine that runs it itself, inside.
+
+        Args:
+            loss: as for `backward`; only its value counts.
+            weight: as for `backward`.
+        Returns:
+            The factor of the loss, as for a gradient that is averaged over ranks; see `share_of`.
+        """
         if not self._waiting:
             raise LoopError(
                 "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
@@ -205,13 +232,19 @@ class Step:
             raise LoopError(f"weight={weight} must be finite and not negative")
         self._in_samples = in_samples
         self._micro_batches += 1
+        self._samples += self._present
         self._expect(weight)
         try:
-            with self._seen_by_shards(weight):
-                self._accumulate(loss, weight)
+            with self._seen_by_shards(weight), self._seen(weight):
+                yield weight * self._source.ranks / self._reference if weight else 0.0
         except Exception as error:
             self.advise(error)
             raise
+        if weight:
+            self._weights.append(weight)
+            self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
+        if self._source.micro_batches != len(self._weights):
+            raise GradientError(_ZEROED)
         self._waiting, self._common.advice.samples = False, 0
         if self._cut.last:
             self._complete()
@@ -256,6 +289,19 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
+        with self.updating() as finite:
+            self._common.step_optimizer(finite)
+        record = self._common.record()
+        assert record is not None
+        return record
+
+    @contextmanager
+    def updating(self) -> Iterator[bool]:
+        """`update`, for an engine that steps the optimizer itself, inside.
+
+        Returns:
+            Whether the optimizer may step: the gradient is finite.
+        """
         self._require_complete("update")
         if self._stepped:
             raise LoopError("optimizer.step() was called inside a step; leave it to step.update()")
@@ -270,9 +316,9 @@ class Step:
             raise GradientError(_ZEROED)
         assert self._watch is not None
         self._watch.remove()
-        record = self._common.finish(reading)
+        with self._common.finish(reading):
+            yield reading.finite
         self.ended = True
-        return record
 
     def _expect(self, weight: float) -> None:
         """What the weights of the step will add up to, the same on all ranks; corrected later."""
@@ -297,25 +343,15 @@ class Step:
                 "gradients are sharded a variance-reduced optimizer needs it always or never"
             )
         everywhere = float(self._cut.everywhere)
-        if not self._in_samples:
+        if not (self._in_samples and self._cut.known):
             everywhere = math.fsum(row[0] for row in Agreement(self._source).gather(weight))
         return shards.micro_batch(everywhere) if everywhere else shards.idle()
 
-    def _accumulate(self, loss: Tensor, weight: float) -> None:
-        if not weight:
-            if self._source.ranks > 1:
-                with self._source.idle():  # the other ranks wait for this backward
-                    (loss.nan_to_num(0.0, 0.0, 0.0) * 0).backward()  # type: ignore[no-untyped-call]
-            return
-        share = loss * (weight * self._source.ranks / self._reference)  # engines average over ranks
-        if self._scaler is not None:
-            share = self._scaler.scale(share)
-        with self._source.micro_batch(weight):
-            share.backward()  # type: ignore[no-untyped-call]
-        self._weights.append(weight)
-        if self._source.micro_batches != len(self._weights):
-            raise GradientError(_ZEROED)
-        self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
+    def _seen(self, weight: float) -> AbstractContextManager[None]:
+        """One of weight 0 only keeps this rank in step with the others, if there are any."""
+        if weight:
+            return self._source.micro_batch(weight)
+        return self._source.idle() if self._source.ranks > 1 else nullcontext()
 
     def _complete(self) -> None:
         """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""
@@ -332,7 +368,7 @@ class Step:
             self._source.scale(self._reference / total)
 
     def _beside(self) -> Tensor:
-        """[sum of weight * loss, sum of weights, micro-batches, in samples, *what each rank tells].
+        """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, *told].
 
         Of this rank alone, with zeros where other ranks tell something.
         """
@@ -341,7 +377,8 @@ class Step:
         slots = [value for each in range(ranks) for value in (told if each == rank else others)]
         device = self._source.parameters[0].device
         kind = wide(device)
-        counts = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), *slots]
+        own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
+        counts = [*own, *slots]
         with without_autocast(device):
             loss = torch.zeros(1, dtype=kind, device=device)
             if self._losses:
@@ -353,7 +390,7 @@ class Step:
         """Over all ranks; known without asking them where weights are samples."""
         if self._source.ranks == 1:
             total = math.fsum(self._weights)
-        elif self._in_samples:
+        elif self._in_samples and self._cut.known:
             total = float(self._cut.samples)
         else:
             total = self._wait()[1]
@@ -372,7 +409,7 @@ class Step:
 
     def _read(self) -> Reading:
         values, ranks = self._wait(), self._source.ranks
-        loss, total, micro_batches, in_samples, *slots = values
+        loss, total, micro_batches, in_samples, samples, *slots = values
         if in_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         noise, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
@@ -382,19 +419,19 @@ class Step:
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._reference / total) ** 2
                 noise = self._meter.noise(totals, unit, of_all_ranks=True)
-                noise = _of_samples(noise, self._cut.samples)
+                noise = _of_samples(noise, round(samples))
         if not finite:  # a square may overflow by itself
             finite = all(
                 all(row) for row in Agreement(self._source).gather(self._source.is_finite())
             )
         return Reading(
-            samples=self._cut.samples,
+            samples=round(samples),
             micro_batches=round(micro_batches),
             noise=noise,
             loss=loss / total,
             finite=finite,
             vanishes=vanishes,
-            per_sample=total / self._cut.samples,
+            per_sample=total / samples,
             told=[slots[i * self._told : (i + 1) * self._told] for i in range(ranks)],
         )
 
@@ -405,6 +442,11 @@ class Step:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
+
+
+def share_of(loss: Tensor, factor: float) -> Tensor:
+    """What a micro-batch adds to the mean loss; zeros that have its graph where it adds nothing."""
+    return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
 def attached_of(optimizer: Optimizer) -> Attachment | None:

@@ -1,6 +1,7 @@
 """What ends a step: the decision, the optimizer, the schedule, the record."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from statistics import fmean
 from typing import Any
 
@@ -45,6 +46,7 @@ class Update:
         self._reduced = optimizer if isinstance(optimizer, VarianceReduced) else None
         self._controller = controller
         self._ranks = ranks
+        self.record: StepRecord | None = None  # of the last step
         self._half_done = False  # whether one has failed after it may have changed something
         if lr_scaling is not None and getattr(controller.policy, "decays", False):
             raise SettingError(
@@ -53,12 +55,13 @@ class Update:
                 "--lr-scaling none)"
             )
 
-    def apply(self, step: Reading, planned: int | None) -> StepRecord:
-        """Ends a step.
+    @contextmanager
+    def around(self, step: Reading, *, decides: bool) -> Iterator[None]:
+        """Ends a step; inside, the learning rate is that of the batch, for the optimizer's step.
 
         Args:
             step: what was measured.
-            planned: batch size that it should have had, or else does not decide; None for any.
+            decides: whether the step may; the end of an epoch that is no whole one does not.
         Raises:
             LoopError: the scheduler is missing or not where it was left, and nothing is changed;
                 or the step has failed here before.
@@ -70,8 +73,8 @@ class Update:
         factor = self._scaling(step.samples, self.clock.base_batch, step.noise) * held.lr_factor
         with multiplied(self._optimizer, factor) as lr:
             self._half_done = True
-            decision = self._decide(step, planned, lr, seconds)
-            self._step_optimizer(step.finite)
+            decision = self._decide(step, lr, seconds, decides=decides)
+            yield
         self.samples += step.samples
         if step.finite:
             self.steps += 1
@@ -79,7 +82,7 @@ class Update:
         else:
             self.skipped += 1
         self._half_done = False
-        return StepRecord(
+        self.record = StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
             samples=self.samples,
@@ -94,6 +97,19 @@ class Update:
             seconds=seconds,
             factors=self._reduced.factors if self._reduced and step.finite else None,
         )
+
+    def step_optimizer(self, finite: bool) -> None:
+        """The optimizer's own step; where the gradient is not finite, what the scaler wants."""
+        if self._scaler is None:
+            if finite:
+                self._optimizer.step()
+            return
+        if finite:
+            self._scaler.step(self._optimizer)
+        else:
+            with suppress(RuntimeError):  # unscaled already, by clipping
+                self._scaler.unscale_(self._optimizer)
+        self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on."""
@@ -119,13 +135,11 @@ class Update:
         self.epoch, self.samples, self.steps, self.skipped = state["counts"]
         self._half_done = False
 
-    def _decide(
-        self, step: Reading, planned: int | None, lr: list[float], seconds: float
-    ) -> Decision:
+    def _decide(self, step: Reading, lr: list[float], seconds: float, *, decides: bool) -> Decision:
         held = self._controller.decision
         if not step.finite:
             return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
-        if planned not in (None, step.samples):
+        if not decides:
             return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
         if step.noise is None:
             return Decision(held.batch_size, "not measured", held.lr_factor)
@@ -141,15 +155,3 @@ class Update:
             seconds=seconds,
         )
         return self._controller.next(step.noise, now)
-
-    def _step_optimizer(self, finite: bool) -> None:
-        if self._scaler is None:
-            if finite:
-                self._optimizer.step()
-            return
-        if finite:
-            self._scaler.step(self._optimizer)
-        else:
-            with suppress(RuntimeError):  # unscaled already, by clipping
-                self._scaler.unscale_(self._optimizer)
-        self._scaler.update()

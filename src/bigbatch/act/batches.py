@@ -180,6 +180,10 @@ class Batches:
             return None
         return StepBatches(self, plan, least, most, rows)
 
+    def was_whole(self, samples: int, plan: BatchPlan) -> bool:
+        """Whether a step that had so many samples is one to decide by: planned, or a whole pass."""
+        return samples in (plan.batch_size, self.consumed)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: "pass" for all ranks, "stream" for this one."""
         here = {

@@ -44,6 +44,24 @@ class Pass(Protocol):
         """This rank's micro-batches of the next rows, and how many rows."""
 
 
+class Cut(Protocol):
+    """The micro-batches of one step on this rank."""
+
+    last: bool
+    """Whether the one given out is the step's last on this rank."""
+    everywhere: int
+    """Samples of those that the ranks were given together, where `known`."""
+    known: bool
+    """Whether the samples are known before the step is over."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step over all ranks, as far as is known."""
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        """Micro-batches and how many samples each has."""
+
+
 class StepBatches:
     """The micro-batches of one step on this rank, and their samples; fetched as they are asked for.
 
@@ -57,6 +75,8 @@ class StepBatches:
         most: upper bound of a step in samples, or None.
         rows: fewest rows of a step of its own at the end of the pass, where the tail is one.
     """
+
+    known = True
 
     def __init__(
         self, batches: Pass, plan: BatchPlan, least: int, most: int | None, rows: int = 1

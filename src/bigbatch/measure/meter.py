@@ -41,6 +41,7 @@ class GradientMeter:
             one whole gradient more, and sends it where there are ranks.
         every: n, to measure every n-th step; no hook stays on between.
         scaler: the GradScaler of the losses, so that signal and noise come without its scale.
+        source: how the model's gradients come about, where its wrappers do not say.
     Raises:
         SettingError: an option out of range, a model that cannot be measured, or nothing to.
     Source:
@@ -66,6 +67,7 @@ class GradientMeter:
         halves: bool = False,
         every: int = 1,
         scaler: GradScaler | None = None,
+        source: GradientSource | None = None,
     ) -> None:
         if loss not in ("weighted", "mean"):
             raise SettingError(f'loss={loss!r} is unknown; choose "weighted" or "mean"')
@@ -79,7 +81,7 @@ class GradientMeter:
         self.every = every
         self.scaler = scaler
         self.step = 0  # steps since the meter was made
-        self.source: GradientSource = find_source(model)
+        self.source: GradientSource = source or find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
         by_layer = _by_layer(model) if layers else {}

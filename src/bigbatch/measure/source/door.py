@@ -60,6 +60,9 @@ class GradientSource(Protocol):
     def layout(self) -> int:
         """How often it was settled anew which rank holds which piece."""
 
+    def behind(self, trained: list[Tensor]) -> list[Tensor]:
+        """The parameters of the model that an optimizer trains, which may hold others for them."""
+
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watch more parameters; between steps."""
 

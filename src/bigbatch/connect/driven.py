@@ -1,0 +1,70 @@
+"""An AdaptiveBatch that another loop drives: it asks for micro-batches, or announces its own."""
+
+from collections.abc import Iterator
+
+from bigbatch.act.announced import Announced
+from bigbatch.act.samples import Batch
+from bigbatch.errors import LoopError
+from bigbatch.loop import AdaptiveBatch
+from bigbatch.step import Step
+
+
+class Driven:
+    """The step that another loop is in.
+
+        for batch in driven:                        # its loader; or driven.announce(samples)
+            with driven.step.counted(loss): ...     # its backward
+            if driven.step.complete:
+                with driven.step.updating(): ...    # its optimizer step
+
+    Args:
+        train: what measures, decides and acts.
+    """
+
+    def __init__(self, train: AdaptiveBatch) -> None:
+        self.train = train
+        self._step: Step | None = None
+        self._steps: Iterator[Step] | None = None
+        self._micro_batches: Iterator[Batch] | None = None
+
+    @property
+    def step(self) -> Step:
+        """The present step.
+
+        Raises:
+            LoopError: none has begun.
+        """
+        if self._step is None:
+            raise LoopError(
+                "no micro-batch was given out for this backward; iterate the loader that came with "
+                "the engine, once around every backward"
+            )
+        return self._step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One pass over the loader; after a `break`, the rest of it."""
+        for step in self.train:
+            self._step = step
+            yield from step
+
+    def announce(self, samples: int, *, ends: bool = False) -> None:
+        """The other loop's next micro-batch, before its forward.
+
+        Args:
+            samples: of it, on this rank.
+            ends: whether it is the last of an epoch, and so of its step.
+        """
+        assert isinstance(self.train.batches, Announced)
+        self.train.batches.announce(samples, ends=ends)
+        if self._step is None or self._step.ended:
+            self._step = self._next_step()
+            self._micro_batches = iter(self._step)
+        assert self._micro_batches is not None
+        next(self._micro_batches)
+
+    def _next_step(self) -> Step:
+        step = None if self._steps is None else next(self._steps, None)
+        if step is None:  # the first of an epoch
+            self._steps = iter(self.train)
+            step = next(self._steps)
+        return step
