@@ -183,6 +183,11 @@ class Step:
         return self._readings is not None
 
     @property
+    def last(self) -> bool:
+        """Whether the present micro-batch is the last of the step on this rank."""
+        return self._cut.last
+
+    @property
     def begun(self) -> bool:
         """Whether a micro-batch was given out."""
         return self._waiting or self._micro_batches > 0
@@ -349,9 +354,7 @@ class Step:
 
     def _seen(self, weight: float) -> AbstractContextManager[None]:
         """One of weight 0 only keeps this rank in step with the others, if there are any."""
-        if weight:
-            return self._source.micro_batch(weight)
-        return self._source.idle() if self._source.ranks > 1 else nullcontext()
+        return self._source.micro_batch(weight) if weight else self._source.idle()
 
     def _complete(self) -> None:
         """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""

@@ -47,6 +47,10 @@ class Driven:
             self._step = step
             yield from step
 
+    def forget(self) -> None:
+        """The present step is none any more: a state was loaded."""
+        self._step = self._steps = self._micro_batches = None
+
     def announce(self, samples: int, *, ends: bool = False) -> None:
         """The other loop's next micro-batch, before its forward.
 

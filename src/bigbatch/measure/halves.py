@@ -79,6 +79,6 @@ class Halves:
         signed = self._signed.get(parameter)
         if signed is None:
             kind = torch.promote_types(parameter.dtype, torch.float32)
-            signed = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
+            signed = torch.zeros(self._source.shape(parameter), dtype=kind, device=parameter.device)
         self._source.all_reduce(signed)
         return signed

@@ -99,7 +99,8 @@ class Probe:
 
     def _choose(self) -> None:
         """Sixteen of those that are trained now, from the first to the last."""
-        trained = [p for p in self._source.parameters if p.requires_grad and p.numel()]
+        shape = self._source.shape
+        trained = [p for p in self._source.parameters if p.requires_grad and shape(p).numel()]
         gaps = max(1, min(_PROBED, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
         chosen = [trained[number] for number in sorted(numbers)]
@@ -109,7 +110,7 @@ class Probe:
             return
         self._held.clear()
         self._places = {
-            p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, p.numel()))
+            p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, shape(p).numel()))
             for number, p in enumerate(chosen)
         }
         size = _ELEMENTS * len(chosen)
@@ -124,7 +125,7 @@ class Probe:
         """Keeps the first elements of the gradient, if it is a probed one."""
         place = self._places.get(parameter)
         if place is not None:
-            self._put(place, _head(gradient, parameter)[:_ELEMENTS])
+            self._put(place, _head(gradient, gradient.shape)[:_ELEMENTS])
 
     def end(self) -> None:
         """The micro-batch is complete."""
@@ -144,7 +145,8 @@ class Probe:
                 if parameter not in self._held:
                     self._held[parameter] = self._held_of(parameter)
                 there, here = self._held[parameter]
-                self._put(place.start + here, _head(grad, parameter)[there])
+                head = _head(grad, self._source.shape(parameter))
+                self._put(place.start + here, head[there])
         return self._projections()
 
     def _put(self, place: slice | Tensor, elements: Tensor) -> None:
@@ -160,22 +162,23 @@ class Probe:
         Returns:
             Where they are in the head of the piece, and their numbers, from 0.
         """
-        numbers = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
-        count = min(_ELEMENTS, parameter.numel())
+        shape = self._source.shape(parameter)
+        numbers = torch.zeros(shape.numel(), dtype=torch.int16, device=parameter.device)
+        count = min(_ELEMENTS, shape.numel())
         numbers[:count] = torch.arange(1, count + 1, device=parameter.device)
-        held = _head(self._source.piece(parameter, numbers.view(parameter.shape)), parameter)
+        held = _head(self._source.piece(parameter, numbers.view(shape)), shape)
         there = held.nonzero().squeeze(1)
         return there, moved(held[there] - 1, self._elements.device, torch.int64)
 
 
-def _head(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of a gradient, or of a piece of it, that hold the first elements, flattened.
+def _head(tensor: Tensor, whole: torch.Size) -> Tensor:
+    """The rows of a gradient, or of a piece of one of this shape, that hold the first elements.
 
     All of a flat piece of what is not flat, whose elements may be in any order.
     """
-    if not parameter.ndim or tensor.ndim < parameter.ndim:
+    if not whole or tensor.ndim < len(whole):
         return tensor.reshape(-1)
-    rows = -(-_ELEMENTS * len(parameter) // parameter.numel())
+    rows = -(-_ELEMENTS * whole[0] // whole.numel())
     return tensor[:rows].reshape(-1)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -62,6 +63,9 @@ class GradientSource(Protocol):
 
     def behind(self, trained: list[Tensor]) -> list[Tensor]:
         """The parameters of the model that an optimizer trains, which may hold others for them."""
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of the whole gradient, also where the parameter is not whole at present."""
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watch more parameters; between steps."""

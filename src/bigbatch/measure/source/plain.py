@@ -66,6 +66,10 @@ class PlainSource:
         """They themselves."""
         return trained
 
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """That of the parameter."""
+        return parameter.shape
+
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watches more parameters; those already watched are left as they are."""
         known = set(self.parameters)

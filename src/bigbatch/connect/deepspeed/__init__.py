@@ -1,0 +1,142 @@
+"""SimiGrad as a plug-in to DeepSpeed: the unmodified release's engine, specialised in place."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from bigbatch.act.announced import Announced
+from bigbatch.act.batches import Batches
+from bigbatch.act.learning_rate import Scaling
+from bigbatch.act.samples import Batch
+from bigbatch.connect.packages import required
+from bigbatch.decide.policy import Policy
+from bigbatch.errors import SettingError
+from bigbatch.loop import AdaptiveBatch
+from bigbatch.measure.meter import GradientMeter
+
+deepspeed = required("deepspeed", "deepspeed")
+
+from bigbatch.connect.deepspeed.engine import AdaptiveEngine  # noqa: E402
+from bigbatch.connect.deepspeed.params import AdaptiveBatchParams  # noqa: E402
+from bigbatch.connect.deepspeed.schedule import advanceable  # noqa: E402
+from bigbatch.connect.deepspeed.source import ZeroSource  # noqa: E402
+from bigbatch.connect.deepspeed.supported import require_supported  # noqa: E402
+
+__all__ = ["AdaptiveEngine", "initialize"]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | Iterable[Batch] | Batches | None = None,
+    lr_scheduler: Any = None,
+    *,
+    adaptive_batch_params: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+    lr_scaling: str | Scaling | None = "sqrt",
+    min_micro_batches: int | None = None,
+    **more: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, and the batch adapts.
+
+        engine, optimizer, loader, scheduler = initialize(
+            model=model, model_parameters=model.parameters(), training_data=data, config=config,
+            adaptive_batch_params={"enable_adjust": True, "similarity_target": 0.2},
+        )
+        for x, y in loader:                     # this pass's micro-batches
+            loss = loss_fn(engine(x), y)        # the mean loss of one
+            engine.backward(loss)
+            engine.step()
+
+    Without `training_data` the loop's own micro-batches are taken, of
+    `engine.train_micro_batch_size_per_gpu()` samples where `max_micro_batch_size` is given, else of
+    the configured size; then the accumulation alone changes. The scheduler is advanced once per
+    configured batch of samples, and not once per update. With adaptation off the engine is
+    DeepSpeed's own.
+
+    Args:
+        args: as DeepSpeed's.
+        model: as DeepSpeed's.
+        optimizer: as DeepSpeed's.
+        model_parameters: as DeepSpeed's.
+        training_data: a data set, as DeepSpeed's; or a loader of this rank's batches, or
+            `Batches` with options of its own.
+        lr_scheduler: as DeepSpeed's.
+        adaptive_batch_params: as the paper's code took them; see `AdaptiveBatchParams`.
+        policy: another policy than SimiGrad's; then similarity_target is left out.
+        lr_scaling: as AdaptiveBatch's.
+        min_micro_batches: as AdaptiveBatch's.
+        **more: whatever else DeepSpeed takes: config, mpu, collate_fn ...
+    Returns:
+        (engine, optimizer, loader, lr_scheduler), as DeepSpeed's.
+    Raises:
+        SettingError: parameters of another type, or a setting of DeepSpeed with which it would not
+            be right; docs/deepspeed.md.
+    Source:
+        SimiGrad (Qin et al., NeurIPS 2021).
+    """
+    params = AdaptiveBatchParams.of(adaptive_batch_params)
+    given = {"args": args, "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    given |= {"model_parameters": model_parameters, **more}
+    if policy is None and not params.enable_adjust:
+        plain: tuple[Any, Any, Any, Any]
+        plain = deepspeed.initialize(training_data=training_data, **given)
+        return plain
+    if policy is not None and params.enable_adjust:
+        raise SettingError("policy= and enable_adjust both decide; pass one of them")
+    engine, wrapped, _, scheduler = deepspeed.initialize(**given)
+    require_supported(engine)
+    micro, fixed = params.max_micro_batch_size or engine.train_micro_batch_size_per_gpu(), False
+    if training_data is None:
+        loader: Any = Announced(engine.train_micro_batch_size_per_gpu())
+        fixed = params.max_micro_batch_size is None
+    else:
+        loader = _loader(engine, training_data)
+    train = AdaptiveBatch(
+        engine,
+        engine.basic_optimizer,
+        loader,
+        policy=params.policy() if policy is None else policy,
+        batch_size=engine.train_batch_size(),
+        micro_batch=micro,
+        fixed_micro_batch=fixed,
+        min_micro_batches=min_micro_batches,
+        lr_scaling=lr_scaling,
+        scheduler=advanceable(scheduler, engine.basic_optimizer),
+        meter=GradientMeter(engine, source=ZeroSource(engine)),
+    )
+    AdaptiveEngine.adapt(engine, train, params.verbose)
+    return engine, wrapped, None if training_data is None else EngineLoader(engine), scheduler
+
+
+class EngineLoader:
+    """Gives an engine its micro-batches, as they are planned; one pass an iteration."""
+
+    def __init__(self, engine: AdaptiveEngine) -> None:
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._engine.batches()
+
+
+def _loader(engine: Any, data: Any) -> Any:
+    """A loader as DeepSpeed makes it of a data set; or the given one."""
+    if isinstance(data, Batches) or (
+        not isinstance(data, Dataset) and not hasattr(data, "__getitem__")
+    ):
+        return data
+    made = engine.deepspeed_io(data)
+    return DataLoader(
+        data,
+        batch_size=made.batch_size,
+        sampler=made.data_sampler,
+        collate_fn=made.collate_fn,
+        num_workers=made.num_local_io_workers,
+        pin_memory=made.pin_memory,
+        drop_last=made.dataloader_drop_last,
+    )

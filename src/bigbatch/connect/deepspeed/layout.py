@@ -1,0 +1,185 @@
+"""Where DeepSpeed keeps the mean gradient, by ZeRO stage."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+Pieces = Mapping[Tensor, Tensor]
+
+
+class Layout(Protocol):
+    """How a stage divides the gradients among the ranks."""
+
+    parameters: list[Tensor]
+    """Those of the model that the optimizer trains."""
+    whole: bool
+    """Whether every rank has the whole mean gradient."""
+
+    def pieces(self) -> Pieces:
+        """Of each parameter what this rank has of its mean gradient, flat, after a last backward.
+
+        Nothing of those that it has no element of.
+        """
+
+    def place(self, parameter: Tensor) -> tuple[int, int]:
+        """Where the piece begins in the flat gradient, and its elements; padding may follow."""
+
+    def scaled(self, factor: float) -> None:
+        """The pieces were multiplied; so is what DeepSpeed has computed of them."""
+
+
+class _Whole:
+    """The stages at which every rank has all."""
+
+    whole = True
+
+    def place(self, parameter: Tensor) -> tuple[int, int]:
+        """All of it."""
+        return 0, parameter.numel()
+
+    def scaled(self, factor: float) -> None:
+        """Nothing was computed."""
+
+
+class Replicated(_Whole):
+    """Stage 0: `.grad`, reduced."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+
+    def pieces(self) -> Pieces:
+        """Every `.grad` there is."""
+        return {p: p.grad.view(-1) for p in self.parameters if p.grad is not None}
+
+
+class Accumulated(_Whole):
+    """Stage 1 of bfloat16 with float32 accumulation: a float32 gradient beside `.grad`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.parameters = _joined(optimizer.bf16_groups)
+        self._optimizer = optimizer
+
+    def pieces(self) -> Pieces:
+        """Those that a backward has reached."""
+        optimizer = self._optimizer
+        gradients = _joined(optimizer.fp32_groups_gradients)
+        reached = _joined(optimizer.fp32_groups_has_gradients)
+        of_each = zip(self.parameters, gradients, reached, strict=True)
+        return {parameter: gradient for parameter, gradient, there in of_each if there}
+
+
+class Partitioned:
+    """Stages 1 and 2: this rank's partition of all parameters laid end to end."""
+
+    whole = False
+
+    def __init__(self, optimizer: Any, rank: int) -> None:
+        self.parameters = _joined(optimizer.bit16_groups)
+        self._optimizer, self._rank = optimizer, rank
+
+    def pieces(self) -> Pieces:
+        """Of the parameters in the partition; the first and the last may be parts."""
+        optimizer = self._optimizer
+        pieces: dict[Tensor, Tensor] = {}
+        for group, gradients in optimizer.averaged_gradients.items():
+            if gradients is not None:  # what aligns the partition comes last
+                held = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+                of_each = zip(optimizer.params_in_partition[group], held, strict=False)
+                pieces.update({p: piece.view(-1) for p, piece in of_each})
+        return pieces
+
+    def place(self, parameter: Tensor) -> tuple[int, int]:
+        """None of it where it is not in the partition."""
+        optimizer = self._optimizer
+        number = optimizer.get_param_id(parameter)
+        for group, size in enumerate(optimizer.partition_size):
+            starts = optimizer.grad_partition_insertion_offset[group][self._rank]
+            if number in starts:
+                first = optimizer.grad_start_offset[group][self._rank][number]
+                return int(first), int(min(parameter.numel() - first, size - starts[number]))
+        return 0, 0
+
+    def scaled(self, factor: float) -> None:
+        """Nothing was computed."""
+
+
+class Sharded:
+    """Stage 3: every rank has an equal piece of every parameter, the last one's padded."""
+
+    whole = False
+
+    def __init__(self, optimizer: Any, rank: int) -> None:
+        self.parameters = _joined(optimizer.fp16_groups)
+        self._optimizer, self._rank = optimizer, rank
+
+    def pieces(self) -> Pieces:
+        """Of all."""
+        optimizer = self._optimizer
+        pieces: dict[Tensor, Tensor] = {}
+        for group, gradients in optimizer.averaged_gradients.items():
+            if gradients is not None:
+                pieces.update(zip(optimizer.fp16_groups[group], gradients, strict=True))
+        return pieces
+
+    def place(self, parameter: Any) -> tuple[int, int]:
+        """In the order of the ranks."""
+        length: int = parameter.partition_numel()
+        return self._rank * length, length
+
+    def scaled(self, factor: float) -> None:
+        """Nothing was computed."""
+
+
+class Offloaded:
+    """With the optimizer on the CPU: as without, in the gradient of its partitions.
+
+    Args:
+        kept: the layout without.
+        flats: the partitions.
+    """
+
+    whole = False
+
+    def __init__(self, kept: "Partitioned | Sharded", optimizer: Any, flats: list[Tensor]) -> None:
+        self.parameters, self.place = kept.parameters, kept.place
+        self._optimizer, self._flats = optimizer, flats
+
+    def pieces(self) -> Pieces:
+        """Those whose norm was taken, which is when the last backward has brought them here."""
+        optimizer = self._optimizer
+        pieces: dict[Tensor, Tensor] = {}
+        for parameter in self.parameters:
+            number = optimizer.get_param_id(parameter)
+            if number in optimizer.norm_for_param_grads:
+                group, *_, start, length = optimizer.grad_position[number]
+                gradient = self._flats[group].grad
+                assert gradient is not None
+                pieces[parameter] = gradient.view(-1).narrow(0, start, length)
+        return pieces
+
+    def scaled(self, factor: float) -> None:
+        """The norms, by which DeepSpeed clips."""
+        for norm in self._optimizer.norm_for_param_grads.values():
+            norm.mul_(factor)
+
+
+def layout_of(engine: Any) -> Layout:
+    """How this engine divides its gradients."""
+    optimizer, offloaded = engine.optimizer, engine.zero_use_cpu_optimizer()
+    rank = dist.get_rank(engine.data_parallel_group)
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        return Accumulated(optimizer)
+    if engine.zero_optimization_partition_weights():
+        sharded, flats = Sharded(optimizer, rank), optimizer.fp32_partitioned_groups_flat
+        return Offloaded(sharded, optimizer, flats) if offloaded else sharded
+    if engine.zero_optimization():
+        partitioned, flats = Partitioned(optimizer, rank), optimizer.single_partition_of_fp32_groups
+        return Offloaded(partitioned, optimizer, flats) if offloaded else partitioned
+    groups = getattr(optimizer, "fp16_groups", None)  # of half types, beside float32 copies
+    return Replicated(_joined(groups or [group["params"] for group in optimizer.param_groups]))
+
+
+def _joined(groups: Iterable[Sequence[Any]]) -> list[Any]:
+    return [each for group in groups for each in group]

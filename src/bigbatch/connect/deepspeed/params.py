@@ -1,0 +1,97 @@
+"""What the paper's code took as `adaptive_batch_params`, with types checked."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from bigbatch.decide.policy import SimiGrad
+from bigbatch.errors import SettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveBatchParams:
+    """The keys of the paper's README.
+
+    Args:
+        enable_adjust: whether the batch adapts.
+        similarity_target: of the gradients of two halves of the batch, from -1 to 1.
+        batch_size_lower_bound, batch_size_upper_bound: in samples over all ranks; None for none.
+        max_micro_batch_size: most samples in one backward; None for the configured micro-batch.
+        verbose: 1 or True says every decision on rank 0, 2 on every rank.
+    Source:
+        github.com/HeyangQin/SimiGrad, README.
+    """
+
+    enable_adjust: bool = False
+    similarity_target: float | None = None
+    batch_size_lower_bound: int | None = None
+    batch_size_upper_bound: int | None = None
+    max_micro_batch_size: int | None = None
+    verbose: int = 0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> "AdaptiveBatchParams":
+        """From a dictionary; None, or `enable_adjust` None, is off.
+
+        A number as `enable_adjust`, which the README's own example passes, counts as True.
+
+        Raises:
+            SettingError: an unknown key, or a value of another type or out of range.
+        """
+        given = dict(given or {})
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise SettingError(
+                f"adaptive_batch_params has unknown keys {unknown}; it takes {known}"
+            )
+        given["enable_adjust"] = _switch(given.get("enable_adjust"))
+        given["verbose"] = int(_typed("verbose", given.get("verbose", 0), (bool, int), "0, 1 or 2"))
+        params = cls(**given)
+        params._require_valid()
+        return params
+
+    def policy(self) -> SimiGrad:
+        """What decides by them."""
+        assert self.similarity_target is not None
+        return SimiGrad(
+            float(self.similarity_target),
+            min_batch=self.batch_size_lower_bound or 1,
+            max_batch=self.batch_size_upper_bound,
+        )
+
+    def _require_valid(self) -> None:
+        if self.verbose not in (0, 1, 2):
+            raise SettingError(f"verbose={self.verbose} is neither 0, 1 nor 2")
+        for name in ("batch_size_lower_bound", "batch_size_upper_bound", "max_micro_batch_size"):
+            size = getattr(self, name)
+            if size is not None and (type(size) is not int or size < 1):
+                raise SettingError(f"{name}={size!r} must be a whole number of at least 1, or None")
+        target = self.similarity_target
+        if target is not None:
+            _typed("similarity_target", target, (int, float), "a number from -1 to 1")
+            if isinstance(target, bool) or not -1 <= target <= 1:
+                raise SettingError(f"similarity_target={target!r} must be a number from -1 to 1")
+        if self.enable_adjust:
+            if target is None:
+                raise SettingError("enable_adjust needs a similarity_target, a number from -1 to 1")
+            self.policy()  # refuses crossed bounds
+
+
+def _switch(value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    _typed("enable_adjust", value, (int, float), "True, False or None")
+    warnings.warn(
+        f"enable_adjust={value!r} is a number and counts as True; the paper's code then left the "
+        "learning rate unscaled, and took 0.0 as off; pass True or False",
+        stacklevel=4,
+    )
+    return True
+
+
+def _typed(name: str, value: Any, types: tuple[type, ...], allowed: str) -> Any:
+    if not isinstance(value, types):
+        raise SettingError(f"{name}={value!r} must be {allowed}")
+    return value

@@ -1,0 +1,77 @@
+"""Gradients under DeepSpeed, at any ZeRO stage."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bigbatch.connect.deepspeed.layout import Layout, Pieces, layout_of
+from bigbatch.measure.source.engine import EngineSource
+
+
+class ZeroSource(EngineSource):
+    """Leaf hooks see each rank's own gradient in all stages; the mean is where the layout has it.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+
+    lockstep = True
+
+    def __init__(self, engine: Any) -> None:
+        self._layout: Layout = layout_of(engine)
+        group = engine.data_parallel_group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.replicas = self.ranks if self._layout.whole else 1
+        self._engine = weakref.ref(engine)
+        self._pieces: Pieces = {}  # as they were last looked at
+        super().__init__(self._layout.parameters, [group])
+
+    def behind(self, trained: list[Tensor]) -> list[Tensor]:
+        """The model's, for which ZeRO has put partitions into the optimizer."""
+        return self._layout.parameters
+
+    def shape(self, parameter: Any) -> torch.Size:
+        """The whole one; at stage 3 parameters are empty between their uses."""
+        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+        return shape
+
+    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's piece of a tensor shaped like the whole gradient."""
+        first, length = self._layout.place(parameter)
+        piece = whole.reshape(-1)[first : first + length]
+        return torch.nn.functional.pad(piece, (0, length - len(piece)))
+
+    def synchronize(self, now: bool) -> None:
+        """Whether the next backward is the last of its step."""
+        engine = self._engine()
+        if engine is not None:
+            engine.set_gradient_accumulation_boundary(now)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every piece of the mean."""
+        super().scale(factor)
+        self._layout.scaled(factor)
+
+    def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
+        """A copy on the CPU, where small ones are held: DeepSpeed reduces in the same memory."""
+        super()._emit(parameter, gradient.clone() if gradient.is_cpu else gradient)
+
+    def _held(self, parameter: Tensor) -> Tensor | None:
+        return self._pieces.get(parameter)
+
+    def _grads(self) -> list[Tensor]:
+        return list(self._pieces.values())
+
+    def _stamp(self) -> list[Any]:
+        self._pieces = self._layout.pieces()
+        return [
+            None if (piece := self._pieces.get(p)) is None else (piece.data_ptr(), piece._version)
+            for p in self.parameters
+        ]
+
+    def _foreign_ended(self) -> None:
+        """A backward that the engine did not run has changed what it accumulates, unseen."""
+        self.foreign_backward = True
