@@ -23,7 +23,7 @@ from bigbatch.optim.fold import Folded, How
 from bigbatch.optim.local import LocalFold
 from bigbatch.optim.options import require_factor, require_valid
 from bigbatch.optim.passes import require_kernels
-from bigbatch.optim.ranks import is_sharded, source_of
+from bigbatch.optim.ranks import source_of
 
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
 
@@ -194,8 +194,8 @@ class VarianceReduced(Optimizer):
 
     @property
     def shards(self) -> GradientSource | None:
-        """Whence its gradients come where parameters are sharded."""
-        return self._source if any(map(is_sharded, self._scaled)) else None
+        """Whence its gradients come where a micro-batch is that of all ranks together."""
+        return self._source if self._source.joined else None
 
     def share(self, source: GradientSource) -> None:
         """Takes part in a loop whose gradients come from `source`, on one rank or many.
@@ -231,6 +231,17 @@ class VarianceReduced(Optimizer):
             )
         for subscriber in self._subscribed:
             source.subscribe(subscriber)
+
+    def serve(self, source: GradientSource, fold: Callable[[], Folded]) -> None:
+        """For an engine that calls the base optimizer's step itself, over tensors of its own.
+
+        Args:
+            source: of the micro-batches; it has their sums too.
+            fold: folds into those tensors, just before that step.
+        """
+        self.follow(source)
+        self.moments.lender = source
+        self.base.register_step_pre_hook(lambda *_: self._tell(fold()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the gradients; the micro-batches seen so far are forgotten."""

@@ -12,14 +12,21 @@ from bigbatch.act.batches import Batches
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.samples import Batch
 from bigbatch.connect.packages import required
-from bigbatch.decide.policy import Policy
+from bigbatch.decide.policy import Fixed, Policy
 from bigbatch.errors import SettingError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.optim.variance_reduced import VarianceReduced
 
 deepspeed = required("deepspeed", "deepspeed")
 
 from bigbatch.connect.deepspeed.engine import AdaptiveEngine  # noqa: E402
+from bigbatch.connect.deepspeed.fold import (  # noqa: E402
+    ZeroFold,
+    ZeroShards,
+    require_foldable,
+)
+from bigbatch.connect.deepspeed.layout import layout_of  # noqa: E402
 from bigbatch.connect.deepspeed.params import AdaptiveBatchParams  # noqa: E402
 from bigbatch.connect.deepspeed.schedule import advanceable  # noqa: E402
 from bigbatch.connect.deepspeed.source import ZeroSource  # noqa: E402
@@ -81,9 +88,11 @@ def initialize(
         SimiGrad (Qin et al., NeurIPS 2021).
     """
     params = AdaptiveBatchParams.of(adaptive_batch_params)
-    given = {"args": args, "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    reduced = optimizer if isinstance(optimizer, VarianceReduced) else None
+    base = optimizer if reduced is None else reduced.base
+    given = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
     given |= {"model_parameters": model_parameters, **more}
-    if policy is None and not params.enable_adjust:
+    if policy is None and not params.enable_adjust and reduced is None:
         plain: tuple[Any, Any, Any, Any]
         plain = deepspeed.initialize(training_data=training_data, **given)
         return plain
@@ -91,6 +100,11 @@ def initialize(
         raise SettingError("policy= and enable_adjust both decide; pass one of them")
     engine, wrapped, _, scheduler = deepspeed.initialize(**given)
     require_supported(engine)
+    layout, batch = layout_of(engine), engine.train_batch_size()
+    source = ZeroSource(engine, layout)
+    if reduced is not None:
+        require_foldable(engine, reduced, layout)
+        reduced.serve(ZeroShards(source, layout), ZeroFold(engine, reduced, layout))
     micro, fixed = params.max_micro_batch_size or engine.train_micro_batch_size_per_gpu(), False
     if training_data is None:
         loader: Any = Announced(engine.train_micro_batch_size_per_gpu())
@@ -99,16 +113,16 @@ def initialize(
         loader = _loader(engine, training_data)
     train = AdaptiveBatch(
         engine,
-        engine.basic_optimizer,
+        reduced or engine.basic_optimizer,
         loader,
-        policy=params.policy() if policy is None else policy,
-        batch_size=engine.train_batch_size(),
+        policy=policy or (params.policy() if params.enable_adjust else Fixed(batch)),
+        batch_size=batch,
         micro_batch=micro,
         fixed_micro_batch=fixed,
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
         scheduler=advanceable(scheduler, engine.basic_optimizer),
-        meter=GradientMeter(engine, source=ZeroSource(engine)),
+        meter=GradientMeter(engine, source=source),
     )
     AdaptiveEngine.adapt(engine, train, params.verbose)
     return engine, wrapped, None if training_data is None else EngineLoader(engine), scheduler

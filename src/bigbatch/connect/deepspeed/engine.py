@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bigbatch.act.announced import Announced
 from bigbatch.act.samples import Batch, count_samples
 from bigbatch.checkpoint import RankStates
+from bigbatch.connect.deepspeed.source import ZeroSource
 from bigbatch.connect.driven import Driven
 from bigbatch.errors import BatchError, GradientError, LoopError
 from bigbatch.loop import AdaptiveBatch
@@ -173,8 +174,9 @@ class AdaptiveEngine(DeepSpeedEngine):
             )
 
     def _require_own_boundary(self) -> None:
-        last = self._driven.step.last
-        if self.is_gradient_accumulation_boundary() != last:
+        source = self.bigbatch.meter.source
+        assert isinstance(source, ZeroSource)
+        if self.is_gradient_accumulation_boundary() != source.boundary:
             raise LoopError(
                 "somebody else set the gradient accumulation boundary; leave "
                 "set_gradient_accumulation_boundary, and a trainer's accumulation, out"

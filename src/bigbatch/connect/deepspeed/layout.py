@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +30,27 @@ class Layout(Protocol):
     def scaled(self, factor: float) -> None:
         """The pieces were multiplied; so is what DeepSpeed has computed of them."""
 
+    def clear(self) -> None:
+        """Makes the next backward's gradient the first of a step."""
+
+    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A gradient of one of the optimizer's tensors, as pieces of the model's parameters.
+
+        In one order on all ranks, also those that this rank has nothing of.
+        """
+
+
+class _Unfolded:
+    """Where no variance-reduced optimizer is let in."""
+
+    def clear(self) -> None:
+        """Not here."""
+        raise NotImplementedError
+
+    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Not here."""
+        raise NotImplementedError
+
 
 class _Whole:
     """The stages at which every rank has all."""
@@ -53,8 +75,17 @@ class Replicated(_Whole):
         """Every `.grad` there is."""
         return {p: p.grad.view(-1) for p in self.parameters if p.grad is not None}
 
+    def clear(self) -> None:
+        """No `.grad` is left."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
-class Accumulated(_Whole):
+    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The optimizer has the model's own."""
+        return [(flat, gradient.view(-1))]
+
+
+class Accumulated(_Whole, _Unfolded):
     """Stage 1 of bfloat16 with float32 accumulation: a float32 gradient beside `.grad`."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -104,6 +135,23 @@ class Partitioned:
     def scaled(self, factor: float) -> None:
         """Nothing was computed."""
 
+    def clear(self) -> None:
+        """Neither what was averaged nor what was accumulated is left."""
+        for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        self._optimizer.zero_grad()
+
+    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """By where the partition begins in each."""
+        group = _position(flat, self._optimizer.single_partition_of_fp32_groups)
+        starts = self._optimizer.grad_partition_insertion_offset[group][self._rank]
+        cut = []
+        for parameter in self._optimizer.bit16_groups[group]:
+            start = int(starts.get(self._optimizer.get_param_id(parameter), 0))
+            _, length = self.place(parameter)
+            cut.append((parameter, gradient.narrow(0, start, length)))
+        return cut
+
 
 class Sharded:
     """Stage 3: every rank has an equal piece of every parameter, the last one's padded."""
@@ -131,8 +179,21 @@ class Sharded:
     def scaled(self, factor: float) -> None:
         """Nothing was computed."""
 
+    def clear(self) -> None:
+        """What stays is written over, or zero for a parameter that is not reached."""
+        for piece in self.pieces().values():
+            piece.zero_()
+        self._optimizer.zero_grad()
 
-class Offloaded:
+    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """They follow each other."""
+        group = _position(flat, self._optimizer.fp32_partitioned_groups_flat)
+        parameters = self._optimizer.fp16_groups[group]
+        lengths = [parameter.partition_numel() for parameter in parameters]
+        return list(zip(parameters, torch.split(gradient, lengths), strict=True))
+
+
+class Offloaded(_Unfolded):
     """With the optimizer on the CPU: as without, in the gradient of its partitions.
 
     Args:
@@ -179,6 +240,10 @@ def layout_of(engine: Any) -> Layout:
         return Offloaded(partitioned, optimizer, flats) if offloaded else partitioned
     groups = getattr(optimizer, "fp16_groups", None)  # of half types, beside float32 copies
     return Replicated(_joined(groups or [group["params"] for group in optimizer.param_groups]))
+
+
+def _position(flat: Tensor, flats: list[Tensor]) -> int:
+    return next(number for number, each in enumerate(flats) if each is flat)
 
 
 def _joined(groups: Iterable[Sequence[Any]]) -> list[Any]:

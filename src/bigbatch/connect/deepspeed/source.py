@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.connect.deepspeed.layout import Layout, Pieces, layout_of
+from bigbatch.connect.deepspeed.layout import Layout, Pieces
 from bigbatch.measure.source.engine import EngineSource
 
 
@@ -16,17 +16,20 @@ class ZeroSource(EngineSource):
 
     Args:
         engine: DeepSpeed's.
+        layout: its own.
     """
 
     lockstep = True
 
-    def __init__(self, engine: Any) -> None:
-        self._layout: Layout = layout_of(engine)
+    def __init__(self, engine: Any, layout: Layout) -> None:
+        self._layout = layout
         group = engine.data_parallel_group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.replicas = self.ranks if self._layout.whole else 1
         self._engine = weakref.ref(engine)
         self._pieces: Pieces = {}  # as they were last looked at
+        self.last = False  # whether the next backward is the last of its step
+        self.always = False  # whether every backward joins the ranks
         super().__init__(self._layout.parameters, [group])
 
     def behind(self, trained: list[Tensor]) -> list[Tensor]:
@@ -46,9 +49,14 @@ class ZeroSource(EngineSource):
 
     def synchronize(self, now: bool) -> None:
         """Whether the next backward is the last of its step."""
-        engine = self._engine()
+        engine, self.last = self._engine(), now
         if engine is not None:
-            engine.set_gradient_accumulation_boundary(now)
+            engine.set_gradient_accumulation_boundary(self.boundary)
+
+    @property
+    def boundary(self) -> bool:
+        """Whether the next backward joins the ranks."""
+        return self.last or self.always
 
     def scale(self, factor: float) -> None:
         """Multiplies every piece of the mean."""

@@ -53,6 +53,9 @@ class GradientSource(Protocol):
     lockstep: bool
     """Whether the ranks must do equally many backwards in a step."""
 
+    joined: bool
+    """Whether a micro-batch is that of all ranks together, and not this rank's."""
+
     @property
     def replicas(self) -> int:
         """How many ranks hold the same `local` piece of every gradient."""

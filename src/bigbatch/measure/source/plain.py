@@ -33,7 +33,7 @@ class PlainSource:
     """
 
     rank, ranks, replicas = 0, 1, 1
-    lockstep = False
+    lockstep = joined = False
     layout = 0
     _engine_writes = False  # whether an engine rewrites `.grad` between and after backwards
     _grad_may_wait = False  # whether a backward may leave `.grad` as it was

@@ -19,6 +19,7 @@ class ShardSource(PlainSource):
     accumulation alone, and a backward whose gradient is not synchronized is not seen.
     """
 
+    joined = True
     _engine_writes = True
     _grad_may_wait = True  # autograd.grad runs no hook here, so every backward that is seen counts
 

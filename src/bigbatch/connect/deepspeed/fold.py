@@ -1,0 +1,166 @@
+"""Variance-reduced optimizers on ZeRO: moments of the shards that the ranks have joined."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bigbatch.connect.deepspeed.layout import Accumulated, Layout, Offloaded, Replicated
+from bigbatch.connect.deepspeed.source import ZeroSource
+from bigbatch.errors import SettingError
+from bigbatch.measure.devices import full
+from bigbatch.measure.source import PlainSource
+from bigbatch.optim.fold import Folded, Layer, fold
+from bigbatch.optim.layerwise import Layerwise
+from bigbatch.optim.variance_reduced import VarianceReduced
+
+_AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
+
+
+class ZeroShards(PlainSource):
+    """Micro-batch j of all ranks together, as every backward leaves it in this rank's pieces.
+
+    Every backward joins the ranks, as stages 2 and 3 do anyway. What it leaves is taken out, and
+    the sum of all is put in its place after the last; so k is the accumulation alone.
+
+    Args:
+        leaves: the source of the same engine.
+        layout: of its gradients.
+    """
+
+    joined = True
+    _engine_writes = True
+
+    def __init__(self, leaves: ZeroSource, layout: Layout) -> None:
+        self._leaves, self._layout = leaves, layout
+        leaves.always = True
+        self._sums: dict[Tensor, Tensor] = {}
+        super().__init__(layout.parameters, explicit=True)
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """This rank's piece of the sum so far, float32 at least."""
+        return self._sums[parameter]
+
+    @contextmanager
+    def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
+        """The backward inside is one of all ranks, of so many samples together."""
+        with super().micro_batch(weight):
+            yield
+            self._take()
+
+    def _take(self) -> None:
+        pieces = self._layout.pieces()
+        if not self.micro_batches:
+            self._sums.clear()
+        for parameter, piece in pieces.items():
+            self._emit(parameter, piece)
+            if parameter in self._sums:
+                self._sums[parameter].add_(piece)
+            else:
+                self._sums[parameter] = piece.to(full(piece.dtype), copy=True)
+        if self._leaves.last:
+            for parameter, piece in pieces.items():
+                piece.copy_(self._sums[parameter])
+        else:
+            self._layout.clear()
+        self._leaves.stamp()
+
+    def _hook(self) -> None:
+        """Nothing: the pieces are looked at after each backward."""
+
+    def _stamp(self) -> list[None]:  # type: ignore[override]
+        """The other source sees who writes to them."""
+        return [None] * len(self.parameters)
+
+    def _is_clean(self) -> bool:
+        """And before the first backward, that they are."""
+        return True
+
+    def _require_known_ranks(self) -> None:
+        """They are."""
+
+
+class ZeroFold:
+    """The fold, in the step of the base optimizer, over the tensors that ZeRO gave it.
+
+    DeepSpeed has clipped by then, by the norm of the gradient itself. p stands in the base
+    optimizer's state, beside what is its own, so DeepSpeed saves and loads it.
+
+    Args:
+        engine: DeepSpeed's.
+        optimizer: whose base optimizer the engine steps.
+        layout: of the gradients.
+    """
+
+    def __init__(self, engine: Any, optimizer: VarianceReduced, layout: Layout) -> None:
+        self._group = engine.data_parallel_group
+        self._optimizer, self._layout = optimizer, layout
+        self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
+        optimizer.base.register_step_post_hook(self._keep)
+
+    def __call__(self) -> Folded:
+        """Folds into the gradients that the base optimizer has now: all, or one sub-group's."""
+        moments = self._optimizer.moments
+        for group in self._optimizer.param_groups:
+            how = self._optimizer.how(group, moments.weight, moments.micro_batches)
+            layers = [
+                layer
+                for flat in (group["params"] if group["vr"] else ())
+                for layer in self._layers(flat, group["beta3"])
+            ]
+            if layers:
+                fold(how, layers, None if self._layout.whole else self._join)
+        return Folded(moments.micro_batches, {}, agree=False)
+
+    def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
+        if flat.grad is None:
+            return
+        average, corrected = (None, 1.0) if beta3 is None else self._average(flat, beta3)
+        cut = self._layout.cut(flat, flat.grad)
+        averages = [None] * len(cut) if average is None else self._layout.cut(flat, average)
+        for (parameter, gradient), held in zip(cut, averages, strict=True):
+            total, m2 = self._optimizer.moments.of(parameter, gradient)
+            yield Layer(total, m2, gradient, None if held is None else held[1], corrected)
+
+    def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
+        state = self._optimizer.state.get(flat, {})
+        average = state.get(_AVERAGE)
+        if average is None:
+            average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
+        steps = int(state.get(_STEPS, 0)) + 1
+        self._made[flat] = average, steps
+        return average, 1 / (1 - beta3**steps)
+
+    def _keep(self, *_: Any) -> None:
+        """Once the base optimizer has state of its own, which it makes where there is none."""
+        for flat, (average, steps) in self._made.items():
+            self._optimizer.state[flat].update(
+                {_AVERAGE: average, _STEPS: torch.tensor(float(steps), dtype=torch.float32)}
+            )
+        self._made.clear()
+
+    def _join(self, numbers: Tensor) -> None:
+        dist.all_reduce(numbers, group=self._group)
+
+
+def require_foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> None:
+    """Raises SettingError where r would not be right, or was not tried."""
+    name, stage = type(optimizer).__name__, engine.zero_optimization_stage()
+    if isinstance(layout, Offloaded):
+        why = "with the optimizer offloaded to the CPU gradients are not where they are joined"
+    elif isinstance(layout, Accumulated):
+        why = "with bf16 at stage 1 and float32 accumulation gradients are added up outside .grad"
+    elif isinstance(layout, Replicated) and engine.bfloat16_enabled():
+        why = "with bf16 at stage 0 the optimizer steps float32 copies of the parameters"
+    elif isinstance(optimizer.base, Layerwise) and not isinstance(layout, Replicated):
+        why = f"{type(optimizer.base).__name__} needs whole layers, and ZeRO gives it partitions"
+    elif optimizer.watch:
+        why = "watch=True would name partitions and not layers; leave it out"
+    else:
+        return
+    raise SettingError(
+        f"{name} at stage {stage}: {why}; docs/deepspeed.md has the stages and types that work"
+    )
