@@ -9,9 +9,8 @@ from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.measure.devices import full
 from bigbatch.optim import rules
-from bigbatch.optim.layerwise import Layerwise, Parameters, require_share
+from bigbatch.optim.layerwise import Layerwise, Parameters, Part, require_share
 from bigbatch.optim.passes import Passes
-from bigbatch.optim.ranks import local
 
 
 class LAMB(Layerwise):
@@ -39,7 +38,7 @@ class LAMB(Layerwise):
         You et al. 2020 (arXiv 1904.00962), algorithm 2.
     """
 
-    _names = ("exp_avg", "exp_avg_sq", "step")
+    _names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -78,14 +77,10 @@ class LAMB(Layerwise):
             "step": torch.tensor(0.0, dtype=torch.float32),
         }
 
-    def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:
-        states = [self._state(parameter) for parameter in parameters]
-        layers = [
-            (local(p), local(p.grad), m, v) for p, (m, v, _) in zip(parameters, states, strict=True)
-        ]
-        steps = [float(step.add_(1)) for *_, step in states]
+    def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
+        layers = [(part.theta, part.gradient, *part.state) for part in parts]
         (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
-        correct = [(1 - beta1**t, 1 - beta2**t) for t in steps]
+        correct = [(1 - beta1**part.steps, 1 - beta2**part.steps) for part in parts]
         decay = group["weight_decay"] if adapts else 0.0
         sign = -1.0 if group["maximize"] else 1.0
 

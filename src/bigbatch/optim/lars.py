@@ -8,9 +8,8 @@ from torch import Tensor
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import rules
-from bigbatch.optim.layerwise import Layerwise, Parameters, require_share
+from bigbatch.optim.layerwise import Layerwise, Parameters, Part, require_share
 from bigbatch.optim.passes import Passes
-from bigbatch.optim.ranks import local
 
 
 class LARS(Layerwise):
@@ -76,8 +75,8 @@ class LARS(Layerwise):
     def _start(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:
-        layers = [(local(p), local(p.grad), *self._state(p)) for p in parameters]
+    def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
+        layers = [(part.theta, part.gradient, *part.state) for part in parts]
         lr, trust = float(group["lr"]), group["trust_coefficient"]
         decay = group["weight_decay"] if adapts else 0.0
         momentum, nesterov = group["momentum"], group["nesterov"]

@@ -3,7 +3,8 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -14,9 +15,41 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.devices import FULL
 from bigbatch.optim.options import require_once
 from bigbatch.optim.passes import Passes, require_kernels
-from bigbatch.optim.ranks import join_of, local
+from bigbatch.optim.ranks import Join, join_of, local
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process has of a layer in one step.
+
+    Args:
+        theta, gradient: its elements.
+        state: of them, in the order of the optimizer's names.
+        steps: that the layer has had, this one included; 0 where nobody counts.
+        dimensions: of the layer.
+    """
+
+    theta: Tensor
+    gradient: Tensor
+    state: list[Tensor]
+    steps: float
+    dimensions: int
+
+
+class Partition(Protocol):
+    """How an engine has laid layers end to end in the tensors that it lets the optimizer step."""
+
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
+        """Pieces of a tensor like `flat`, one a layer, in one order on all ranks.
+
+        With the dimensions of the layer, of which this rank may have no element.
+        """
+
+    @property
+    def join(self) -> Join | None:
+        """Adds up numbers of layers over the ranks; None where every rank has all."""
 
 
 class Layerwise(Optimizer):
@@ -27,7 +60,8 @@ class Layerwise(Optimizer):
     their group has `exclude_bias_and_norm`.
     """
 
-    _names: tuple[str, ...]  # of a parameter's state, in the order that `_passes` takes it
+    _names: tuple[str, ...]  # of a parameter's state that is shaped as it is
+    partition: Partition | None = None  # an engine's, where parameters are no layers
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         require_kernels(defaults["fused"])
@@ -63,13 +97,15 @@ class Layerwise(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 chosen = [p for p in group["params"] if p.grad is not None]
-                excluded = [bool(group["exclude_bias_and_norm"]) and p.ndim <= 1 for p in chosen]
-                for exclude in (False, True):
-                    part = [p for p, e in zip(chosen, excluded, strict=True) if e is exclude]
-                    if part:
-                        passes = self._passes(part, group, adapts=not exclude)
-                        join = None if exclude else join_of(part)
-                        passes.run(fused=group["fused"] is not False, join=join)
+                join = join_of(chosen) if self.partition is None else self.partition.join
+                parts = [part for p in chosen for part in self._parts(p)]
+                least = 2 if group["exclude_bias_and_norm"] else 0
+                for adapts in (True, False):
+                    these = [part for part in parts if (part.dimensions >= least) is adapts]
+                    if these:
+                        passes = self._passes(these, group, adapts=adapts)
+                        fused = group["fused"] is not False
+                        passes.run(fused=fused, join=join if adapts else None)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,19 +118,29 @@ class Layerwise(Optimizer):
                 if value.dtype in FULL and self.state[parameter][name].dtype not in FULL:
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
-    def _state(self, parameter: Tensor) -> list[Tensor]:
-        """This rank's pieces of its parameter's state, made before the first step."""
+    def _parts(self, parameter: Tensor) -> list[Part]:
+        """A parameter is a layer, or the engine says which it holds; its state is made here."""
         state = self.state[parameter]
         if any(name not in state for name in self._names):
             state.update(self._start(parameter))
-        return [local(state[name]) for name in self._names]
+        steps = float(state["step"].add_(1)) if "step" in state else 0.0
+        assert parameter.grad is not None
+        whole = [parameter, parameter.grad, *(state[name] for name in self._names)]
+        if self.partition is None:
+            theta, gradient, *held = map(local, whole)
+            return [Part(theta, gradient, held, steps, parameter.ndim)]
+        pieces = zip(*(self.partition.cut(parameter, tensor) for tensor in whole), strict=True)
+        return [
+            Part(theta, gradient, [piece for _, piece in held], steps, dimensions)
+            for (dimensions, theta), (_, gradient), *held in pieces
+        ]
 
     @abstractmethod
     def _start(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
 
     @abstractmethod
-    def _passes(self, parameters: list[Tensor], group: dict[str, Any], *, adapts: bool) -> Passes:
+    def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
         """The step over some layers of a group; without decay and trust ratio if not `adapts`."""
 
     def _require_dense_gradients(self) -> None:

@@ -24,7 +24,8 @@ from bigbatch.connect.deepspeed.engine import AdaptiveEngine  # noqa: E402
 from bigbatch.connect.deepspeed.fold import (  # noqa: E402
     ZeroFold,
     ZeroShards,
-    require_foldable,
+    foldable,
+    tell_layers,
 )
 from bigbatch.connect.deepspeed.layout import layout_of  # noqa: E402
 from bigbatch.connect.deepspeed.params import AdaptiveBatchParams  # noqa: E402
@@ -102,9 +103,10 @@ def initialize(
     require_supported(engine)
     layout, batch = layout_of(engine), engine.train_batch_size()
     source = ZeroSource(engine, layout)
+    tell_layers(engine.basic_optimizer, layout)
     if reduced is not None:
-        require_foldable(engine, reduced, layout)
-        reduced.serve(ZeroShards(source, layout), ZeroFold(engine, reduced, layout))
+        folds = foldable(engine, reduced, layout)
+        reduced.serve(ZeroShards(source, folds), ZeroFold(reduced, folds))
     micro, fixed = params.max_micro_batch_size or engine.train_micro_batch_size_per_gpu(), False
     if training_data is None:
         loader: Any = Announced(engine.train_micro_batch_size_per_gpu())

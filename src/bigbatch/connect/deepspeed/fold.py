@@ -5,11 +5,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from bigbatch.connect.deepspeed.layout import Accumulated, Layout, Offloaded, Replicated
-from bigbatch.connect.deepspeed.source import ZeroSource
+from bigbatch.connect.deepspeed.layout import (
+    Accumulated,
+    Foldable,
+    Layout,
+    Offloaded,
+    Partitioned,
+    Replicated,
+    Sharded,
+)
+from bigbatch.connect.deepspeed.source import ZeroSource, shape_of
 from bigbatch.errors import SettingError
 from bigbatch.measure.devices import full
 from bigbatch.measure.source import PlainSource
@@ -34,7 +42,7 @@ class ZeroShards(PlainSource):
     joined = True
     _engine_writes = True
 
-    def __init__(self, leaves: ZeroSource, layout: Layout) -> None:
+    def __init__(self, leaves: ZeroSource, layout: Foldable) -> None:
         self._leaves, self._layout = leaves, layout
         leaves.always = True
         self._sums: dict[Tensor, Tensor] = {}
@@ -90,13 +98,11 @@ class ZeroFold:
     optimizer's state, beside what is its own, so DeepSpeed saves and loads it.
 
     Args:
-        engine: DeepSpeed's.
         optimizer: whose base optimizer the engine steps.
         layout: of the gradients.
     """
 
-    def __init__(self, engine: Any, optimizer: VarianceReduced, layout: Layout) -> None:
-        self._group = engine.data_parallel_group
+    def __init__(self, optimizer: VarianceReduced, layout: Foldable) -> None:
         self._optimizer, self._layout = optimizer, layout
         self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
         optimizer.base.register_step_post_hook(self._keep)
@@ -112,7 +118,7 @@ class ZeroFold:
                 for layer in self._layers(flat, group["beta3"])
             ]
             if layers:
-                fold(how, layers, None if self._layout.whole else self._join)
+                fold(how, layers, self._layout.join)
         return Folded(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
@@ -142,12 +148,47 @@ class ZeroFold:
             )
         self._made.clear()
 
-    def _join(self, numbers: Tensor) -> None:
-        dist.all_reduce(numbers, group=self._group)
+
+class Layers:
+    """What LARS and LAMB need to know of the layers in ZeRO's partitions.
+
+    Args:
+        layout: of the engine.
+    """
+
+    def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
+        self.join = layout.join
+        self._layout = layout
+
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
+        """Pieces of a tensor like a partition, and the dimensions of their layers."""
+        return [(len(shape_of(p)), piece) for p, piece in self._layout.cut(flat, tensor)]
 
 
-def require_foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> None:
-    """Raises SettingError where r would not be right, or was not tried."""
+def tell_layers(optimizer: Optimizer, layout: Layout) -> None:
+    """Where ZeRO has put partitions in the place of layers, LARS and LAMB are told of these.
+
+    Raises:
+        SettingError: they cannot be.
+    """
+    if not isinstance(optimizer, Layerwise) or isinstance(layout, Replicated):
+        return
+    if isinstance(layout, Accumulated):
+        raise SettingError(
+            f"{type(optimizer).__name__} with bf16 at stage 1 and float32 accumulation: it needs "
+            "norms of whole layers, which were not tried there; set "
+            '"data_types": {"grad_accum_dtype": "bf16"}, or use stage 2'
+        )
+    assert isinstance(layout, Partitioned | Sharded | Offloaded)
+    optimizer.partition = Layers(layout)
+
+
+def foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> Foldable:
+    """The layout, if a variance-reduced optimizer can work there.
+
+    Raises:
+        SettingError: r would not be right, or was not tried.
+    """
     name, stage = type(optimizer).__name__, engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
         why = "with the optimizer offloaded to the CPU gradients are not where they are joined"
@@ -155,12 +196,11 @@ def require_foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) ->
         why = "with bf16 at stage 1 and float32 accumulation gradients are added up outside .grad"
     elif isinstance(layout, Replicated) and engine.bfloat16_enabled():
         why = "with bf16 at stage 0 the optimizer steps float32 copies of the parameters"
-    elif isinstance(optimizer.base, Layerwise) and not isinstance(layout, Replicated):
-        why = f"{type(optimizer.base).__name__} needs whole layers, and ZeRO gives it partitions"
     elif optimizer.watch:
         why = "watch=True would name partitions and not layers; leave it out"
     else:
-        return
+        assert isinstance(layout, Replicated | Partitioned | Sharded)
+        return layout
     raise SettingError(
         f"{name} at stage {stage}: {why}; docs/deepspeed.md has the stages and types that work"
     )

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bigbatch.optim.ranks import Join
+
 Pieces = Mapping[Tensor, Tensor]
 
 
@@ -30,32 +32,28 @@ class Layout(Protocol):
     def scaled(self, factor: float) -> None:
         """The pieces were multiplied; so is what DeepSpeed has computed of them."""
 
+
+class Foldable(Layout, Protocol):
+    """One whose pieces can be taken out after every backward, and folded in the step."""
+
     def clear(self) -> None:
         """Makes the next backward's gradient the first of a step."""
 
-    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A gradient of one of the optimizer's tensors, as pieces of the model's parameters.
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A tensor like one of the optimizer's, as pieces of the model's parameters.
 
         In one order on all ranks, also those that this rank has nothing of.
         """
 
-
-class _Unfolded:
-    """Where no variance-reduced optimizer is let in."""
-
-    def clear(self) -> None:
-        """Not here."""
-        raise NotImplementedError
-
-    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Not here."""
-        raise NotImplementedError
+    @property
+    def join(self) -> Join | None:
+        """Adds up numbers over the ranks that have pieces; None where every rank has all."""
 
 
 class _Whole:
     """The stages at which every rank has all."""
 
-    whole = True
+    whole, join = True, None
 
     def place(self, parameter: Tensor) -> tuple[int, int]:
         """All of it."""
@@ -80,12 +78,12 @@ class Replicated(_Whole):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The optimizer has the model's own."""
-        return [(flat, gradient.view(-1))]
+        return [(flat, tensor.view(-1))]
 
 
-class Accumulated(_Whole, _Unfolded):
+class Accumulated(_Whole):
     """Stage 1 of bfloat16 with float32 accumulation: a float32 gradient beside `.grad`."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -101,14 +99,29 @@ class Accumulated(_Whole, _Unfolded):
         return {parameter: gradient for parameter, gradient, there in of_each if there}
 
 
-class Partitioned:
-    """Stages 1 and 2: this rank's partition of all parameters laid end to end."""
+class _Divided:
+    """The stages at which every rank has pieces."""
 
     whole = False
 
-    def __init__(self, optimizer: Any, rank: int) -> None:
-        self.parameters = _joined(optimizer.bit16_groups)
-        self._optimizer, self._rank = optimizer, rank
+    def __init__(self, optimizer: Any, groups: Any, ranks: dist.ProcessGroup) -> None:
+        self.parameters = _joined(groups)
+        self._optimizer, self._ranks = optimizer, ranks
+        self._rank = dist.get_rank(ranks)
+
+    def join(self, numbers: Tensor) -> None:
+        """Adds them up."""
+        dist.all_reduce(numbers, group=self._ranks)
+
+    def scaled(self, factor: float) -> None:
+        """Nothing was computed."""
+
+
+class Partitioned(_Divided):
+    """Stages 1 and 2: this rank's partition of all parameters laid end to end."""
+
+    def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
+        super().__init__(optimizer, optimizer.bit16_groups, ranks)
 
     def pieces(self) -> Pieces:
         """Of the parameters in the partition; the first and the last may be parts."""
@@ -132,16 +145,13 @@ class Partitioned:
                 return int(first), int(min(parameter.numel() - first, size - starts[number]))
         return 0, 0
 
-    def scaled(self, factor: float) -> None:
-        """Nothing was computed."""
-
     def clear(self) -> None:
         """Neither what was averaged nor what was accumulated is left."""
         for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
             kept.update(dict.fromkeys(kept))
         self._optimizer.zero_grad()
 
-    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """By where the partition begins in each."""
         group = _position(flat, self._optimizer.single_partition_of_fp32_groups)
         starts = self._optimizer.grad_partition_insertion_offset[group][self._rank]
@@ -149,18 +159,15 @@ class Partitioned:
         for parameter in self._optimizer.bit16_groups[group]:
             start = int(starts.get(self._optimizer.get_param_id(parameter), 0))
             _, length = self.place(parameter)
-            cut.append((parameter, gradient.narrow(0, start, length)))
+            cut.append((parameter, tensor.narrow(0, start, length)))
         return cut
 
 
-class Sharded:
+class Sharded(_Divided):
     """Stage 3: every rank has an equal piece of every parameter, the last one's padded."""
 
-    whole = False
-
-    def __init__(self, optimizer: Any, rank: int) -> None:
-        self.parameters = _joined(optimizer.fp16_groups)
-        self._optimizer, self._rank = optimizer, rank
+    def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
+        super().__init__(optimizer, optimizer.fp16_groups, ranks)
 
     def pieces(self) -> Pieces:
         """Of all."""
@@ -176,24 +183,21 @@ class Sharded:
         length: int = parameter.partition_numel()
         return self._rank * length, length
 
-    def scaled(self, factor: float) -> None:
-        """Nothing was computed."""
-
     def clear(self) -> None:
         """What stays is written over, or zero for a parameter that is not reached."""
         for piece in self.pieces().values():
             piece.zero_()
         self._optimizer.zero_grad()
 
-    def cut(self, flat: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """They follow each other."""
         group = _position(flat, self._optimizer.fp32_partitioned_groups_flat)
         parameters = self._optimizer.fp16_groups[group]
         lengths = [parameter.partition_numel() for parameter in parameters]
-        return list(zip(parameters, torch.split(gradient, lengths), strict=True))
+        return list(zip(parameters, torch.split(tensor, lengths), strict=True))
 
 
-class Offloaded(_Unfolded):
+class Offloaded:
     """With the optimizer on the CPU: as without, in the gradient of its partitions.
 
     Args:
@@ -205,6 +209,7 @@ class Offloaded(_Unfolded):
 
     def __init__(self, kept: "Partitioned | Sharded", optimizer: Any, flats: list[Tensor]) -> None:
         self.parameters, self.place = kept.parameters, kept.place
+        self.cut, self.join = kept.cut, kept.join
         self._optimizer, self._flats = optimizer, flats
 
     def pieces(self) -> Pieces:
@@ -229,14 +234,17 @@ class Offloaded(_Unfolded):
 def layout_of(engine: Any) -> Layout:
     """How this engine divides its gradients."""
     optimizer, offloaded = engine.optimizer, engine.zero_use_cpu_optimizer()
-    rank = dist.get_rank(engine.data_parallel_group)
+    ranks = engine.data_parallel_group
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return Accumulated(optimizer)
     if engine.zero_optimization_partition_weights():
-        sharded, flats = Sharded(optimizer, rank), optimizer.fp32_partitioned_groups_flat
+        sharded, flats = Sharded(optimizer, ranks), optimizer.fp32_partitioned_groups_flat
         return Offloaded(sharded, optimizer, flats) if offloaded else sharded
     if engine.zero_optimization():
-        partitioned, flats = Partitioned(optimizer, rank), optimizer.single_partition_of_fp32_groups
+        partitioned, flats = (
+            Partitioned(optimizer, ranks),
+            optimizer.single_partition_of_fp32_groups,
+        )
         return Offloaded(partitioned, optimizer, flats) if offloaded else partitioned
     groups = getattr(optimizer, "fp16_groups", None)  # of half types, beside float32 copies
     return Replicated(_joined(groups or [group["params"] for group in optimizer.param_groups]))

@@ -36,10 +36,9 @@ class ZeroSource(EngineSource):
         """The model's, for which ZeRO has put partitions into the optimizer."""
         return self._layout.parameters
 
-    def shape(self, parameter: Any) -> torch.Size:
-        """The whole one; at stage 3 parameters are empty between their uses."""
-        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-        return shape
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """The whole one."""
+        return shape_of(parameter)
 
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient."""
@@ -83,3 +82,9 @@ class ZeroSource(EngineSource):
     def _foreign_ended(self) -> None:
         """A backward that the engine did not run has changed what it accumulates, unseen."""
         self.foreign_backward = True
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The whole one; at stage 3 parameters are empty between their uses."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
