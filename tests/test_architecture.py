@@ -12,7 +12,7 @@ import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
 # errors, kernels < measure < decide < act, optim < step < update < loop
-# < checkpoint, connect, report < recipes < bench < cli
+# < checkpoint < connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
@@ -24,12 +24,12 @@ LEVELS = {
     "update": 5,
     "loop": 6,
     "checkpoint": 7,
-    "connect": 7,
-    "report": 7,
-    "recipes": 8,
-    "bench": 9,
-    "cli": 10,
-    "__main__": 11,
+    "connect": 8,
+    "report": 8,
+    "recipes": 9,
+    "bench": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["loop"]} | {"checkpoint"}
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -85,6 +85,17 @@ def test_the_library_needs_torch_and_numpy_alone():
     for file in FILES:
         if room_of(module_of(file)) in LIBRARY:
             assert {name.split(".")[0] for name in imports_of(file)} <= allowed, file
+
+
+OPTIONAL = {"accelerate", "deepspeed", "lightning", "transformers"}
+
+
+def test_optional_packages_are_imported_in_connect_alone_each_where_its_name_is():
+    for file in FILES:
+        optional = OPTIONAL & {name.split(".")[0] for name in imports_of(file)}
+        if room_of(module_of(file)) == "connect":
+            optional -= set(module_of(file).split("."))
+        assert not optional, f"{file} imports {optional}"
 
 
 def test_importing_bigbatch_brings_no_package_that_torch_does_not():
