@@ -27,7 +27,7 @@ class Layout(Protocol):
         """
 
     def place(self, parameter: Tensor) -> tuple[int, int]:
-        """Where the piece begins in the flat gradient, and its elements; padding may follow."""
+        """Where the piece begins in the flat gradient, and its elements."""
 
     def scaled(self, factor: float) -> None:
         """The pieces were multiplied; so is what DeepSpeed has computed of them."""
@@ -164,24 +164,25 @@ class Partitioned(_Divided):
 
 
 class Sharded(_Divided):
-    """Stage 3: every rank has an equal piece of every parameter, the last one's padded."""
+    """Stage 3: every rank has a piece of every parameter, padded to one length."""
 
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.fp16_groups, ranks)
 
     def pieces(self) -> Pieces:
-        """Of all."""
-        optimizer = self._optimizer
-        pieces: dict[Tensor, Tensor] = {}
+        """Of all, without the padding, which may hold anything."""
+        optimizer, pieces = self._optimizer, {}
         for group, gradients in optimizer.averaged_gradients.items():
-            if gradients is not None:
-                pieces.update(zip(optimizer.fp16_groups[group], gradients, strict=True))
+            for parameter, piece in zip(
+                optimizer.fp16_groups[group], gradients or (), strict=False
+            ):
+                pieces[parameter] = piece[: self.place(parameter)[1]]
         return pieces
 
     def place(self, parameter: Any) -> tuple[int, int]:
         """In the order of the ranks."""
-        length: int = parameter.partition_numel()
-        return self._rank * length, length
+        first = self._rank * parameter.partition_numel()
+        return first, max(0, min(parameter.partition_numel(), parameter.ds_numel - first))
 
     def clear(self) -> None:
         """What stays is written over, or zero for a parameter that is not reached."""
@@ -190,11 +191,11 @@ class Sharded(_Divided):
         self._optimizer.zero_grad()
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """They follow each other."""
+        """They follow each other, padded."""
         group = _position(flat, self._optimizer.fp32_partitioned_groups_flat)
         parameters = self._optimizer.fp16_groups[group]
-        lengths = [parameter.partition_numel() for parameter in parameters]
-        return list(zip(parameters, torch.split(tensor, lengths), strict=True))
+        pieces = torch.split(tensor, [parameter.partition_numel() for parameter in parameters])
+        return [(p, piece[: self.place(p)[1]]) for p, piece in zip(parameters, pieces, strict=True)]
 
 
 class Offloaded:
@@ -219,7 +220,8 @@ class Offloaded:
         for parameter in self.parameters:
             number = optimizer.get_param_id(parameter)
             if number in optimizer.norm_for_param_grads:
-                group, *_, start, length = optimizer.grad_position[number]
+                group, *_, start, _ = optimizer.grad_position[number]
+                _, length = self.place(parameter)
                 gradient = self._flats[group].grad
                 assert gradient is not None
                 pieces[parameter] = gradient.view(-1).narrow(0, start, length)

@@ -43,8 +43,7 @@ class ZeroSource(EngineSource):
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient."""
         first, length = self._layout.place(parameter)
-        piece = whole.reshape(-1)[first : first + length]
-        return torch.nn.functional.pad(piece, (0, length - len(piece)))
+        return whole.reshape(-1)[first : first + length]
 
     def synchronize(self, now: bool) -> None:
         """Whether the next backward is the last of its step."""
