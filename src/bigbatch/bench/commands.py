@@ -92,7 +92,7 @@ def engines_(
         list[int] | None, typer.Option(min=2, max=4, help="Numbers of ranks: 2, 3, 4.")
     ] = None,
 ) -> None:
-    """What ranks send under DDP and FSDP2, by count and by formula, and what that costs."""
+    """What ranks send under DDP, FSDP2 and DeepSpeed, counted and by formula, and its cost."""
     counts = ranks or engines.RANKS
     total = sum(len(kinds.kinds(engine, n)) for n in counts for engine in kinds.ENGINES)
     title = f"gloo, ranks share {os.cpu_count()} cores; median [least, most] of {rounds} rounds"

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.optim import SGD, Optimizer
 
 from bigbatch.bench import peers
 from bigbatch.bench.scaling import Model
+from bigbatch.bench.zero import step_under_deepspeed
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim import VRSGD
 
-ENGINES = ("DDP", "FSDP2")
+ENGINES = ("DDP", "FSDP2", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 LAYERS = 8  # of 768 x 768: 4.7 million weights in 16 parameters, which 2, 3 and 4 divide
 _SAMPLES = 64  # of a micro-batch on a rank
 _BUCKET = 4  # MB, so that there are several
@@ -31,7 +33,7 @@ class Kind:
     """One way to do a step.
 
     Args:
-        engine: "DDP" or "FSDP2".
+        engine: "DDP", "FSDP2", or "ZeRO-" and a stage.
         what: for the table.
         micro_batches: of a rank.
         beside: `what` of the kind that it is compared with; None where it is such a one.
@@ -86,8 +88,18 @@ _FSDP2 = [
 ]
 
 
+_ZERO = [
+    Kind("ZeRO", _FOUR, 4, beside=None),
+    Kind("ZeRO", "similarity, a = 4", 4, beside=_FOUR, meter=()),
+    Kind("ZeRO", "VR, a = 4", 4, beside=_FOUR, vr=True),
+]
+
+
 def kinds(engine: str, ranks: int) -> list[Kind]:
-    """Those of an engine that so many ranks can do."""
+    """Those of an engine that so many ranks can do; of ZeRO two will do, if DeepSpeed is there."""
+    if engine.startswith("ZeRO"):
+        there = ranks == 2 and find_spec("deepspeed") is not None
+        return [replace(kind, engine=engine) for kind in _ZERO if there]
     team = _DDP if engine == "DDP" else _FSDP2
     pairs = [kind for kind in team if ranks % 2 == 0 or kind.peer != "simigrad"]
     return [kind for kind in pairs if ranks == 2 * _NODE or not kind.nodes]
@@ -102,15 +114,21 @@ def network(width: int) -> nn.Sequential:
 
 def step_of(kind: Kind) -> Callable[[], None]:
     """Makes a model and all that the kind needs, and returns one optimizer step of it."""
-    model = _wrapped(kind)
-    optimizer = _optimizer(kind, model)
-    meter = None if kind.meter is None else GradientMeter(model, **dict(kind.meter))
-    finish = None if kind.peer is None else getattr(peers, kind.peer)(model)
     torch.manual_seed(1 + dist.get_rank())  # other data on each
     batches = [
         (torch.randn(_SAMPLES, kind.width), torch.randint(kind.width, (_SAMPLES,)))
         for _ in range(kind.micro_batches)
     ]
+    if kind.engine.startswith("ZeRO"):
+        what = "VR" if kind.vr else "plain" if kind.meter is None else "similarity"
+        stage = int(kind.engine[-1])
+        return step_under_deepspeed(
+            network(kind.width), batches, _LR, _MOMENTUM, stage=stage, what=what
+        )
+    model = _wrapped(kind)
+    optimizer = _optimizer(kind, model)
+    meter = None if kind.meter is None else GradientMeter(model, **dict(kind.meter))
+    finish = None if kind.peer is None else getattr(peers, kind.peer)(model)
 
     def step() -> None:
         for number, batch in enumerate(batches):

@@ -66,6 +66,7 @@ def _received(results: Connection, processes: list[Any]) -> Iterator[Any]:
 def _serve(rank: int, count: int, store: Path, results: Connection, work: Work) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # other data on each
+    os.environ["LOCAL_RANK"] = str(rank)  # which DeepSpeed asks for
     sent.register()
     dist.init_process_group("counting", f"file://{store}", rank=rank, world_size=count)
     for result in work(rank):
