@@ -14,7 +14,7 @@ from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, V
 from deepspeed_training import apart, config_of, data, loss_of, network, quiet, weights_of
 
 pytestmark = [
-    pytest.mark.xdist_group("ranks"),
+    pytest.mark.xdist_group("deepspeed"),
     pytest.mark.filterwarnings("ignore:k = :UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -150,8 +150,8 @@ def on_engine_with(rank, ranks, arguments, settings):
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_is_that_of_one_process(ranks, name, stage, count):
-    answers = trained(ranks, count, name, stage)
+def test_a_rule_is_that_of_one_process(deepspeed_ranks, name, stage, count):
+    answers = trained(deepspeed_ranks, count, name, stage)
     assert error(name, answers) < 1e-5  # float32 beside float64
     plain = {"gamma": 1.0}
     assert error(name, answers, **plain) > 1e-2  # r is seen
@@ -161,29 +161,29 @@ def test_a_rule_is_that_of_one_process(ranks, name, stage, count):
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_in_bfloat16_is_near_it(ranks, name, stage):
-    answers = trained(ranks, 2, name, stage, "bf16")
+def test_a_rule_in_bfloat16_is_near_it(deepspeed_ranks, name, stage):
+    answers = trained(deepspeed_ranks, 2, name, stage, "bf16")
     assert error(name, answers) < 0.1  # the step's gradients have 8 bits
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
-def test_however_pieces_are_laid_out(ranks, name, setting):
+def test_however_pieces_are_laid_out(deepspeed_ranks, name, setting):
     stage, zero = SETTINGS[setting]
-    answers = trained(ranks, 3, name, stage, zero=zero)
+    answers = trained(deepspeed_ranks, 3, name, stage, zero=zero)
     assert error(name, answers) < 1e-5
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_with_several_groups_and_any_base_optimizer(ranks, stage):
-    answers = trained(ranks, 3, "VR(AdamW)", stage, groups=2)
+def test_with_several_groups_and_any_base_optimizer(deepspeed_ranks, stage):
+    answers = trained(deepspeed_ranks, 3, "VR(AdamW)", stage, groups=2)
     assert error("VR(AdamW)", answers, groups=2) < 1e-5
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3", "2, CPU offload", "3, CPU offload"])
 @pytest.mark.parametrize("name", ["LARS", "LAMB"])
-def test_lars_and_lamb_have_norms_of_whole_layers(ranks, name, stage):
-    answers = trained(ranks, 3, name, stage)
+def test_lars_and_lamb_have_norms_of_whole_layers(deepspeed_ranks, name, stage):
+    answers = trained(deepspeed_ranks, 3, name, stage)
     assert error(name, answers) < 1e-5
 
 
@@ -194,8 +194,8 @@ def half_left_out(rank, ranks, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_group_with_vr_false_is_left_alone(ranks, stage):
-    answers = ranks(2)(half_left_out, stage)
+def test_a_group_with_vr_false_is_left_alone(deepspeed_ranks, stage):
+    answers = deepspeed_ranks(2)(half_left_out, stage)
     assert error("VRAdam", answers, groups=2, left_out=[1]) < 1e-5
     assert error("VRAdam", answers, groups=2) > 1e-2
 
@@ -230,9 +230,9 @@ def adapted(rank, ranks, stage, optimizer):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_measured_does_not_hang_on_the_optimizer(ranks, stage):
-    expected = ranks(2)(adapted, stage, None)[0]
-    actual = ranks(2)(adapted, stage, "VRSGD")[0]
+def test_what_is_measured_does_not_hang_on_the_optimizer(deepspeed_ranks, stage):
+    expected = deepspeed_ranks(2)(adapted, stage, None)[0]
+    actual = deepspeed_ranks(2)(adapted, stage, "VRSGD")[0]
     assert len({size for size, _ in expected}) > 1
     assert [size for size, _ in expected] == [size for size, _ in actual]
     for (_, a), (_, b) in zip(expected, actual, strict=True):
@@ -255,8 +255,8 @@ def interrupted(rank, ranks, stage, folder):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_p_is_saved_and_goes_on(ranks, stage, tmp_path):
-    for expected, actual in ranks(2)(interrupted, stage, str(tmp_path)):
+def test_p_is_saved_and_goes_on(deepspeed_ranks, stage, tmp_path):
+    for expected, actual in deepspeed_ranks(2)(interrupted, stage, str(tmp_path)):
         assert apart(expected, actual) == 0
 
 
@@ -279,19 +279,19 @@ def refusal(rank, ranks, name, stage, dtype, settings):
 
 
 @pytest.mark.parametrize(("stage", "dtype"), REFUSED)
-def test_where_r_would_not_be_right_it_is_refused(ranks, stage, dtype):
-    (said,) = ranks(1)(refusal, "VRAdam", stage, dtype, {})
+def test_where_r_would_not_be_right_it_is_refused(deepspeed_ranks, stage, dtype):
+    (said,) = deepspeed_ranks(1)(refusal, "VRAdam", stage, dtype, {})
     assert f"VRAdam at stage {stage[0]}: " in said
     assert REFUSED[stage, dtype] in said
 
 
-def test_lamb_is_refused_where_it_would_have_norms_of_partitions(ranks):
-    (said,) = ranks(1)(refusal, "LAMB", "1, fp32 accumulation", "bf16", {})
+def test_lamb_is_refused_where_it_would_have_norms_of_partitions(deepspeed_ranks):
+    (said,) = deepspeed_ranks(1)(refusal, "LAMB", "1, fp32 accumulation", "bf16", {})
     assert "norms of whole layers" in said
 
 
-def test_watching_is_refused(ranks):
-    (said,) = ranks(1)(refusal, "VRAdam", "2", "fp32", {"watch": True})
+def test_watching_is_refused(deepspeed_ranks):
+    (said,) = deepspeed_ranks(1)(refusal, "VRAdam", "2", "fp32", {"watch": True})
     assert "watch=True" in said
 
 
@@ -313,7 +313,7 @@ def beside_padding_that_is_no_number(rank, ranks):
     return padded, train(engine, loader, STEPS), weights_of(engine)
 
 
-def test_what_pads_a_piece_is_of_no_layer(ranks):
-    answers = ranks(3)(beside_padding_that_is_no_number)
+def test_what_pads_a_piece_is_of_no_layer(deepspeed_ranks):
+    answers = deepspeed_ranks(3)(beside_padding_that_is_no_number)
     assert answers[-1][0] > 0
     assert error("VRLAMB", [answer[1:] for answer in answers]) < 1e-5
