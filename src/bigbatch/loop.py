@@ -239,9 +239,11 @@ class AdaptiveBatch:
         loader and its random states.
 
         Raises:
-            LoopError: inside a step, between its first micro-batch and `update()`.
+            LoopError: inside a step, between its first micro-batch and `update()`. Where another
+                loop gives the micro-batches, it is to give those of that step again.
         """
-        self._require_none_begun()
+        if not isinstance(self.batches, Announced):
+            self._require_none_begun()
         stands = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
