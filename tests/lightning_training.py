@@ -1,7 +1,6 @@
 """A small Lightning training, and the same training as a plain loop over the same micro-batches."""
 
 import logging
-import warnings
 
 import lightning.pytorch as pl
 import torch
@@ -25,8 +24,6 @@ QUIET = {
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)
-for said in (".*does not have many workers.*", ".*logging interval.*", ".*treespec.*"):
-    warnings.filterwarnings("ignore", message=said)
 
 
 class Scripted:

@@ -1,5 +1,7 @@
 """AdaptiveBatchCallback in a Lightning training on one device."""
 
+import pickle
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -21,6 +23,8 @@ from lightning_training import (
     sgd,
     weights_of,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 
 ROUNDING = {"rtol": 1e-10, "atol": 1e-12}  # float64, the loss divided and multiplied once
 GROWING = bb.SimiGrad(target=0.5, min_batch=12, max_batch=60, grow=1.5)
@@ -304,6 +308,47 @@ def test_a_batch_without_a_loss_is_refused(missing):
 
     with pytest.raises(LoopError, match="training_step gave no loss"):
         fit(adaptive(bb.Fixed(16), min_micro_batches=2), loader(64), Silent())
+
+
+def test_an_epoch_that_is_left_early_is_refused():
+    class Leaving(Training):
+        def on_train_batch_start(self, batch, number):
+            return -1 if number == 6 else None
+
+    with pytest.raises(LoopError, match=r"returned -1.*limit_train_batches"):
+        fit(adaptive(bb.Fixed(16), min_micro_batches=2), loader(64), Leaving(), max_epochs=2)
+
+
+def test_a_training_may_be_stopped_within_a_step():
+    class Stopping(Training):
+        def on_train_batch_end(self, outputs, batch, number):
+            self.trainer.should_stop = number == 5
+
+    callback = adaptive(bb.Fixed(16), min_micro_batches=2)
+    watch = fit(callback, loader(64), Stopping(), max_epochs=3)
+
+    assert [4] == watch.backwards
+    assert 16 == callback.state_dict()["shared"]["counts"][1]
+    assert 1 == watch.trainer.accumulate_grad_batches
+
+
+def test_most_steps_are_updates_whatever_their_size():
+    watch = fit(
+        adaptive(Scripted(8, 8, 16, 24), batch_size=8, min_micro_batches=2),
+        loader(80),
+        max_steps=3,
+        max_epochs=-1,
+    )
+
+    assert [2, 2, 4] == watch.backwards
+
+
+def test_a_loop_may_be_sent_to_other_processes():
+    sent = pickle.loads(pickle.dumps(adaptive(GROWING, **SETTINGS)))
+
+    expected, actual = fit(adaptive(GROWING, **SETTINGS), loader(100)), fit(sent, loader(100))
+
+    assert expected.records == actual.records
 
 
 def test_an_optimizer_step_that_is_left_out_is_refused():

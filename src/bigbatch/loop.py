@@ -344,7 +344,8 @@ class AdaptiveBatch:
 
     def _give_advice(self) -> SizeAdvice:
         """In every forward of the model, as long as this loop is there."""
-        advice = SizeAdvice(self._agreement.rank, self._agreement.ranks)
+        ours = not isinstance(self.batches, Announced)
+        advice = SizeAdvice(self._agreement.rank, self._agreement.ranks, cut_here=ours)
         handle = self.model.register_forward_hook(advice, always_call=True)
         weakref.finalize(self, handle.remove)
         return advice

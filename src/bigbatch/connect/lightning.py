@@ -45,6 +45,11 @@ _NO_STEP = (
     "module as it is, or let it call optimizer.step(closure=closure) every time"
 )
 
+_LEFT = (
+    "on_train_batch_start() returned -1, which leaves an epoch within a step; leave batches out in "
+    "the loader, or use Trainer(limit_train_batches=)"
+)
+
 
 class AdaptiveBatchCallback(Callback):
     """Measures, decides and acts inside a `Trainer`: one more callback, the script as it was.
@@ -226,6 +231,11 @@ class AdaptiveBatchCallback(Callback):
             self._driven.end_pass()
             assert self.train.record is not None
             self._log.append(trainer, self.train.record)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuses an epoch that was left with a batch in hand."""
+        if self._step.waiting:
+            raise LoopError(_LEFT)
 
     # checkpoints
 
