@@ -6,7 +6,6 @@ python examples/lightning_fashion_mnist.py --data digits --devices 2
 
 import argparse
 import gzip
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -22,17 +21,16 @@ from bigbatch.connect.lightning import AdaptiveBatchCallback
 
 def read(folder: str, part: str) -> TensorDataset:
     """The images and labels of "train" or "t10k"."""
-    arrays = []
-    for kind, head in (("images-idx3", 16), ("labels-idx1", 8)):
-        with gzip.open(Path(folder) / f"{part}-{kind}-ubyte.gz") as file:
-            arrays.append(np.frombuffer(file.read(), np.uint8, offset=head))
-    images = torch.tensor(arrays[0]).view(-1, 784) / 255 - 0.5
-    return TensorDataset(images, torch.tensor(arrays[1]).long())
+    with gzip.open(f"{folder}/{part}-images-idx3-ubyte.gz") as file:
+        images = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=16))
+    with gzip.open(f"{folder}/{part}-labels-idx1-ubyte.gz") as file:
+        labels = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=8))
+    return TensorDataset(images.view(-1, 784) / 255 - 0.5, labels.long())
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Small images that come with scikit-learn."""
-    x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    x, y = map(torch.tensor, load_digits(return_X_y=True))
     x = x.float() / 16 - 0.5
     return TensorDataset(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
 
@@ -62,8 +60,8 @@ def main() -> None:
     parser.add_argument("--logs", default="lightning_logs")
     given = parser.parse_args()
     pl.seed_everything(0)
-    small = given.data == "digits"
-    train, test = digits() if small else (read(given.data, "train"), read(given.data, "t10k"))
+    data = given.data
+    train, test = digits() if data == "digits" else (read(data, "train"), read(data, "t10k"))
     policy = bb.SimiGrad(target=0.3, max_batch=len(train) // 20)
     adaptive = AdaptiveBatchCallback(policy, batch_size=64)
     strategy = "ddp" if given.devices > 1 else "auto"
@@ -71,9 +69,9 @@ def main() -> None:
         accelerator="cpu", devices=given.devices, strategy=strategy, max_epochs=4,
         callbacks=[adaptive], log_every_n_steps=10, default_root_dir=given.logs,
     )  # fmt: skip
-    loaders = DataLoader(train, 16, shuffle=True), DataLoader(test, 500)
-    trainer.fit(Classifier(train.tensors[0].shape[1]), *loaders)
-    accuracy = trainer.callback_metrics["accuracy"]
+    model = Classifier(train.tensors[0].shape[1])
+    trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(test, 500))
+    accuracy = trainer.callback_metrics["accuracy"].item()
     trainer.print(f"accuracy {accuracy:.3f} after {trainer.global_step} updates")
 
 

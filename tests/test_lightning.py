@@ -332,6 +332,18 @@ def test_a_training_may_be_stopped_within_a_step():
     assert 1 == watch.trainer.accumulate_grad_batches
 
 
+def test_a_limit_of_batches_is_where_an_epoch_ends():
+    watch = fit(
+        adaptive(bb.Fixed(12), min_micro_batches=2),
+        loader(64),
+        limit_train_batches=5,
+        max_epochs=2,
+    )
+
+    assert [3, 2, 3, 2] == watch.backwards
+    assert [0, 0, 1, 1] == [record["epoch"] for record in watch.records]
+
+
 def test_most_steps_are_updates_whatever_their_size():
     watch = fit(
         adaptive(Scripted(8, 8, 16, 24), batch_size=8, min_micro_batches=2),

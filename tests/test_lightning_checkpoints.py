@@ -1,5 +1,6 @@
 """A run that goes on from a Lightning checkpoint goes the way of one that was never stopped."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -10,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import bigbatch as bb
 from bigbatch.optim import VRAdam
-from lightning_training import MICRO, SEED, Training, adaptive, data, fit, loader, sgd
+from lightning_training import MICRO, QUIET, SEED, Training, adaptive, data, fit, loader, sgd
 
 GROWING = bb.SimiGrad(target=0.5, min_batch=12, max_batch=60, grow=1.5)
 
@@ -132,6 +133,23 @@ def test_a_checkpoint_without_the_callback_starts_it_anew(tmp_path):
     )
 
     assert [16, 32, 48, 64] == [record["samples"] for record in watch.records]
+
+
+def test_a_checkpoint_that_is_only_tested_starts_no_training_in_its_middle(tmp_path):
+    class Tested(Training):
+        def test_step(self, batch):
+            pass
+
+    callback = adaptive(bb.Fixed(16), min_micro_batches=2)
+    saves = ModelCheckpoint(tmp_path, "saved")
+    fit(callback, loader(64), Tested(), enable_checkpointing=True, callbacks=[saves])
+    before = torch.get_rng_state()
+
+    trainer = pl.Trainer(**QUIET, callbacks=[callback])
+    trainer.test(Tested(), loader(8), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+
+    assert torch.equal(before, torch.get_rng_state())
+    assert 16 == fit(callback, loader(64)).records[0]["samples"]
 
 
 def test_the_state_is_loaded_without_running_code_from_it(tmp_path):

@@ -108,6 +108,7 @@ class AdaptiveBatchCallback(Callback):
         self._loaded: dict[str, Any] | None = None  # a checkpoint's state, until there is a loop
         self._backward, self._update = ExitStack(), ExitStack()  # what Lightning is in the midst of
         self._given = ExitStack()  # what is given back in the end
+        self._trains = True  # not while the trainer tests or predicts, which loads states too
         self._place = (0, 1)  # rank and ranks
         self._clip: float | None = None
         self._log = Log()
@@ -116,7 +117,8 @@ class AdaptiveBatchCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses what cannot work, before anything is started."""
-        if stage == "fit":
+        self._trains = stage == "fit"
+        if self._trains:
             require_drivable(trainer, pl_module)
             self.train = self._driven = None
             self._place = trainer.global_rank, trainer.world_size
@@ -245,6 +247,8 @@ class AdaptiveBatchCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until there is an optimizer; random numbers go on before the loader."""
+        if not self._trains:
+            return
         self._loaded = state_dict
         if state_dict and (state_dict["own"]["rank"], state_dict["own"]["ranks"]) == self._place:
             restore_random_state(state_dict["own"]["random"])
