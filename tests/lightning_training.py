@@ -90,6 +90,14 @@ class Training(pl.LightningModule):
         return cross_entropy(self.net(x), y)
 
 
+class Narrow(Training):
+    """Under autocast; its loss is float32."""
+
+    def training_step(self, batch, _):
+        x, y = batch
+        return cross_entropy(self.net(x.float()).float(), y)
+
+
 class Watch(pl.Callback):
     """Notes every update: its record, its micro-batches here, the weights after it."""
 
@@ -129,7 +137,7 @@ def adaptive(policy, **settings):
     return AdaptiveBatchCallback(policy, **settings)
 
 
-def plain_loop(batches, model, optimizer, epochs=1, clip=None, **settings):
+def plain_loop(batches, model, optimizer, epochs=1, clip=None, autocast=None, **settings):
     """The same as a loop of one's own; micro-batches are those of the loader."""
     batches = bb.Batches(batches, tail="step")
     train = bb.AdaptiveBatch(model, optimizer, batches, fixed_micro_batch=True, **settings)
@@ -137,12 +145,19 @@ def plain_loop(batches, model, optimizer, epochs=1, clip=None, **settings):
     for _ in train.epochs(epochs):
         for step in train:
             for x, y in step:
-                step.backward(cross_entropy(model(x), y))
+                step.backward(loss_of(model, x, y, autocast))
             if clip:
                 step.clip_grad_norm_(clip)
             records.append(facts(step.update()))
             weights.append(weights_of(model))
     return records, weights
+
+
+def loss_of(model, x, y, autocast):
+    if autocast is None:
+        return cross_entropy(model(x), y)
+    with torch.autocast("cpu", autocast):
+        return cross_entropy(model(x.float()).float(), y)
 
 
 def facts(record):

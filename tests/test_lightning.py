@@ -12,6 +12,7 @@ from bigbatch.errors import BatchError, LoopError
 from bigbatch.optim import VRSGD, VRAdam
 from lightning_training import (
     MICRO,
+    Narrow,
     Scripted,
     Training,
     adaptive,
@@ -210,14 +211,6 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer):
     assert (3, 1) == (callback.train.steps, callback.train.skipped)
 
 
-class Half(Training):
-    """Trains under autocast in float16, with a scaler; too large a scale at first."""
-
-    def training_step(self, batch, number):
-        x, y = batch
-        return cross_entropy(self.net(x.float()).float(), y)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("reduced", [False, True], ids=["SGD", "VRSGD"])
 def test_float16_with_a_scaler_goes_the_way_of_a_plain_loop(reduced, fused):
@@ -226,11 +219,12 @@ def test_float16_with_a_scaler_goes_the_way_of_a_plain_loop(reduced, fused):
 
     settings = {"policy": bb.Fixed(16), "min_micro_batches": 2}
     model, scaler = network().float(), scaler_of_float16()
-    expected = autocast_loop(model, made(model.parameters()), scaler, **settings)
+    half = {"autocast": torch.float16, "scaler": scaler, **settings}
+    expected, _ = plain_loop(loader(64), model, made(model.parameters()), **half)
 
     callback = adaptive(**settings)
     precision = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler_of_float16())
-    actual = fit(callback, loader(64), Half(made, dtype=torch.float32), plugins=[precision])
+    actual = fit(callback, loader(64), Narrow(made, dtype=torch.float32), plugins=[precision])
 
     assert 1 <= callback.train.skipped < 4
     assert [r["skipped"] for r in expected] == [r["skipped"] for r in actual.records]
@@ -240,25 +234,23 @@ def test_float16_with_a_scaler_goes_the_way_of_a_plain_loop(reduced, fused):
     assert scaler.get_scale() == precision.scaler.get_scale()
 
 
+@pytest.mark.parametrize("optimizer", [sgd, vrsgd], ids=["SGD", "VRSGD"])
+def test_bfloat16_goes_the_way_of_a_plain_loop(optimizer):
+    settings = {"policy": bb.Fixed(16), "min_micro_batches": 2}
+    model = network().float()
+    half = {"autocast": torch.bfloat16, **settings}
+    expected, _ = plain_loop(loader(64), model, optimizer(model.parameters()), **half)
+
+    module = Narrow(optimizer, dtype=torch.float32)
+    actual = fit(adaptive(**settings), loader(64), module, precision="bf16-mixed")
+
+    for one, other in zip(expected, actual.records, strict=True):
+        assert one == pytest.approx(other, rel=2e-2, nan_ok=True)  # bfloat16 has 8 bits
+    torch.testing.assert_close(weights_of(model), actual.weights[-1], rtol=1e-2, atol=1e-3)
+
+
 def scaler_of_float16():
     return torch.amp.GradScaler("cpu", init_scale=2.0**20)  # infinite in float16: one is skipped
-
-
-def autocast_loop(model, optimizer, scaler, **settings):
-    from lightning_training import facts
-
-    batches = bb.Batches(loader(64), tail="step")
-    train = bb.AdaptiveBatch(
-        model, optimizer, batches, fixed_micro_batch=True, scaler=scaler, **settings
-    )
-    records = []
-    for step in train:
-        for x, y in step:
-            with torch.autocast("cpu", torch.float16):
-                loss = cross_entropy(model(x.float()).float(), y)
-            step.backward(loss)
-        records.append(facts(step.update()))
-    return records
 
 
 class Validated(Training):

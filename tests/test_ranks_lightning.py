@@ -17,6 +17,7 @@ from bigbatch.optim import VRAdam
 from lightning_training import (
     MICRO,
     SEED,
+    Narrow,
     Scripted,
     Training,
     adaptive,
@@ -57,19 +58,24 @@ def trained(rank, ranks, engine, optimizer, settings, samples, clip=None):
     return watch.records, watch.weights, watch.backwards
 
 
-def looped(rank, ranks, engine, optimizer, settings, samples, clip=None):
+def looped(rank, ranks, engine, optimizer, settings, samples, clip=None, precision=None):
     """The same by a loop of one's own, over the sampler that Lightning puts in."""
     warnings.simplefilter("ignore")
     rows = data(samples)
     sampler = DistributedSampler(rows, ranks, rank, shuffle=True, seed=0)
-    model = network()
+    half = {}
+    if precision == "16-mixed":
+        half = {"autocast": torch.float16, "scaler": scaler_of_float16()}
+    elif precision:
+        half = {"autocast": torch.bfloat16}
+    model = network().float() if half else network()
     if engine == "ddp":
         model = DistributedDataParallel(model)
     else:
         fully_shard(model[0])
         fully_shard(model)
     batches = DataLoader(rows, MICRO, sampler=sampler)
-    return plain_loop(batches, model, optimizer(model.parameters()), clip=clip, **settings)
+    return plain_loop(batches, model, optimizer(model.parameters()), clip=clip, **half, **settings)
 
 
 def least(engine, optimizer, ranks):
@@ -227,6 +233,49 @@ def test_a_checkpoint_goes_on_on_ranks(ranks, engine, optimizer, tmp_path):
     for one, other in zip(expected[-len(actual) :], actual, strict=True):
         assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
     torch.testing.assert_close(weights, after, rtol=1e-9, atol=1e-12)
+
+
+def narrow(rank, ranks, engine, precision, optimizer, settings):
+    warnings.simplefilter("ignore")
+    plugins = []
+    if precision == "16-mixed":
+        plugins, precision = (
+            [pl.plugins.MixedPrecision(precision, "cpu", scaler_of_float16())],
+            None,
+        )
+    watch = fit(
+        adaptive(**settings),
+        loader(192),
+        Narrow(optimizer, sharded=engine != "ddp", dtype=torch.float32),
+        strategy=strategy_of(engine, ranks),
+        devices=ranks,
+        precision=precision,
+        plugins=plugins,
+    )
+    return watch.records, watch.weights
+
+
+def scaler_of_float16():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**20)  # infinite in float16: one is skipped
+
+
+@pytest.mark.parametrize("optimizer", [sgd, vradam], ids=["SGD", "VRAdam"])
+@pytest.mark.parametrize(
+    ("engine", "precision"), [("ddp", "16-mixed"), ("ddp", "bf16-mixed"), ("fsdp2", "bf16-mixed")]
+)
+def test_half_types_go_the_way_of_a_plain_loop(ranks, engine, precision, optimizer):
+    settings = {"policy": bb.Fixed(32), "min_micro_batches": least(engine, optimizer, 2)}
+    expected = ranks(2)(looped, engine, optimizer, settings, 192, None, precision)[0]
+
+    one, other = ranks(2)(narrow, engine, precision, optimizer, settings)
+
+    assert torch.equal(one[1][-1], other[1][-1])
+    skipped = [record["skipped"] for record in one[0]]
+    assert [record["skipped"] for record in expected[0]] == skipped
+    assert any(skipped) == (precision == "16-mixed")
+    for mine, its in zip(expected[0], one[0], strict=True):
+        assert mine == pytest.approx(its, rel=2e-2, nan_ok=True)  # bfloat16 has 8 bits
+    torch.testing.assert_close(expected[1][-1], one[1][-1], rtol=1e-2, atol=2e-3)
 
 
 def faulty(rank, ranks, engine, optimizer):
