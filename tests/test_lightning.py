@@ -414,6 +414,14 @@ def test_a_second_training_with_the_same_callback_starts_anew():
     assert 1 == second.trainer.accumulate_grad_batches
 
 
+def test_a_training_leaves_no_hook_on_the_gradients():
+    module = Training()
+
+    fit(adaptive(bb.Fixed(16), min_micro_batches=2), loader(64), module)
+
+    assert [] == [name for name, p in module.named_parameters() if p._backward_hooks]
+
+
 def test_a_dry_run_of_one_batch_is_one_step():
     watch = fit(
         adaptive(bb.SimiGrad(target=0.5), batch_size=16, min_micro_batches=2),
