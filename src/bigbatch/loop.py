@@ -239,9 +239,11 @@ class AdaptiveBatch:
         loader and its random states.
 
         Raises:
-            LoopError: inside a step, between its first micro-batch and `update()`.
+            LoopError: inside a step, between its first micro-batch and `update()`. Where another
+                loop gives the micro-batches, it is to give those of that step again.
         """
-        self._require_none_begun()
+        if not isinstance(self.batches, Announced):
+            self._require_none_begun()
         stands = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
@@ -342,7 +344,8 @@ class AdaptiveBatch:
 
     def _give_advice(self) -> SizeAdvice:
         """In every forward of the model, as long as this loop is there."""
-        advice = SizeAdvice(self._agreement.rank, self._agreement.ranks)
+        ours = not isinstance(self.batches, Announced)
+        advice = SizeAdvice(self._agreement.rank, self._agreement.ranks, cut_here=ours)
         handle = self.model.register_forward_hook(advice, always_call=True)
         weakref.finalize(self, handle.remove)
         return advice

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,8 +184,13 @@ class Step:
 
     @property
     def last(self) -> bool:
-        """Whether the present micro-batch is the last of the step on this rank."""
+        """Whether the micro-batch that was given out is the last one on this rank."""
         return self._cut.last
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a micro-batch was given out whose backward is still to come."""
+        return self._waiting
 
     @property
     def begun(self) -> bool:
@@ -271,7 +276,8 @@ class Step:
         """
         self._require_complete("clip_grad_norm_")
         if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+            with suppress(RuntimeError):  # unscaled already, by a trainer
+                self._scaler.unscale_(self._optimizer)
         attached = attached_of(self._optimizer)
         if attached is None:
             norm = nn.utils.clip_grad_norm_(trained_by(self._optimizer), max_norm, norm_type)

@@ -18,8 +18,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def advise_size(error: BaseException, samples: int, rank: int = 0, ranks: int = 1) -> None:
-    """Notes on an out-of-memory error, once, how large the micro-batch was and what to do."""
+def advise_size(
+    error: BaseException, samples: int, rank: int = 0, ranks: int = 1, *, cut_here: bool = True
+) -> None:
+    """Notes on an out-of-memory error, once, how large the micro-batch was and what to do.
+
+    Args:
+        error: of which something is only said where memory was missing.
+        samples: of the micro-batch.
+        rank: of this process, where there are several.
+        ranks: how many.
+        cut_here: whether micro-batches are cut by us; else they are the loader's batches.
+    """
     notes = getattr(error, "__notes__", ())
     if not is_out_of_memory(error) or any(note.startswith("bigbatch:") for note in notes):
         return
@@ -28,11 +38,13 @@ def advise_size(error: BaseException, samples: int, rank: int = 0, ranks: int = 
         f"bigbatch: this micro-batch{here} had 1 sample; activation checkpointing needs less memory"
     )
     if samples > 1:
-        advice = (
-            f"bigbatch: this micro-batch{here} had {samples} samples; set "
-            f"micro_batch={samples // 2}{everywhere}, or find it by "
+        remedy = (
+            f"set micro_batch={samples // 2}{everywhere}, or find it by "
             "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
+            if cut_here
+            else f"give the loader batch_size={samples // 2}{everywhere}"
         )
+        advice = f"bigbatch: this micro-batch{here} had {samples} samples; {remedy}"
     error.add_note(advice)
 
 
@@ -48,11 +60,12 @@ class SizeAdvice:
 
     Args:
         rank, ranks: of this process, where there are several.
+        cut_here: whether micro-batches are cut by us; else they are the loader's batches.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1, *, cut_here: bool = True) -> None:
         self.samples = 0
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._cut_here = rank, ranks, cut_here
 
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Called by torch with the output, or with None where there is none."""
@@ -63,5 +76,5 @@ class SizeAdvice:
 
     def advise(self, error: BaseException) -> None:
         """Notes on an error of the present micro-batch what to do, where that is known."""
-        advise_size(error, self.samples, self._rank, self._ranks)
+        advise_size(error, self.samples, self._rank, self._ranks, cut_here=self._cut_here)
         note_waiting(error, self._rank, self._ranks)

@@ -51,20 +51,34 @@ class Driven:
         """The present step is none any more: a state was loaded."""
         self._step = self._steps = self._micro_batches = None
 
-    def announce(self, samples: int, *, ends: bool = False) -> None:
+    def announce(self, samples: int, *, ends: bool = False, left: int | None = None) -> None:
         """The other loop's next micro-batch, before its forward.
 
         Args:
             samples: of it, on this rank.
             ends: whether it is the last of an epoch, and so of its step.
+            left: how many come after it in the epoch, where that is known.
+        Raises:
+            LoopError: the step before was not finished.
         """
         assert isinstance(self.train.batches, Announced)
-        self.train.batches.announce(samples, ends=ends)
+        if self._step is not None and self._step.complete and not self._step.ended:
+            raise LoopError(
+                "another micro-batch came before the optimizer had stepped for those before it"
+            )
+        self.train.batches.announce(samples, ends=ends, left=left)
         if self._step is None or self._step.ended:
             self._step = self._next_step()
             self._micro_batches = iter(self._step)
         assert self._micro_batches is not None
         next(self._micro_batches)
+
+    def end_pass(self) -> None:
+        """Counts a pass whose last step has ended, before the next one begins."""
+        assert isinstance(self.train.batches, Announced)
+        if self._steps is not None and self.step.ended and self.train.batches.ends:
+            next(self._steps, None)
+            self._steps = None
 
     def _next_step(self) -> Step:
         step = None if self._steps is None else next(self._steps, None)

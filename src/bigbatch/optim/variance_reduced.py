@@ -259,12 +259,16 @@ class VarianceReduced(Optimizer):
         """Folds r into the gradients and lets the base optimizer step.
 
         Args:
-            closure: computes the loss and calls `backward()` at least twice; called once.
+            closure: computes the loss and calls `backward()` at least twice; called once. Where
+                it empties every gradient in the end, a trainer's say, the step does nothing.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if all(parameter.grad is None for parameter in self._parameters()):
+                self._source.restart()
+                return loss
         attached = self.attached
         begun = self._source.micro_batches or (attached is not None and attached.waits)
         if self._scaled and (begun or not self._changes_nothing()):
@@ -338,6 +342,18 @@ class VarianceReduced(Optimizer):
         )
 
     # what is saved
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings p together; trainers call it before `state_dict()`, on every rank. Collective.
+
+        Under the name that torch's ZeroRedundancyOptimizer has for it; nothing to do where it is
+        not attached.
+
+        Args:
+            to: the rank that will be asked for its state; every one may be.
+        """
+        if self.attached is not None:
+            self.attached.consolidate()
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state dict; p and its step count stand with each parameter."""
