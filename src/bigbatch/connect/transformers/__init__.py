@@ -2,8 +2,8 @@
 
 from bigbatch.connect.packages import required
 
-transformers = required("transformers", "transformers")
 required("accelerate", "transformers")
+transformers = required("transformers", "transformers")
 
 from bigbatch.connect.transformers.trainer import AdaptiveMixin, AdaptiveTrainer  # noqa: E402
 

@@ -17,17 +17,16 @@ from bigbatch.act.learning_rate import Scaling
 from bigbatch.connect.accelerate import PreparedBatches, batches
 from bigbatch.connect.transformers.callbacks import Length, PatientHandler
 from bigbatch.connect.transformers.halves import HalvedOptimizer, HalvedScheduler, Halves
+from bigbatch.connect.transformers.state import load, save
 from bigbatch.connect.transformers.supported import require_arguments, require_trainer
-from bigbatch.connect.transformers.whole import BackwardElsewhere, Passes, WholeUpdate
+from bigbatch.connect.transformers.whole import BackwardElsewhere, Passes, WholeUpdate, count_labels
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.policy import Fixed, Policy
-from bigbatch.errors import LoopError, StateError
+from bigbatch.errors import LoopError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.step import Step
-
-_FILE = "adaptive_batch_{}.pt"  # in a checkpoint's folder, of each rank
 
 if TYPE_CHECKING:
     from transformers import Trainer as NextClass
@@ -151,7 +150,7 @@ class AdaptiveMixin(NextClass):
         self.callback_handler.optimizer = self.optimizer
         self.callback_handler.lr_scheduler = self.lr_scheduler
         if self._saved is not None:
-            self.adaptive.load_state_dict(self._saved["train"])
+            self.adaptive.load_state_dict(self._saved)
         return model, Passes(self.adaptive, resumed=self._saved is not None)
 
     def _take_apart(self) -> None:
@@ -242,10 +241,7 @@ class AdaptiveMixin(NextClass):
         told = self.compute_loss_func is not None or self.label_smoother is not None
         if not (told or self.model_accepts_loss_kwargs):
             return None
-        labels = inputs.get("shift_labels")
-        if labels is None and (labels := inputs.get("labels")) is not None:
-            labels = labels[..., 1:] if self._loss_shifts_labels else labels
-        return int(labels.ne(-100).sum()) if isinstance(labels, Tensor) else None
+        return count_labels(inputs, shifted=self._loss_shifts_labels)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         assert self._halves.step is not None
@@ -276,8 +272,7 @@ class AdaptiveMixin(NextClass):
         train = self._training()
         samples = train.batches.samples
         epochs = train.epoch if samples is None else train.samples // samples
-        file = Path(output_dir) / _FILE.format(self.args.process_index)
-        torch.save({"epochs": epochs, "train": train.state_dict()}, file)
+        save(Path(output_dir), self.args.process_index, epochs, train.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = _inside(self.optimizer)
@@ -292,8 +287,8 @@ class AdaptiveMixin(NextClass):
         if resume_from_checkpoint is None:
             self._saved = None
             return 0, 0
-        self._saved = saved = _load(Path(resume_from_checkpoint), self.args.process_index)
-        return saved["epochs"], 0  # batches that the Trainer need not skip
+        epochs, self._saved = load(Path(resume_from_checkpoint), self.args.process_index)
+        return epochs, 0  # batches that the Trainer need not skip
 
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
@@ -312,15 +307,3 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
 def _inside(optimizer: Any) -> Any:
     """The optimizer that accelerate has prepared, as it was."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def _load(folder: Path, rank: int) -> dict[str, Any]:
-    """This rank's state, or rank 0's where there were fewer."""
-    for file in (folder / _FILE.format(rank), folder / _FILE.format(0)):
-        if file.exists():
-            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-            return state
-    raise StateError(
-        f"{folder} has no {_FILE.format(0)}: AdaptiveTrainer did not save it, or with "
-        "save_only_model=True; load the model from it, and train without resume_from_checkpoint"
-    )

@@ -71,3 +71,21 @@ class BackwardElsewhere:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+
+def count_labels(inputs: Mapping[str, Any], *, shifted: bool) -> int | None:
+    """Labels that a loss is the mean over: those that are not -100; None where there are none.
+
+    Args:
+        inputs: of a micro-batch.
+        shifted: whether each position is to predict the next one's, so that the first is not.
+    Example:
+        >>> count_labels({"labels": torch.tensor([[7, -100, 8], [9, 9, -100]])}, shifted=True)
+        2
+    """
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if not isinstance(labels, Tensor):
+        return None
+    if shifted and "shift_labels" not in inputs:
+        labels = labels[..., 1:]
+    return int(labels.ne(-100).sum())
