@@ -26,6 +26,7 @@ def require_arguments(given: list[Any]) -> None:
 
 def require_trainer(trainer: Any) -> None:
     """Raises SettingError for what a Trainer was built with and cannot work."""
+    require_arguments([trainer.args])  # the Trainer's own, or changed by accelerate's
     if trainer.is_deepspeed_enabled:
         raise SettingError(_DEEPSPEED)
     scheduler = trainer.lr_scheduler
