@@ -197,6 +197,17 @@ class Step:
         """Whether a micro-batch was given out."""
         return self._waiting or self._micro_batches > 0
 
+    @property
+    def loss(self) -> float:
+        """Mean loss over the batch of all ranks; waits for the device.
+
+        Raises:
+            LoopError: before the last micro-batch's backward, or after `update()`.
+        """
+        self._require_complete("loss")
+        total, weights, *_ = self._wait()
+        return total / weights
+
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
 
@@ -301,10 +312,18 @@ class Step:
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
         with self.updating() as finite:
-            self._common.step_optimizer(finite)
+            self.step_optimizer(finite)
         record = self._common.record()
         assert record is not None
         return record
+
+    def step_optimizer(self, finite: bool) -> None:
+        """What `update` does inside `updating`, for a trainer that has it in two halves.
+
+        Args:
+            finite: as `updating` says.
+        """
+        self._common.step_optimizer(finite)
 
     @contextmanager
     def updating(self) -> Iterator[bool]:

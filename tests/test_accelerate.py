@@ -1,0 +1,310 @@
+"""AdaptiveBatch on what accelerate prepares, in one process."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import bigbatch as bb
+from bigbatch.connect.accelerate import adaptive_batch, batches
+from bigbatch.errors import SettingError
+
+SEED = 3
+SAMPLES = 103
+EPOCHS = 3
+
+
+class Numbered(Dataset):
+    """Samples that carry their number."""
+
+    def __init__(self, samples=SAMPLES):
+        draw = torch.Generator().manual_seed(SEED)
+        self.x = torch.randn(samples, 5, generator=draw)
+        self.y = (self.x[:, 0] + torch.randn(samples, generator=draw) > 0).long()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, number):
+        return self.x[number], self.y[number], number
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Numbered())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def network():
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
+
+
+def parts(data=None, **options):
+    """Model, optimizer, loader and scheduler, as a script has them."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = CosineAnnealingLR(optimizer, T_max=40)
+    options = {"batch_size": 8} | options
+    return model, optimizer, DataLoader(data or Numbered(), **options), scheduler
+
+
+POLICY = {"policy": bb.SimiGrad(target=0.4, min_batch=8, max_batch=60), "batch_size": 16}
+
+
+def prepared(accelerator, *given, **settings):
+    model, optimizer, loader, scheduler = accelerator.prepare(*given)
+    settings = POLICY | settings
+    train = adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **settings)
+    return train, model
+
+
+def steps_of(train, model, epochs=EPOCHS, most=10**9):
+    """(numbers of the samples, record) of every step."""
+    torch.manual_seed(SEED)
+    done = []
+    for _ in train.epochs(epochs):
+        for step in itertools.islice(train, most - len(done)):
+            numbers = []
+            for x, y, number in step:
+                step.backward(cross_entropy(model(x), y))
+                numbers += number.tolist()
+            step.clip_grad_norm_(1.0)
+            done.append((numbers, step.update()))
+        if len(done) == most:
+            break
+    return done
+
+
+def sizes(done):
+    return [record.batch_size for _, record in done]
+
+
+def test_a_prepared_training_is_the_plain_one():
+    model, optimizer, loader, scheduler = parts(shuffle=True)
+    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    expected = steps_of(plain, model)
+
+    train, other = prepared(Accelerator(cpu=True), *parts(shuffle=True))
+    actual = steps_of(train, other)
+
+    assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in actual]
+    assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in actual]
+    assert len(set(sizes(actual))) > 3
+    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, others)
+
+
+def test_a_float16_scaler_of_accelerate_scales_and_steps():
+    model, optimizer, loader, scheduler = parts()
+    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    expected = steps_of(plain, model)
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
+    train, other = prepared(accelerator, *parts())
+    actual = steps_of(train, other)
+
+    assert sizes(expected) == sizes(actual)
+    assert 4.0 * 2 ** (len(actual) // 5) == accelerator.scaler.get_scale()
+    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, others)
+
+
+def test_bfloat16_is_that_of_autocast():
+    model, optimizer, loader, scheduler = parts()
+    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    forward = model.forward
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(x).float()
+
+    model.forward = autocast
+    expected = steps_of(plain, model)
+    train, other = prepared(Accelerator(cpu=True, mixed_precision="bf16"), *parts())
+    actual = steps_of(train, other)
+    assert [r.loss for _, r in expected] == [r.loss for _, r in actual]
+
+
+def test_accumulate_does_nothing_where_it_is_left_in_a_script():
+    accelerator = Accelerator(cpu=True)
+    train, model = prepared(accelerator, *parts())
+    for step in train:
+        for x, y, _ in step:
+            with accelerator.accumulate(model):
+                step.backward(cross_entropy(model(x), y))
+        step.update()
+    assert SAMPLES == train.samples
+
+
+@pytest.mark.parametrize(
+    ("configuration", "options"),
+    [
+        ({}, {"shuffle": True}),
+        ({"use_seedable_sampler": True}, {"shuffle": True}),
+        ({"split_batches": True}, {"shuffle": True}),
+        ({"use_stateful_dataloader": True}, {"shuffle": True}),
+        ({}, {"num_workers": 1, "persistent_workers": True}),
+        ({"dispatch_batches": True}, {}),
+    ],
+)
+def test_every_sample_comes_once_an_epoch(configuration, options):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
+    train, model = prepared(accelerator, *parts(**options))
+    done = steps_of(train, model, epochs=2)
+    numbers = [number for step, _ in done for number in step]
+    assert list(range(SAMPLES)) == sorted(numbers[:SAMPLES]) == sorted(numbers[SAMPLES:])
+    assert len(set(sizes(done))) > 1
+
+
+def test_a_seeded_order_changes_with_the_epoch():
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    done = steps_of(*prepared(accelerator, *parts(shuffle=True)), epochs=2)
+    numbers = [number for step, _ in done for number in step]
+    assert numbers[:SAMPLES] != numbers[SAMPLES:]
+
+
+def test_a_stream_goes_on_until_it_ends():
+    train, model = prepared(Accelerator(cpu=True), *parts(Stream()))
+    done = steps_of(train, model, epochs=1)
+    assert list(range(SAMPLES)) == [number for step, _ in done for number in step]
+
+
+def test_what_the_loader_would_drop_is_dropped():
+    train, model = prepared(Accelerator(cpu=True), *parts(drop_last=True))
+    done = steps_of(train, model, epochs=1)
+    assert list(range(SAMPLES // 8 * 8)) == [number for step, _ in done for number in step]
+
+
+def test_batches_take_options():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    cut = batches(accelerator, loader, tail="drop")
+    train = adaptive_batch(accelerator, model, optimizer, cut, policy=bb.Fixed(32))
+    assert [32, 32, 32] == sizes(steps_of(train, model, epochs=1))
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_loaded_state_goes_on_as_if_never_interrupted(tmp_path, seedable):
+    def build():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        configuration = DataLoaderConfiguration(use_seedable_sampler=seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+        train, model = prepared(accelerator, *parts(shuffle=True))
+        accelerator.register_for_checkpointing(bb.RankStates(train))
+        return accelerator, train, model
+
+    _, train, model = build()
+    whole = steps_of(train, model)
+    accelerator, train, model = build()
+    half = steps_of(train, model, most=7)
+    accelerator.save_state(tmp_path)
+
+    accelerator, train, other = build()
+    torch.manual_seed(SEED + 1)
+    accelerator.load_state(tmp_path)
+    rest = []
+    for _ in train.epochs(EPOCHS):
+        for step in train:
+            numbers = []
+            for x, y, number in step:
+                step.backward(cross_entropy(other(x), y))
+                numbers += number.tolist()
+            step.clip_grad_norm_(1.0)
+            rest.append((numbers, step.update()))
+    expected = [(numbers, r.loss, r.lr) for numbers, r in whole]
+    assert expected == [(numbers, r.loss, r.lr) for numbers, r in half + rest]
+
+
+# refused
+
+
+def test_accumulation_by_accelerate_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with pytest.raises(SettingError, match=r"gradient_accumulation_steps=4.*leave it at 1"):
+        prepared(accelerator, *parts())
+
+
+def test_tensor_parallelism_is_refused():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+    with pytest.raises(SettingError, match="2 ranks that share samples"):
+        adaptive_batch(accelerator, model, optimizer, loader, **POLICY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("DEEPSPEED", "bigbatch.connect.deepspeed"), ("MEGATRON_LM", "DDP and FSDP2")],
+)
+def test_engines_with_a_step_of_their_own_are_refused(kind, remedy):
+    accelerator = Accelerator(cpu=True)
+    given = accelerator.prepare(*parts())
+    accelerator.state.distributed_type = kind
+    with pytest.raises(SettingError, match=remedy):
+        adaptive_batch(accelerator, *given[:3], scheduler=given[3], **POLICY)
+
+
+def test_a_loader_that_skips_batches_is_refused():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    rest = skip_first_batches(loader, 2)
+    with pytest.raises(SettingError, match="knows where it stood"):
+        adaptive_batch(accelerator, model, optimizer, rest, **POLICY)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["optimizer", "loader", "scheduler"])
+def test_what_was_not_prepared_is_refused(number):
+    accelerator = Accelerator(cpu=True)
+    given = parts()
+    ready = list(accelerator.prepare(*given))
+    ready[number] = given[number]
+    model, optimizer, loader, scheduler = ready
+    with pytest.raises(SettingError, match=r"accelerate did not prepare.*accelerator\.prepare"):
+        adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **POLICY)
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+import {module}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("bigbatch.connect.accelerate", "accelerate", "accelerate"),
+        ("bigbatch.connect.transformers", "transformers", "transformers"),
+        ("bigbatch.connect.transformers", "accelerate", "transformers"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_command(module, package, extra):
+    code = BLOCKED.format(package=package, module=module)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        result.stderr.strip()
+        .splitlines()[-1]
+        .endswith(f'needs {package}, which is not installed; run: pip install "bigbatch[{extra}]"')
+    )

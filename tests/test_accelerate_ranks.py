@@ -1,0 +1,252 @@
+"""AdaptiveBatch on what accelerate prepares, in two processes."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+import bigbatch as bb
+from bigbatch.connect.accelerate import adaptive_batch
+from bigbatch.errors import SettingError
+from bigbatch.optim import VRSGD
+from launched import launched
+
+SEED = 3
+SAMPLES = 51  # in batches of 5, one of two ranks has a last batch that is full
+POLICY = {"policy": bb.SimiGrad(target=0.4, min_batch=8, max_batch=40), "batch_size": 12}
+
+
+class Numbered(Dataset):
+    """Samples that carry their number."""
+
+    def __init__(self):
+        draw = torch.Generator().manual_seed(SEED)
+        self.x = torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)
+        self.y = (self.x[:, 0] + torch.randn(SAMPLES, generator=draw) > 0).long()
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, number):
+        return self.x[number], self.y[number], number
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Numbered())
+
+
+def network():
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def steps_of(train, model, epochs):
+    done = []
+    for _ in train.epochs(epochs):
+        for step in train:
+            numbers = []
+            for x, y, number in step:
+                step.backward(cross_entropy(model(x), y))
+                numbers += number.tolist()
+            record = step.update()
+            done.append((numbers, record.batch_size, record.loss, record.lr))
+    return done
+
+
+def built(configuration, data=None, optimizer=torch.optim.SGD, options=None, settings=None):
+    options = {"batch_size": 5, "shuffle": True} if options is None else options
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
+    model = network()
+    optimizer = optimizer(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
+    loader = DataLoader(data or Numbered(), **options)
+    torch.manual_seed(SEED + accelerator.process_index)  # a seed of its own
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    settings = POLICY | (settings or {})
+    train = adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **settings)
+    return accelerator, train, model
+
+
+def trained(rank, ranks, configuration, epochs=3, options=None):
+    with launched(rank, ranks):
+        _, train, model = built(configuration, options=options)
+        done = steps_of(train, model, epochs)
+        return done, [p.detach().clone() for p in model.parameters()]
+
+
+def of_a_pass(results, epoch):
+    """The numbers that all ranks saw in one epoch, in no order."""
+    seen = []
+    for done, _ in results:
+        counted, before = 0, epoch * SAMPLES
+        for numbers, size, *_ in done:
+            if before <= counted < before + SAMPLES:
+                seen += numbers
+            counted += size
+    return sorted(seen)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [{}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True}],
+    ids=lambda given: next(iter(given), "default"),
+)
+def test_two_processes_see_every_sample_once_in_every_epoch(ranks, configuration):
+    results = ranks(2)(trained, configuration)
+    for epoch in range(3):
+        assert list(range(SAMPLES)) == of_a_pass(results, epoch)
+
+
+def test_a_batch_that_is_split_is_that_of_all_processes(ranks):
+    options = {"batch_size": 10}
+    for sizes, size in ranks(2)(split, options):
+        assert ([12], 5) == (sizes, size)
+
+
+def split(rank, ranks, options):
+    with launched(rank, ranks):
+        _, train, model = built({"split_batches": True}, options=options)
+        sizes = [size for _, size, *_ in steps_of(train, model, 1)]
+        assert SAMPLES == sum(sizes)
+        return sizes[:1], train.batches.batch_size
+
+
+def test_two_processes_train_as_one_that_plays_both(ranks):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
+    loader = bb.Batches(DataLoader(Numbered(), 10), virtual_ranks=2)
+    train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, micro_batch=5, **POLICY)
+    expected = steps_of(train, model, 3)
+    (first, weights), (second, others) = ranks(2)(trained, {}, 3, {"batch_size": 5})
+
+    assert len({size for _, size, *_ in expected}) > 2
+    for one, mine, yours in zip(expected, first, second, strict=True):
+        assert sorted(one[0]) == sorted(mine[0] + yours[0])
+        assert one[1] == mine[1] == yours[1]
+        assert one[2] == pytest.approx(mine[2], rel=1e-12)  # the loss
+        assert one[3] == mine[3]  # the learning rate
+    for one, mine, yours in zip(model.parameters(), weights, others, strict=True):
+        torch.testing.assert_close(one, mine, rtol=1e-12, atol=1e-12)
+        assert torch.equal(mine, yours)
+
+
+def test_a_variance_reduced_optimizer_is_that_of_a_plain_loop(ranks):
+    plain, prepared = (ranks(2)(variance_reduced, by_hand) for by_hand in (True, False))
+    assert plain[0] == prepared[0]
+    assert plain[1] == prepared[1]
+
+
+def variance_reduced(rank, ranks, by_hand):
+    with launched(rank, ranks):
+        if not by_hand:
+            _, train, model = built({}, optimizer=VRSGD, options={"batch_size": 5})
+            return steps_of(train, model, 2)
+        model = DistributedDataParallel(network())
+        optimizer = VRSGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
+        ledger = bb.SampleLedger(Numbered(), seed=0, num_replicas=ranks, rank=rank, shuffle=False)
+        loader = DataLoader(Numbered(), 5, sampler=ledger)
+        train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+        return steps_of(train, model, 2)
+
+
+def test_a_saved_training_goes_on_in_two_processes(ranks, tmp_path):
+    whole = [done for done, _ in ranks(2)(trained, {}, 2)]
+    halves = ranks(2)(interrupted, str(tmp_path))
+    for expected, actual in zip(whole, halves, strict=True):
+        assert expected == actual
+
+
+def interrupted(rank, ranks, folder):
+    with launched(rank, ranks):
+        accelerator, train, model = built({})
+        accelerator.register_for_checkpointing(bb.RankStates(train))
+        done = []
+        for step in train:
+            numbers = []
+            for x, y, number in step:
+                step.backward(cross_entropy(model(x), y))
+                numbers += number.tolist()
+            record = step.update()
+            done.append((numbers, record.batch_size, record.loss, record.lr))
+            if len(done) == 3:
+                accelerator.save_state(folder)
+                break
+    with launched(rank, ranks):
+        accelerator, train, model = built({})
+        accelerator.register_for_checkpointing(bb.RankStates(train))
+        accelerator.load_state(folder)
+        return done + steps_of(train, model, 2)
+
+
+class Whole(BatchSampler):
+    """A batch sampler of somebody's own."""
+
+
+def test_what_repeats_samples_in_a_way_that_cannot_be_undone_is_refused(ranks):
+    for messages in ranks(2)(refusals):
+        for message, remedy in zip(messages, REMEDIES, strict=True):
+            assert remedy in message
+
+
+REMEDIES = [
+    "dispatch_batches=False",
+    "drop_last=True",
+    "even_batches=False",
+    "shuffle=True",
+    "leave rng_types out",
+]
+
+
+def refusals(rank, ranks):
+    own = Whole(SequentialSampler(range(SAMPLES)), 5, drop_last=False)
+    ledger = bb.SampleLedger(Numbered(), num_replicas=2, rank=rank)
+    given = [
+        ({}, Stream(), {"batch_size": 5}, {}),
+        ({"dispatch_batches": False}, Stream(), {"batch_size": 5}, {}),
+        ({}, None, {"batch_sampler": own}, {}),
+        ({}, None, {"batch_size": 5, "sampler": ledger}, {}),
+        ({}, None, {"batch_size": 5}, {"rng_types": ["torch"]}),
+    ]
+    messages = []
+    for configuration, data, options, others in given:
+        with launched(rank, ranks):
+            accelerator = Accelerator(
+                cpu=True, dataloader_config=DataLoaderConfiguration(**configuration), **others
+            )
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(data or Numbered(), **options)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            try:
+                adaptive_batch(accelerator, model, optimizer, loader, **POLICY)
+            except SettingError as error:
+                messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("what", ["stream", "own"])
+def test_what_repeats_nothing_trains(ranks, what):
+    for numbers in ranks(2)(unrepeated, what):
+        assert len(numbers) == len(set(numbers)) >= 20
+    first, second = ranks(2)(unrepeated, what)
+    assert not set(first) & set(second)
+
+
+def unrepeated(rank, ranks, what):
+    own = Whole(SequentialSampler(range(SAMPLES)), 5, drop_last=False)
+    given = {
+        "stream": ({"dispatch_batches": False}, Stream(), {"batch_size": 5, "drop_last": True}),
+        "own": ({"even_batches": False}, None, {"batch_sampler": own}),
+    }
+    configuration, data, options = given[what]
+    with launched(rank, ranks):
+        _, train, model = built(configuration, data, options=options)
+        return [number for step, *_ in steps_of(train, model, 1) for number in step]
