@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import bigbatch as bb
-from bigbatch.connect.lightning_settings import require_strategy
+from bigbatch.connect.lightning.settings import require_strategy
 from bigbatch.errors import SettingError
 from bigbatch.optim import VRSGD
 from lightning_training import Training, adaptive, fit, loader, sgd

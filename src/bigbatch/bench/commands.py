@@ -21,6 +21,7 @@ from bigbatch.bench import (
     measure,
     optimizers,
     scaling,
+    trainers,
     twins,
 )
 from bigbatch.bench.timing import COLUMNS
@@ -98,6 +99,8 @@ def engines_(
     title = f"gloo, ranks share {os.cpu_count()} cores; median [least, most] of {rounds} rounds"
     _show(title, engines.COLUMNS, engines.costs(rounds, counts), total=total)
     _show(scaling.TITLE, scaling.COLUMNS, scaling.run(), total=scaling.ROWS)
+    title = f"one process; median [least, most] of {rounds} rounds"
+    _show(title, trainers.COLUMNS, trainers.costs(rounds), total=trainers.ROWS)
 
 
 @app.command("twins")

@@ -1,13 +1,13 @@
 """What the connections to trainers cost over the trainers' own accumulation of as many samples."""
 
 import contextlib
+import itertools
 import logging
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from bigbatch.connect.packages import required
 from bigbatch.decide.policy import Fixed
-from bigbatch.errors import MissingPackageError
 
+ROWS = 2
 COLUMNS = ("trainer", "update, ms", "its own, ms", "over its own")
 _WIDTH, _LAYERS, _CLASSES = 384, 4, 10
 _MICRO, _ACCUMULATION = 64, 4
@@ -55,15 +56,12 @@ class Overhead:
 
 
 def costs(rounds: int) -> Iterator[Overhead]:
-    """Of every trainer that is installed; plain and connected trainings take turns."""
-    for name, package, update_of in (
-        ("Lightning", "lightning", _lightning),
-        ("HF Trainer", "transformers", _transformers),
-    ):
-        if find_spec(package) is None:
-            raise MissingPackageError(
-                f'{name} is not installed; run: pip install "bigbatch[{package}]"'
-            )
+    """Of every trainer; plain and connected trainings take turns.
+
+    Raises:
+        MissingPackageError: one of them is not installed.
+    """
+    for name, update_of in (("Lightning", _lightning), ("HF Trainer", _transformers)):
         overhead = Overhead(name)
         with tempfile.TemporaryDirectory() as folder, _quiet():
             update_of(folder, adaptive=False)  # what a process does once
@@ -87,18 +85,17 @@ def _data() -> tuple[Tensor, Tensor]:
 
 def _median_of(ends: Seconds) -> float:
     """Seconds of an update, from when each of them ended."""
-    times = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    times = [b - a for a, b in itertools.pairwise(ends)]
     return median(times[_WARM:])
 
 
 def _lightning(folder: str, *, adaptive: bool) -> float:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-
+    pl: Any = required("lightning.pytorch", "lightning")
     from bigbatch.connect.lightning import AdaptiveBatchCallback
 
     ends: Seconds = []
 
-    class Module(LightningModule):
+    class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = _network()
@@ -109,7 +106,7 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
-    class Clock(Callback):
+    class Clock(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step > len(ends):
                 ends.append(time.perf_counter())
@@ -117,7 +114,7 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
     callbacks: list[Any] = [Clock()]
     if adaptive:
         callbacks.append(AdaptiveBatchCallback(Fixed(_BATCH), batch_size=_BATCH))
-    trainer = Trainer(
+    trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=1,
@@ -134,8 +131,7 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
 
 
 def _transformers(folder: str, *, adaptive: bool) -> float:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
+    hf: Any = required("transformers", "transformers")
     from bigbatch.connect.transformers import AdaptiveTrainer
 
     ends: Seconds = []
@@ -149,15 +145,15 @@ def _transformers(folder: str, *, adaptive: bool) -> float:
             output = self.network(x)
             return {"loss": cross_entropy(output, labels), "logits": output}
 
-    class Clock(TrainerCallback):
+    class Clock(hf.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-    kind: Callable[..., Any] = AdaptiveTrainer if adaptive else Trainer
+    kind: Callable[..., Any] = AdaptiveTrainer if adaptive else hf.Trainer
     model = Model()
     trainer = kind(
         model=model,
-        args=TrainingArguments(
+        args=hf.TrainingArguments(
             output_dir=folder,
             num_train_epochs=1,
             per_device_train_batch_size=_MICRO,
@@ -174,6 +170,7 @@ def _transformers(folder: str, *, adaptive: bool) -> float:
         optimizers=(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), None),
         **({"policy": Fixed(_BATCH), "batch_size": _BATCH} if adaptive else {}),
     )
+    trainer.remove_callback(hf.PrinterCallback)
     trainer.train()
     return _median_of(ends)
 

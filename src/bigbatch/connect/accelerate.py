@@ -20,16 +20,16 @@ from bigbatch.loop import AdaptiveBatch
 
 accelerate = required("accelerate", "accelerate")
 
-from accelerate.data_loader import (  # noqa: E402
+from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     DataLoaderShard,
     IterableDatasetShard,
     SkipBatchSampler,
 )
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
-from accelerate.utils import (  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import (
     broadcast_object_list,
     send_to_device,
     synchronize_rng_states,

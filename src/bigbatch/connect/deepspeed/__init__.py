@@ -20,18 +20,18 @@ from bigbatch.optim.variance_reduced import VarianceReduced
 
 deepspeed = required("deepspeed", "deepspeed")
 
-from bigbatch.connect.deepspeed.engine import AdaptiveEngine  # noqa: E402
-from bigbatch.connect.deepspeed.fold import (  # noqa: E402
+from bigbatch.connect.deepspeed.engine import AdaptiveEngine
+from bigbatch.connect.deepspeed.fold import (
     ZeroFold,
     ZeroShards,
     foldable,
     tell_layers,
 )
-from bigbatch.connect.deepspeed.layout import layout_of  # noqa: E402
-from bigbatch.connect.deepspeed.params import AdaptiveBatchParams  # noqa: E402
-from bigbatch.connect.deepspeed.schedule import advanceable  # noqa: E402
-from bigbatch.connect.deepspeed.source import ZeroSource  # noqa: E402
-from bigbatch.connect.deepspeed.supported import require_supported  # noqa: E402
+from bigbatch.connect.deepspeed.layout import layout_of
+from bigbatch.connect.deepspeed.params import AdaptiveBatchParams
+from bigbatch.connect.deepspeed.schedule import advanceable
+from bigbatch.connect.deepspeed.source import ZeroSource
+from bigbatch.connect.deepspeed.supported import require_supported
 
 __all__ = ["AdaptiveEngine", "initialize"]
 

@@ -5,6 +5,6 @@ from bigbatch.connect.packages import required
 required("accelerate", "transformers")
 transformers = required("transformers", "transformers")
 
-from bigbatch.connect.transformers.trainer import AdaptiveMixin, AdaptiveTrainer  # noqa: E402
+from bigbatch.connect.transformers.trainer import AdaptiveMixin, AdaptiveTrainer
 
 __all__ = ["AdaptiveMixin", "AdaptiveTrainer"]

@@ -3,14 +3,6 @@
 import sys
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
-from bigbatch.connect.packages import required
-from bigbatch.errors import SettingError
-from bigbatch.optim.variance_reduced import VarianceReduced
-
-required("lightning", "lightning")
-
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
@@ -24,6 +16,10 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch.errors import SettingError
+from bigbatch.optim.variance_reduced import VarianceReduced
 
 _NEVER = sys.maxsize
 

@@ -6,6 +6,8 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -15,8 +17,8 @@ from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
 from bigbatch.connect.driven import Driven
-from bigbatch.connect.lightning_log import Log
-from bigbatch.connect.lightning_settings import (
+from bigbatch.connect.lightning.log import Log
+from bigbatch.connect.lightning.settings import (
     loaders_batch,
     require_drivable,
     require_scheduler,
@@ -29,11 +31,6 @@ from bigbatch.errors import BatchError, LoopError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.step import Step
-
-# isort: split
-# after those above, which say how to install it
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 
 _NO_LOSS = (
     "training_step gave no loss for a batch, so the step lacks a micro-batch; return a loss times "
