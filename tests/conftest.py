@@ -45,3 +45,26 @@ def ranks():
     yield of_size
     for pool in pools.values():
         pool.kill()
+
+
+@pytest.fixture(scope="session")
+def deepspeed_ranks(ranks):
+    """`ranks`, once there is what DeepSpeed compiles on first use, for up to a minute."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    return ranks
+
+
+@pytest.fixture
+def fresh_ranks(deepspeed_ranks):
+    """Processes of its own for a test: some of what DeepSpeed sets stays for a process's life."""
+    pools = []
+
+    def of_size(count):
+        pools.append(Ranks(count))
+        return pools[-1]
+
+    yield of_size
+    for pool in pools:
+        pool.kill()
