@@ -21,7 +21,7 @@ TARGET = 0.55  # .027 from every similarity of the reference, which bfloat16 is 
 VIRTUAL_RANKS = 6  # so that 1, 2 and 3 ranks compare the same groups of samples
 LOWEST, HIGHEST = 24, 120
 CLIP = 0.25  # below most norms
-GATHERED = ("batch_size", "similarity", "lr", "loss", "samples", "skipped", "epoch")
+GATHERED = ("batch_size", "similarity", "loss", "samples", "skipped", "epoch")
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 LAYOUTS = {
@@ -89,7 +89,8 @@ def loss_of(output, y, weighed=False):
 
 
 def seen(records):
-    return {name: [getattr(record, name) for record in records] for name in GATHERED}
+    gathered = {name: [getattr(record, name) for record in records] for name in GATHERED}
+    return gathered | {"lr": [set(record.lr) for record in records]}  # one for all groups
 
 
 def by_itself(steps, *, clip=0.0, weighed=False, **settings):
@@ -146,12 +147,13 @@ def engine_of(rank, ranks, layout="0", dtype="fp32", *, clip=0.0, groups=1, more
     model = given.pop("model", None) or network()
     optimizer = optimizer_of(model, groups)
     given = {
+        "optimizer": optimizer,
         "training_data": batches_of(rank, ranks),
-        "lr_scheduler": decaying(optimizer),
+        "lr_scheduler": decaying(optimizer) if "optimizer" not in given else None,
         "adaptive_batch_params": PARAMS,
         "config": config_of(ranks, layout, dtype, clip, **(more or {})),
     } | given
-    return deepspeed.initialize(model=model, optimizer=optimizer, **given)
+    return deepspeed.initialize(model=model, **given)
 
 
 def micro_step(engine, x, y, weighed=False, factor=1.0):

@@ -49,8 +49,9 @@ class MicroBatchNorms:
         """Reads the gradient once, now or at the end of the micro-batch."""
         if parameter in self._present or parameter in self._small:
             raise GradientError(
-                "a parameter received two gradients in one micro-batch; mark the micro-batches "
-                "with `with meter.micro_batch():`"
+                "a parameter received two gradients in one micro-batch (reentrant checkpointing, "
+                "which use_reentrant=False avoids?); mark the micro-batches with "
+                "`with meter.micro_batch():`"
             )
         size = gradient.numel()
         self._types.add(gradient.dtype)

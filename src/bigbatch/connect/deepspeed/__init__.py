@@ -28,7 +28,7 @@ from bigbatch.connect.deepspeed.fold import (
     tell_layers,
 )
 from bigbatch.connect.deepspeed.layout import layout_of
-from bigbatch.connect.deepspeed.params import AdaptiveBatchParams
+from bigbatch.connect.deepspeed.params import AdaptiveBatchParams, warn_of_number
 from bigbatch.connect.deepspeed.schedule import advanceable
 from bigbatch.connect.deepspeed.source import ZeroSource
 from bigbatch.connect.deepspeed.supported import require_supported
@@ -101,15 +101,18 @@ def initialize(
         raise SettingError("policy= and enable_adjust both decide; pass one of them")
     engine, wrapped, _, scheduler = deepspeed.initialize(**given)
     require_supported(engine)
-    layout, batch = layout_of(engine), engine.train_batch_size()
+    if engine.global_rank == 0:
+        warn_of_number(adaptive_batch_params)
+    layout, batch = layout_of(engine), int(engine.train_batch_size())
     source = ZeroSource(engine, layout)
     tell_layers(engine.basic_optimizer, layout)
     if reduced is not None:
         folds = foldable(engine, reduced, layout)
         reduced.serve(ZeroShards(source, folds), ZeroFold(reduced, folds))
-    micro, fixed = params.max_micro_batch_size or engine.train_micro_batch_size_per_gpu(), False
+    own_micro = int(engine.train_micro_batch_size_per_gpu())
+    micro, fixed = params.max_micro_batch_size or own_micro, False
     if training_data is None:
-        loader: Any = Announced(engine.train_micro_batch_size_per_gpu())
+        loader: Any = Announced(own_micro)
         fixed = params.max_micro_batch_size is None
     else:
         loader = _loader(engine, training_data)

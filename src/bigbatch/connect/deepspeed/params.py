@@ -83,12 +83,18 @@ def _switch(value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     _typed("enable_adjust", value, (int, float), "True, False or None")
-    warnings.warn(
-        f"enable_adjust={value!r} is a number and counts as True; the paper's code then left the "
-        "learning rate unscaled, and took 0.0 as off; pass True or False",
-        stacklevel=4,
-    )
     return True
+
+
+def warn_of_number(given: Mapping[str, Any] | None) -> None:
+    """Says what a number as `enable_adjust` means here, and what it meant in the paper's code."""
+    value = (given or {}).get("enable_adjust")
+    if value is not None and not isinstance(value, bool):
+        warnings.warn(
+            f"enable_adjust={value!r} is a number and counts as True; the paper's code then left "
+            "the learning rate unscaled, and took 0.0 as off; pass True or False",
+            stacklevel=3,
+        )
 
 
 def _typed(name: str, value: Any, types: tuple[type, ...], allowed: str) -> Any:

@@ -10,10 +10,10 @@ def advanceable(scheduler: Any, optimizer: Optimizer) -> LRScheduler | None:
     """The scheduler, as torch's are."""
     if scheduler is None or isinstance(scheduler, LRScheduler):
         return scheduler
-    return _Advanceable(scheduler, optimizer)
+    return DeepSpeedScheduler(scheduler, optimizer)
 
 
-class _Advanceable(LRScheduler):
+class DeepSpeedScheduler(LRScheduler):
     """One that counts as DeepSpeed's WarmupLR and its like do."""
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:

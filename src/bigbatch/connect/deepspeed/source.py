@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from bigbatch.connect.deepspeed.layout import Layout, Pieces
+from bigbatch.connect.deepspeed.layout import Layout, Pieces, Replicated
+from bigbatch.errors import GradientError
 from bigbatch.measure.source.engine import EngineSource
 
 
@@ -78,9 +80,21 @@ class ZeroSource(EngineSource):
             for p in self.parameters
         ]
 
+    def _begin(self) -> None:
+        if self.foreign_backward and not self._begun:
+            raise GradientError(
+                "a backward of your own came before the step, and what it left in ZeRO cannot be "
+                "taken out; use engine.backward(loss), and make the engine anew"
+            )
+        super()._begin()
+
+    @_disable_dynamo
     def _foreign_ended(self) -> None:
-        """A backward that the engine did not run has changed what it accumulates, unseen."""
-        self.foreign_backward = True
+        """Above stage 0 it has changed what is accumulated, where `.grad` does not show it."""
+        if isinstance(self._layout, Replicated):
+            super()._foreign_ended()
+        else:
+            self.foreign_backward = True
 
 
 def shape_of(parameter: Any) -> torch.Size:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from bigbatch.errors import SettingError
 
@@ -13,6 +14,12 @@ def require_supported(engine: Any) -> None:
     Source:
         docs/deepspeed.md, the table.
     """
+    if type(engine) is not DeepSpeedEngine:
+        _refuse(
+            f"{type(engine).__name__} (a pipeline or a hybrid engine)",
+            "it has a step of its own",
+            "pass a plain module",
+        )
     if not isinstance(engine.basic_optimizer, torch.optim.Optimizer):
         _refuse("no optimizer", "its learning rates follow the batch", "configure or pass one")
     for setting, holds, why, remedy in _refusals(engine):
@@ -56,10 +63,16 @@ def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
         ("tensor or model parallelism", _model_parallel(engine), untried, ""),
         ("ZenFlow", bool(engine.zenflow), untried, ""),
         (
-            "1-bit optimizers",
-            _compresses(engine),
-            "gradients are compressed as they are joined",
-            "",
+            '"zero_quantized_gradients"',
+            engine.zero_quantized_gradients(),
+            "gradients are rounded as they are joined",
+            "leave it off",
+        ),
+        (
+            "Muon",
+            "muon" in type(engine.basic_optimizer).__name__.lower(),
+            "ZeRO makes it of the gradient before the gradient can be read",
+            "use another optimizer",
         ),
         (
             "curriculum or data-efficiency sampling",
@@ -86,9 +99,3 @@ def _refuse(setting: str, why: str, remedy: str) -> None:
 
 def _model_parallel(engine: Any) -> bool:
     return engine.mpu is not None or engine.autotp_size() > 1
-
-
-def _compresses(engine: Any) -> bool:
-    return any(
-        name in type(engine.basic_optimizer).__name__ for name in ("Onebit", "OneBit", "ZeroOne")
-    )

@@ -266,7 +266,8 @@ class PlainSource:
 
         It queues another, which runs after those that DDP and FSDP2 queued to finish `.grad`.
         """
-        ended = PlainSource._backward_ended if self._by_itself else PlainSource._foreign_ended
+        kind = type(self)
+        ended = kind._backward_ended if self._by_itself else kind._foreign_ended
         last = functools.partial(ended, self)
         callback = functools.partial(Variable._execution_engine.queue_callback, last)
         self._callback = weakref.ref(last)
