@@ -466,14 +466,15 @@ def two_legs(rank, ranks, name, state, first, last, attach_first=True):
 
 @pytest.mark.parametrize("attach_first", [True, False])
 @pytest.mark.parametrize("name", ["VRMomentum", "VRAdam", "VRLAMB"])
-def test_a_state_goes_on_bit_for_bit(ranks, name, attach_first):
+def test_a_state_goes_on(ranks, name, attach_first):
+    """To the last bit but one: other pieces have other elements where torch's vectors end."""
     whole_run = ranks(2)(two_legs, name, None, 0, 7)
     halfway = ranks(2)(two_legs, name, None, 0, 3)
     resumed = ranks(2)(two_legs, name, halfway[0], 3, 7, attach_first)
     for (weights_, state), (others, expected) in zip(resumed, whole_run, strict=True):
-        assert all(torch.equal(weights_[key], others[key]) for key in weights_)
+        assert difference(others.values(), weights_.values()) < 1e-14
         for mine, theirs in zip(state["state"].values(), expected["state"].values(), strict=True):
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+            assert difference(theirs.values(), mine.values()) < 1e-14
 
 
 @pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
