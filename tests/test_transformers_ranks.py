@@ -100,7 +100,7 @@ def test_two_processes_train_as_one_that_plays_both(ranks, tmp_path):
 def test_a_variance_reduced_optimizer_is_that_of_a_loop_by_hand(ranks, tmp_path):
     (expected, weights), _ = ranks(2)(reduced_by_hand)
     results = ranks(2)(whole, str(tmp_path), {"reduced": True})
-    # looser: DDP with other options for the same model moves r by up to 3e-5 of the norm, in float64
+    # looser: in float64 other options of DDP for the same model move the norm by up to 3e-5
     assert_trained_so(expected, weights, results, 2e-3, 2e-3)
 
 
