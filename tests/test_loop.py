@@ -260,6 +260,26 @@ def test_the_record_holds_what_a_meter_says_of_the_same_micro_batches(policy):
         )
 
 
+def test_a_trainer_may_make_the_two_halves_of_an_update_itself():
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 1), torch.randn(16, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = bb.AdaptiveBatch(model, optimizer, [data], policy=bb.Fixed(16), micro_batch=4)
+    before, expected = model.weight.detach().clone(), model(data).square().mean().item()
+    for step in train:
+        with pytest.raises(LoopError, match="before every micro-batch"):
+            _ = step.loss
+        for x in step:
+            step.backward(model(x).square().mean())
+        assert expected == pytest.approx(step.loss)
+        with step.updating() as finite:
+            step.step_optimizer(finite)
+            assert not torch.equal(before, model.weight)
+            assert model.weight.grad is not None
+        assert model.weight.grad is None
+    assert 1 == train.steps
+
+
 def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_zeroed():
     temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
     train = adaptive(

@@ -38,6 +38,7 @@ def adaptive(folder, policy, model=None, data=None, kind=AdaptiveTrainer, **sett
         name: settings.pop(name)
         for name in (
             "batch_size",
+            "base_batch",
             "micro_batch",
             "optimizers",
             "callbacks",
@@ -127,9 +128,13 @@ def test_input_tokens_are_counted_as_by_the_plain_trainer(tmp_path, counted):
 # the batch changes
 
 
-@pytest.mark.parametrize("policy", [GROWING, Falling()], ids=["growing", "shrinking"])
-def test_every_sample_is_trained_on_and_the_rate_ends_at_nothing(tmp_path, policy):
-    trainer = adaptive(tmp_path, policy)
+@pytest.mark.parametrize(
+    ("policy", "base_batch"),
+    [(GROWING, None), (Falling(), None), (GROWING, 32)],
+    ids=["growing", "shrinking", "with-a-base"],
+)
+def test_every_sample_is_trained_on_and_the_rate_ends_at_nothing(tmp_path, policy, base_batch):
+    trainer = adaptive(tmp_path, policy, base_batch=base_batch)
     rates = []
 
     class Rates(TrainerCallback):
