@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
+from bigbatch.act.learning_rate import AdaScale
 from bigbatch.errors import BatchError, LoopError
 from bigbatch.optim import VRSGD, VRAdam
 from lightning_training import (
@@ -24,6 +25,7 @@ from lightning_training import (
     sgd,
     weights_of,
 )
+from remembering import Patient
 
 pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 
@@ -412,6 +414,25 @@ def test_a_second_training_with_the_same_callback_starts_anew():
     assert first.records == second.records
     assert torch.equal(first.weights[-1], second.weights[-1])
     assert 1 == second.trainer.accumulate_grad_batches
+
+
+@pytest.mark.parametrize("what", ["policy", "controller", "rule"])
+def test_what_remembers_something_starts_anew_too(what):
+    policy, rule = GROWING, None
+    if what == "controller":
+        policy = bb.Controller(GROWING, 8)
+    elif what == "policy":
+        policy = Patient()
+    else:
+        rule = AdaScale(8)
+    start = None if what == "controller" else 8
+    callback = adaptive(policy, batch_size=start, min_micro_batches=2, lr_scaling=rule)
+
+    first = fit(callback, loader(100))
+    second = fit(callback, loader(100))
+
+    assert first.records == second.records
+    assert len({record["batch_size"] for record in first.records}) > 2
 
 
 def test_a_training_leaves_no_hook_on_the_gradients():

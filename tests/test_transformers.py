@@ -19,6 +19,7 @@ import bigbatch as bb
 from bigbatch.connect.transformers import AdaptiveMixin, AdaptiveTrainer
 from bigbatch.errors import LoopError
 from bigbatch.optim import VRAdam
+from remembering import Patient
 from tiny import LENGTH, WORDS, arguments, gpt, logged, texts
 
 GROWING = bb.Schedule("8, 16 from 48 samples, 24 from 80 samples")
@@ -368,12 +369,50 @@ def test_max_steps_counts_updates_and_says_what_the_rate_follows(tmp_path):
     assert trainer.state.epoch == trainer.adaptive.samples / 64 > 2
 
 
-def test_a_second_training_starts_anew(tmp_path):
-    trainer = adaptive(tmp_path, bb.Controller(GROWING, 8), num_train_epochs=1)
+@pytest.mark.parametrize(
+    ("policy", "start"),
+    [(bb.Controller(GROWING, 8), None), (Patient(), 8)],
+    ids=["controller", "policy"],
+)
+def test_a_second_training_starts_anew(tmp_path, policy, start):
+    trainer = adaptive(tmp_path, policy, batch_size=start, num_train_epochs=1)
     trainer.train()
     first = logged(trainer, "batch_size", "samples")
     trainer.train()
     assert first == logged(trainer, "batch_size", "samples")
+
+
+@pytest.mark.parametrize("where", ["on_pre_optimizer_step", "on_optimizer_step", "on_step_end"])
+def test_an_exception_leaves_the_learning_rate_of_the_schedule(tmp_path, where):
+    class Failing(TrainerCallback):
+        pass
+
+    def fail(self, args, state, control, **others):
+        rates.append(optimizer.param_groups[0]["lr"])
+        raise ZeroDivisionError("of my own")
+
+    rates = []
+    setattr(Failing, where, fail)
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = adaptive(
+        tmp_path,
+        bb.Fixed(16),
+        model,
+        optimizers=(optimizer, None),
+        callbacks=[Failing()],
+        lr_scheduler_type="constant",
+        base_batch=4,
+    )
+
+    with pytest.raises(ZeroDivisionError, match="of my own"):
+        trainer.train()
+    assert [0.02 if where == "on_optimizer_step" else 0.01] == rates  # sqrt(16 / 4) times .01
+    assert 0.01 == optimizer.param_groups[0]["lr"]
+
+    trainer.remove_callback(Failing)
+    trainer.train()
+    assert {0.02} == {rate for (rate,) in logged(trainer, "learning_rate")}
 
 
 def test_a_subclass_of_the_trainer_gets_micro_batches(tmp_path):

@@ -16,6 +16,7 @@ from bigbatch.act.announced import Announced
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
+from bigbatch.connect.anew import anew
 from bigbatch.connect.driven import Driven
 from bigbatch.connect.lightning.log import Log
 from bigbatch.connect.lightning.settings import (
@@ -142,7 +143,7 @@ class AdaptiveBatchCallback(Callback):
             scheduler=taken_scheduler(trainer),
             scaler=_scaler(trainer),
             meter=meter,
-            **self._settings,
+            **anew(self._settings),
         )
         self._driven = Driven(self.train)
         self._given.callback(optimizer.register_step_post_hook(self._leave_update).remove)

@@ -31,6 +31,11 @@ class Halves:
         self.step = None
         self._rest.close()
 
+    def leave(self, error: BaseException) -> None:
+        """Where a training ends by an exception, in between or not: learning rates as before."""
+        self.step = None
+        self._rest.__exit__(type(error), error, error.__traceback__)
+
 
 class HalvedOptimizer(AcceleratedOptimizer):
     """The Trainer's optimizer, whose step is the first half of an update.

@@ -1,5 +1,6 @@
-"""Settings of the Trainer that cannot work, each with its remedy."""
+"""Settings of the Trainer that cannot work, or not as one thinks, each with its remedy."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers.optimization import GreedyLR
 from transformers.utils import is_sagemaker_mp_enabled
 
 from bigbatch.connect.accelerate import require_supported
+from bigbatch.decide.policy import Fixed
 from bigbatch.errors import SettingError
 
 
@@ -38,6 +40,18 @@ def require_trainer(trainer: Any) -> None:
             "load it whole, and pass fsdp=True to TrainingArguments"
         )
     require_supported(trainer.accelerator)
+
+
+def warn_of_growth(args: Any, policy: Any) -> None:
+    """Says that `max_steps` ends a training and its learning rate at different places."""
+    constant = "constant" in str(args.lr_scheduler_type)
+    if not constant and not isinstance(policy, Fixed):
+        warnings.warn(
+            f"max_steps={args.max_steps} ends the training after so many updates, and the "
+            "learning rate after so many base batches, which a batch that grows has gone "
+            "through before; num_train_epochs ends both together",
+            stacklevel=4,
+        )
 
 
 _DEEPSPEED = (

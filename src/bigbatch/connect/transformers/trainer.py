@@ -1,8 +1,6 @@
 """The Trainer whose updates are steps of an AdaptiveBatch."""
 
-import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +13,18 @@ from transformers import Trainer
 
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.connect.accelerate import PreparedBatches, batches
+from bigbatch.connect.anew import anew
 from bigbatch.connect.transformers.callbacks import Length, PatientHandler
 from bigbatch.connect.transformers.halves import HalvedOptimizer, HalvedScheduler, Halves
 from bigbatch.connect.transformers.state import load, save
-from bigbatch.connect.transformers.supported import require_arguments, require_trainer
+from bigbatch.connect.transformers.supported import (
+    require_arguments,
+    require_trainer,
+    warn_of_growth,
+)
 from bigbatch.connect.transformers.whole import BackwardElsewhere, Passes, WholeUpdate, count_labels
 from bigbatch.decide.controller import Controller
-from bigbatch.decide.policy import Fixed, Policy
+from bigbatch.decide.policy import Policy
 from bigbatch.errors import LoopError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
@@ -98,6 +101,14 @@ class AdaptiveMixin(NextClass):
         self.callback_handler = PatientHandler(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Length(self._training))
 
+    def train(self, *args: Any, **others: Any) -> Any:
+        """As the Trainer's; an exception leaves learning rates as the schedule has them."""
+        try:
+            return super().train(*args, **others)
+        except BaseException as error:
+            self._halves.leave(error)
+            raise
+
     # before the first update
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
@@ -112,7 +123,7 @@ class AdaptiveMixin(NextClass):
             updates = in_epoch = samples + 1  # at most, and the pass is seen to end
         if args.max_steps > 0:
             epochs = max(epochs, max_steps)  # at most
-            self._warn_of_growth()
+            warn_of_growth(args, self._settings["policy"])
         else:
             self._base_steps = math.ceil(args.num_train_epochs * samples / base)
             max_steps = math.ceil(args.num_train_epochs * samples)  # at most, until one was made
@@ -131,9 +142,7 @@ class AdaptiveMixin(NextClass):
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
-        settings = dict(self._settings)
-        if isinstance(settings["policy"], Controller):
-            settings["policy"] = copy.deepcopy(settings["policy"])  # `train` may be called again
+        settings = anew(self._settings)  # `train` may be called again
         if settings["meter"] is not None:
             settings["meter"] = settings["meter"](model)
         assert self._prepared_batches is not None
@@ -176,16 +185,6 @@ class AdaptiveMixin(NextClass):
         size = self._prepared_batches.batch_size or self._train_batch_size
         start = start or getattr(policy, "batch_size", None) or size * self.args.world_size
         return start, self._settings["base_batch"] or start
-
-    def _warn_of_growth(self) -> None:
-        constant = "constant" in str(self.args.lr_scheduler_type)
-        if not constant and not isinstance(self._settings["policy"], Fixed):
-            warnings.warn(
-                f"max_steps={self.args.max_steps} ends the training after so many updates, and the "
-                "learning rate after so many base batches, which a batch that grows has gone "
-                "through before; num_train_epochs ends both together",
-                stacklevel=4,
-            )
 
     # an update
 
