@@ -3,6 +3,7 @@
 import itertools
 import logging
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -167,9 +168,9 @@ def micro_step(engine, x, y, weighed=False, factor=1.0):
 
 
 def train_steps(engine, loader, steps, **how):
-    """Records of so many steps, in the middle of an epoch or not."""
+    """Records of so many steps, over a loader's epochs or an iterator."""
     records = []
-    micro_batches = endless(loader)
+    micro_batches = loader if isinstance(loader, Iterator) else endless(loader)
     while len(records) < steps:
         if micro_step(engine, *next(micro_batches), **how):
             records.append(engine.bigbatch.record)

@@ -1,0 +1,82 @@
+"""Fashion-MNIST on DeepSpeed, its batch size chosen at every step by the gradient's similarity.
+
+torchrun --nproc_per_node 2 examples/deepspeed_fashion_mnist.py --data ../shared/data/fashion-mnist
+deepspeed --num_accelerators 2 examples/deepspeed_fashion_mnist.py --data digits
+python examples/deepspeed_fashion_mnist.py --data digits
+"""
+
+import argparse
+import gzip
+import os
+
+import deepspeed
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from bigbatch.connect import deepspeed as adaptive
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def read(folder: str, part: str) -> TensorDataset:
+    """Images and labels of "train" or "t10k"; of the digits, the first or the last."""
+    if folder == "digits":
+        x, y = map(torch.tensor, load_digits(return_X_y=True))
+        some = slice(0, 1400) if part == "train" else slice(1400, None)
+        return TensorDataset((x / 8 - 1).float()[some], y[some])
+    with gzip.open(f"{folder}/{part}-images-idx3-ubyte.gz") as file:
+        images = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=16))
+    with gzip.open(f"{folder}/{part}-labels-idx1-ubyte.gz") as file:
+        labels = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=8))
+    return TensorDataset(images.view(-1, 784) / 255 - 0.5, labels.long())
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--data", default="../shared/data/fashion-mnist", help='folder, or "digits"')
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--stage", type=int, default=2, help="of ZeRO, 0 to 3")
+parser.add_argument("--local_rank", type=int, default=0, help="from DeepSpeed's launcher")
+args = parser.parse_args()
+if "RANK" not in os.environ:  # plain python
+    os.environ.update(ALONE, MASTER_PORT="0")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
+train, test = read(args.data, "train"), read(args.data, "t10k")
+model = nn.Sequential(nn.Linear(train.tensors[0].shape[1], 64), nn.ReLU(), nn.Linear(64, 10))
+engine, _, loader, _ = adaptive.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    training_data=DataLoader(train, 32, sampler=DistributedSampler(train)),
+    config={
+        "train_micro_batch_size_per_gpu": 32,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": args.stage},
+        "zero_allow_untested_optimizer": True,
+    },
+    adaptive_batch_params={
+        "enable_adjust": True,
+        "similarity_target": 0.4,
+        "batch_size_lower_bound": 64,
+        "batch_size_upper_bound": 4096,
+        "max_micro_batch_size": 512,
+    },
+)
+for epoch in range(args.epochs):
+    for x, y in loader:
+        loss = cross_entropy(engine(x.to(engine.device)), y.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+    with torch.no_grad():
+        x, y = (column.to(engine.device) for column in test.tensors)
+        accuracy = (engine(x).argmax(1) == y).float().mean().item()
+    if engine.global_rank == 0:
+        print(
+            f"epoch {epoch}: {engine.bigbatch.steps} steps, {engine.global_samples} samples, "
+            f"batch {engine.train_batch_size()}, accuracy {accuracy:.3f}"
+        )
+torch.distributed.destroy_process_group()
