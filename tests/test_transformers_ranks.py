@@ -85,7 +85,8 @@ def played(settings):
 def test_two_processes_train_as_one_that_plays_both(ranks, tmp_path, settings):
     expected, weights = played(settings)
     first, second = ranks(2)(whole, str(tmp_path), settings)
-    close, moved = (2e-3, 2e-3) if "reduced" in settings else (1e-5, 1e-7)  # M2 is sent in bfloat16
+    # M2 is sent in bfloat16, and Adam divides by what is near nothing: half a step of 1e-2
+    close, moved = (2e-3, 5e-3) if "reduced" in settings else (1e-5, 1e-7)
     assert first[0] != []
     for lines, others in (first, second):
         for mine, yours in zip(expected, lines or expected, strict=True):
