@@ -32,6 +32,21 @@ def bigbatch(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def trackers():
+    """W&B and MLflow remember where a process wrote first; they forget it before and after."""
+
+    def forget():
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown()
+        if "mlflow" in sys.modules:
+            sys.modules["mlflow"].set_tracking_uri(None)
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)` gives n real processes, made on first use and again after a failure."""

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 EXAMPLES = {
     "transformers_wikitext": ("wikitext-2", r"'eval_loss': '?(\d\.\d+)", 4.5),
-    "accelerate_fashion_mnist": ("fashion-mnist", r"epoch 2: .*loss (\d\.\d+)", 1.8),
+    "accelerate_fashion_mnist": ("fashion-mnist", r"epoch \d+: .*loss (\d\.\d+)", 1.0),
 }
 
 
@@ -32,7 +32,8 @@ def run(name, folder, tmp_path, *arguments):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns_on_what_is_always_there(name, tmp_path):
-    assert run(name, tmp_path / "nothing", tmp_path, "--samples", "500") < EXAMPLES[name][2]
+    few = ("--samples", "500", "--epochs", "1" if name.startswith("transformers") else "4")
+    assert run(name, tmp_path / "nothing", tmp_path, *few) < EXAMPLES[name][2]
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_steps_are_numbered_as_lightnings_own_metrics(tmp_path):
     assert [1, 3] == own == [event.step for event in events.Scalars("bigbatch/batch_size")]
 
 
-def test_mlflow_has_every_step(tmp_path, monkeypatch):
+def test_mlflow_has_every_step(trackers, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     logger = MLFlowLogger(tracking_uri=(tmp_path / "runs").as_uri())
 
@@ -87,7 +87,7 @@ def test_mlflow_has_every_step(tmp_path, monkeypatch):
     assert expected_of(watch, "bigbatch/batch_size") == sorted(written)
 
 
-def test_wandb_has_every_step_offline(tmp_path, monkeypatch):
+def test_wandb_has_every_step_offline(trackers, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, offline=True)

@@ -110,7 +110,7 @@ def test_tensorboard_shows_what_was_measured(tmp_path, monkeypatch):
     assert logged(trainer, "batch_size") == sizes
 
 
-def test_mlflow_shows_what_was_measured(tmp_path, monkeypatch):
+def test_mlflow_shows_what_was_measured(trackers, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "runs").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -125,7 +125,7 @@ def test_mlflow_shows_what_was_measured(tmp_path, monkeypatch):
     assert set(run.data.metrics) >= NAMES
 
 
-def test_wandb_is_given_what_was_measured(tmp_path, monkeypatch):
+def test_wandb_is_given_what_was_measured(trackers, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
