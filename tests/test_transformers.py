@@ -151,6 +151,14 @@ def test_every_sample_is_trained_on_and_the_rate_ends_at_nothing(tmp_path, polic
     assert 3 <= len({size for (size,) in logged(trainer, "batch_size")})
 
 
+def test_the_schedule_counts_base_batches(tmp_path):
+    trainer = adaptive(tmp_path, bb.Fixed(16), base_batch=4)
+    trainer.train()
+    rates = [rate for (rate,) in logged(trainer, "learning_rate")]
+    expected = [2 * 0.01 * (1 - 4 * step / 32) for step in range(8)]  # 32 base batches; sqrt(16/4)
+    assert expected == pytest.approx(rates)
+
+
 @pytest.mark.parametrize("policy", [GROWING, bb.SimiGrad(target=0.5, max_batch=32)])
 def test_the_batches_are_those_of_a_loop_by_hand(tmp_path, policy):
     trainer = adaptive(
