@@ -365,6 +365,12 @@ REFUSED = {
         "2",
         '"compute_grad_norm": false: a gradient that is not finite would be applied',
     ),
+    "no look at overflow": (
+        {},
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        "2",
+        '"check_grad_overflow": false: a gradient that is not finite would be applied',
+    ),
     "unmanaged": (
         {},
         {"managed_gradient_accumulation": False},

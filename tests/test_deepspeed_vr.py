@@ -295,6 +295,32 @@ def test_watching_is_refused(deepspeed_ranks):
     assert "watch=True" in said
 
 
+def made_by_a_function(rank, ranks, policy):
+    quiet()
+    from bigbatch.connect import deepspeed
+
+    model = network()
+    try:
+        deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            optimizer=lambda parameters: VRSGD(parameters, lr=0.1),
+            config=config_of(ranks),
+            policy=policy,
+        )
+    except SettingError as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize("policy", [bb.Fixed(48), None], ids=["on", "off"])
+def test_one_that_a_function_makes_is_refused_since_deepspeed_would_step_it(
+    deepspeed_ranks, policy
+):
+    (said,) = deepspeed_ranks(1)(made_by_a_function, policy)
+    assert said.startswith("VRSGD was made by a function that was passed as optimizer=")
+
+
 # what ZeRO pads with
 
 

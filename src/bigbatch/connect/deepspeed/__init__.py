@@ -25,6 +25,7 @@ from bigbatch.connect.deepspeed.fold import (
     ZeroFold,
     ZeroShards,
     foldable,
+    require_not_made,
     tell_layers,
 )
 from bigbatch.connect.deepspeed.layout import layout_of
@@ -96,11 +97,13 @@ def initialize(
     if policy is None and not params.enable_adjust and reduced is None:
         plain: tuple[Any, Any, Any, Any]
         plain = deepspeed.initialize(training_data=training_data, **given)
+        require_not_made(plain[0])
         return plain
     if policy is not None and params.enable_adjust:
         raise SettingError("policy= and enable_adjust both decide; pass one of them")
     engine, wrapped, _, scheduler = deepspeed.initialize(**given)
     require_supported(engine)
+    require_not_made(engine)
     if engine.global_rank == 0:
         warn_of_number(adaptive_batch_params)
     layout, batch = layout_of(engine), int(engine.train_batch_size())

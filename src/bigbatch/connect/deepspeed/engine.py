@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class AdaptiveEngine(DeepSpeedEngine):
             self._announce()
         with self._driven.step.counted(loss, weight) as factor:
             super().backward(share_of(loss, factor), retain_graph, scale_wrt_gas=False)
+            self._source.complete()
         self._backwards += 1
         self._done += 1
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
@@ -211,10 +213,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         """How many samples a forward has that a backward may follow."""
         evaluates = not module.training and self._forwarded is not None
         if torch.is_grad_enabled() and not evaluates:
-            try:
-                self._forwarded = count_samples((*args, *kwargs.values()))
-            except BatchError:
-                self._forwarded = 0
+            self._forwarded = _samples_among([*args, *kwargs.values()])
 
     def _step_once(self, lr_kwargs: dict[str, Any] | None, *, finite: bool) -> None:
         """DeepSpeed's step; the scheduler is advanced in base batches, not here."""
@@ -269,3 +268,12 @@ class AdaptiveEngine(DeepSpeedEngine):
         """Whether the caller's next micro-batch is the last; of a loader's its iterator says it."""
         last = self._announces and self._done + 1 == self.bigbatch.plan.accumulation
         self._source.synchronize(last)
+
+
+def _samples_among(arguments: list[Any]) -> int:
+    """In those that are batches, and not flags and the like; 0 where they differ, or none is."""
+    counts = set()
+    for argument in arguments:
+        with suppress(BatchError):
+            counts.add(count_samples(argument))
+    return counts.pop() if len(counts) == 1 else 0

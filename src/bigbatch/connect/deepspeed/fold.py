@@ -14,6 +14,7 @@ from bigbatch.connect.deepspeed.layout import (
     Layout,
     Offloaded,
     Partitioned,
+    Pieces,
     Replicated,
     Sharded,
 )
@@ -59,12 +60,27 @@ class ZeroShards(PlainSource):
             yield
             self._take()
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The backward inside is of no samples on any rank; nothing compares it with others."""
+        with super().idle():
+            yield
+            self._add(self._layout.pieces())
+
     def _take(self) -> None:
         pieces = self._layout.pieces()
-        if not self.micro_batches:
-            self._sums.clear()
         for parameter, piece in pieces.items():
             self._emit(parameter, piece)
+        self._add(pieces)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._sums.clear()
+        super()._begin()
+
+    def _add(self, pieces: Pieces) -> None:
+        """Takes the pieces out of ZeRO, or puts the sums in their place."""
+        for parameter, piece in pieces.items():
             if parameter in self._sums:
                 self._sums[parameter].add_(piece)
             else:
@@ -181,6 +197,19 @@ def tell_layers(optimizer: Optimizer, layout: Layout) -> None:
         )
     assert isinstance(layout, Partitioned | Sharded | Offloaded)
     optimizer.partition = Layers(layout)
+
+
+def require_not_made(engine: Any) -> None:
+    """Raises SettingError where a function has made DeepSpeed a variance-reduced optimizer.
+
+    DeepSpeed would step it by itself: every rank by an r of its own, or over no gradients.
+    """
+    made = engine.basic_optimizer
+    if isinstance(made, VarianceReduced):
+        raise SettingError(
+            f"{type(made).__name__} was made by a function that was passed as optimizer=; make it "
+            "first, and pass the optimizer itself"
+        )
 
 
 def foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> Foldable:

@@ -32,6 +32,12 @@ class Layout(Protocol):
     def scaled(self, factor: float) -> None:
         """The pieces were multiplied; so is what DeepSpeed has computed of them."""
 
+    def complete(self) -> None:
+        """After a last backward: also of parameters that it did not reach, and one before did."""
+
+    def empty(self) -> None:
+        """After a step: zeros what DeepSpeed would keep for parameters that the next one misses."""
+
 
 class Foldable(Layout, Protocol):
     """One whose pieces can be taken out after every backward, and folded in the step."""
@@ -50,7 +56,20 @@ class Foldable(Layout, Protocol):
         """Adds up numbers over the ranks that have pieces; None where every rank has all."""
 
 
-class _Whole:
+class _Kept:
+    """Where DeepSpeed has nothing else to see to."""
+
+    def scaled(self, factor: float) -> None:
+        """Nothing was computed."""
+
+    def complete(self) -> None:
+        """They are there."""
+
+    def empty(self) -> None:
+        """Nothing is kept."""
+
+
+class _Whole(_Kept):
     """The stages at which every rank has all."""
 
     whole, join = True, None
@@ -58,9 +77,6 @@ class _Whole:
     def place(self, parameter: Tensor) -> tuple[int, int]:
         """All of it."""
         return 0, parameter.numel()
-
-    def scaled(self, factor: float) -> None:
-        """Nothing was computed."""
 
 
 class Replicated(_Whole):
@@ -99,7 +115,7 @@ class Accumulated(_Whole):
         return {parameter: gradient for parameter, gradient, there in of_each if there}
 
 
-class _Divided:
+class _Divided(_Kept):
     """The stages at which every rank has pieces."""
 
     whole = False
@@ -112,9 +128,6 @@ class _Divided:
     def join(self, numbers: Tensor) -> None:
         """Adds them up."""
         dist.all_reduce(numbers, group=self._ranks)
-
-    def scaled(self, factor: float) -> None:
-        """Nothing was computed."""
 
 
 class Partitioned(_Divided):
@@ -184,10 +197,13 @@ class Sharded(_Divided):
         first = self._rank * parameter.partition_numel()
         return first, max(0, min(parameter.partition_numel(), parameter.ds_numel - first))
 
+    def empty(self) -> None:
+        """What is written over by the first backward of a step, but where that does not reach."""
+        self._optimizer.grad_partitions_flat_buffer.zero_()
+
     def clear(self) -> None:
         """What stays is written over, or zero for a parameter that is not reached."""
-        for piece in self.pieces().values():
-            piece.zero_()
+        self.empty()
         self._optimizer.zero_grad()
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -211,7 +227,7 @@ class Offloaded:
     def __init__(self, kept: "Partitioned | Sharded", optimizer: Any, flats: list[Tensor]) -> None:
         self.parameters, self.place = kept.parameters, kept.place
         self.cut, self.join = kept.cut, kept.join
-        self._optimizer, self._flats = optimizer, flats
+        self._kept, self._optimizer, self._flats = kept, optimizer, flats
 
     def pieces(self) -> Pieces:
         """Those whose norm was taken, which is when the last backward has brought them here."""
@@ -231,6 +247,21 @@ class Offloaded:
         """The norms, by which DeepSpeed clips."""
         for norm in self._optimizer.norm_for_param_grads.values():
             norm.mul_(factor)
+
+    def complete(self) -> None:
+        """DeepSpeed brings here what the last backward reaches; the rest as if unmanaged."""
+        optimizer = self._optimizer
+        held = [optimizer.get_param_id(p) for p in self.parameters if self.place(p)[1]]
+        if set(held) - set(optimizer.norm_for_param_grads):
+            optimizer.finalize_gradient_accumulation_boundary()
+
+    def empty(self) -> None:
+        """The partitions' gradients, and what is added up beside them."""
+        self._kept.empty()
+        sums = getattr(self._optimizer, "accumulated_grads_in_cpu", {})
+        for tensor in [*sums.values(), *(flat.grad for flat in self._flats)]:
+            if tensor is not None:
+                tensor.zero_()
 
 
 def layout_of(engine: Any) -> Layout:

@@ -63,6 +63,16 @@ class ZeroSource(EngineSource):
         super().scale(factor)
         self._layout.scaled(factor)
 
+    def complete(self) -> None:
+        """After a backward: if it was the last, the mean of all is where it belongs."""
+        if self.last:
+            self._layout.complete()
+
+    def zero_grad(self) -> None:
+        """Empties the gradients, ZeRO's too, and forgets the step."""
+        super().zero_grad()
+        self._layout.empty()
+
     def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
         """A copy on the CPU, where small ones are held: DeepSpeed reduces in the same memory."""
         super()._emit(parameter, gradient.clone() if gradient.is_cpu else gradient)
@@ -86,6 +96,8 @@ class ZeroSource(EngineSource):
                 "a backward of your own came before the step, and what it left in ZeRO cannot be "
                 "taken out; use engine.backward(loss), and make the engine anew"
             )
+        if not self._begun:
+            self._stamp()  # looks at the pieces anew: those of the step before are gone
         super()._begin()
 
     @_disable_dynamo

@@ -53,6 +53,12 @@ def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
             "leave it on",
         ),
         (
+            '"check_grad_overflow": false',
+            engine.bfloat16_enabled() and not config.bfloat16_config.check_grad_overflow,
+            "a gradient that is not finite would be applied",
+            "leave it on",
+        ),
+        (
             '"managed_gradient_accumulation": false',
             not engine.managed_gradient_accumulation(),
             "the accumulation is what adapts",
