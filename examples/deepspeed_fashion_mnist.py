@@ -43,7 +43,6 @@ parser.add_argument("--local_rank", type=int, default=0, help="from DeepSpeed's 
 args = parser.parse_args()
 if "RANK" not in os.environ:  # plain python
     os.environ.update(ALONE, MASTER_PORT="0")
-torch.set_num_threads(1)
 torch.manual_seed(0)
 deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
 train, test = read(args.data, "train"), read(args.data, "t10k")
@@ -75,8 +74,6 @@ for epoch in range(args.epochs):
         x, y = (column.to(engine.device) for column in test.tensors)
         accuracy = (engine(x).argmax(1) == y).float().mean().item()
     if engine.global_rank == 0:
-        print(
-            f"epoch {epoch}: {engine.bigbatch.steps} steps, {engine.global_samples} samples, "
-            f"batch {engine.train_batch_size()}, accuracy {accuracy:.3f}"
-        )
+        said = f"{engine.bigbatch.steps} steps, {engine.global_samples} samples"
+        print(f"epoch {epoch}: {said}, batch {engine.train_batch_size()}, accuracy {accuracy:.3f}")
 torch.distributed.destroy_process_group()

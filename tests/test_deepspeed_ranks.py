@@ -1,5 +1,6 @@
 """The table of docs/deepspeed.md cell by cell, and what ranks add, on real processes."""
 
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -8,14 +9,22 @@ import pytest
 import torch
 from torch import nn
 
+import bigbatch as bb
 from bigbatch.errors import SettingError
 from deepspeed_training import (
+    ACCUMULATION,
+    BATCH,
     CLIP,
     LAYOUTS,
     apart,
     by_itself,
+    config_of,
+    data,
     engine_of,
     micro_step,
+    network,
+    optimizer_of,
+    quiet,
     seen,
     train_steps,
     weights_of,
@@ -205,3 +214,53 @@ SHARED = {
 def test_ranks_that_share_samples_are_refused(fresh_ranks, named):
     for message in fresh_ranks(2)(refusal, SHARED[named]):
         assert message.startswith(named)
+
+
+# what is sent
+
+
+def collectives_of(rank, ranks, layout, adapts):
+    """How often each kind of collective ran in the third update, of three micro-batches a rank."""
+    import deepspeed
+
+    quiet()
+    model = network()
+    given = {"model": model, "optimizer": optimizer_of(model), "config": config_of(ranks, layout)}
+    if adapts:
+        still = {"training_data": None, "policy": bb.Fixed(BATCH), "adaptive_batch_params": None}
+        engine = engine_of(rank, ranks, layout, **{**given, **still})[0]
+    else:
+        engine = deepspeed.initialize(**given)[0]
+    x, y = data()[:8]
+    for _ in range(2 * ACCUMULATION // ranks):
+        micro_step(engine, x + rank, y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(ACCUMULATION // ranks):
+            micro_step(engine, x + rank, y)
+    return Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
+
+
+@pytest.mark.parametrize("layout", ["0", "1", "2", "3"])
+def test_an_update_sends_what_deepspeed_sends_and_one_all_reduce_more(deepspeed_ranks, layout):
+    pool = deepspeed_ranks(2)
+    plain, ours = (pool(collectives_of, layout, adapts)[0] for adapts in (False, True))
+    assert plain
+    assert Counter({"gloo:all_reduce": 1}) == ours - plain
+    assert not plain - ours
+    if layout in ("0", "1"):  # once an update; 2 and 3 in every backward
+        assert plain == pool(collectives_of_one, layout)[0]
+
+
+def collectives_of_one(rank, ranks, layout):
+    """The same of an update that is one micro-batch."""
+    import deepspeed
+
+    quiet()
+    model = network()
+    config = config_of(ranks, layout) | {"gradient_accumulation_steps": 1}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+    x, y = data()[:24]
+    micro_step(engine, x, y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        micro_step(engine, x, y)
+    return Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
