@@ -45,7 +45,7 @@ from deepspeed_training import (
     weights_of,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("deepspeed")
 
 STEPS = 6
 OWN = {"training_data": None}  # micro-batches are the caller's

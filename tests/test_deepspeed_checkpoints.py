@@ -24,7 +24,7 @@ from deepspeed_training import (
     weights_of,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("deepspeed")
 
 BEFORE, AFTER = 4, 7  # steps; the second pass begins in step 10
 UNIVERSAL = {"checkpoint": {"load_universal": True}}

@@ -30,7 +30,7 @@ from deepspeed_training import (
     weights_of,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("deepspeed")
 
 STEPS = 16
 RANKS = [1, 2, 3]
