@@ -1,5 +1,7 @@
 """A loop of one's own on DeepSpeed's stages: what some micro-batches do not reach, or weigh."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +152,73 @@ def test_a_layer_that_some_micro_batches_do_not_reach(deepspeed_ranks, stage, na
 def test_micro_batches_of_no_weight(deepspeed_ranks, stage, name, weights):
     answers = deepspeed_ranks(2)(on_engine, stage, name, "always", weights)
     assert_as_in_one_process(answers, name, "always", weights)
+
+
+class Pair(nn.Module):
+    """Two numbers, so that of three ranks one has none; and an argument that is no batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x, others=None):
+        return self.layer(x[:, :1]).squeeze(1)
+
+
+def engine_of_a_pair(ranks, stage):
+    quiet()
+    from bigbatch.connect import deepspeed
+
+    model, batch = Pair(), MICRO * K * ranks
+    return deepspeed.initialize(
+        model=model,
+        optimizer=MAKERS["SGD"](model.parameters()),
+        config=config_of(ranks, stage)
+        | {"train_batch_size": batch, "gradient_accumulation_steps": K},
+        policy=bb.Fixed(batch),
+        lr_scaling=None,
+        min_micro_batches=K * ranks,
+    )[0]
+
+
+def fewer_numbers_than_ranks(rank, ranks, stage):
+    engine = engine_of_a_pair(ranks, stage)
+    for number in range(K):
+        x, y = micro_batch(rank, 0, number)
+        loss = (engine(x) - y).square().mean()
+        engine.backward(loss, weight=1.0 + number + rank)
+        engine.step()
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_may_have_no_piece_of_any_layer(deepspeed_ranks, stage):
+    model = Pair().double()
+    optimizer = MAKERS["SGD"](model.parameters())
+    weights = {(rank, n): 1.0 + n + rank for rank in range(3) for n in range(K)}
+    for (rank, number), weight in weights.items():
+        x, y = micro_batch(rank, 0, number)
+        loss = (model(x.double()) - y).square().mean()
+        (loss * weight / sum(weights.values())).backward()
+    optimizer.step()
+    for actual in deepspeed_ranks(3)(fewer_numbers_than_ranks, stage):
+        assert apart([p.detach() for p in model.parameters()], actual) < 1e-6
+
+
+def uncounted(rank, ranks):
+    engine = engine_of_a_pair(ranks, "0")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(K):
+            x, y = micro_batch(rank, 0, number)
+            loss = (engine(x, others=torch.zeros(17, 2)) - y).square().mean()
+            engine.backward(loss)
+            engine.step()
+    return [str(w.message) for w in said if "cannot be counted" in str(w.message)]
+
+
+def test_samples_that_cannot_be_counted_are_said_once_to_be_assumed(deepspeed_ranks):
+    (said,) = deepspeed_ranks(1)(uncounted)
+    (message,) = said
+    assert f"taken to be the planned {MICRO}" in message

@@ -40,6 +40,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     _verbose: int
     _backwards: int  # since the last call of step
     _done: int  # micro-batches of the present optimizer step
+    _assumes: bool  # whether micro-batches were taken to have as many samples as are planned
     _forwarded: int | None  # samples that a backward may follow for; 0 where they have no number
     _pass: Iterator[Batch] | None  # over the loader, as far as it has come
     global_samples: int  # DeepSpeed's
@@ -60,7 +61,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         engine.bigbatch = train
         engine._driven = Driven(train)
         engine._verbose = verbose
-        engine._backwards, engine._done = 0, 0
+        engine._backwards, engine._done, engine._assumes = 0, 0, False
         engine._forwarded = engine._pass = None
         if isinstance(train.batches, Announced):
             engine.module.register_forward_pre_hook(engine._count, with_kwargs=True)
@@ -207,7 +208,20 @@ class AdaptiveEngine(DeepSpeedEngine):
                 "after one; sum the losses of a micro-batch and call it once"
             )
         samples, self._forwarded = self._forwarded, None
-        self._driven.announce(samples or self.train_micro_batch_size_per_gpu())
+        self._driven.announce(samples or self._assumed())
+
+    def _assumed(self) -> int:
+        """Samples of a micro-batch that cannot be counted; said once."""
+        samples: int = self.train_micro_batch_size_per_gpu()
+        if not self._assumes and self.global_rank == 0:
+            warnings.warn(
+                "the samples of a micro-batch cannot be counted by what the engine's forward is "
+                f"given, and are taken to be the planned {samples}; give it batches of one first "
+                "size, and engine.backward(loss, weight=) what the mean is over",
+                stacklevel=4,
+            )
+        self._assumes = True
+        return samples
 
     def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """How many samples a forward has that a backward may follow."""

@@ -202,7 +202,9 @@ class PlainSource:
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""
-        torch._foreach_mul_(self._grads(), factor)
+        grads = self._grads()
+        if grads:  # a rank may have no piece of any
+            torch._foreach_mul_(grads, factor)
         self._scaled *= factor
         self._stamps = self._stamp()
 
