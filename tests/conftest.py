@@ -1,6 +1,8 @@
 """What several test files share."""
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,8 @@ def deepspeed_ranks(ranks):
     """`ranks`, once there is what DeepSpeed compiles on first use, for up to a minute."""
     from deepspeed.accelerator import get_accelerator
 
+    beside_python = Path(sys.executable).parent  # ninja may be there, and not on the path
+    os.environ["PATH"] += os.pathsep + str(beside_python)
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     return ranks
 

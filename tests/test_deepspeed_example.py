@@ -15,20 +15,21 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 LAUNCHER = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29781"]
 SECONDS = 240  # far more than needed: a hang ends as a failure
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.usefixtures("deepspeed_ranks"),  # what it compiles once would count here
+]
 
 
 def epochs_of(launcher, *arguments):
     """(samples, batch size, accuracy) of each epoch."""
-    bin_folder = str(Path(sys.executable).parent)  # where DeepSpeed's launcher looks for python
-    path = bin_folder + os.pathsep + os.environ["PATH"]
     ended = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLE), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": path},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     said = re.findall(r"steps, (\d+) samples, batch (\d+), accuracy ([\d.]+)", ended.stdout)
