@@ -11,7 +11,7 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < measure < decide < act, optim < step < update < loop
+# errors, kernels < measure < decide < act, optim < record < step < update < loop
 # < checkpoint < connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
@@ -20,16 +20,17 @@ LEVELS = {
     "decide": 2,
     "act": 3,
     "optim": 3,
-    "step": 4,
-    "update": 5,
-    "loop": 6,
-    "checkpoint": 7,
-    "connect": 8,
-    "report": 8,
-    "recipes": 9,
-    "bench": 10,
-    "cli": 11,
-    "__main__": 12,
+    "record": 4,
+    "step": 5,
+    "update": 6,
+    "loop": 7,
+    "checkpoint": 8,
+    "connect": 9,
+    "report": 9,
+    "recipes": 10,
+    "bench": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["loop"]} | {"checkpoint"}
 FILES = sorted(SOURCE.rglob("*.py"))

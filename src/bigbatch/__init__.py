@@ -25,7 +25,8 @@ from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
-from bigbatch.step import Step, StepRecord
+from bigbatch.record import StepRecord
+from bigbatch.step import Step
 
 __version__ = "0.1.0"
 

@@ -29,7 +29,8 @@ from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.variance_reduced import VarianceReduced
-from bigbatch.step import Common, Reading, Step, StepRecord, trained_by
+from bigbatch.record import Reading, StepRecord
+from bigbatch.step import Common, Step, trained_by
 from bigbatch.update import Update
 
 _STATE_VERSION = 2

@@ -14,7 +14,7 @@ from bigbatch.decide.controller import Controller, has_state
 from bigbatch.decide.policy import Decision, Progress
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.variance_reduced import VarianceReduced
-from bigbatch.step import Reading, StepRecord
+from bigbatch.record import Reading, StepRecord
 
 
 class Update:

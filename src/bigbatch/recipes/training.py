@@ -20,12 +20,13 @@ from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.ranks import count, from_leader, gathered, joined, leads, rank
 from bigbatch.recipes.recipe import Recipe, Settings, Task, build_controller, build_optimizer
+from bigbatch.record import StepRecord
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import row_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
-from bigbatch.step import StepRecord, attached_of
+from bigbatch.step import attached_of
 
 Log = Callable[[StepRecord, float | None], None]
 

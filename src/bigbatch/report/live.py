@@ -13,8 +13,8 @@ from rich.text import Text
 
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
+from bigbatch.record import StepRecord
 from bigbatch.report.metrics import COLUMNS
-from bigbatch.step import StepRecord
 
 _LINES = 5  # of a training, where there is no terminal
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS

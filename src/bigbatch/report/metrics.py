@@ -8,9 +8,9 @@ from typing import Any
 
 from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
+from bigbatch.record import StepRecord
 from bigbatch.report.config import SCHEMA
 from bigbatch.report.run_directory import Row, RunDirectory
-from bigbatch.step import StepRecord
 
 COLUMNS = ("run", "test accuracy", "steps", "average batch", "samples", "wall time")
 

@@ -106,34 +106,25 @@ def initialize(
     require_not_made(engine)
     if engine.global_rank == 0:
         warn_of_number(adaptive_batch_params)
-    layout, batch = layout_of(engine), int(engine.train_batch_size())
-    source = ZeroSource(engine, layout)
-    tell_layers(engine.basic_optimizer, layout)
-    if reduced is not None:
-        folds = foldable(engine, reduced, layout)
-        reduced.serve(ZeroShards(source, folds), ZeroFold(reduced, folds))
-    own_micro = int(engine.train_micro_batch_size_per_gpu())
-    micro, fixed = params.max_micro_batch_size or own_micro, False
-    if training_data is None:
-        loader: Any = Announced(own_micro)
-        fixed = params.max_micro_batch_size is None
-    else:
-        loader = _loader(engine, training_data)
+    source, batch = _source(engine, reduced), int(engine.train_batch_size())
+    own_micro, micro = int(engine.train_micro_batch_size_per_gpu()), params.max_micro_batch_size
+    announces = training_data is None
+    loader = Announced(own_micro) if announces else _loader(engine, training_data)
     train = AdaptiveBatch(
         engine,
         reduced or engine.basic_optimizer,
         loader,
         policy=policy or (params.policy() if params.enable_adjust else Fixed(batch)),
         batch_size=batch,
-        micro_batch=micro,
-        fixed_micro_batch=fixed,
+        micro_batch=micro or own_micro,
+        fixed_micro_batch=announces and micro is None,
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
         scheduler=advanceable(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )
     AdaptiveEngine.adapt(engine, train, params.verbose)
-    return engine, wrapped, None if training_data is None else EngineLoader(engine), scheduler
+    return engine, wrapped, None if announces else EngineLoader(engine), scheduler
 
 
 class EngineLoader:
@@ -144,6 +135,17 @@ class EngineLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         return self._engine.batches()
+
+
+def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
+    """Of the engine's gradients; its optimizers are told where ZeRO has laid them."""
+    layout = layout_of(engine)
+    source = ZeroSource(engine, layout)
+    tell_layers(engine.basic_optimizer, layout)
+    if reduced is not None:
+        folds = foldable(engine, reduced, layout)
+        reduced.serve(ZeroShards(source, folds), ZeroFold(reduced, folds))
+    return source
 
 
 def _loader(engine: Any, data: Any) -> Any:

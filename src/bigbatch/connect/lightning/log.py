@@ -4,7 +4,7 @@ import math
 import warnings
 from typing import Any
 
-from bigbatch.step import StepRecord
+from bigbatch.record import StepRecord
 
 
 class Log:
