@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from bigbatch.bench import peers
 from bigbatch.bench.scaling import Model
-from bigbatch.bench.zero import step_under_deepspeed
+from bigbatch.bench.zero import is_there, step_under_deepspeed
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim import VRSGD
 
@@ -98,8 +97,7 @@ _ZERO = [
 def kinds(engine: str, ranks: int) -> list[Kind]:
     """Those of an engine that so many ranks can do; of ZeRO two will do, if DeepSpeed is there."""
     if engine.startswith("ZeRO"):
-        there = ranks == 2 and find_spec("deepspeed") is not None
-        return [replace(kind, engine=engine) for kind in _ZERO if there]
+        return [replace(kind, engine=engine) for kind in _ZERO if ranks == 2 and is_there()]
     team = _DDP if engine == "DDP" else _FSDP2
     pairs = [kind for kind in team if ranks % 2 == 0 or kind.peer != "simigrad"]
     return [kind for kind in pairs if ranks == 2 * _NODE or not kind.nodes]

@@ -1,8 +1,13 @@
 """Kinds of steps under DeepSpeed, as `kinds` has them under DDP and FSDP2."""
 
 import logging
+import os
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +17,12 @@ from torch.optim import SGD
 
 from bigbatch.decide.policy import Fixed
 from bigbatch.optim import VRSGD
+
+
+def is_there() -> bool:
+    """Whether DeepSpeed is, and a compiler: it compiles a part of itself on first use."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    return find_spec("deepspeed") is not None and compiler is not None
 
 
 def step_under_deepspeed(
@@ -38,6 +49,7 @@ def step_under_deepspeed(
     from bigbatch.connect import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja may be there alone
     micro, accumulation = len(batches[0][0]), len(batches)
     batch = micro * accumulation * dist.get_world_size()
     make: Any = VRSGD if what == "VR" else SGD
