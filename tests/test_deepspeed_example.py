@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "deepspeed_fashion_mnist.py"
 FASHION_MNIST = ROOT.parent / "shared" / "data" / "fashion-mnist"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-LAUNCHER = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29781"]
+LAUNCHER = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port"]
 SECONDS = 240  # far more than needed: a hang ends as a failure
 
 pytestmark = [
@@ -21,8 +22,17 @@ pytestmark = [
 ]
 
 
+def free_port():
+    """The one of the last launch may be kept for a while."""
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        return opened.getsockname()[1]
+
+
 def epochs_of(launcher, *arguments):
     """(samples, batch size, accuracy) of each epoch."""
+    if launcher is LAUNCHER:
+        launcher = [*LAUNCHER, str(free_port())]
     ended = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLE), *map(str, arguments)],
         capture_output=True,
