@@ -7,41 +7,37 @@ backward; with RAISES_AT=n it raises an error there.
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 from bigbatch.cli import main
 from bigbatch.recipes import RECIPES, digits
+from bigbatch.recipes.recipe import OURS
 
 NAME = "noisy-digits"
 
 
-def build(settings, *, dropout):
-    task = digits.build(settings, dropout=dropout)
+def loss(settings):
+    loss_of = digits.DIGITS.loss(settings)
     last = int(os.environ.get("RANK", "-1")) + 1 == int(os.environ.get("WORLD_SIZE", "1"))
     mortal = last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     killed, raises = (int(os.environ.get(name, "0")) for name in ("KILLED_AT", "RAISES_AT"))
     numbers = count(1)
 
-    def loss_of(model, batch):
+    def counted(model, batch):
         number = next(numbers) * mortal
         if number and number == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if number and number == raises:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return task.loss_of(model, batch)
+        return loss_of(model, batch)
 
-    return replace(task, loss_of=loss_of)
+    return counted
 
 
 def register():
-    RECIPES["digits"] = replace(digits.DIGITS, build=partial(build, dropout=0.0))
-    RECIPES[NAME] = replace(
-        digits.DIGITS,
-        name=NAME,
-        settings=digits.DIGITS.settings.changed({"recipe": NAME}),
-        build=partial(build, dropout=0.25),
-    )
+    RECIPES["digits"] = replace(digits.DIGITS, loss=loss)
+    full = {**digits.DIGITS.full, "dropout": (0.25, OURS)}
+    RECIPES[NAME] = replace(RECIPES["digits"], name=NAME, full=full)
 
 
 if __name__ == "__main__":

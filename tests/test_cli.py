@@ -82,11 +82,11 @@ def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.yaml", "kind: run\nschema: 1\nsettings: {recipe: 5}", "are missing"),
-        ("config.yaml", "kind: run\nschema: 1\nsettings: {wings: 2}", "unknown settings ['wings']"),
-        ("study.yaml", "kind: study\nschema: 1\nsettings: {}", "lists no trainings"),
-        ("study.yaml", "kind: study\nschema: 1\nsettings: {trainings: [1]}", "lists no trainings"),
-        ("study.yaml", "kind: run\nschema: 1\nsettings: {}", "is a run of schema 1"),
+        ("config.yaml", "kind: run\nschema: 2\nsettings: {recipe: 5}", "are missing"),
+        ("config.yaml", "kind: run\nschema: 2\nsettings: {wings: 2}", "unknown settings ['wings']"),
+        ("study.yaml", "kind: study\nschema: 2\nsettings: {}", "lists no trainings"),
+        ("study.yaml", "kind: study\nschema: 2\nsettings: {trainings: [1]}", "lists no trainings"),
+        ("study.yaml", "kind: run\nschema: 2\nsettings: {}", "is a run of schema 2"),
     ],
 )
 def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message):
@@ -98,7 +98,7 @@ def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message
 
 @pytest.mark.parametrize("line", ["[1]", '{"step": 1}', "\udcff"])
 def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
-    config = "kind: run\nschema: 1\nsettings: {}"
+    config = "kind: run\nschema: 2\nsettings: {}"
     (tmp_path / "config.yaml").write_text(config)
     log = f"{line}\n{line}\n".encode(errors="surrogateescape")
     (tmp_path / "metrics.jsonl").write_bytes(log)
@@ -136,9 +136,9 @@ def test_a_training_leaves_a_whole_run_directory(trained):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]
     assert sum(row["batch_size"] for row in rows) == rows[-1]["samples"] == 1347
-    assert rows[-1]["test_accuracy"] is not None
+    assert rows[-1]["scores"] is not None
     for row in rows:
-        assert 1 == row["schema"]
+        assert 2 == row["schema"]
         assert 16 <= row["batch_size"] <= 512
         assert row["reason"]
 

@@ -56,7 +56,7 @@ def run_of(path, launch):
 
 
 def study_of(path, launch):
-    start_study(RECIPES["digits"], path, 1, None, launch.id)
+    start_study(RECIPES["digits"], path, RECIPES["digits"].settings(), 1, launch.id)
 
 
 @pytest.mark.parametrize("begin", [run_of, study_of])

@@ -31,13 +31,15 @@ def test_what_rank_0_makes_or_fails_to_make_is_everybodys(ranks):
 
 def start(rank, ranks, settings):
     training = Training(DIGITS, settings)
-    weights = [p.tolist() for p in training.task.model[0].parameters()]
+    weights = [p.tolist() for p in training.model[0].parameters()]
     own = [state["own"]["rank"] for state in training.state_dict()["train"]]
     return weights, torch.initial_seed(), own, training.train.batches.virtual_ranks
 
 
 def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(ranks):
-    (weights, seed, own, virtual), (others, another, nothing, _) = ranks(2)(start, DIGITS.settings)
+    (weights, seed, own, virtual), (others, another, nothing, _) = ranks(2)(
+        start, DIGITS.settings()
+    )
     assert weights == others
     assert seed != another
     assert ([0, 1], []) == (own, nothing)
@@ -54,7 +56,7 @@ def notes_of_two(rank, ranks, settings):
 
 
 def test_other_groups_of_samples_are_noted_once_a_process(ranks):
-    settings = DIGITS.settings.changed({"min_batch": 64, "batch_size": 64})
+    settings = DIGITS.settings().changed({"min_batch": 64, "batch_size": 64})
     for (note,) in ranks(3)(notes_of_two, settings):
         assert "virtual_ranks=4 is no multiple of the 3 ranks, so 12 are used" in note
 
@@ -65,18 +67,18 @@ def curve(rank, ranks, settings):
     for _ in training.train.epochs(settings.epochs):
         for step in training.train:
             for batch in step:
-                step.backward(training.task.loss_of(training.model, batch))
+                step.backward(training.loss_of(training.joined, batch))
             record = step.update()
             noise = record.noise
             rows.append((record.batch_size, record.loss, noise.signal, noise.noise))
-    return rows, training.task.accuracy()
+    return rows, training.scores()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["noise-scale", "simigrad-vr"])
 def test_the_curve_of_25_epochs_is_that_of_one_process(ranks, arm):
     """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of an arm part."""
-    settings = DIGITS.settings.changed(DIGITS.arms[arm])
+    settings = DIGITS.settings().changed(DIGITS.arms[arm])
     rows, accuracy = curve(0, 1, settings)
     for others, test in ranks(2)(curve, settings):
         assert accuracy == test

@@ -4,11 +4,11 @@ import pytest
 
 from bigbatch import Fixed, GradientNoise, NoiseScale, Schedule, SimiGrad
 from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.recipe import build_controller
+from bigbatch.recipes.optimizers import build_controller
 
 
 def controller(**changes):
-    return build_controller(DIGITS.settings.changed(changes))
+    return build_controller(DIGITS.settings().changed(changes))
 
 
 @pytest.mark.parametrize(

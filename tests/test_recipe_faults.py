@@ -18,7 +18,7 @@ from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.live import LiveView
 from bigbatch.report.run_directory import RunDirectory
 
-SETTINGS = DIGITS.settings.changed({"policy": "fixed:64", "epochs": 1, "checkpoint_every": 5})
+SETTINGS = DIGITS.settings().changed({"policy": "fixed:64", "epochs": 1, "checkpoint_every": 5})
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
@@ -26,16 +26,14 @@ CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 def digits(*, loss=None, model=None):
     """The digits with another loss of (number of the micro-batch, loss), or another model."""
 
-    def build(settings):
-        task, numbers = DIGITS.build(settings), count(1)
+    def counted(settings):
+        loss_of, numbers = DIGITS.loss(settings), count(1)
+        return lambda model, batch: loss(next(numbers), loss_of(model, batch))
 
-        def loss_of(model, batch):
-            value = task.loss_of(model, batch)
-            return loss(next(numbers), value) if loss else value
-
-        return replace(task, loss_of=loss_of, model=model(task.model) if model else task.model)
-
-    return replace(DIGITS, build=build)
+    changes = {"loss": counted} if loss else {}
+    if model:
+        changes["model"] = lambda settings: model(DIGITS.model(settings))
+    return replace(DIGITS, **changes)
 
 
 # a checkpoint is blamed for what it cannot be loaded by, and for nothing else

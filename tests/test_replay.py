@@ -18,7 +18,7 @@ def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0
         samples, time = samples + batch, time + seconds(batch)
         rows.append(
             {
-                "schema": 1,
+                "schema": 2,
                 "step": step,
                 "epoch": epoch and (samples - 1) // epoch,
                 "samples": samples,
@@ -29,7 +29,7 @@ def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0
                 "signal": signal,
                 "noise": noise_of_step,
                 "skipped": False,
-                "test_accuracy": None,
+                "scores": None,
                 "seconds": time,
             }
         )
@@ -185,7 +185,7 @@ def test_no_part_of_a_steps_time_is_negative(seconds, expected):
 
 def test_tests_and_clocks_that_go_back_do_not_count_as_training():
     rows = log([10, 200, 30, 400, 50, 60])
-    rows[1]["test_accuracy"] = 0.5
+    rows[1]["scores"] = {"test accuracy, %": 50.0}
     for row in rows[2:]:
         row["seconds"] += 100.0  # the test after step 2 is in step 3's difference
     for row in rows[4:]:

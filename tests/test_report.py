@@ -19,7 +19,7 @@ SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 def row(step, *, batch=32, accuracy=None, **changes):
     values = {
-        "schema": 1,
+        "schema": 2,
         "step": step,
         "epoch": 0,
         "samples": step * batch,
@@ -34,7 +34,7 @@ def row(step, *, batch=32, accuracy=None, **changes):
         "skipped": False,
         "next_batch": batch,
         "reason": "fixed",
-        "test_accuracy": accuracy,
+        "scores": accuracy and {"test accuracy, %": 100 * accuracy},
         "seconds": step / 10,
     }
     return {**values, **changes}
@@ -62,9 +62,9 @@ def runs(tmp_path):
 def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
     histories = [history_of(run) for run in runs]
     assert [
-        ("a", "92.00 ± 2.83 %", "40", "32", "1,280", "4.0 s"),
-        ("b", "50.00 %", "40", "64", "2,560", "4.0 s"),
-    ] == table_of(histories)
+        ("a", "92.00 ± 2.83", "40", "32", "1,280", "4.0 s"),
+        ("b", "50.00", "40", "64", "2,560", "4.0 s"),
+    ] == table_of(histories).rows
     assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
 
 
@@ -72,7 +72,7 @@ def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
     one = run_at(tmp_path / "s1" / "x", [row(1, accuracy=0.5)], arm="a")
     other = run_at(tmp_path / "s2" / "x", [row(1, accuracy=0.9)], arm="a", epochs=2)
     histories = [history_of(run) for run in (one, other, one)]
-    names = [line[0] for line in table_of(histories)]
+    names = [line[0] for line in table_of(histories).rows]
     assert ["s1/a", "s2/a (1 of 1 unfinished)"] == names
     assert "one run a row" == seeds_of(histories)
 
@@ -91,7 +91,7 @@ def test_runs_of_one_seed_are_said_to_be_of_one(tmp_path):
 
 def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
     run = run_at(tmp_path / "empty", [], arm="late")
-    assert ["late", "nothing yet"] == list(table_of([history_of(run)])[0][:2])
+    assert ["late", "nothing yet"] == list(table_of([history_of(run)]).rows[0][:2])
     with pytest.raises(RunError, match="nothing to report"):
         write_report([run], tmp_path / "page.html", "empty")
 

@@ -49,7 +49,7 @@ def test_a_foreign_directory_is_refused(tmp_path, content):
 
 def test_a_newer_schema_is_refused(run):
     config = run.path / "config.yaml"
-    config.write_text(config.read_text().replace("schema: 1", "schema: 2"))
+    config.write_text(config.read_text().replace("schema: 2", "schema: 3"))
     with pytest.raises(RunError, match="schema 2"):
         RunDirectory.open(run.path)
 
@@ -171,7 +171,7 @@ def test_events_of_a_run_that_began_anew_show_each_step_once(run):
 
     from bigbatch.report.events import Events
 
-    values = dict.fromkeys(("loss", "similarity", "noise_scale", "test_accuracy"))
+    values = dict.fromkeys(("loss", "similarity", "noise_scale", "scores"))
     for attempt, steps in ((1, 5), (2, 3)):
         with Events(run, 1) as events:
             for step in range(1, steps + 1):
@@ -185,7 +185,7 @@ def begin_run(path):
 
 
 def begin_study(path):
-    start_study(RECIPES["digits"], path, 1, None)
+    start_study(RECIPES["digits"], path, RECIPES["digits"].settings(), 1)
 
 
 @pytest.mark.parametrize("begin", [begin_run, begin_study])
@@ -204,6 +204,6 @@ def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkey
 
 
 def test_a_study_in_which_nothing_has_begun_is_said(tmp_path):
-    start_study(RECIPES["digits"], tmp_path / "study", 1, None)
+    start_study(RECIPES["digits"], tmp_path / "study", RECIPES["digits"].settings(), 1)
     with pytest.raises(RunError, match="no run of this study has begun"):
         find_runs(tmp_path / "study")

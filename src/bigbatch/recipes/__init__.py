@@ -7,7 +7,8 @@ from pathlib import Path
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
 from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.recipe import Recipe, require_choice
+from bigbatch.recipes.recipe import Recipe
+from bigbatch.recipes.settings import require_choice
 
 
 @dataclass(frozen=True)

@@ -6,39 +6,22 @@ same samples, with one learning rate for the base batch and the square root for 
 Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, 1998.
 """
 
+from functools import partial
+
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
-from bigbatch.act.ledger import SampleLedger
-from bigbatch.recipes.recipe import Recipe, Settings, Task
+from bigbatch.recipes.data.columns import Columns, as_it_is
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
+from bigbatch.recipes.scores import share_right
+from bigbatch.recipes.settings import Settings
 
 _TEST_SHARE = 0.25
 _SPLIT_SEED = 0  # one split for every seed and arm
-
-
-def build(settings: Settings, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Task:
-    """The network, its batches and its test; draws from the generators as they stand."""
-    x_train, x_test, y_train, y_test = _split(dtype)
-    model = network(dropout).to(dtype)
-    data = TensorDataset(x_train, y_train)
-    loader = DataLoader(data, settings.base_batch, sampler=SampleLedger(data, seed=settings.seed))
-
-    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return functional.cross_entropy(model(x), y)
-
-    def accuracy() -> float:
-        model.eval()
-        with torch.no_grad():
-            right = (model(x_test).argmax(1) == y_test).double().mean()
-        model.train()
-        return float(right)
-
-    return Task(model, loader, loss_of, accuracy)
 
 
 def network(dropout: float = 0.25) -> nn.Module:
@@ -57,32 +40,62 @@ def network(dropout: float = 0.25) -> nn.Module:
     )
 
 
-def _split(dtype: torch.dtype) -> list[Tensor]:
+def _dtype(settings: Settings) -> torch.dtype:
+    return torch.float64 if settings.task["double"] else torch.float32
+
+
+def _model(settings: Settings) -> nn.Module:
+    return network(float(settings.task["dropout"])).to(_dtype(settings))
+
+
+def _loss(settings: Settings) -> LossOf:
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return functional.cross_entropy(model(x), y)
+
+    return loss_of
+
+
+def _data(settings: Settings) -> Data:
     images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=dtype).reshape(-1, 1, 8, 8) / 16
+    x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
-    train, test = train_test_split(
-        range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
+    train, test = (
+        Columns(x[part], y[part])
+        for part in train_test_split(
+            range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
+        )
     )
-    return [x[train], x[test], y[train], y[test]]
+    right = partial(share_right, data=test, settings=settings)
+    return Data(train, lambda model: {"test accuracy, %": right(model)}, as_it_is)
+
+
+def _example(settings: Settings, samples: int) -> tuple[Tensor, Tensor]:
+    x = torch.empty(samples, 1, 8, 8, dtype=_dtype(settings), device="meta")
+    return x, torch.empty(samples, dtype=torch.long, device="meta")
 
 
 DIGITS = Recipe(
     name="digits",
     summary="small CNN on scikit-learn's handwritten digits: fixed, scheduled, measured batches",
-    settings=Settings(
-        recipe="digits",
-        epochs=25,
-        target=0.3,
-        min_batch=16,
-        max_batch=512,
-        batch_size=32,
-        base_batch=32,
-        micro_batch=128,
-        virtual_ranks=4,
-        lr=0.02,
-        threads=1,  # so small a network gains nothing from more, and on a busy machine loses much
-    ),
+    paper="a demonstration, of no paper",
+    full={
+        "epochs": (25, OURS),
+        "target": (0.3, OURS),
+        "min_batch": (16, OURS),
+        "max_batch": (512, OURS),
+        "batch_size": (32, OURS),
+        "base_batch": (32, OURS),
+        "micro_batch": (128, OURS),
+        "virtual_ranks": (4, OURS),
+        "lr": (0.02, OURS),
+        "dropout": (0.0, OURS),
+        "double": (True, OURS),  # so that the curves are the same on 1, 2 and 4 ranks
+    },
+    small={},
+    full_samples=1_347,
+    minutes=0.2,
+    origin=Origin("scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"),
     arms={
         "fixed-32": {"policy": "fixed"},
         "fixed-512": {"policy": "fixed", "batch_size": 512},
@@ -96,5 +109,8 @@ DIGITS = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
-    build=build,
+    model=_model,
+    loss=_loss,
+    data=_data,
+    example=_example,
 )

@@ -1,10 +1,10 @@
 """What the ranks of one training do together; a process that is alone does it by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import BigbatchError
@@ -47,6 +47,13 @@ def from_leader(make: Callable[[], T]) -> T:
         raise told[1]
     value: T = told[0]
     return value
+
+
+def from_first(tensors: Iterable[Tensor]) -> None:
+    """Fills the tensors with those of rank 0. Collective."""
+    if count() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
 
 
 def gathered(value: T) -> list[T]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
-from bigbatch.recipes.recipe import Recipe, Settings
+from bigbatch.recipes.recipe import Recipe
+from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.config import describe, read_trainings
 from bigbatch.report.files import made_whole, write_atomically
@@ -20,21 +21,37 @@ from bigbatch.report.run_directory import RunDirectory, find_runs
 
 
 def start_study(
-    recipe: Recipe, path: Path, seeds: int, epochs: int | None, launch: str | None = None
+    recipe: Recipe, path: Path, settings: Settings, seeds: int, launch: str | None = None
 ) -> None:
     """Writes down what the study at `path` will train, and which launch of torchrun began it.
 
     Raises:
         RunError: something is at `path` already.
     """
-    base = recipe.settings if epochs is None else recipe.settings.changed({"epochs": epochs})
     trainings = {
-        f"{arm}-seed{seed}": base.changed({**changes, "arm": arm, "seed": seed}).as_dict()
+        f"{arm}-seed{seed}": _beginning(recipe.arm(arm, settings), seed)
         for seed in range(seeds)
-        for arm, changes in recipe.arms.items()
+        for arm in recipe.arms
     }
+    write_study(path, trainings, launch)
+
+
+def _beginning(settings: Settings, seed: int) -> Settings:
+    """With this seed; what begins from another arm begins from that of this seed."""
+    before = settings.begin_from
+    changes = {"seed": seed, "begin_from": f"{before}-seed{seed}" if before else ""}
+    return settings.changed(changes)
+
+
+def write_study(path: Path, trainings: dict[str, Settings], launch: str | None = None) -> None:
+    """Writes down the trainings of a study, by the names of their directories.
+
+    Raises:
+        RunError: something is at `path` already.
+    """
     with made_whole(path) as beside:
-        text = describe("study", {"trainings": trainings}, launch)
+        listed = {name: settings.as_dict() for name, settings in trainings.items()}
+        text = describe("study", {"trainings": listed}, launch)
         write_atomically(beside / "study.yaml", text)
 
 
@@ -81,6 +98,9 @@ def resume(path: Path, view: LiveView) -> None:
 
 def _training(run: RunDirectory) -> Training:
     settings = Settings.from_dict(run.settings)
+    if settings.begin_from:  # as seen from where the run lies now
+        before = run.path.resolve().parent / settings.begin_from
+        settings = settings.changed({"begin_from": str(before)})
     return Training(recipe_named(settings.recipe), settings)
 
 

@@ -11,26 +11,36 @@ from typing import Any
 
 import numpy
 import torch
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Subset
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.act.batches import Batches
+from bigbatch.act.ledger import SampleLedger
 from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.source import is_of_network
-from bigbatch.recipes.ranks import count, from_leader, gathered, joined, leads, rank
-from bigbatch.recipes.recipe import Recipe, Settings, Task, build_controller, build_optimizer
+from bigbatch.recipes.begin import begin_from
+from bigbatch.recipes.lr_schedule import LRSchedule
+from bigbatch.recipes.optimizers import build_controller, build_optimizer
+from bigbatch.recipes.ranks import count, from_first, from_leader, gathered, joined, leads, rank
+from bigbatch.recipes.recipe import Data, Recipe
+from bigbatch.recipes.scores import device_of, moved
+from bigbatch.recipes.settings import Settings
 from bigbatch.record import StepRecord
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import row_of
+from bigbatch.report.metrics import Scores, row_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
-from bigbatch.step import attached_of
+from bigbatch.step import Step, attached_of
 
-Log = Callable[[StepRecord, float | None], None]
+Log = Callable[[StepRecord, Scores | None], None]
 
 _APART = 1_000_003  # between the seeds of two ranks
+_CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
@@ -47,6 +57,8 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
         report = run.path / "report.html"
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
+            if leads():
+                run.keep(training.data.keeps)
             training.to_the_end(run, view, label)
         if leads() and (unfinished or not report.exists()):
             write_report([run], report, run.name)
@@ -64,20 +76,55 @@ class Training:
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         self.settings = settings
+        self._weight = recipe.weight
         torch.set_num_threads(settings.threads)
         _seed(settings.seed)
-        self.task: Task = recipe.build(settings)
-        self.optimizer = build_optimizer(settings, self.task.model.named_parameters())
-        self.model = joined(self.task.model)
+        self.device = device_of(settings)
+        self.model = recipe.model(settings).to(self.device)
+        if settings.begin_from:
+            begin_from(Path(settings.begin_from), self.model)
+        self.data: Data = recipe.data(settings)
+        self.loss_of = recipe.loss(settings)
+        self.optimizer = build_optimizer(
+            settings, self.model.named_parameters(), recipe.without_vr(settings, self.model)
+        )
+        self.joined = joined(self.model)
+        self.scaler = GradScaler(self.device.type) if settings.precision == "float16" else None
         if not leads():
             _seed((settings.seed + rank() * _APART) % 2**32)  # other dropout and augmentation
         self.train = AdaptiveBatch(
-            self.model,
+            self.joined,
             self.optimizer,
-            Batches(self.task.loader, virtual_ranks=_virtual_ranks(settings)),
+            Batches(self._loader(), virtual_ranks=_virtual_ranks(settings)),
             policy=build_controller(settings),
             micro_batch=settings.micro_batch,
             lr_scaling=None if settings.lr_scaling == "none" else settings.lr_scaling,
+            scaler=self.scaler,
+        )
+        self.train.scheduler = self._scheduler()
+
+    def _loader(self) -> DataLoader[Any]:
+        settings, data = self.settings, self.data.train
+        samples = len(data)  # type: ignore[arg-type]
+        if 0 < settings.samples < samples:
+            drawn = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+            data = Subset(data, drawn[: settings.samples].tolist())
+        return DataLoader(
+            data,
+            min(settings.base_batch, settings.micro_batch),
+            sampler=SampleLedger(data, seed=settings.seed),  # type: ignore[arg-type]
+            collate_fn=self.data.collate,
+            num_workers=settings.workers,
+        )
+
+    def _scheduler(self) -> LambdaLR | None:
+        """One tick a base batch, at whose middle the schedule is read."""
+        if self.settings.lr_schedule == "constant":
+            return None
+        schedule = LRSchedule(self.settings.lr_schedule)
+        factor = schedule.over(self.settings.epochs, self.train.batches.samples or 0)
+        return LambdaLR(
+            self.optimizer, lambda tick: factor((tick + 0.5) * self.settings.base_batch)
         )
 
     def to_the_end(self, run: RunDirectory, view: LiveView, label: str) -> None:
@@ -88,23 +135,45 @@ class Training:
             log = shown.enter_context(self._log(run, view, label)) if leads() else None
             for _ in train.epochs(settings.epochs):
                 for step in train:
-                    for batch in step:
-                        try:
-                            step.backward(self.task.loss_of(self.model, batch))
-                        except Exception as error:
-                            step.advise(error)
-                            raise
-                    record = step.update()
+                    record = self._finished(step)
+                    scores = self.scores() if train.samples % per_epoch == 0 else None
                     if log is not None:
-                        ends_epoch = train.samples % per_epoch == 0
-                        log(record, self.task.accuracy() if ends_epoch else None)
+                        log(record, scores)
                     if record.step % settings.checkpoint_every == 0:
                         self._save(run)
         self._save(run)
 
+    def _finished(self, step: Step) -> StepRecord:
+        """What is known of a step after its micro-batches and its update."""
+        for batch in step:
+            batch = moved(batch, self.device)
+            try:
+                with self._cast():
+                    loss = self.loss_of(self.joined, batch)
+                step.backward(loss, weight=self._weight and self._weight(batch))
+            except Exception as error:
+                step.advise(error)
+                raise
+        if self.settings.clip:
+            step.clip_grad_norm_(self.settings.clip)
+        return step.update()
+
+    def scores(self) -> dict[str, float]:
+        """Of the model as it is. Collective."""
+        from_first(self.model.buffers())
+        self.model.eval()
+        with torch.no_grad(), self._cast():
+            scores = self.data.scores(self.model)
+        self.model.train()
+        return scores
+
+    def _cast(self) -> torch.autocast:
+        precision = self.settings.precision
+        return torch.autocast(self.device.type, _CAST.get(precision), enabled=precision in _CAST)
+
     @contextmanager
     def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[Log]:
-        """Writes and shows each step with the accuracy after it."""
+        """Writes and shows each step with the scores after it."""
         train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
         target = target_of(self.settings.policy, self.settings.target)
         with (
@@ -112,11 +181,11 @@ class Training:
             view.training(label, total, train.samples, target) as shown,
         ):
 
-            def log(record: StepRecord, accuracy: float | None) -> None:
-                row = row_of(record, accuracy)
+            def log(record: StepRecord, scores: Scores | None) -> None:
+                row = row_of(record, scores)
                 run.append(row)
                 events.append(row)
-                shown.step(record, accuracy)
+                shown.step(record, scores)
 
             yield log
 
@@ -131,8 +200,9 @@ class Training:
         if attached is not None:
             attached.consolidate()
         return {
-            "model": self.task.model.state_dict(),
+            "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
             "train": gathered(self.train.state_dict()),
         }
 
@@ -145,7 +215,9 @@ class Training:
         try:
             of_ranks = state["train"]
             mine = of_ranks[rank() if len(of_ranks) == count() else 0]
-            self.task.model.load_state_dict(state["model"])
+            self.model.load_state_dict(state["model"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state["scaler"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if is_of_network(error) or is_out_of_memory(error):

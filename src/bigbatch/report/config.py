@@ -11,7 +11,7 @@ import yaml
 
 from bigbatch.errors import RunError
 
-SCHEMA = 1
+SCHEMA = 2
 CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
 
 

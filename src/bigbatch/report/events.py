@@ -8,7 +8,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from bigbatch.report.run_directory import Row, RunDirectory
 
-_SCALARS = ("loss", "batch_size", "similarity", "noise_scale", "test_accuracy")
+_SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
 
 
 class Events:
@@ -57,4 +57,7 @@ def _write(writer: SummaryWriter, row: Row) -> None:
     for name in _SCALARS:
         if row[name] is not None:
             writer.add_scalar(name, row[name], step)
+    for name, score in (row["scores"] or {}).items():
+        if score is not None:
+            writer.add_scalar(name, score, step)
     writer.add_scalar("lr", row["lr"][0], step)

@@ -22,6 +22,7 @@ AXES = {"samples": "samples", "step": "optimizer steps", "seconds": "seconds of 
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _BINS = 120  # points of a curve; a longer log is averaged into so many
+_SCORE = "score"  # the panel whose title is the name of what was measured
 _NOISE_BINS = 40  # the same for what is computed from signal and noise
 
 Points = tuple[list[float], list[float]]
@@ -37,7 +38,7 @@ def require_ending(out: Path, endings: Sequence[str]) -> None:
 
 
 def curves(histories: list[History], x: str) -> Figure:
-    """Six panels against one of `AXES`: loss, accuracy, batch, similarity, noise scale, rate.
+    """Six panels against one of `AXES`: loss, score, batch, similarity, noise scale, rate.
 
     Every run is one line, runs that differ in their seed only share a colour. A point is the
     average of 1 / 120 of the run; similarity and noise scale are made from signal and noise
@@ -45,13 +46,14 @@ def curves(histories: list[History], x: str) -> Figure:
     """
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     panels = figure.subplots(2, 3).flat
+    names = dict.fromkeys(history.score or _SCORE for history in histories)
     for axes, (title, draw, base) in zip(panels, _PANELS, strict=True):
         for color, (group, runs) in zip(cycle(COLORS), grouped(histories).items(), strict=False):
             for number, history in enumerate(runs):
                 xs, ys = draw(history, x)
                 label = group if number == 0 else None
                 axes.plot(xs, ys, color=color, alpha=0.75, linewidth=1.1, label=label)
-        dress(axes, title, AXES[x], base)
+        dress(axes, " or ".join(names) if title == _SCORE else title, AXES[x], base)
         if title == "gradient similarity":
             _draw_targets(axes, histories)
     lines, labels = figure.axes[0].get_legend_handles_labels()
@@ -95,9 +97,9 @@ def _averaged(value: str) -> Draw:
     return points
 
 
-def _accuracy(history: History, x: str) -> Points:
-    rows = history.accuracies()
-    return [row[x] for row in rows], [100 * row["test_accuracy"] for row in rows]
+def _score(history: History, x: str) -> Points:
+    rows = [row for row in history.scored() if row["scores"].get(history.score) is not None]
+    return [row[x] for row in rows], [row["scores"][history.score] for row in rows]
 
 
 def _rate(history: History, x: str) -> Points:
@@ -139,7 +141,7 @@ def _draw_targets(axes: Axes, histories: list[History]) -> None:
 # title, points of a run, base of a logarithmic axis
 _PANELS: list[tuple[str, Draw, int | None]] = [
     ("training loss", _averaged("loss"), 10),
-    ("test accuracy, %", _accuracy, None),
+    (_SCORE, _score, None),
     ("batch size, samples", _averaged("batch_size"), 2),
     ("gradient similarity", _of_noise("similarity"), None),
     ("noise scale, samples", _of_noise("noise_scale"), 10),

@@ -8,13 +8,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Table as Shown
 from rich.text import Text
 
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
 from bigbatch.record import StepRecord
-from bigbatch.report.metrics import COLUMNS
+from bigbatch.report.metrics import Scores, Table
 
 _LINES = 5  # of a training, where there is no terminal
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
@@ -36,14 +36,14 @@ class LiveView:
         """One line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def table(self, rows: list[tuple[str, ...]], title: str) -> None:
+    def table(self, found: Table, title: str) -> None:
         """The results, in 80 columns where names allow."""
-        headers = [column.replace(" ", "\n") for column in COLUMNS]
-        table = Table(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+        headers = [column.replace(" ", "\n") for column in found.columns]
+        table = Shown(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
         table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
-        for row in rows:
+        for row in found.rows:
             table.add_row(*map(escape, row))
         self.console.print(table)
 
@@ -87,17 +87,17 @@ class TrainingView:
         self._task = task
         self._average = NoiseAverage(samples=total / _WINDOWS)
         self._noise: GradientNoise | None = None
-        self._accuracy: float | None = None
+        self._scores: Scores = {}
         self._lines = done * _LINES // total
         self._seconds: float | None = None  # of training when this view first saw a step
 
-    def step(self, record: StepRecord, accuracy: float | None) -> None:
-        """Shows one step; `accuracy` where test accuracy was measured after it."""
+    def step(self, record: StepRecord, scores: Scores | None) -> None:
+        """Shows one step; `scores` where some were measured after it."""
         if self._seconds is None:
             self._seconds, self._done = record.seconds, record.samples
         if record.noise is not None:
             self._noise = self._average.update(record.noise)
-        self._accuracy = self._accuracy if accuracy is None else accuracy
+        self._scores = scores or self._scores
         if self._bar is not None and self._task is not None:
             numbers = self._numbers(record)
             self._bar.update(self._task, completed=record.samples, numbers=numbers)
@@ -121,7 +121,7 @@ class TrainingView:
             f"noise scale {self._noise.noise_scale:.0f}" if self._noise else "",
             f"lr {record.lr[0]:.3g}",
             f"loss {record.loss:.3f}",
-            "" if self._accuracy is None else f"accuracy {self._accuracy:.1%}",
+            *(f"{name} {score:.4g}" for name, score in self._scores.items()),
             f"{speed:,.0f} samples/s",
         ]
         return "  ".join(part for part in parts if part)

@@ -1,6 +1,7 @@
 """What a step becomes in the log, and a log becomes in a table."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,15 +13,17 @@ from bigbatch.record import StepRecord
 from bigbatch.report.config import SCHEMA
 from bigbatch.report.run_directory import Row, RunDirectory
 
-COLUMNS = ("run", "test accuracy", "steps", "average batch", "samples", "wall time")
+Scores = Mapping[str, float]
+
+_COLUMNS = ("steps", "average batch", "samples", "wall time")
 
 
-def row_of(record: StepRecord, accuracy: float | None) -> Row:
+def row_of(record: StepRecord, scores: Scores | None) -> Row:
     """One line of the metrics: everything a policy could be replayed from.
 
     Args:
         record: the step.
-        accuracy: test accuracy in [0, 1] after the step, where it was measured.
+        scores: by name, in the unit the name says, where they were measured after the step.
     """
     noise = record.noise
     row: Row = {
@@ -41,7 +44,7 @@ def row_of(record: StepRecord, accuracy: float | None) -> Row:
         "next_target": record.decision.batch_size,
         "next_lr_factor": record.decision.lr_factor,
         "reason": record.decision.reason,
-        "test_accuracy": accuracy,
+        "scores": scores and {name: _finite(score) for name, score in scores.items()},
         "seconds": record.seconds,
     }
     if record.factors is not None:
@@ -73,7 +76,7 @@ _LOGGED = {
     "lr",
     "signal",
     "noise",
-    "test_accuracy",
+    "scores",
     "seconds",
 }
 
@@ -107,13 +110,21 @@ class History:
         """Whether its last epoch is complete."""
         last = self.rows[-1] if self.rows else None
         epochs = self.settings.get("epochs")
-        return (
-            last is not None and last["epoch"] + 1 == epochs and last["test_accuracy"] is not None
-        )
+        return last is not None and last["epoch"] + 1 == epochs and last["scores"] is not None
 
-    def accuracies(self) -> list[Row]:
-        """The steps after which test accuracy was measured."""
-        return [row for row in self.rows if row["test_accuracy"] is not None]
+    def scored(self) -> list[Row]:
+        """The steps after which scores were measured."""
+        return [row for row in self.rows if row["scores"] is not None]
+
+    @property
+    def score(self) -> str | None:
+        """The name of the one that counts, where one is measured yet: the first."""
+        return next((name for row in self.scored() for name in row["scores"]), None)
+
+    def last(self, score: str) -> float | None:
+        """The score when it was measured last; None where it never was, or was no finite number."""
+        rows = self.scored()
+        return rows[-1]["scores"].get(score) if rows else None
 
 
 def history_of(run: RunDirectory) -> History:
@@ -164,15 +175,29 @@ def _ends(counts: list[int]) -> str:
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
-def table_of(histories: list[History]) -> list[tuple[str, ...]]:
-    """The rows under `COLUMNS`, one per group: the mean, and the standard deviation over seeds."""
-    return [_summary(name, runs) for name, runs in grouped(histories).items()]
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under columns."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
 
 
-def _summary(name: str, runs: list[History]) -> tuple[str, ...]:
+def table_of(histories: list[History]) -> Table:
+    """One row per group: the mean, and the standard deviation over seeds, of its last scores."""
+    scores = tuple(
+        dict.fromkeys(
+            name for run in histories for row in run.scored()[-1:] for name in row["scores"]
+        )
+    )
+    rows = [_summary(name, runs, scores) for name, runs in grouped(histories).items()]
+    return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
+
+
+def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
     runs = [run for run in runs if run.rows]
     if not runs:
-        return (name, *["nothing yet"] * (len(COLUMNS) - 1))
+        return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     unfinished = sum(not run.finished for run in runs)
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     last = [run.rows[-1] for run in runs]
@@ -182,15 +207,22 @@ def _summary(name: str, runs: list[History]) -> tuple[str, ...]:
     ]
     samples = [row["samples"] for row in last]
     batches = [s / max(1, n) for s, n in zip(samples, steps, strict=True)]
-    accuracies = [100 * run.accuracies()[-1]["test_accuracy"] for run in runs if run.accuracies()]
     return (
         name,
-        f"{_spread(accuracies, 2)} %" if accuracies else "not measured",
+        *(score_text([run.last(score) for run in runs]) for score in scores or ("",)),
         _spread(steps, 0),
         _spread(batches, 0),
         f"{mean(samples):,.0f}",
         f"{_spread([row['seconds'] for row in last], 1)} s",
     )
+
+
+def score_text(scores: Sequence[float | None]) -> str:
+    """Mean and standard deviation of one score over runs: two digits from 10 on, else four."""
+    measured = [score for score in scores if score is not None]
+    if not measured:
+        return "not measured"
+    return _spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -11,7 +11,7 @@ from bigbatch.errors import RunError
 from bigbatch.report.figures import AXES, PICTURES, as_svg, curves, require_ending
 from bigbatch.report.files import write_atomically
 from bigbatch.report.layers import heat_maps
-from bigbatch.report.metrics import COLUMNS, History, grouped, history_of, seeds_of, table_of
+from bigbatch.report.metrics import History, grouped, history_of, seeds_of, table_of
 from bigbatch.report.run_directory import RunDirectory
 
 
@@ -34,15 +34,16 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
         if out.suffix != ".html":
             curves(histories, "samples").savefig(out, dpi=130)
         else:
+            table = table_of(histories)
             template = resources.files("bigbatch.report").joinpath("page.html").read_text()
             page = (
                 Environment(autoescape=True)
                 .from_string(template)
                 .render(
                     title=title,
-                    columns=COLUMNS,
+                    columns=table.columns,
                     seeds=seeds_of(histories),
-                    table=table_of(histories),
+                    table=table.rows,
                     figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
                     maps=[as_svg(drawn) for drawn in _heat_maps(histories)],
                     runs=[

@@ -89,13 +89,13 @@ class StepTime:
 
         Where batch sizes scatter by less than a tenth, nothing tells them apart: all is per sample.
 
-        A step after which test accuracy was measured lends its successor that time, so the
+        A step after which scores were measured lends its successor that time, so the
         successor is left out; so is a step during which the clock went back.
         """
         points = [
             (after["batch_size"], after["seconds"] - before["seconds"])
             for before, after in pairwise(rows)
-            if before["test_accuracy"] is None and after["seconds"] > before["seconds"]
+            if before["scores"] is None and after["seconds"] > before["seconds"]
         ]
         if not points:
             return cls(0.0, rows[-1]["seconds"] / rows[-1]["samples"], told_apart=False)

@@ -5,6 +5,7 @@
     checkpoint.pt    the latest checkpoint
     events/          the same numbers for TensorBoard
     report.html      the report
+    vocab.txt        what a run that begins from this one needs, where there is such a thing
 
 A folder of runs is a study; it has a study.yaml instead.
 """
@@ -12,7 +13,7 @@ A folder of runs is a study; it has a study.yaml instead.
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ class RunDirectory:
         """The folder for TensorBoard."""
         return self.path / "events"
 
+    def keep(self, texts: Mapping[str, str]) -> None:
+        """Writes texts that a later run needs, by file name."""
+        for name, text in texts.items():
+            write_atomically(self.path / name, text.encode())
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the directory for one process; the system lets go when the process ends.
@@ -141,19 +147,35 @@ class RunDirectory:
         Raises:
             RunError: the file is damaged.
         """
-        file = self.path / "checkpoint.pt"
-        if not file.exists():
+        saved = self._saved()
+        if saved is None:
             self._cut_metrics(0)
             return None
+        length, state = saved
+        self._cut_metrics(length)
+        return state
+
+    def load_weights(self) -> dict[str, Any] | None:
+        """The model's state in the latest checkpoint, or None before the first; changes nothing.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        saved = self._saved()
+        return None if saved is None else dict(saved[1]["model"])
+
+    def _saved(self) -> tuple[int, dict[str, Any]] | None:
+        """How much of the metrics belongs to the checkpoint, and the checkpoint."""
+        file = self.path / "checkpoint.pt"
+        if not file.exists():
+            return None
         try:
-            saved = torch.load(file, weights_only=True)
-            length, state = int(saved["metrics_bytes"]), dict(saved["state"])
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            return int(saved["metrics_bytes"]), dict(saved["state"])
         except Exception as error:
             raise RunError(
                 f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run anew"
             ) from error
-        self._cut_metrics(length)
-        return state
 
     def _metrics_bytes(self) -> int:
         return self.metrics.stat().st_size if self.metrics.exists() else 0

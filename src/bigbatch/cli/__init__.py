@@ -1,0 +1,64 @@
+"""The command line: train, sweep, compare, report, replay, recipes, bench."""
+
+import sys
+import warnings
+from typing import Any
+
+import typer
+from typer.exceptions import TyperException
+
+from bigbatch.bench.commands import app as bench
+from bigbatch.cli.recipes import recipes
+from bigbatch.cli.reports import compare, replay, report
+from bigbatch.cli.train import train
+from bigbatch.errors import BigbatchError
+from bigbatch.recipes.launch import INTERRUPTED, Launch, heard_if_leading
+from bigbatch.recipes.ranks import leads
+
+app = typer.Typer(
+    help="Train PyTorch models with a batch size that follows the gradient's noise.",
+    epilog="Begin with: bigbatch train",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for _command in (train, compare, report, replay, recipes):
+    app.command()(_command)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Runs the command; what goes wrong on purpose is one line and exit status 2."""
+    warnings.showwarning = _one_line_warning
+    launch = Launch()
+    try:
+        launch = Launch.join(trains=sys.argv[1:2] == ["train"])
+        with heard_if_leading():
+            status = app(standalone_mode=False, obj=launch) or 0
+    except (BigbatchError, TyperException, OSError) as error:
+        launch.tell(_line_of(error))
+        status = 2
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except Exception as error:
+        launch.tell_failure(error)
+        status = 1
+    except SystemExit as ending:
+        launch.end(ending.code)
+    if status == INTERRUPTED:  # typer returns it too
+        launch.tell("interrupted")
+    launch.end(status)
+
+
+def _line_of(error: Exception) -> str:
+    if isinstance(error, TyperException):
+        return error.format_message()
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
+    return str(error)
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    if leads():
+        sys.stderr.write(f"bigbatch: note: {message}\n")

@@ -1,0 +1,97 @@
+"""What is shown of runs that there are: compare, report, replay."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bigbatch.cli.options import DEAD_BAND, POLICY, SMOOTHING, WARM_UP, given
+from bigbatch.decide.named import policy_named
+from bigbatch.errors import SettingError
+from bigbatch.report.figures import PICTURES, require_ending
+from bigbatch.report.live import LiveView
+from bigbatch.report.metrics import history_of, seeds_of, table_of
+from bigbatch.report.page import write_report
+from bigbatch.report.replay import replay as replayed
+from bigbatch.report.replay import save_figure, table_of_replay, time_in_words
+from bigbatch.report.run_directory import find_runs
+
+Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
+
+
+def compare(paths: Paths) -> None:
+    """Shows runs and studies in one table.
+
+    Two studies: [bold]bigbatch compare runs/digits-1 runs/digits-2[/]
+    """
+    histories = [history_of(run) for path in paths for run in find_runs(path)]
+    LiveView(Console()).table(table_of(histories), seeds_of(histories))
+
+
+def report(
+    paths: Paths,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="A .html page, or a .png or .svg picture.")
+    ] = None,
+) -> None:
+    """Writes the report of runs and studies side by side.
+
+    Into the study itself: [bold]bigbatch report runs/digits-1[/]
+
+    Two studies side by side: [bold]bigbatch report runs/digits-1 runs/digits-2 -o both.html[/]
+
+    The curves as a picture: [bold]bigbatch report runs/digits-1 -o curves.png[/]
+    """
+    if out is None and len(paths) > 1:
+        raise SettingError("several runs have no common place for their report; name it with -o")
+    place = paths[0] / "report.html" if out is None else out
+    runs = [run for path in paths for run in find_runs(path)]
+    write_report(runs, place, " and ".join(path.resolve().name for path in paths))
+    LiveView(Console()).say(f"report: {place}")
+
+
+def replay(
+    paths: Paths,
+    policy: Annotated[list[str], typer.Option(help=POLICY)],
+    smoothing: Annotated[float | None, typer.Option(help=SMOOTHING)] = None,
+    every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
+    dead_band: Annotated[float | None, typer.Option(help=DEAD_BAND)] = None,
+    largest_step: Annotated[float | None, typer.Option(help="Largest factor a decision.")] = None,
+    surely: Annotated[float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")] = None,
+    warm_up: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="A .png or .svg of all batch sizes.")
+    ] = None,
+) -> None:
+    """Shows what other policies would have chosen on a finished run's log, and at what cost.
+
+    Two of them: [bold]bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
+    --policy "schedule:32, x2 every 8K samples" --smoothing 2000[/]
+
+    The log's signal and noise are taken as they are: docs/policies.md says what that leaves out.
+    """
+    options = given(
+        smoothing=smoothing,
+        every=every,
+        dead_band=dead_band,
+        largest_step=largest_step,
+        surely=surely,
+        warm_up=warm_up,
+    )
+    policies = {text: policy_named(text) for text in policy}
+    if out is not None:
+        require_ending(out, PICTURES)
+    view = LiveView(Console())
+    histories = [history_of(run) for path in paths for run in find_runs(path)]
+    measured = [history for history in histories if history.measured]
+    for history in histories:
+        if measured and not history.measured:
+            view.say(f"{history.path.name}: nothing is measured yet; left out")
+    found = [replayed(history, policies, **options) for history in measured or histories]
+    for one in found:
+        view.console.print(table_of_replay(one))
+        view.say(time_in_words(one))
+    if out is not None:
+        save_figure(found, out)
+        view.say(f"figure: {out}")

@@ -1,0 +1,198 @@
+"""`bigbatch train`: a recipe's study, or one training where a setting is given."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bigbatch.cli.options import (
+    DEAD_BAND,
+    POLICY,
+    SMOOTHING,
+    WARM_UP,
+    folder_of,
+    given,
+    refuse_with,
+)
+from bigbatch.decide.named import without_effect
+from bigbatch.errors import SettingError
+from bigbatch.recipes import EXPERIMENTS, recipe_named
+from bigbatch.recipes.launch import Launch
+from bigbatch.recipes.optimizers import OPTIMIZERS
+from bigbatch.recipes.ranks import count, from_leader
+from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.study import resume as resume_at
+from bigbatch.recipes.study import start_study, train_one, train_study
+from bigbatch.recipes.training import Training
+from bigbatch.report.files import fresh_name
+from bigbatch.report.live import LiveView
+from bigbatch.report.run_directory import RunDirectory
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help=POLICY)] = None,
+    target: Annotated[float | None, typer.Option(help="Similarity to hold, in (-1, 1).")] = None,
+    min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Most samples of a backward.")] = None,
+    smoothing: Annotated[float | None, typer.Option(help=SMOOTHING)] = None,
+    dead_band: Annotated[float | None, typer.Option(help=DEAD_BAND)] = None,
+    warm_up: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
+    virtual_ranks: Annotated[
+        int | None, typer.Option(help="Ranks that samples are dealt to, however many there are.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
+    lr_scaling: Annotated[
+        str | None, typer.Option(help="How it follows the batch: sqrt, linear, adascale, none.")
+    ] = None,
+    gamma: Annotated[float | None, typer.Option(help="Lower clip of a VR optimizer.")] = None,
+    r_max: Annotated[float | None, typer.Option(help="Upper clip of a VR optimizer.")] = None,
+    begin_from: Annotated[
+        Path | None, typer.Option(help="Run whose weights the model begins with.")
+    ] = None,
+    arm: Annotated[str | None, typer.Option(help="One arm of the study alone.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's settings, not the small ones.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of config.yaml by its name."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a single training.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the study [3].")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")] = None,
+    out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
+) -> None:
+    """Trains a recipe: its whole study, or one training where a setting is given.
+
+    The digits study, 3 seeds: [bold]bigbatch train[/]
+
+    The same with 5 seeds: [bold]bigbatch train digits --seeds 5[/]
+
+    One training of your own: [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]
+
+    At the paper's scale: [bold]bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad[/]
+
+    Figures 1 and 3 of the VRGD paper: [bold]bigbatch train linear-regression[/]
+
+    On two ranks: [bold]torchrun --nproc_per_node 2 -m bigbatch train digits[/]
+
+    After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
+    """
+    launch: Launch = context.obj
+    view = LiveView(Console(), quiet=quiet)
+    changes = given(
+        policy=policy,
+        target=target,
+        min_batch=min_batch,
+        max_batch=max_batch,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        smoothing=smoothing,
+        dead_band=dead_band,
+        warm_up=warm_up,
+        virtual_ranks=virtual_ranks,
+        optimizer=optimizer,
+        lr=lr,
+        lr_scaling=lr_scaling,
+        gamma=gamma,
+        r_max=r_max,
+        begin_from=begin_from and str(begin_from.resolve()),
+        seed=seed,
+        checkpoint_every=checkpoint_every,
+    )
+    if resume is not None:
+        others = given(recipe=recipe, arm=arm, epochs=epochs, seeds=seeds, data=data)
+        others |= given(full=full or None, set=set_, runs=runs, out=out)
+        refuse_with("--resume", [*changes, *others])
+        with launch.resumable(resume):
+            resume_at(resume, view)
+        return
+    if out is not None:
+        refuse_with("--out", given(runs=runs))
+    folder = runs or Path("runs")
+    if recipe in EXPERIMENTS:
+        others = given(arm=arm, epochs=epochs, data=data, full=full or None, set=set_)
+        refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
+        _require_one_rank(recipe)
+        EXPERIMENTS[recipe].run(out or fresh_name(folder, recipe), seeds or 3, quiet)
+        return
+    chosen = recipe_named(recipe or "digits")
+    settings = chosen.settings(full=full).changed(given(epochs=epochs))
+    for text in set_ or ():
+        settings = settings.changed(settings.parsed(text))
+    settings = settings.changed({"data": folder_of(chosen, data)})
+    if changes or arm is not None:
+        refuse_with("a setting of a single training", given(seeds=seeds))
+        settings = settings if arm is None else chosen.arm(arm, settings)
+        _train_one(settings, changes, folder, out, launch, view)
+        return
+    place, begun = from_leader(
+        lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
+    )
+    if not begun:
+        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id))
+    with launch.resumable(place):
+        train_study(place, view)
+
+
+def _train_one(
+    settings: Settings,
+    changes: dict[str, Any],
+    runs: Path,
+    out: Path | None,
+    launch: Launch,
+    view: LiveView,
+) -> None:
+    settings = settings.changed(changes)
+    refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
+    if not settings.optimizer.startswith("vr-"):
+        refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
+    name = "-".join(
+        [settings.recipe, settings.arm]
+        if settings.arm
+        else [settings.recipe, settings.policy.partition(":")[0], settings.optimizer]
+    )
+    place, begun = from_leader(
+        lambda: launch.place(lambda: out or fresh_name(runs, name, launch.id))
+    )
+    if begun:
+        with launch.resumable(place):
+            resume_at(place, view)
+        return
+    training = Training(recipe_named(settings.recipe), settings)  # before anything is written
+    run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
+    with launch.resumable(place):
+        train_one(training, run, view)
+
+
+def _require_one_rank(experiment: str) -> None:
+    if count() > 1:
+        raise SettingError(
+            f"{experiment} is no training that {count()} ranks could share; run it without torchrun"
+        )
+
+
+def _unused(policy: str) -> set[str]:
+    """Options of `train` that a policy does not listen to, or says itself."""
+    unused = without_effect(policy, ("target", "min_batch", "max_batch"))
+    name, _, own = policy.partition(":")
+    if name in ("fixed", "schedule"):  # whatever was measured
+        unused |= {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
+    return unused | ({"warm_up"} if name == "fixed" else set())

@@ -1,0 +1,1 @@
+"""Official formats in, data sets out; nothing is downloaded."""

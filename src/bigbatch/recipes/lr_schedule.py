@@ -1,0 +1,102 @@
+"""How the learning rate goes over the samples of a training, written down in words."""
+
+import math
+import re
+from collections.abc import Callable
+
+from bigbatch.errors import SettingError
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+_AMOUNT = rf"(?P<amount>{_NUMBER})(?P<unit>[KMB]? samples?| epochs?)"
+_UNITS = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
+
+_FORMS = {
+    "constant": re.compile("constant"),
+    "cosine": re.compile("cosine"),
+    "polynomial POWER [over AMOUNT]": re.compile(
+        rf"polynomial (?P<power>{_NUMBER})(?: over {_AMOUNT})?"
+    ),
+    "xFACTOR at EPOCH [and EPOCH]... epochs": re.compile(
+        rf"x(?P<factor>{_NUMBER}) at (?P<epochs>{_NUMBER}(?: and {_NUMBER})*) epochs?"
+    ),
+    "xFACTOR every AMOUNT": re.compile(rf"x(?P<factor>{_NUMBER}) every {_AMOUNT}"),
+}
+_WARM_UP = re.compile(rf"warm-up {_AMOUNT}(?: power (?P<power>{_NUMBER}))?")
+
+
+class LRSchedule:
+    """What the learning rate is multiplied by after each number of samples.
+
+    A text names one shape, and before it, with a semicolon, a warm-up from 0:
+
+        warm-up 8 epochs; cosine
+        x0.1 at 91 and 136 epochs
+        polynomial 1 over 400M samples
+        warm-up 4.9M samples power 2; x0.9 every 16M samples
+
+    Cosine and polynomial go to 0 at the training's end, or over an amount; they begin where the
+    warm-up ends. Epochs of "at" are counted from the training's start, all else from there.
+
+        cosine      (1 + cos(pi t)) / 2         t = share of the samples after the warm-up
+        polynomial  (1 - t)^power
+        every       factor^(samples / amount)
+        warm-up     (samples / amount)^power    power 1 unless said
+
+    Args:
+        text: as above.
+    Raises:
+        SettingError: it is none.
+    Example:
+        >>> factor = LRSchedule("warm-up 1 epoch; cosine").over(epochs=3, samples=100)
+        >>> [round(factor(n), 3) for n in (0, 50, 100, 200, 300)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+
+    def __init__(self, text: str) -> None:
+        *before, shape = (part.strip() for part in text.split(";"))
+        warm_up = _WARM_UP.fullmatch(before[0]) if before else None
+        found = {form: match for form in _FORMS if (match := _FORMS[form].fullmatch(shape))}
+        if not found or len(before) > 1 or (before and warm_up is None):
+            raise SettingError(
+                f"lr_schedule {text!r} is not understood; write one of: {', '.join(_FORMS)}; or "
+                "'warm-up AMOUNT [power POWER]' and a semicolon before it; an AMOUNT is 5 epochs "
+                "or 2M samples"
+            )
+        ((form, match),) = found.items()
+        self.text = text
+        self._shape, self._form, self._warm_up = match, form, warm_up
+
+    def over(self, epochs: int, samples: int) -> Callable[[float], float]:
+        """The factor after so many samples, in a training of `epochs` with `samples` each."""
+        first = _samples(self._warm_up, samples) if self._warm_up else 0.0
+        power = float((self._warm_up and self._warm_up["power"]) or 1)
+        rule = self._rule(first, max(epochs * samples - first, 1.0), samples)
+
+        def factor(seen: float) -> float:
+            warmed = min(1.0, seen / first) ** power if first else 1.0
+            return warmed * rule(max(0.0, seen - first))
+
+        return factor
+
+    def _rule(self, first: float, rest: float, samples: int) -> Callable[[float], float]:
+        found = self._shape.groupdict()
+        if self._form == "cosine":
+            return lambda seen: (1 + math.cos(math.pi * min(1.0, seen / rest))) / 2
+        if self._form.startswith("polynomial"):
+            total = _samples(self._shape, samples) if found["amount"] else rest
+            power = float(found["power"])
+            return lambda seen: float(max(0.0, 1 - seen / total) ** power)
+        if self._form.startswith("xFACTOR at"):
+            at = [float(epoch) * samples - first for epoch in found["epochs"].split(" and ")]
+            drop = float(found["factor"])
+            return lambda seen: float(drop ** sum(seen >= place for place in at))
+        if self._form.startswith("xFACTOR every"):
+            decay, every = float(found["factor"]), _samples(self._shape, samples)
+            return lambda seen: float(decay ** (seen / every))
+        return lambda seen: 1.0
+
+
+def _samples(found: re.Match[str], epoch: int) -> float:
+    """An amount in samples."""
+    amount, unit = float(found["amount"]), found["unit"]
+    return amount * (epoch if "epoch" in unit else _UNITS[unit.partition(" ")[0]])

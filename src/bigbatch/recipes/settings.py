@@ -1,0 +1,178 @@
+"""What a training is started with, and all that is needed to repeat it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any
+
+from bigbatch.decide.plan import require_positive
+from bigbatch.errors import SettingError
+from bigbatch.recipes.lr_schedule import LRSchedule
+
+Value = bool | int | float | str
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything needed to repeat one training.
+
+    Args:
+        recipe, arm: what is trained, and which arm of its study it is ("" for none).
+        seed: of the model's start, the order of the data, and dropout where there is some.
+        data: folder of the real data; "" for what a recipe always has.
+        samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
+        begin_from: run whose weights the model begins with; a relative one is beside this run.
+        epochs: passes over the training data.
+        policy: "simigrad", "fixed", or another of decide/named.py with its values.
+        target, min_batch, max_batch: of a policy that has such and does not give its own.
+        smoothing, dead_band, warm_up: of the controller; 0 for none.
+        batch_size: where it starts.
+        base_batch: batch size that lr is for.
+        micro_batch: most samples in one backward.
+        virtual_ranks: that the samples are dealt to; the groups compared, and so the run, are the
+            same on any number of ranks that divides it.
+        optimizer: a name of `OPTIMIZERS`.
+        lr, momentum, weight_decay: the optimizer's; momentum is not used by sgd, adam and lamb.
+        decay_all: whether biases and norms decay too.
+        clip: largest norm of the mean gradient; 0 for any.
+        gamma, r_max: clips of a VR optimizer; not used by others.
+        lr_scaling: "sqrt", "linear", "adascale" or "none".
+        lr_schedule: how the rate goes over the samples, as `LRSchedule` reads it.
+        device: "cpu" or "cuda"; on several ranks each takes its own.
+        precision: "float32" for the model's own type; "bfloat16" or "float16" by autocast.
+        workers: processes that load the data; 0 for none.
+        checkpoint_every: steps between checkpoints.
+        threads: CPU threads of torch.
+        task: what this recipe alone has: the model's size, the length of a sequence.
+    Raises:
+        SettingError: a value of another type, or out of range.
+    """
+
+    recipe: str
+    arm: str = ""
+    seed: int = 0
+    data: str = ""
+    samples: int = 0
+    begin_from: str = ""
+    epochs: int
+    policy: str = "simigrad"
+    target: float = 0.2
+    min_batch: int
+    max_batch: int
+    smoothing: float = 0.0
+    dead_band: float = 0.0
+    warm_up: float = 0.0
+    batch_size: int
+    base_batch: int
+    micro_batch: int
+    virtual_ranks: int = 1
+    optimizer: str = "momentum"
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    decay_all: bool = True
+    clip: float = 0.0
+    gamma: float = 0.1
+    r_max: float = 1.0
+    lr_scaling: str = "sqrt"
+    lr_schedule: str = "constant"
+    device: str = "cpu"
+    precision: str = "float32"
+    workers: int = 0
+    checkpoint_every: int = 100
+    threads: int = 1
+    task: dict[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.name != "task":
+                _require_type(one.name, getattr(self, one.name), one.type)
+        if not isinstance(self.task, dict):
+            raise SettingError(f"task={self.task!r} must be names with their values")
+        sizes = ("epochs", "min_batch", "max_batch", "batch_size", "base_batch", "micro_batch")
+        for name in (*sizes, "virtual_ranks", "checkpoint_every", "threads"):
+            require_positive(**{name: getattr(self, name)})
+        require_choice("lr_scaling", self.lr_scaling, ("sqrt", "linear", "adascale", "none"))
+        require_choice("precision", self.precision, PRECISIONS)
+        require_choice("device", self.device, ("cpu", "cuda"))
+        if self.seed >= 2**32:
+            raise SettingError(
+                f"seed={self.seed} must be below 2^32, which NumPy's generator takes"
+            )
+        for name in ("seed", "samples", "workers", "momentum", "weight_decay", "lr", "clip"):
+            if getattr(self, name) < 0:
+                raise SettingError(f"{name}={getattr(self, name)} must not be negative")
+        LRSchedule(self.lr_schedule)
+
+    def changed(self, changes: Mapping[str, Any]) -> "Settings":
+        """A copy with some settings changed, those of `task` among them.
+
+        Raises:
+            SettingError: a name that there is not, or a value of another type.
+        """
+        known = {one.name for one in fields(self)}
+        own = {name: value for name, value in changes.items() if name not in known}
+        for name, value in own.items():
+            if name not in self.task:
+                raise SettingError(
+                    f"recipe {self.recipe!r} has no setting {name!r}; it has "
+                    f"{', '.join(sorted((known - {'task'}) | set(self.task)))}"
+                )
+            _require_type(name, value, type(self.task[name]))
+        of_all = {name: value for name, value in changes.items() if name in known}
+        return replace(self, **{"task": {**self.task, **own}, **of_all})
+
+    def parsed(self, text: str) -> dict[str, Value]:
+        """A change that is written as KEY=VALUE, its value read in the type of the present one.
+
+        Raises:
+            SettingError: no such key, or the value is none of that type.
+        """
+        key, _, value = (part.strip() for part in text.partition("="))
+        now = self.task.get(key, getattr(self, key, None))
+        if not value or now is None or key == "task":
+            self.changed({key: value})  # says which there are
+            raise SettingError(f"{text!r} must be written KEY=VALUE")
+        try:
+            return {key: _TRUTH[value] if isinstance(now, bool) else type(now)(value)}
+        except (KeyError, ValueError):
+            raise SettingError(f"{key}={value!r} is no {type(now).__name__}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a config file."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Settings":
+        """From a config file.
+
+        Raises:
+            SettingError: a name that this release does not know, or one is missing.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise SettingError(f"unknown settings {unknown}; known are {sorted(known)}")
+        required = {
+            one.name for one in fields(cls) if one.default is one.default_factory is MISSING
+        }
+        if missing := sorted(required - set(values)):
+            raise SettingError(f"settings {missing} are missing")
+        return cls(**values)
+
+
+_TRUTH = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def _require_type(name: str, value: object, kind: Any) -> None:
+    """Raises SettingError where a value is of another type, or no finite number."""
+    if type(value) not in ((float, int) if kind is float else (kind,)):
+        raise SettingError(f"{name}={value!r} is of another type than {kind.__name__}")
+    if isinstance(value, float | int) and not math.isfinite(value):
+        raise SettingError(f"{name}={value} must be finite")
+
+
+def require_choice(what: str, name: str, choices: Iterable[str]) -> None:
+    """Raises SettingError where `name` is none of the choices."""
+    if name not in choices:
+        raise SettingError(f"{what} {name!r} is unknown; choose one of: {', '.join(choices)}")
