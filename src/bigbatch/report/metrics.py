@@ -98,7 +98,11 @@ class History:
     @property
     def kind(self) -> str:
         """The same for runs that differ in their seed only."""
-        return repr({name: value for name, value in self.settings.items() if name != "seed"})
+        settings = {name: value for name, value in self.settings.items() if name != "seed"}
+        before = str(settings.get("begin_from", ""))
+        return repr(
+            {**settings, "begin_from": before.removesuffix(f"-seed{self.settings.get('seed')}")}
+        )
 
     @property
     def measured(self) -> bool:
