@@ -1,13 +1,13 @@
-"""Real data sets beside the repository, for the tests that read them where they are there."""
+"""Real data sets for tests, where they are: ../shared/data beside the repository."""
 
 from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parents[1].parent / "shared" / "data"
+FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def needs(*names):
-    """Marks a test that reads these folders."""
-    missing = [str(DATA / name) for name in names if not (DATA / name).is_dir()]
-    return pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not there")
+def needs(name):
+    """Skips a test where the data set of this folder is not there."""
+    there = (FOLDER / name).is_dir()
+    return pytest.mark.skipif(not there, reason=f"there is no {FOLDER / name}")

@@ -16,7 +16,7 @@ from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.crops import middle_of, part_of
 from bigbatch.recipes.data.image_files import ImageFiles
 from bigbatch.recipes.data.image_splits import splits_of
-from real_data import DATA, needs
+from real_data import FOLDER, needs
 
 WHOLE = partial(middle_of, resize=8, size=8)
 PART = partial(part_of, size=8)
@@ -286,7 +286,7 @@ def test_a_picture_that_was_removed_is_named(tmp_path):
 
 @needs("tiny-imagenet-20")
 def test_the_twenty_classes_of_tiny_imagenet():
-    train, val = splits_of(DATA / "tiny-imagenet-20", 20)
+    train, val = splits_of(FOLDER / "tiny-imagenet-20", 20)
     assert [500] * 20 == torch.bincount(torch.tensor(train.labels)).tolist()
     assert [50] * 20 == torch.bincount(torch.tensor(val.labels)).tolist()
     assert "n02124075" in train.stored.name(train.labels.index(0))  # the table's first line
