@@ -11,6 +11,7 @@ from bigbatch import GradientMeter
 from bigbatch.bench import commands, measure, models
 from bigbatch.bench.ranks import bytes_sent
 from bigbatch.bench.timing import COLUMNS, Cost, interleaved
+from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
 
 
 def test_a_row_shows_the_median_its_range_and_the_floor():
@@ -28,7 +29,7 @@ def test_runs_take_turns_after_one_that_is_not_counted():
 
 @pytest.mark.parametrize(
     ("build", "millions"),
-    [(models.resnet18, 11.2), (models.transformer, 19.2), (models.wide_layers, 4.9)],
+    [(resnet_of_basic_blocks, 11.2), (models.transformer, 19.2), (models.wide_layers, 4.9)],
 )
 def test_the_networks_have_the_size_they_say(build, millions):
     assert millions == round(models.count(build()) / 1e6, 1)
@@ -50,7 +51,8 @@ def test_a_shape_is_timed_with_each_measurement():
 
 
 def test_benches_of_real_networks_take_batches_that_fit_them():
-    for build, length in ((models.transformer, 16), (models.resnet18, 8), (models.wide_layers, 1)):
+    networks = ((models.transformer, 16), (resnet_of_basic_blocks, 8), (models.wide_layers, 1))
+    for build, length in networks:
         model = build()
         x, y = models.random_batch(model, 2, length)
         out = model(x)

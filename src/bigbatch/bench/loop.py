@@ -12,13 +12,14 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from bigbatch.act.batches import Batches
-from bigbatch.bench.models import random_batch, resnet18
+from bigbatch.bench.models import random_batch
 from bigbatch.bench.timing import interleaved
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Fixed
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.recipes.digits import network
+from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
 
 COLUMNS = ("what", "value", "least and most", "goal")
 
@@ -69,7 +70,7 @@ def costs(rounds: int) -> Iterator[Measured]:
 
 def _beside_a_plain_loop(rounds: int) -> Iterator[Measured]:
     """Seconds of a ResNet-18 step in the loop, over those of the same plain loop."""
-    model = resnet18()
+    model = resnet_of_basic_blocks()
     batches = [random_batch(model, 8, 32) for _ in range(_K)]
     adaptive = [_adaptive(model, batches, every, _K) for every in (_NEVER, 1)]
     runs = [_plain(model, batches, _K), *adaptive]
@@ -139,7 +140,7 @@ def _of_sizes(rounds: int) -> Iterator[Measured]:
     """Seconds of micro-batches whose sizes change, over those of as many samples in equal ones."""
     sizes = {"equal": [32] * 4, "changing": [29, 35, 31, 33]}
     for name, compiled in (("eager", False), ("compiled", True)):
-        for what, build in (("ResNet-18", resnet18), ("digits network", network)):
+        for what, build in (("ResNet-18", resnet_of_basic_blocks), ("digits network", network)):
             if compiled and (what == "ResNet-18" or shutil.which("c++") is None):
                 continue  # takes minutes, or cannot be
             model = build()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.bench.models import count, random_batch, resnet18, transformer, wide_layers
+from bigbatch.bench.models import count, random_batch, transformer, wide_layers
 from bigbatch.bench.ranks import bytes_sent
 from bigbatch.bench.timing import Cost, interleaved
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import PlainSource
+from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
 
 _K = 8
 
@@ -41,8 +42,8 @@ class Shape:
 
 
 SHAPES = [
-    Shape("ResNet-18, 8 pictures", resnet18, 8, 32),
-    Shape("ResNet-18, 32 pictures", resnet18, 32, 32),
+    Shape("ResNet-18, 8 pictures", resnet_of_basic_blocks, 8, 32),
+    Shape("ResNet-18, 32 pictures", resnet_of_basic_blocks, 32, 32),
     Shape("transformer, T = 8 x 128", transformer, 8, 128),
     *(Shape(f"linear layers, T = {t}", wide_layers, t, 1) for t in (8, 32, 128, 512, 2048)),
 ]
@@ -197,7 +198,7 @@ def peak(kind: str) -> float:
 
 def _steps(kind: str, wrap: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
     """Three steps of ResNet-18."""
-    model = resnet18()
+    model = resnet_of_basic_blocks()
     batches = [random_batch(model, 8, 32) for _ in range(_K)]
     model = wrap(model)
     meter = None if kind == "plain" else GradientMeter(model, **KINDS[kind])

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
+from bigbatch.recipes.char_lm import CHAR_LM
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.imagenet_resnet50 import IMAGENET_RESNET50
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import require_choice
 
@@ -26,7 +28,9 @@ class Experiment:
     run: Callable[[Path, int, bool], None]
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DIGITS,)}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (CHAR_LM, DIGITS, IMAGENET_RESNET50)
+}
 
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(
