@@ -6,7 +6,10 @@ from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
+from bigbatch.recipes.cifar10_resnet18 import CIFAR10_RESNET18
+from bigbatch.recipes.cifar10_resnet56 import CIFAR10_RESNET56
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.fashion_mnist import FASHION_MNIST
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import require_choice
 
@@ -26,7 +29,9 @@ class Experiment:
     run: Callable[[Path, int, bool], None]
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DIGITS,)}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (DIGITS, CIFAR10_RESNET18, CIFAR10_RESNET56, FASHION_MNIST)
+}
 
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(

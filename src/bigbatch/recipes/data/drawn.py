@@ -1,0 +1,23 @@
+"""Which samples of a data set are trained on."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def drawn(there: int, wanted: int) -> Sequence[int]:
+    """Indices of the samples that are used: all, or so many drawn once for all seeds.
+
+    Fewer are always among more.
+
+    Args:
+        there: samples of the data set.
+        wanted: `samples` of the settings; 0 for all.
+    Example:
+        >>> drawn(3, 0), sorted(drawn(3, 3)), set(drawn(9, 2)) <= set(drawn(9, 5))
+        (range(0, 3), [0, 1, 2], True)
+    """
+    if not 0 < wanted < there:
+        return range(there)
+    order: list[int] = torch.randperm(there, generator=torch.Generator().manual_seed(0)).tolist()
+    return order[:wanted]
