@@ -25,7 +25,9 @@ from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
+from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.lr_schedule import LRSchedule
+from bigbatch.recipes.mean_factor import mean_factor
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
 from bigbatch.recipes.ranks import count, from_first, from_leader, gathered, joined, leads, rank
 from bigbatch.recipes.recipe import Data, Recipe
@@ -87,8 +89,11 @@ class Training:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
+        rate = settings.lr * (mean_factor(Path(settings.lr_from)) if settings.lr_from else 1.0)
         self.optimizer = build_optimizer(
-            settings, self.model.named_parameters(), recipe.without_vr(settings, self.model)
+            settings.changed({"lr": rate}),
+            self.model.named_parameters(),
+            recipe.without_vr(settings, self.model),
         )
         self.joined = joined(self.model)
         self.scaler = GradScaler(self.device.type) if settings.precision == "float16" else None
@@ -240,14 +245,13 @@ def loop_over(
 
 
 def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
-    drawn, samples = data.train, len(data.train)  # type: ignore[arg-type]
+    part, samples = data.train, len(data.train)  # type: ignore[arg-type]
     if 0 < settings.samples < samples:
-        order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
-        drawn = Subset(drawn, order[: settings.samples].tolist())
+        part = Subset(part, drawn(samples, settings.samples))
     return DataLoader(
-        drawn,
+        part,
         min(settings.base_batch, settings.micro_batch),
-        sampler=SampleLedger(drawn, seed=settings.seed),  # type: ignore[arg-type]
+        sampler=SampleLedger(part, seed=settings.seed),  # type: ignore[arg-type]
         collate_fn=data.collate,
         num_workers=settings.workers,
     )
