@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.act.batches import Batches
@@ -23,6 +23,8 @@ from bigbatch.errors import RunError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
+from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
 from bigbatch.recipes.ranks import count, from_first, from_leader, gathered, joined, leads, rank
@@ -107,8 +109,7 @@ class Training:
         settings, data = self.settings, self.data.train
         samples = len(data)  # type: ignore[arg-type]
         if 0 < settings.samples < samples:
-            drawn = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
-            data = Subset(data, drawn[: settings.samples].tolist())
+            data = Part(data, drawn(samples, settings.samples))
         return DataLoader(
             data,
             min(settings.base_batch, settings.micro_batch),
