@@ -58,6 +58,9 @@ def train(
         Path | None, typer.Option(help="Run whose weights the model begins with.")
     ] = None,
     arm: Annotated[str | None, typer.Option(help="One arm of the study alone.")] = None,
+    lr_from: Annotated[
+        Path | None, typer.Option(help="Run with a VR optimizer whose mean r multiplies --lr.")
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="The paper's settings, not the small ones.")
     ] = False,
@@ -114,6 +117,7 @@ def train(
         gamma=gamma,
         r_max=r_max,
         begin_from=begin_from and str(begin_from.resolve()),
+        lr_from=lr_from and str(lr_from.resolve()),
         seed=seed,
         checkpoint_every=checkpoint_every,
     )

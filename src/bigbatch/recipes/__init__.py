@@ -7,7 +7,10 @@ from pathlib import Path
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
 from bigbatch.recipes.char_lm import CHAR_LM
+from bigbatch.recipes.cifar10_resnet18 import CIFAR10_RESNET18
+from bigbatch.recipes.cifar10_resnet56 import CIFAR10_RESNET56
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.fashion_mnist import FASHION_MNIST
 from bigbatch.recipes.imagenet_resnet50 import IMAGENET_RESNET50
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import require_choice
@@ -29,7 +32,15 @@ class Experiment:
 
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (CHAR_LM, DIGITS, IMAGENET_RESNET50)
+    recipe.name: recipe
+    for recipe in (
+        DIGITS,
+        CHAR_LM,
+        CIFAR10_RESNET18,
+        CIFAR10_RESNET56,
+        FASHION_MNIST,
+        IMAGENET_RESNET50,
+    )
 }
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -66,8 +66,8 @@ class Recipe:
         full_samples, full_ranks: of the paper's training, for a dry run.
         minutes: that one training takes at the small scale on two cores.
         origin: the data.
-        arms: what its study compares, as changes of the settings; a `begin_from` among them names
-            an earlier arm.
+        arms: what its study compares, as changes of the settings; a `begin_from` or `lr_from` among
+            them names an earlier arm.
         sweep, full_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
         model: the network; draws from torch's generator as it stands.

@@ -11,6 +11,7 @@ from bigbatch.recipes.lr_schedule import LRSchedule
 
 Value = bool | int | float | str
 PRECISIONS = ("float32", "bfloat16", "float16")
+BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Settings:
         data: folder of the real data; "" for what a recipe always has.
         samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
         begin_from: run whose weights the model begins with; a relative one is beside this run.
+        lr_from: run with a VR optimizer whose mean r multiplies lr; "" for none.
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of decide/named.py with its values.
         target, min_batch, max_batch: of a policy that has such and does not give its own.
@@ -69,6 +71,7 @@ class Settings:
     virtual_ranks: int = 1
     optimizer: str = "momentum"
     lr: float
+    lr_from: str = ""
     momentum: float = 0.9
     weight_decay: float = 0.0
     decay_all: bool = True

@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
-from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.settings import BEFORE, Settings
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.config import describe, read_trainings
 from bigbatch.report.files import made_whole, write_atomically
@@ -37,10 +37,9 @@ def start_study(
 
 
 def _beginning(settings: Settings, seed: int) -> Settings:
-    """With this seed; what begins from another arm begins from that of this seed."""
-    before = settings.begin_from
-    changes = {"seed": seed, "begin_from": f"{before}-seed{seed}" if before else ""}
-    return settings.changed(changes)
+    """With this seed; what needs another arm needs that of this seed."""
+    before = {name: f"{arm}-seed{seed}" for name in BEFORE if (arm := getattr(settings, name))}
+    return settings.changed({"seed": seed, **before})
 
 
 def write_study(path: Path, trainings: dict[str, Settings], launch: str | None = None) -> None:
@@ -98,10 +97,9 @@ def resume(path: Path, view: LiveView) -> None:
 
 def _training(run: RunDirectory) -> Training:
     settings = Settings.from_dict(run.settings)
-    if settings.begin_from:  # as seen from where the run lies now
-        before = run.path.resolve().parent / settings.begin_from
-        settings = settings.changed({"begin_from": str(before)})
-    return Training(recipe_named(settings.recipe), settings)
+    beside = run.path.resolve().parent  # as seen from where the run lies now
+    before = {name: str(beside / path) for name in BEFORE if (path := getattr(settings, name))}
+    return Training(recipe_named(settings.recipe), settings.changed(before))
 
 
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:

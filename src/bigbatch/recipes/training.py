@@ -26,6 +26,7 @@ from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.lr_schedule import LRSchedule
+from bigbatch.recipes.mean_factor import mean_factor
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
 from bigbatch.recipes.ranks import count, from_first, from_leader, gathered, joined, leads, rank
 from bigbatch.recipes.recipe import Data, Recipe
@@ -87,8 +88,11 @@ class Training:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
+        rate = settings.lr * (mean_factor(Path(settings.lr_from)) if settings.lr_from else 1.0)
         self.optimizer = build_optimizer(
-            settings, self.model.named_parameters(), recipe.without_vr(settings, self.model)
+            settings.changed({"lr": rate}),
+            self.model.named_parameters(),
+            recipe.without_vr(settings, self.model),
         )
         self.joined = joined(self.model)
         self.scaler = GradScaler(self.device.type) if settings.precision == "float16" else None

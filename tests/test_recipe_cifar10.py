@@ -1,0 +1,182 @@
+"""The recipes of CIFAR-10: their tables, and trainings on a part of it."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.data import cifar10
+from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.optimizers import build_controller, build_optimizer
+from bigbatch.recipes.training import Training
+from cifar_files import write_few
+from real_data import needs
+from test_torchrun import torchrun
+
+RESNET18, RESNET56 = RECIPES["cifar10-resnet18"], RECIPES["cifar10-resnet56"]
+PICTURES = [RESNET18, RESNET56, RECIPES["fashion-mnist"]]
+NAMES = [recipe.name for recipe in PICTURES]
+TINY = ("--set", "width=4", "--set", "samples=0", "--epochs", "3", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """A folder with 1,500 pictures to train on and 500 to test."""
+    folder = tmp_path_factory.mktemp("few")
+    write_few(folder, 1500, 500)
+    return folder
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), [(RESNET18, 11_173_962), (RESNET56, 853_018)])
+def test_the_full_network_is_that_of_the_paper(recipe, parameters):
+    with torch.device("meta"):
+        network = recipe.model(recipe.settings(full=True))
+    assert parameters == sum(p.numel() for p in network.parameters())
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("recipe", PICTURES, ids=NAMES)
+def test_every_arm_can_be_built_and_takes_a_batch(recipe, full):
+    settings = recipe.settings(full=full)
+    with torch.device("meta"):
+        model = recipe.model(settings)
+    loss = recipe.loss(settings)(model, recipe.example(settings, 8))
+    assert () == loss.shape
+    for name in recipe.arms:
+        arm = recipe.arm(name, settings)
+        assert arm.batch_size <= build_controller(arm).decision.batch_size
+        optimizer = build_optimizer(arm, model.named_parameters())
+        assert arm.optimizer.startswith("vr-") == hasattr(optimizer, "factors")
+    if full:
+        assert all(source for _, source in recipe.full.values())
+        assert recipe.small.keys() <= recipe.full.keys() | {"samples"}
+
+
+def points(grids):
+    """What the values of each grid make together."""
+    return [
+        dict(zip(grid, values, strict=True))
+        for grid in grids
+        for values in itertools.product(*grid.values())
+    ]
+
+
+def test_the_full_sweep_of_simigrad_is_its_grid_of_609_runs():
+    swept = [point for point in points(RESNET18.full_sweep.grids) if "target" in point]
+    found = {(point["max_batch"], point["min_batch"], point["target"]) for point in swept}
+    expected = {
+        (upper * 1024, lower, round(target * 0.01, 2))
+        for upper in (16, 8, 4, 2, 1)
+        for lower in (1024, 512, 256, 128, 64, 32)
+        for target in range(21)
+        if lower < upper * 1024
+    }
+    assert 609 == len(swept) == len(expected)
+    assert expected == found
+
+
+def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
+    for recipe, batches in ((RESNET18, 9), (RESNET56, 6)):
+        fixed = [p for p in points(recipe.full_sweep.grids) if "batch_size" in p]
+        assert batches == len({point["batch_size"] for point in fixed})
+        assert ("lr",) == recipe.full_sweep.tuned == recipe.sweep.tuned
+    by_scaling = {"linear": [], "sqrt": []}
+    for point in points(RESNET18.full_sweep.grids):
+        if "lr_scaling" in point:
+            by_scaling[point["lr_scaling"]].append((point["batch_size"], point["lr"]))
+    assert by_scaling["linear"] == by_scaling["sqrt"]
+    assert 45 == len(by_scaling["sqrt"])
+
+
+@pytest.mark.parametrize("recipe", PICTURES[:2], ids=NAMES[:2])
+def test_every_point_of_a_sweep_can_be_trained(recipe):
+    for full, sweep in ((False, recipe.sweep), (True, recipe.full_sweep)):
+        settings = recipe.settings(full=full)
+        for point in points(sweep.grids):
+            changed = settings.changed(point)
+            assert changed.min_batch < changed.max_batch
+            build_controller(changed)
+
+
+def test_a_base_and_its_twins_are_swept_over_the_same_rates():
+    rates = {}
+    for point in points(RESNET56.full_sweep.grids):
+        key = (point["optimizer"], point.get("r_max"))
+        rates.setdefault(key, set()).add((point["lr"], point["weight_decay"]))
+    for base in ("momentum", "adam", "lars", "lamb"):
+        assert rates[base, None] == rates[f"vr-{base}", 1.0] == rates[f"vr-{base}", 10.0]
+        assert 5 == len(rates[base, None])
+
+
+@needs("cifar10")
+@pytest.mark.parametrize(
+    ("recipe", "arm"), [(RESNET18, "simigrad"), (RESNET56, "vr-lamb-10")], ids=NAMES[:2]
+)
+def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
+    place = tmp_path / "run"
+    smaller = ("--micro-batch", "64", "--batch-size", "64", "--min-batch", "64")
+    options = (*TINY, *smaller, "--arm", arm, "--out", place)
+    status, _, said = bigbatch("train", recipe.name, "--data", few, *options)
+    assert (0, "") == (status, said)
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert 3 * 1500 == rows[-1]["samples"]
+    scores = rows[-1]["scores"]
+    assert "test accuracy, %" == next(iter(scores))
+    assert scores["test accuracy, %"] > 18  # chance has 10, and deviates by 1.4
+    if recipe is RESNET56:
+        train, gap = (
+            scores[f"train {of}"] for of in ("accuracy, % (500 samples)", "minus test accuracy, %")
+        )
+        assert pytest.approx(train - scores["test accuracy, %"]) == gap
+
+
+@needs("cifar10")
+def test_the_train_accuracy_is_of_pictures_that_are_trained_on(few):
+    settings = RESNET56.settings().changed({"data": str(few), "samples": 300})
+
+    def constant(x):
+        return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float()
+
+    labels = cifar10.read(few)[0].columns[1][drawn(1500, 300)]
+    scores = RESNET56.data(settings).scores(constant)
+    expected = 100 * (labels == 3).double().mean().item()
+    assert pytest.approx(expected) == scores["train accuracy, % (300 samples)"]
+
+
+def steps(rank, ranks, recipe, settings):
+    """Weights and batch sizes after three steps, and the first picture as it was augmented."""
+    training = Training(RECIPES[recipe], settings)
+    sizes = []
+    for _ in training.train.epochs(1):
+        for step in itertools.islice(training.train, 3):
+            for batch in step:
+                step.backward(training.loss_of(training.joined, batch))
+            sizes.append(step.update().batch_size)
+        break
+    return [p.tolist() for p in training.model.parameters()], sizes, torch.initial_seed()
+
+
+@needs("cifar10")
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_two_ranks_hold_the_same_weights(ranks, few, name):
+    changes = {"data": str(few), "samples": 0, "width": 2, "batch_size": 64, "micro_batch": 16}
+    settings = RECIPES[name].settings().changed({**changes, "min_batch": 32})
+    (weights, sizes, seed), (others, other_sizes, other_seed) = ranks(2)(steps, name, settings)
+    assert 3 == len(sizes)
+    assert sizes == other_sizes
+    assert weights == others
+    assert seed != other_seed  # of the augmentation
+
+
+@needs("cifar10")
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_train_to_the_end(few, tmp_path):
+    place = tmp_path / "run"
+    command = ("-m", "bigbatch", "train", "cifar10-resnet56", "--data", few, "--arm", "vr-lars")
+    result = torchrun(2, *command, *TINY, "--batch-size", "128", "--out", place)
+    assert 0 == result.returncode, result.stderr
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert 3 * 1500 == rows[-1]["samples"]
+    assert rows[-1]["scores"]["test accuracy, %"] > 12
