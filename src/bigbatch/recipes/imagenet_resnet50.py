@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from torch import nn
-from torch.utils.data import Subset
 
 from bigbatch.errors import SettingError
 from bigbatch.recipes.data.columns import as_it_is
@@ -18,6 +17,7 @@ from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.data.image_files import ImageFiles
 from bigbatch.recipes.data.image_splits import FILES, splits_of
 from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.models.resnet import resnet_of_bottlenecks
 from bigbatch.recipes.pictures import OfBytes, PictureBatch, accuracies, class_loss, examples
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
@@ -28,7 +28,11 @@ _VRGD = "VRGD"
 _JABAS = "JABAS's example of SimiGrad"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _LARS: dict[str, Value] = {"policy": "fixed", "lr": 8.0, "momentum": 0.9}  # the rate is ours
-_SIZES = tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96))
+_LARS_GRID: dict[str, tuple[Value, ...]] = {
+    **{name: (value,) for name, value in _LARS.items()},
+    "lr": (4.0, 8.0, 16.0),
+    "batch_size": tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96)),
+}
 
 
 def _model(settings: Settings) -> nn.Module:
@@ -48,7 +52,7 @@ def _data(settings: Settings) -> Data:
     middle = partial(middle_of, resize=resize, size=size)
     train, val = splits_of(Path(settings.data), classes)
     seen = drawn(len(train.labels), settings.samples)[: len(val.labels)]
-    scores = accuracies(ImageFiles(val, middle), settings, Subset(ImageFiles(train, middle), seen))
+    scores = accuracies(ImageFiles(val, middle), settings, Part(ImageFiles(train, middle), seen))
 
     def named(model: nn.Module) -> dict[str, float]:
         return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
@@ -92,7 +96,6 @@ IMAGENET_RESNET50 = Recipe(
         "device": ("cuda", OURS),
         "precision": ("bfloat16", OURS),  # SimiGrad's scripts: float32
         "workers": (12, OURS),
-        "checkpoint_every": (500, OURS),
     },
     small={
         "epochs": 5,
@@ -110,7 +113,6 @@ IMAGENET_RESNET50 = Recipe(
         "device": "cpu",
         "precision": "float32",
         "workers": 0,
-        "checkpoint_every": 100,
     },
     full_samples=1_281_167,
     full_ranks=16,
@@ -131,19 +133,10 @@ IMAGENET_RESNET50 = Recipe(
     },
     sweep=Sweep(({"target": (0.05, 0.1, 0.2)}, {"policy": ("fixed",), "batch_size": (128, 512)})),
     full_sweep=Sweep(
-        (  # SimiGrad's scripts take target and bounds as arguments: these and the rates are ours
+        (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
             {"target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
-            *(
-                {
-                    "optimizer": (name,),
-                    "r_max": r_max,
-                    "batch_size": _SIZES,
-                    "policy": ("fixed",),
-                    "momentum": (0.9,),
-                    "lr": (4.0, 8.0, 16.0),
-                }
-                for name, r_max in (("lars", (1.0,)), ("vr-lars", (1.0, 10.0)))
-            ),
+            {"optimizer": ("lars",), **_LARS_GRID},
+            {"optimizer": ("vr-lars",), "r_max": (1.0, 10.0), **_LARS_GRID},
         ),
         tuned=("lr",),
     ),

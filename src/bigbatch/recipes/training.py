@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.act.batches import Batches
@@ -26,6 +26,7 @@ from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.mean_factor import mean_factor
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
@@ -247,7 +248,7 @@ def loop_over(
 def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
     part, samples = data.train, len(data.train)  # type: ignore[arg-type]
     if 0 < settings.samples < samples:
-        part = Subset(part, drawn(samples, settings.samples))
+        part = Part(part, drawn(samples, settings.samples))
     return DataLoader(
         part,
         min(settings.base_batch, settings.micro_batch),
