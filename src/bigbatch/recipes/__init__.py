@@ -7,6 +7,7 @@ from pathlib import Path
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.dlrm import DLRM_CRITEO
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import require_choice
 
@@ -26,7 +27,7 @@ class Experiment:
     run: Callable[[Path, int, bool], None]
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DIGITS,)}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DIGITS, DLRM_CRITEO)}
 
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(
