@@ -10,6 +10,7 @@ from bigbatch.recipes.char_lm import CHAR_LM
 from bigbatch.recipes.cifar10_resnet18 import CIFAR10_RESNET18
 from bigbatch.recipes.cifar10_resnet56 import CIFAR10_RESNET56
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.dlrm import DLRM_CRITEO
 from bigbatch.recipes.fashion_mnist import FASHION_MNIST
 from bigbatch.recipes.imagenet_resnet50 import IMAGENET_RESNET50
 from bigbatch.recipes.recipe import Recipe
@@ -40,6 +41,7 @@ RECIPES: dict[str, Recipe] = {
         CIFAR10_RESNET18,
         CIFAR10_RESNET56,
         IMAGENET_RESNET50,
+        DLRM_CRITEO,
     )
 }
 

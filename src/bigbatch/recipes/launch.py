@@ -131,12 +131,12 @@ class Launch:
         return place, False
 
     @contextmanager
-    def resumable(self, place: Path) -> Iterator[None]:
-        """Says how to go on with what is at `place` where it is interrupted."""
+    def resumable(self, place: Path, command: str = "train") -> Iterator[None]:
+        """Says by which command what is at `place` goes on, where it is interrupted."""
         try:
             yield
         except KeyboardInterrupt:
-            self.tell(f"interrupted; `bigbatch train --resume {place}` goes on")
+            self.tell(f"interrupted; `bigbatch {command} --resume {place}` goes on")
             sys.exit(INTERRUPTED)
 
     def end(self, status: Any) -> NoReturn:
