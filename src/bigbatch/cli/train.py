@@ -140,14 +140,14 @@ def train(
     settings = settings.changed({"data": folder_of(chosen, data)})
     if changes or arm is not None:
         refuse_with("a setting of a single training", given(seeds=seeds))
-        settings = settings if arm is None else chosen.arm(arm, settings)
+        settings = settings if arm is None else chosen.arm(arm, settings, full=full)
         _train_one(settings, changes, folder, out, launch, view)
         return
     place, begun = from_leader(
         lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
     )
     if not begun:
-        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id))
+        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id, full=full))
     with launch.resumable(place):
         train_study(place, view)
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
+from bigbatch.recipes.bert_pretrain import BERT_PRETRAIN
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.glue import GLUE
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import require_choice
+from bigbatch.recipes.squad import SQUAD
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Experiment:
     run: Callable[[Path, int, bool], None]
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DIGITS,)}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (DIGITS, BERT_PRETRAIN, SQUAD, GLUE)
+}
 
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(

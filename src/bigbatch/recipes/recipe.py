@@ -68,6 +68,7 @@ class Recipe:
         origin: the data.
         arms: what its study compares, as changes of the settings; a `begin_from` among them names
             an earlier arm.
+        full_arms: the same at the paper's scale, where it differs; the names are those of `arms`.
         sweep, full_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
         model: the network; draws from torch's generator as it stands.
@@ -88,6 +89,7 @@ class Recipe:
     minutes: float
     origin: Origin
     arms: Mapping[str, Mapping[str, Value]]
+    full_arms: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     sweep: Sweep = Sweep(())
     full_sweep: Sweep = Sweep(())
     higher_is_better: bool = True
@@ -105,14 +107,15 @@ class Recipe:
         paper = Settings(recipe=self.name, task=own, **values)  # type: ignore[arg-type]
         return paper if full else paper.changed(self.small)
 
-    def arm(self, name: str, settings: Settings) -> Settings:
-        """The settings of one arm of the study.
+    def arm(self, name: str, settings: Settings, *, full: bool = False) -> Settings:
+        """The settings of one arm of the study, at the scale that `settings` are of.
 
         Raises:
             SettingError: there is no such arm.
         """
         require_choice("arm", name, self.arms)
-        return settings.changed({**self.arms[name], "arm": name})
+        arms = self.full_arms or self.arms if full else self.arms
+        return settings.changed({**arms[name], "arm": name})
 
 
 _FIELDS = Settings.__dataclass_fields__

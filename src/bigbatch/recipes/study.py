@@ -21,15 +21,29 @@ from bigbatch.report.run_directory import RunDirectory, find_runs
 
 
 def start_study(
-    recipe: Recipe, path: Path, settings: Settings, seeds: int, launch: str | None = None
+    recipe: Recipe,
+    path: Path,
+    settings: Settings,
+    seeds: int,
+    launch: str | None = None,
+    *,
+    full: bool = False,
 ) -> None:
     """Writes down what the study at `path` will train, and which launch of torchrun began it.
+
+    Args:
+        recipe: whose arms.
+        path: the directory to make.
+        settings: that the arms change; of the paper's scale where `full`.
+        seeds: 0 and on.
+        launch: of torchrun.
+        full: whether the arms are those of the paper's scale.
 
     Raises:
         RunError: something is at `path` already.
     """
     trainings = {
-        f"{arm}-seed{seed}": _beginning(recipe.arm(arm, settings), seed)
+        f"{arm}-seed{seed}": _beginning(recipe.arm(arm, settings, full=full), seed)
         for seed in range(seeds)
         for arm in recipe.arms
     }
