@@ -18,8 +18,7 @@ from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.frame import Frame, Numbers
 from bigbatch.recipes.data.glue import TASKS, Rows, read_task
 from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.data.text import VOCAB
-from bigbatch.recipes.models.bert import bert, example_rows, frame_of, pieces_of
+from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
 from bigbatch.recipes.scores import collected, share_of
 from bigbatch.recipes.settings import Settings
@@ -55,7 +54,7 @@ def _data(settings: Settings) -> Data:
         columns(train),
         lambda model: _scores(model, judged, name, settings),
         as_it_is,
-        keeps={VOCAB: "\n".join(pieces.vocabulary) + "\n"},
+        keeps=kept(pieces),
     )
 
 

@@ -8,26 +8,22 @@ Source of the task: P. Rajpurkar et al., SQuAD, 2016.
 
 from pathlib import Path
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.recipes.data.columns import Columns, as_it_is
+from bigbatch.recipes.answers import scores_of
+from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.squad import (
     Question,
     dev_file,
-    exact_match,
-    f1,
     read_questions,
     train_file,
 )
-from bigbatch.recipes.data.text import VOCAB
-from bigbatch.recipes.data.windows import Windows, best_spans, windows_of
-from bigbatch.recipes.models.bert import bert, example_rows, frame_of, pieces_of
+from bigbatch.recipes.data.windows import Windows, windows_of
+from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
-from bigbatch.recipes.scores import collected, share_of
 from bigbatch.recipes.settings import Settings
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
@@ -61,47 +57,10 @@ def _data(settings: Settings) -> Data:
     judged, where = windows(dev), f"({len(dev):,} dev questions{trained_on})"
     return Data(
         windows(train).rows,
-        lambda model: _scores(model, judged, dev, settings, where),
+        lambda model: scores_of(model, judged, dev, settings, where),
         as_it_is,
-        keeps={VOCAB: "\n".join(pieces.vocabulary) + "\n"},
+        keeps=kept(pieces),
     )
-
-
-def _scores(
-    model: nn.Module, windows: Windows, questions: list[Question], settings: Settings, where: str
-) -> dict[str, float]:
-    """Of the likeliest span in any of a question's windows."""
-    numbers = torch.arange(len(windows.question))
-    inside = torch.from_numpy(windows.texts[:, :, 0] >= 0)
-    shared = Columns(numbers, inside, *windows.rows.columns[:3])
-    found = []
-    for number, within, *rows in share_of(shared, settings):
-        first, last = model(*rows)
-        found.append(torch.cat([number[:, None], best_spans(first, last, within)], 1))
-    spans = collected(torch.cat(found)).double().numpy()
-    answers = _answers(spans, windows, questions)
-    golden = [question.answers for question in questions]
-    return {
-        f"F1, % {where}": 100 * float(numpy.mean(list(map(f1, answers, golden)))),
-        f"exact match, % {where}": 100 * float(numpy.mean(list(map(exact_match, answers, golden)))),
-    }
-
-
-def _answers(
-    spans: numpy.ndarray[tuple[int, int], numpy.dtype[numpy.float64]],
-    windows: Windows,
-    questions: list[Question],
-) -> list[str]:
-    """The text that each question's likeliest span stands for; spans are (row, logit, ends)."""
-    best: dict[int, tuple[float, str]] = {}
-    for row, logit, *ends in spans.tolist():
-        first, last = map(int, ends)
-        number = int(windows.question[int(row)])
-        if number not in best or logit > best[number][0]:
-            place = windows.texts[int(row)]
-            text = questions[number].context[place[first, 0] : place[last, 1]]
-            best[number] = (logit, text)
-    return [best[number][1] for number in range(len(questions))]
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:

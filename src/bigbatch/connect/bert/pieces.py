@@ -38,9 +38,9 @@ class Pieces:
                 "vocab.txt has one piece a line, these among them"
             )
         self.vocabulary = tuple(vocabulary)
-        self.pad, self.unknown, self.begin, self.end, self.mask = (
-            number_of[piece] for piece in SPECIAL
-        )
+        self.special = tuple(number_of[piece] for piece in SPECIAL)
+        self.pad, self.unknown, self.begin, self.end, self.mask = self.special
+        self.ordinary = numpy.setdiff1d(numpy.arange(len(vocabulary)), self.special)
         self._tokenizer = BertWordPieceTokenizer(vocab=number_of, lowercase=True)
 
     def __len__(self) -> int:

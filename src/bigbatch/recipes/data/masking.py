@@ -26,7 +26,7 @@ class Masking:
     """
 
     mask: int
-    ordinary: Numbers
+    ordinary: NDArray[numpy.integer]
     most: int
 
     def hide(

@@ -8,7 +8,7 @@ import torch
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from bigbatch.errors import RunError
 from bigbatch.recipes.data.frame import Frame
@@ -135,3 +135,10 @@ class SentencePairs(Dataset[Pairs]):
         may = real & ~numpy.isin(pieces, self._special)
         hidden, places, labels = self._masking.hide(pieces, may, draw)
         return hidden, segments, real, places, labels, numpy.array(random, dtype=numpy.int64)
+
+
+def spread(pairs: SentencePairs, most: int) -> Subset[Pairs]:
+    """At most so many rows, evenly spread over all; 0 for all of them."""
+    rows = len(pairs)
+    count = min(most or rows, rows)
+    return Subset(pairs, [number * rows // count for number in range(count)])

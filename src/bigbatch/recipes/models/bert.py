@@ -74,6 +74,11 @@ def _file(settings: Settings) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
+def kept(pieces: "Pieces") -> dict[str, str]:
+    """The vocabulary as a run keeps it, for another that begins from it."""
+    return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
+
+
 def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
     """Rows of the setting `length`.
 
