@@ -10,15 +10,13 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.masking import Masking
 from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.data.sentences import Book, Pairs, SentencePairs, spread
+from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
 from bigbatch.recipes.data.text import corpus_of
-from bigbatch.recipes.guesses import loss_of, scores_of
-from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.recipes.guesses import example, loss_of, scores_of
+from bigbatch.recipes.models.bert import bert, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, Recipe
 from bigbatch.recipes.settings import Settings
 
@@ -41,7 +39,7 @@ _SIMIGRAD_LONG = {  # SimiGrad's code: 150 steps of warm-up, then 0.9 each 150 s
     "lr": 0.002,
     "lr_schedule": "warm-up 4915200 samples power 2; x0.9 every 4915200 samples",
 }
-_SMALL_LONG = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 2_000, "lr": 0.003}
+_SMALL_LONG = {"policy": "fixed", "length": 64, "predictions": 10, "samples": 8_000, "lr": 0.005}
 _VR = {"optimizer": "vr-lamb"}
 
 
@@ -60,13 +58,6 @@ def _data(settings: Settings) -> Data:
     where = f"({len(judged):,} rows held out of {corpus.name})"
     scores = partial(scores_of, held_out=judged, settings=settings, where=where)
     return Data(train, scores, as_it_is, kept(pieces))
-
-
-def _example(settings: Settings, samples: int) -> Pairs:
-    shape = (samples, int(settings.task["predictions"]))
-    number = torch.empty(shape, dtype=torch.int32, device="meta")
-    random = torch.empty(samples, dtype=torch.long, device="meta")
-    return (*example_rows(settings, samples), number, number, random)
 
 
 BERT_PRETRAIN = Recipe(
@@ -104,24 +95,23 @@ BERT_PRETRAIN = Recipe(
     },
     small={
         "epochs": 1,
-        "target": 0.2,
-        "min_batch": 32,
-        "max_batch": 256,
-        "batch_size": 64,
-        "base_batch": 64,
+        "target": 0.1,
+        "min_batch": 16,
+        "max_batch": 128,
+        "batch_size": 16,
+        "base_batch": 16,
+        "micro_batch": 16,
         "lr": 0.01,
         "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
-        "seed": 0,
-        "samples": 16_000,
+        "samples": 40_000,
         "device": "cpu",
         "precision": "float32",
         "workers": 0,
         "size": "tiny",
-        "vocabulary": 2_000,
+        "vocabulary": 1_000,
         "dropout": 0.0,
-        "length": 64,
-        "predictions": 10,
-        "draws": 1,
+        "length": 32,
+        "predictions": 5,
         "judged": 500,
     },
     full_samples=400_000_000,
@@ -129,9 +119,8 @@ BERT_PRETRAIN = Recipe(
     origin=Origin(
         "plain text",
         ("wikitext-2", "wikitext-103", "text"),
-        ("*.txt", "*.txt.gz"),
+        ("*.txt", "*.txt.gz", "wiki.train.tokens"),
         "any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
-        "in the paper 3.3 billion words",
         otherwise="the documentation of Python's standard library",
     ),
     arms={
@@ -153,5 +142,5 @@ BERT_PRETRAIN = Recipe(
     model=lambda settings: bert(settings, "Pretraining"),
     loss=lambda settings: loss_of,
     data=_data,
-    example=_example,
+    example=example,
 )

@@ -117,7 +117,7 @@ GLUE = Recipe(
         "device": "cpu",
         "precision": "float32",
         "size": "tiny",
-        "vocabulary": 2_000,
+        "vocabulary": 1_000,
         "length": 48,
     },
     full_samples=3 * 67_349,

@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 
 from bigbatch.recipes.data.masking import IGNORED
 from bigbatch.recipes.data.sentences import Pairs
+from bigbatch.recipes.models.bert import example_rows
 from bigbatch.recipes.scores import device_of, share_of, summed
 from bigbatch.recipes.settings import Settings
 
@@ -45,6 +46,14 @@ def scores_of(
         f"loss of masked pieces {where}": total / hidden_sum,
         f"next sentences right, % {where}": 100 * pairs_right / pairs,
     }
+
+
+def example(settings: Settings, samples: int) -> Pairs:
+    """So many rows on the meta device."""
+    shape = (samples, int(settings.task["predictions"]))
+    number = torch.empty(shape, dtype=torch.int32, device="meta")
+    random = torch.empty(samples, dtype=torch.long, device="meta")
+    return (*example_rows(settings, samples), number, number, random)
 
 
 def _guessed(model: nn.Module, batch: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -101,7 +101,7 @@ SQUAD = Recipe(
         "device": "cpu",
         "precision": "float32",
         "size": "tiny",
-        "vocabulary": 2_000,
+        "vocabulary": 1_000,
         "dropout": 0.0,
         "length": 128,
         "stride": 64,
