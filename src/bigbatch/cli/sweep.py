@@ -83,7 +83,7 @@ def sweep(
         settings = settings.changed(settings.parsed(text))
     settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
-    points = points_of(chosen, grids, settings)
+    points = points_of(chosen, grids, settings, full=full)
     if dry_run:
         _list(points, grids.tuned, seeds or _SEEDS, view)
         return

@@ -171,7 +171,7 @@ def train(
         lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
     )
     if not begun:
-        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id))
+        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id, full=full))
     with launch.resumable(place):
         train_study(place, view)
 
@@ -184,7 +184,7 @@ def _settings(
     for text in sets:
         settings = settings.changed(settings.parsed(text))
     if "arm" in changes:
-        settings = recipe.arm(changes["arm"], settings)
+        settings = recipe.arm(changes["arm"], settings, full=full)
     settings = settings.changed(changes)
     refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
     if not settings.optimizer.startswith("vr-"):

@@ -99,7 +99,7 @@ def sources(recipe: Recipe, settings: Settings, *, full: bool) -> dict[str, Stat
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     scale, values = recipe.settings(full=full), _values(settings)
     listed = [*recipe.full, *recipe.small, *values]
-    before, arm = _values(scale), recipe.arms.get(settings.arm, {})
+    before, arm = _values(scale), recipe.arms_at(full=full).get(settings.arm, {})
 
     def source(name: str) -> str:
         if values[name] != before[name]:

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from bigbatch.decide.plan import require_positive
 from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.settings import BEFORE
 from bigbatch.recipes.study import opened
 from bigbatch.report.config import read_trainings
 from bigbatch.report.live import LiveView
@@ -123,13 +124,13 @@ class _Jobs:
         overview.ended(f"{name} failed: {reason}", self._counts())
 
     def _start(self, overview: Overview) -> None:
-        """What there is room for, and what it begins from is done."""
+        """What there is room for, and what it needs is done."""
         for name, settings in list(self._waiting.items()):
-            before = settings["begin_from"]
-            if before in self._failed:
+            before = {settings[one] for one in BEFORE}
+            if lost := before & self._failed.keys():
                 del self._waiting[name]
-                self._fail(name, f"it begins from {before}, which failed", overview)
-            elif before not in self._waiting and before not in self._running:
+                self._fail(name, f"it needs {', '.join(lost)}, which failed", overview)
+            elif not before & (self._waiting.keys() | self._running.keys()):
                 self._start_one(name, settings)
 
     def _start_one(self, name: str, settings: dict[str, Any]) -> None:

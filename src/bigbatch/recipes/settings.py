@@ -139,6 +139,11 @@ class Settings:
         except (KeyError, ValueError):
             raise SettingError(f"{key}={value!r} is no {type(now).__name__}") from None
 
+    @property
+    def before(self) -> dict[str, str]:
+        """The runs that have to be finished before, by the settings that name them."""
+        return {name: run for name in BEFORE if (run := getattr(self, name))}
+
     def _unknown(self, name: str) -> SettingError:
         known = sorted((_names() - {"task"}) | set(self.task))
         return SettingError(

@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
-from bigbatch.recipes.settings import BEFORE, Settings
+from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.config import describe, read_trainings
 from bigbatch.report.files import made_whole, write_atomically
@@ -22,25 +22,36 @@ from bigbatch.report.sweep import read_swept
 
 
 def start_study(
-    recipe: Recipe, path: Path, settings: Settings, seeds: int, launch: str | None = None
+    recipe: Recipe,
+    path: Path,
+    settings: Settings,
+    seeds: int,
+    launch: str | None = None,
+    *,
+    full: bool = False,
 ) -> None:
     """Writes down what the study at `path` will train, and which launch of torchrun began it.
+
+    Args:
+        recipe: whose arms.
+        path: the directory to make.
+        settings: that the arms change; of the paper's scale where `full`.
+        seeds: 0 and on.
+        launch: of torchrun.
+        full: whether the arms are those of the paper's scale.
 
     Raises:
         RunError: something is at `path` already.
     """
-    trainings = {
-        f"{arm}-seed{seed}": _beginning(recipe.arm(arm, settings), seed)
-        for seed in range(seeds)
-        for arm in recipe.arms
-    }
+    arms = recipe.arms_at(full=full)
+
+    def trained(arm: str, seed: int) -> Settings:
+        asked = recipe.arm(arm, settings, full=full)
+        before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
+        return asked.changed({"seed": seed, **before})
+
+    trainings = {f"{arm}-seed{seed}": trained(arm, seed) for seed in range(seeds) for arm in arms}
     write_study(path, trainings, launch)
-
-
-def _beginning(settings: Settings, seed: int) -> Settings:
-    """With this seed; what needs another arm needs that of this seed."""
-    before = {name: f"{arm}-seed{seed}" for name in BEFORE if (arm := getattr(settings, name))}
-    return settings.changed({"seed": seed, **before})
 
 
 def write_study(
@@ -127,7 +138,7 @@ def resume(path: Path, view: LiveView) -> None:
 def _training(run: RunDirectory) -> Training:
     settings = Settings.from_dict(run.settings)
     beside = run.path.resolve().parent  # as seen from where the run lies now
-    before = {name: str(beside / path) for name in BEFORE if (path := getattr(settings, name))}
+    before = {name: str(beside / path) for name, path in settings.before.items()}
     return Training(recipe_named(settings.recipe), settings.changed(before))
 
 

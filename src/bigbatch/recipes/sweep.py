@@ -66,10 +66,12 @@ def sweep_of(
     return Sweep((grid,), tuple(tuned))
 
 
-def points_of(recipe: Recipe, sweep: Sweep, settings: Settings) -> list[Point]:
+def points_of(
+    recipe: Recipe, sweep: Sweep, settings: Settings, *, full: bool = False
+) -> list[Point]:
     """Every combination of each grid, once; without those whose min_batch exceeds their max_batch.
 
-    An `arm` among the settings brings the arm's changes, on top of which the others come.
+    An `arm` among the settings brings the arm's changes at this scale; the others come on top.
 
     Raises:
         SettingError: a setting that cannot vary or work, or nothing is left.
@@ -79,7 +81,7 @@ def points_of(recipe: Recipe, sweep: Sweep, settings: Settings) -> list[Point]:
         _require_sweepable(grid)
         for combination in product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
-            changed = _changed(recipe, settings, values)
+            changed = _changed(recipe, settings, values, full=full)
             if changed.min_batch <= changed.max_batch and changed not in [one for _, one in found]:
                 found.append((values, changed))
     if not found:
@@ -93,18 +95,14 @@ def points_of(recipe: Recipe, sweep: Sweep, settings: Settings) -> list[Point]:
 def trainings_of(recipe: Recipe, points: Sequence[Point], seeds: int) -> dict[str, Settings]:
     """The trainings of the points over so many seeds, by the names of their directories.
 
-    Where an arm begins from another, a point begins from that one's: the same values and seed.
+    What needs another arm needs that one's point of the same values and seed.
 
     Raises:
         SettingError: the other arm is not in the sweep.
     """
     return {
         f"{point.name}-seed{seed}": point.settings.changed(
-            {
-                "arm": point.name,
-                "seed": seed,
-                "begin_from": _before(recipe, point, points, seed),
-            }
+            {"arm": point.name, "seed": seed, **_before(recipe, point, points, seed)}
         )
         for seed in range(seeds)
         for point in points
@@ -136,9 +134,11 @@ def _require_sweepable(grid: Grid) -> None:
             raise SettingError(f"the sweep gives {key!r} no value; list some")
 
 
-def _changed(recipe: Recipe, settings: Settings, values: Mapping[str, Value]) -> Settings:
+def _changed(
+    recipe: Recipe, settings: Settings, values: Mapping[str, Value], *, full: bool
+) -> Settings:
     if "arm" in values:
-        settings = recipe.arm(str(values["arm"]), settings)
+        settings = recipe.arm(str(values["arm"]), settings, full=full)
     return settings.changed({key: value for key, value in values.items() if key != "arm"})
 
 
@@ -164,17 +164,22 @@ def _file_name(value: Value) -> str:
     return _NO_NAME.sub("-", text).strip("-")[:_LONGEST]
 
 
-def _before(recipe: Recipe, point: Point, points: Sequence[Point], seed: int) -> str:
-    """The directory of the run that this one begins from, beside it; "" for none."""
-    arm = point.values.get("arm", point.settings.arm)
-    earlier = recipe.arms[str(arm)].get("begin_from", "") if arm else ""
-    if not earlier or point.settings.begin_from != earlier:
-        return point.settings.begin_from
-    wanted = {**point.values, "arm": earlier}
+def _before(recipe: Recipe, point: Point, points: Sequence[Point], seed: int) -> dict[str, str]:
+    """The directories beside it of the runs that this one needs, by the settings that name them."""
+    return {
+        name: f"{_needed(point, arm, points).name}-seed{seed}"
+        for name, arm in point.settings.before.items()
+        if arm in recipe.arms
+    }
+
+
+def _needed(point: Point, arm: str, points: Sequence[Point]) -> Point:
+    """The point of another arm whose values are otherwise this one's."""
+    wanted = {**point.values, "arm": arm}
     for other in points:
-        if other.values.get("arm") == earlier and other.values.items() <= wanted.items():
-            return f"{other.name}-seed{seed}"
+        if other.values.get("arm") == arm and other.values.items() <= wanted.items():
+            return other
     raise SettingError(
-        f"arm {arm!r} begins from arm {earlier!r} of the same values, which the sweep lacks; put "
-        f"{earlier} among its arms"
+        f"arm {point.settings.arm!r} needs arm {arm!r} of the same values, which the sweep lacks; "
+        f"put {arm} among its arms"
     )
