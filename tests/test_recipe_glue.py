@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 def test_the_missing_data_are_named(bigbatch, tmp_path):
     status, _, said = bigbatch("train", "glue", "--data", tmp_path)
-    assert 1 == status
+    assert 2 == status
     assert "GLUE is not in" in said
     assert "glue.tar.gz or SST-2/train.tsv" in said
 

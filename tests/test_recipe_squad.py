@@ -89,7 +89,7 @@ def test_missing_files_are_named(bigbatch, tmp_path):
     with pytest.raises(RunError, match=r"has no train-v1.1.json or train-v1.1.json.gz, nor"):
         train_file(tmp_path)
     status, _, said = bigbatch("train", "squad", "--data", tmp_path)
-    assert 1 == status
+    assert 2 == status
     assert "dev-v1.1.json or dev-v1.1.json.gz of rajpurkar.github.io/SQuAD-explorer" in said
 
 

@@ -22,30 +22,23 @@ from bigbatch.recipes.settings import Settings
 
 SIMIGRAD = "SimiGrad's code, BERT-Large, rows of 128"
 
-_SHORT: Changes = {  # shape of the schedule as in the recipe that VRGD's runs build on; the rest is ours
+# Batches as in the VRGD paper, the decay as in the code that its runs build on; the rest is ours.
+_SHORT: Changes = {
     "policy": "fixed",
     "batch_size": 65_536,
     "base_batch": 32_768,
     "lr": 0.005,
     "lr_schedule": "warm-up 0.2 epochs; polynomial 0.5",
 }
-_LONG: Changes = {"length": 512, "predictions": 80, "micro_batch": 16, "epochs": 2, "draws": 3}
+_LONG: Changes = {"length": 512, "predictions": 80, "micro_batch": 16, "epochs": 2}
 _LAMB_LONG: Changes = {**_SHORT, **_LONG, "batch_size": 32_768}
-_SIMIGRAD_LONG: Changes = {  # SimiGrad's code: 150 steps of warm-up, then 0.9 each 150 steps
-    **_LONG,
-    "policy": "fixed",
-    "batch_size": 32_768,
-    "base_batch": 32_768,
+# SimiGrad's code: 150 steps of warm-up, then 0.9 each 150 steps.
+_SIMIGRAD_LONG: Changes = {
+    **_LAMB_LONG,
     "lr": 0.002,
     "lr_schedule": "warm-up 4915200 samples power 2; x0.9 every 4915200 samples",
 }
-_SMALL_LONG: Changes = {
-    "policy": "fixed",
-    "length": 64,
-    "predictions": 10,
-    "samples": 8_000,
-    "lr": 0.005,
-}
+_SMALL_LONG: Changes = {"policy": "fixed", "length": 64, "predictions": 10, "samples": 8_000}
 _VR: Changes = {"optimizer": "vr-lamb"}
 
 
