@@ -12,13 +12,13 @@ class CharTransformer(nn.Module):
         length: most characters of an input.
         width, depth, heads: of the network.
         dropout: in each layer.
+    Source:
+        Radford et al. 2019, GPT-2; its first weights, normal with deviation 0.02, are used too.
     Example:
         >>> import torch
         >>> model = CharTransformer(128, 16, width=8, depth=1, heads=2)
         >>> model(torch.zeros(3, 10, dtype=torch.long)).shape
         torch.Size([3, 10, 128])
-    Source:
-        Radford et al. 2019, GPT-2; its first weights, normal with deviation 0.02, are used too.
     """
 
     def __init__(
