@@ -91,16 +91,19 @@ def test_the_library_needs_torch_and_numpy_alone():
 # which room of connect/ may import what
 OPTIONAL = {
     "accelerate": {"accelerate"},
+    "bert": {"tokenizers", "transformers"},
+    "criteo": {"pandas"},
     "deepspeed": {"deepspeed"},
     "lightning": {"lightning"},
     "transformers": {"accelerate", "transformers"},
 }
 
 
-def test_optional_packages_are_imported_in_connect_alone_each_where_its_name_is():
+def test_optional_packages_are_imported_in_connect_alone_each_in_its_rooms():
+    packages = set().union(*OPTIONAL.values())
     for file in FILES:
         room = module_of(file).removeprefix("bigbatch.connect.").split(".")[0]
-        imported = {name.split(".")[0] for name in imports_of(file)} & set(OPTIONAL)
+        imported = {name.split(".")[0] for name in imports_of(file)} & packages
         assert imported <= OPTIONAL.get(room, set()), f"{file} imports {imported}"
 
 

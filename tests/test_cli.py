@@ -115,12 +115,6 @@ def test_help_teaches_by_example(bigbatch):
     assert 0 == bigbatch("--help")[0]
 
 
-def test_recipes_are_listed_with_their_arms(bigbatch):
-    _, out, _ = bigbatch("recipes")
-    assert "digits" in out
-    assert "simigrad-vr" in out
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """One finished training of one epoch."""

@@ -204,6 +204,11 @@ class AdaptiveBatch:
             )
         return math.ceil(epochs * self.batches.samples / self.controller.base_batch)
 
+    def planned(self, batch_size: int) -> BatchPlan:
+        """How a measured step of so many samples would be cut, within the bounds."""
+        bounds = self.controller.min_batch, self.controller.max_batch
+        return self._cutting.plan(batch_size, *bounds)
+
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs still to do of `total`; a resumed run begins with the one it was in."""
         while self.epoch < total:

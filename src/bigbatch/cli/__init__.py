@@ -10,6 +10,7 @@ from typer.exceptions import TyperException
 from bigbatch.bench.commands import app as bench
 from bigbatch.cli.recipes import recipes
 from bigbatch.cli.reports import compare, replay, report
+from bigbatch.cli.sweep import sweep
 from bigbatch.cli.train import train
 from bigbatch.errors import BigbatchError
 from bigbatch.recipes.launch import INTERRUPTED, Launch, heard_if_leading
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _command in (train, compare, report, replay, recipes):
+for _command in (train, sweep, compare, report, replay, recipes):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 

@@ -1,16 +1,121 @@
-"""What can be trained."""
+"""`bigbatch recipes`: what can be trained, on which data, and how long it takes."""
 
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from bigbatch.recipes import EXPERIMENTS, RECIPES
+from bigbatch.errors import MissingPackageError, RunError
+from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
+from bigbatch.recipes.data.origin import HERE, Origin
+from bigbatch.recipes.footprint import parameters_of
+from bigbatch.recipes.recipe import Recipe, Sweep
+from bigbatch.recipes.settings import Settings
 from bigbatch.report.live import LiveView
 
+_COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
+_NARROW = {"recipe", "weights", "minutes"}  # are never broken
 
-def recipes() -> None:
-    """Lists what can be trained."""
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="All about one of them.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with data, to be looked into [data].")
+    ] = None,
+) -> None:
+    """Lists what can be trained; of one, its arms, data and commands."""
     view = LiveView(Console())
+    if name in EXPERIMENTS:
+        view.say(f"{name}: {EXPERIMENTS[name].summary}")
+        view.say(f"  bigbatch train {name}")
+    elif name is not None:
+        for line in _all_about(recipe_named(name), data):
+            view.say(line)
+    else:
+        view.console.print(_table(data))
+        for experiment in EXPERIMENTS.values():
+            view.say(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
+        view.say("Weights: of the small scale, and of the paper. Minutes: one training at the")
+        view.say("small scale on two cores. Arms, data and commands: bigbatch recipes NAME")
+
+
+def _table(data: Path | None) -> Table:
+    table = Table(*_COLUMNS, box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.overflow, column.no_wrap = "fold", column.header in _NARROW
     for recipe in RECIPES.values():
-        view.say(f"{recipe.name}  {recipe.summary}")
-        view.say(f"  arms: {', '.join(recipe.arms)}")
-    for experiment in EXPERIMENTS.values():
-        view.say(f"{experiment.name}  {experiment.summary}")
+        weights = "\n".join(_weights(recipe, full=full) for full in (False, True))
+        held = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
+        row = (recipe.name, recipe.paper, held, weights, f"{recipe.minutes:g}")
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
+    origin, small, full = recipe.origin, recipe.settings(), recipe.settings(full=True)
+    weights = [_weights(recipe, full=one) for one in (False, True)]
+    files = f"{' or '.join(origin.files)} of {origin.source}" if origin.files else "none"
+    sweeps = [_points(recipe.sweep, small), _points(recipe.full_sweep, full)]
+    with_data = f"bigbatch train {recipe.name}" + (" --data DIR" if origin.files else "")
+    return [
+        f"{recipe.name}: {recipe.summary}",
+        f"paper    {recipe.paper}",
+        f"data     {origin.name}, {origin.size}",
+        f"files    {files}",
+        f"here     {_place(origin, data)}",
+        f"weights  {weights[0]} at the small scale, {weights[1]} in the paper",
+        f"minutes  {recipe.minutes:g}, one training at the small scale on two cores",
+        f"sweep    {sweeps[0]:,} points at the small scale, {sweeps[1]:,} at the full one",
+        "arms",
+        *(f"  {arm}: {_changes(changes)}" for arm, changes in recipe.arms.items()),
+        "commands",
+        f"  {with_data}",
+        f"  {with_data} --arm {next(iter(recipe.arms))} --set epochs=1",
+        f"  bigbatch train {recipe.name} --dry-run",
+        f"  torchrun --nproc_per_node {recipe.full_ranks} -m {with_data} --full",
+    ]
+
+
+def _changes(changes: object) -> str:
+    listed = dict(changes).items()  # type: ignore[call-overload]
+    return ", ".join(f"{key}={value}" for key, value in listed) or "the recipe as it is"
+
+
+def _place(origin: Origin, given: Path | None) -> str:
+    """Where the data are, or what is used instead."""
+    if not origin.files:
+        return "always there"
+    try:
+        found = origin.find(given)
+    except RunError:
+        return f"not in {given or HERE}"
+    if found is None:
+        return f"not in {HERE}, {origin.otherwise} instead"
+    return f"in {found}"
+
+
+def _weights(recipe: Recipe, *, full: bool) -> str:
+    """How many the model has, in the unit that fits."""
+    try:
+        amount, unit = float(parameters_of(recipe, recipe.settings(full=full))), ""
+    except MissingPackageError:
+        return "?"  # `bigbatch train` says which is missing
+    for larger in (" K", " M", " B"):
+        if amount >= 999.5:
+            amount, unit = amount / 1000, larger
+    return f"{amount:.3g}{unit}"
+
+
+def _points(sweep: Sweep, settings: Settings) -> int:
+    """Combinations of the grids, without those whose bounds are crossed."""
+    points = [
+        settings.changed(dict(zip(grid, values, strict=True)))
+        for grid in sweep.grids
+        for values in product(*grid.values())
+    ]
+    return sum(point.min_batch <= point.max_batch for point in points)

@@ -16,6 +16,7 @@ from bigbatch.report.page import write_report
 from bigbatch.report.replay import replay as replayed
 from bigbatch.report.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.report.run_directory import find_runs
+from bigbatch.report.sweep import read_swept
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
 
@@ -47,7 +48,8 @@ def report(
         raise SettingError("several runs have no common place for their report; name it with -o")
     place = paths[0] / "report.html" if out is None else out
     runs = [run for path in paths for run in find_runs(path)]
-    write_report(runs, place, " and ".join(path.resolve().name for path in paths))
+    sweeps = [sweep for path in paths if (sweep := read_swept(path)) is not None]
+    write_report(runs, place, " and ".join(path.resolve().name for path in paths), sweeps)
     LiveView(Console()).say(f"report: {place}")
 
 

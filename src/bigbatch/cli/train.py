@@ -1,11 +1,13 @@
 """`bigbatch train`: a recipe's study, or one training where a setting is given."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from bigbatch.cli.dry_run import show_dry_run
 from bigbatch.cli.options import (
     DEAD_BAND,
     POLICY,
@@ -21,6 +23,7 @@ from bigbatch.recipes import EXPERIMENTS, recipe_named
 from bigbatch.recipes.launch import Launch
 from bigbatch.recipes.optimizers import OPTIMIZERS
 from bigbatch.recipes.ranks import count, from_leader
+from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study
@@ -80,6 +83,12 @@ def train(
     runs: Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")] = None,
     out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what it would take; needs no data.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Of a dry run [1; with --full the paper's].")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
 ) -> None:
     """Trains a recipe: its whole study, or one training where a setting is given.
@@ -91,6 +100,8 @@ def train(
     One training of your own: [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]
 
     At the paper's scale: [bold]bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad[/]
+
+    What that would take, without any data: [bold]bigbatch train cifar10-resnet18 --dry-run[/]
 
     Figures 1 and 3 of the VRGD paper: [bold]bigbatch train linear-regression[/]
 
@@ -124,6 +135,7 @@ def train(
     if resume is not None:
         others = given(recipe=recipe, arm=arm, epochs=epochs, seeds=seeds, data=data)
         others |= given(full=full or None, set=set_, runs=runs, out=out)
+        others |= given(dry_run=dry_run or None, ranks=ranks)
         refuse_with("--resume", [*changes, *others])
         with launch.resumable(resume):
             resume_at(resume, view)
@@ -133,41 +145,60 @@ def train(
     folder = runs or Path("runs")
     if recipe in EXPERIMENTS:
         others = given(arm=arm, epochs=epochs, data=data, full=full or None, set=set_)
+        others |= given(dry_run=dry_run or None, ranks=ranks)
         refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
         _require_one_rank(recipe)
         EXPERIMENTS[recipe].run(out or fresh_name(folder, recipe), seeds or 3, quiet)
         return
     chosen = recipe_named(recipe or "digits")
-    settings = chosen.settings(full=full).changed(given(epochs=epochs))
-    for text in set_ or ():
-        settings = settings.changed(settings.parsed(text))
-    settings = settings.changed({"data": folder_of(chosen, data)})
-    if changes or arm is not None:
+    changes |= given(arm=arm)
+    asked = partial(_settings, chosen, epochs, set_ or [], changes)
+    if dry_run:
+        others = given(seeds=seeds, data=data, runs=runs, out=out)
+        refuse_with("--dry-run, which trains nothing,", others)
+        _require_one_rank("a dry run")
+        scales = [True] if full else [False, True]
+        show_dry_run(chosen, {scale: asked(full=scale) for scale in scales}, ranks, view.console)
+        return
+    if ranks is not None:
+        raise SettingError("--ranks is of a dry run; torchrun --nproc_per_node starts real ones")
+    settings = asked(full=full).changed({"data": folder_of(chosen, data)})
+    if changes:
         refuse_with("a setting of a single training", given(seeds=seeds))
-        settings = settings if arm is None else chosen.arm(arm, settings)
-        _train_one(settings, changes, folder, out, launch, view)
+        _train_one(settings, folder, out, launch, view)
         return
     place, begun = from_leader(
         lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
     )
     if not begun:
-        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id))
+        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id, full=full))
     with launch.resumable(place):
         train_study(place, view)
 
 
+def _settings(
+    recipe: Recipe, epochs: int | None, sets: list[str], changes: dict[str, Any], *, full: bool
+) -> Settings:
+    """Those of a scale, changed by epochs and --set, then by an arm, then by other options."""
+    settings = recipe.settings(full=full).changed(given(epochs=epochs))
+    for text in sets:
+        settings = settings.changed(settings.parsed(text))
+    if "arm" in changes:
+        settings = recipe.arm(changes["arm"], settings, full=full)
+    settings = settings.changed(changes)
+    refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
+    if not settings.optimizer.startswith("vr-"):
+        refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
+    return settings
+
+
 def _train_one(
     settings: Settings,
-    changes: dict[str, Any],
     runs: Path,
     out: Path | None,
     launch: Launch,
     view: LiveView,
 ) -> None:
-    settings = settings.changed(changes)
-    refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
-    if not settings.optimizer.startswith("vr-"):
-        refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
     name = "-".join(
         [settings.recipe, settings.arm]
         if settings.arm
@@ -189,7 +220,7 @@ def _train_one(
 def _require_one_rank(experiment: str) -> None:
     if count() > 1:
         raise SettingError(
-            f"{experiment} is no training that {count()} ranks could share; run it without torchrun"
+            f"{experiment} is nothing that {count()} ranks could share; run it without torchrun"
         )
 
 

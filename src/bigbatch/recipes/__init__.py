@@ -6,12 +6,18 @@ from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch.recipes import linear_regression
+from bigbatch.recipes.bert_pretrain import BERT_PRETRAIN
+from bigbatch.recipes.char_lm import CHAR_LM
 from bigbatch.recipes.cifar10_resnet18 import CIFAR10_RESNET18
 from bigbatch.recipes.cifar10_resnet56 import CIFAR10_RESNET56
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.dlrm import DLRM_CRITEO
 from bigbatch.recipes.fashion_mnist import FASHION_MNIST
+from bigbatch.recipes.glue import GLUE
+from bigbatch.recipes.imagenet_resnet50 import IMAGENET_RESNET50
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import require_choice
+from bigbatch.recipes.squad import SQUAD
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,19 @@ class Experiment:
 
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (DIGITS, CIFAR10_RESNET18, CIFAR10_RESNET56, FASHION_MNIST)
+    recipe.name: recipe
+    for recipe in (
+        DIGITS,
+        FASHION_MNIST,
+        CHAR_LM,
+        CIFAR10_RESNET18,
+        CIFAR10_RESNET56,
+        IMAGENET_RESNET50,
+        BERT_PRETRAIN,
+        SQUAD,
+        GLUE,
+        DLRM_CRITEO,
+    )
 }
 
 EXPERIMENTS: dict[str, Experiment] = {

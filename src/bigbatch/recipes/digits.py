@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
+from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import share_right
 from bigbatch.recipes.settings import Settings
 
@@ -109,6 +109,13 @@ DIGITS = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
+    sweep=Sweep(
+        (
+            {"policy": ("fixed",), "batch_size": (32, 128, 512), "lr": (0.01, 0.02, 0.04)},
+            {"policy": ("simigrad",), "target": (0.1, 0.3, 0.5), "lr": (0.01, 0.02, 0.04)},
+        ),
+        tuned=("lr",),
+    ),
     model=_model,
     loss=_loss,
     data=_data,

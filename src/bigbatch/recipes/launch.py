@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from bigbatch.errors import RankError
@@ -65,7 +66,7 @@ class Launch:
         try:
             store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
             launch = cls(store)
-            dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
+            dist.init_process_group(_backend(), store=launch._now, rank=rank, world_size=count)
         except ValueError as error:
             raise RankError(f"{error}; start the ranks by torchrun, or unset WORLD_SIZE") from None
         except RuntimeError as error:
@@ -130,12 +131,12 @@ class Launch:
         return place, False
 
     @contextmanager
-    def resumable(self, place: Path) -> Iterator[None]:
-        """Says how to go on with what is at `place` where it is interrupted."""
+    def resumable(self, place: Path, command: str = "train") -> Iterator[None]:
+        """Says by which command what is at `place` goes on, where it is interrupted."""
         try:
             yield
         except KeyboardInterrupt:
-            self.tell(f"interrupted; `bigbatch train --resume {place}` goes on")
+            self.tell(f"interrupted; `bigbatch {command} --resume {place}` goes on")
             sys.exit(INTERRUPTED)
 
     def end(self, status: Any) -> NoReturn:
@@ -155,6 +156,14 @@ def heard_if_leading() -> Iterator[None]:
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def _backend() -> str:
+    """Of the collectives; where there are GPUs, this process takes the one of its local rank."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return "cpu:gloo,cuda:nccl"
 
 
 def _in_words(error: Exception) -> str:

@@ -66,9 +66,13 @@ class LRSchedule:
         self.text = text
         self._shape, self._form, self._warm_up = match, form, warm_up
 
+    def warm_up(self, samples: int) -> float:
+        """Samples of the warm-up, in epochs of so many; 0 for none."""
+        return _samples(self._warm_up, samples) if self._warm_up else 0.0
+
     def over(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
-        first = _samples(self._warm_up, samples) if self._warm_up else 0.0
+        first = self.warm_up(samples)
         power = float((self._warm_up and self._warm_up["power"]) or 1)
         rule = self._rule(first, max(epochs * samples - first, 1.0), samples)
 

@@ -14,6 +14,7 @@ Batch = Any
 LossOf = Callable[[nn.Module, Batch], Tensor]
 Rows = Mapping[str, tuple[Value, str]]
 Grid = Mapping[str, tuple[Value, ...]]
+Changes = Mapping[str, Value]
 
 OURS = "ours"  # the source of a number that no paper gives
 
@@ -68,6 +69,7 @@ class Recipe:
         origin: the data.
         arms: what its study compares, as changes of the settings; a `begin_from` or `lr_from` among
             them names an earlier arm.
+        full_arms: the same at the paper's scale, where it differs; the names are those of `arms`.
         sweep, full_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
         model: the network; draws from torch's generator as it stands.
@@ -82,12 +84,13 @@ class Recipe:
     summary: str
     paper: str
     full: Rows
-    small: Mapping[str, Value]
+    small: Changes
     full_samples: int
     full_ranks: int = 1
     minutes: float
     origin: Origin
-    arms: Mapping[str, Mapping[str, Value]]
+    arms: Mapping[str, Changes]
+    full_arms: Mapping[str, Changes] = field(default_factory=dict)
     sweep: Sweep = Sweep(())
     full_sweep: Sweep = Sweep(())
     higher_is_better: bool = True
@@ -105,14 +108,19 @@ class Recipe:
         paper = Settings(recipe=self.name, task=own, **values)  # type: ignore[arg-type]
         return paper if full else paper.changed(self.small)
 
-    def arm(self, name: str, settings: Settings) -> Settings:
-        """The settings of one arm of the study.
+    def arm(self, name: str, settings: Settings, *, full: bool = False) -> Settings:
+        """The settings of one arm of the study, at the scale that `settings` are of.
 
         Raises:
             SettingError: there is no such arm.
         """
-        require_choice("arm", name, self.arms)
-        return settings.changed({**self.arms[name], "arm": name})
+        arms = self.arms_at(full=full)
+        require_choice("arm", name, arms)
+        return settings.changed({**arms[name], "arm": name})
+
+    def arms_at(self, *, full: bool) -> Mapping[str, Changes]:
+        """What the study compares at a scale."""
+        return (full and self.full_arms) or self.arms
 
 
 _FIELDS = Settings.__dataclass_fields__

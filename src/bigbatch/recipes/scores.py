@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from bigbatch.errors import SettingError
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.ranks import count, rank
 from bigbatch.recipes.recipe import Batch
@@ -16,8 +17,14 @@ from bigbatch.recipes.settings import Settings
 
 
 def device_of(settings: Settings) -> torch.device:
-    """This rank's."""
+    """This rank's.
+
+    Raises:
+        SettingError: there is no such device.
+    """
     if settings.device == "cuda":
+        if not torch.cuda.is_available():
+            raise SettingError("device='cuda' is not there; write --set device=cpu")
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(settings.device)
 

@@ -114,16 +114,12 @@ class Settings:
         Raises:
             SettingError: a name that there is not, or a value of another type.
         """
-        known = {one.name for one in fields(self)}
-        own = {name: value for name, value in changes.items() if name not in known}
+        of_all = {name: value for name, value in changes.items() if name in _names()}
+        own = {name: value for name, value in changes.items() if name not in of_all}
         for name, value in own.items():
             if name not in self.task:
-                raise SettingError(
-                    f"recipe {self.recipe!r} has no setting {name!r}; it has "
-                    f"{', '.join(sorted((known - {'task'}) | set(self.task)))}"
-                )
+                raise self._unknown(name)
             _require_type(name, value, type(self.task[name]))
-        of_all = {name: value for name, value in changes.items() if name in known}
         return replace(self, **{"task": {**self.task, **own}, **of_all})
 
     def parsed(self, text: str) -> dict[str, Value]:
@@ -133,14 +129,26 @@ class Settings:
             SettingError: no such key, or the value is none of that type.
         """
         key, _, value = (part.strip() for part in text.partition("="))
-        now = self.task.get(key, getattr(self, key, None))
-        if not value or now is None or key == "task":
-            self.changed({key: value})  # says which there are
+        if key not in (_names() - {"task"}) | set(self.task):
+            raise self._unknown(key)
+        if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
+        now: Value = self.task[key] if key in self.task else getattr(self, key)
         try:
             return {key: _TRUTH[value] if isinstance(now, bool) else type(now)(value)}
         except (KeyError, ValueError):
             raise SettingError(f"{key}={value!r} is no {type(now).__name__}") from None
+
+    @property
+    def before(self) -> dict[str, str]:
+        """The runs that have to be finished before, by the settings that name them."""
+        return {name: run for name in BEFORE if (run := getattr(self, name))}
+
+    def _unknown(self, name: str) -> SettingError:
+        known = sorted((_names() - {"task"}) | set(self.task))
+        return SettingError(
+            f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(known)}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For a config file."""
@@ -153,15 +161,18 @@ class Settings:
         Raises:
             SettingError: a name that this release does not know, or one is missing.
         """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise SettingError(f"unknown settings {unknown}; known are {sorted(known)}")
+        if unknown := sorted(set(values) - _names()):
+            raise SettingError(f"unknown settings {unknown}; known are {sorted(_names())}")
         required = {
             one.name for one in fields(cls) if one.default is one.default_factory is MISSING
         }
         if missing := sorted(required - set(values)):
             raise SettingError(f"settings {missing} are missing")
         return cls(**values)
+
+
+def _names() -> set[str]:
+    return {one.name for one in fields(Settings)}
 
 
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}

@@ -10,47 +10,70 @@ from typing import Any
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
-from bigbatch.recipes.settings import BEFORE, Settings
+from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.config import describe, read_trainings
 from bigbatch.report.files import made_whole, write_atomically
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
-from bigbatch.report.page import write_report
+from bigbatch.report.page import write_report, write_swept
 from bigbatch.report.run_directory import RunDirectory, find_runs
+from bigbatch.report.sweep import read_swept
 
 
 def start_study(
-    recipe: Recipe, path: Path, settings: Settings, seeds: int, launch: str | None = None
+    recipe: Recipe,
+    path: Path,
+    settings: Settings,
+    seeds: int,
+    launch: str | None = None,
+    *,
+    full: bool = False,
 ) -> None:
     """Writes down what the study at `path` will train, and which launch of torchrun began it.
+
+    Args:
+        recipe: whose arms.
+        path: the directory to make.
+        settings: that the arms change; of the paper's scale where `full`.
+        seeds: 0 and on.
+        launch: of torchrun.
+        full: whether the arms are those of the paper's scale.
 
     Raises:
         RunError: something is at `path` already.
     """
-    trainings = {
-        f"{arm}-seed{seed}": _beginning(recipe.arm(arm, settings), seed)
-        for seed in range(seeds)
-        for arm in recipe.arms
-    }
+    arms = recipe.arms_at(full=full)
+
+    def trained(arm: str, seed: int) -> Settings:
+        asked = recipe.arm(arm, settings, full=full)
+        before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
+        return asked.changed({"seed": seed, **before})
+
+    trainings = {f"{arm}-seed{seed}": trained(arm, seed) for seed in range(seeds) for arm in arms}
     write_study(path, trainings, launch)
 
 
-def _beginning(settings: Settings, seed: int) -> Settings:
-    """With this seed; what needs another arm needs that of this seed."""
-    before = {name: f"{arm}-seed{seed}" for name in BEFORE if (arm := getattr(settings, name))}
-    return settings.changed({"seed": seed, **before})
-
-
-def write_study(path: Path, trainings: dict[str, Settings], launch: str | None = None) -> None:
+def write_study(
+    path: Path,
+    trainings: dict[str, Settings],
+    launch: str | None = None,
+    sweep: dict[str, Any] | None = None,
+) -> None:
     """Writes down the trainings of a study, by the names of their directories.
 
+    Args:
+        path: of the study.
+        trainings: their settings.
+        launch: of torchrun that began it.
+        sweep: what `read_sweep` of report/config.py reads, where the study is one.
     Raises:
         RunError: something is at `path` already.
     """
     with made_whole(path) as beside:
         listed = {name: settings.as_dict() for name, settings in trainings.items()}
-        text = describe("study", {"trainings": listed}, launch)
+        about = {"trainings": listed, **({"sweep": sweep} if sweep else {})}
+        text = describe("study", about, launch)
         write_atomically(beside / "study.yaml", text)
 
 
@@ -62,23 +85,40 @@ def train_study(path: Path, view: LiveView) -> None:
     """
     trainings = from_leader(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        run = from_leader(partial(_opened, path / name, settings))
+        run = from_leader(partial(opened, path / name, settings))
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
     if leads():
-        write_report(find_runs(path), path / "report.html", path.name)
-    _show(path, view)
+        write_study_report(path)
+    show_study(path, view)
 
 
-def _opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
+def write_study_report(path: Path) -> None:
+    """Writes report.html of the study at `path`, and a sweep's figure and tables beside it.
+
+    Raises:
+        RunError: nothing is logged yet, or a file cannot be written.
+    """
+    sweep = read_swept(path)
+    if sweep is not None:
+        write_swept(sweep, path)
+    write_report(find_runs(path), path / "report.html", path.name, [sweep] if sweep else [])
+
+
+def opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
+    """The run directory at `place`, made if there is none."""
     return RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
 
 
-def _show(path: Path, view: LiveView) -> None:
+def show_study(path: Path, view: LiveView) -> None:
     """The table of what is at `path`, and where its report lies."""
     if not leads():
         return
-    histories = [history_of(run) for run in find_runs(path)]
-    view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
+    sweep = read_swept(path)
+    if sweep is not None:
+        view.table(sweep.table(), f"{path.name}: {sweep.title}")
+    else:
+        histories = [history_of(run) for run in find_runs(path)]
+        view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
     view.say(f"report: {path / 'report.html'}")
 
 
@@ -98,11 +138,11 @@ def resume(path: Path, view: LiveView) -> None:
 def _training(run: RunDirectory) -> Training:
     settings = Settings.from_dict(run.settings)
     beside = run.path.resolve().parent  # as seen from where the run lies now
-    before = {name: str(beside / path) for name in BEFORE if (path := getattr(settings, name))}
+    before = {name: str(beside / path) for name, path in settings.before.items()}
     return Training(recipe_named(settings.recipe), settings.changed(before))
 
 
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
     """Trains one run and shows its table."""
     train_run(training, run, view, run.name)
-    _show(run.path, view)
+    show_study(run.path, view)

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.act.batches import Batches
@@ -24,6 +26,7 @@ from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.mean_factor import mean_factor
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
@@ -97,29 +100,10 @@ class Training:
         self.scaler = GradScaler(self.device.type) if settings.precision == "float16" else None
         if not leads():
             _seed((settings.seed + rank() * _APART) % 2**32)  # other dropout and augmentation
-        self.train = AdaptiveBatch(
-            self.joined,
-            self.optimizer,
-            Batches(self._loader(), virtual_ranks=_virtual_ranks(settings)),
-            policy=build_controller(settings),
-            micro_batch=settings.micro_batch,
-            lr_scaling=None if settings.lr_scaling == "none" else settings.lr_scaling,
-            scaler=self.scaler,
+        self.train = loop_over(
+            self.data, settings, self.joined, self.optimizer, _virtual_ranks(settings), self.scaler
         )
         self.train.scheduler = self._scheduler()
-
-    def _loader(self) -> DataLoader[Any]:
-        settings, data = self.settings, self.data.train
-        samples = len(data)  # type: ignore[arg-type]
-        if 0 < settings.samples < samples:
-            data = Subset(data, drawn(samples, settings.samples))
-        return DataLoader(
-            data,
-            min(settings.base_batch, settings.micro_batch),
-            sampler=SampleLedger(data, seed=settings.seed),  # type: ignore[arg-type]
-            collate_fn=self.data.collate,
-            num_workers=settings.workers,
-        )
 
     def _scheduler(self) -> LambdaLR | None:
         """One tick a base batch, at whose middle the schedule is read."""
@@ -172,8 +156,7 @@ class Training:
         return scores
 
     def _cast(self) -> torch.autocast:
-        precision = self.settings.precision
-        return torch.autocast(self.device.type, _CAST.get(precision), enabled=precision in _CAST)
+        return autocast(self.device.type, self.settings.precision)
 
     @contextmanager
     def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[Log]:
@@ -231,6 +214,48 @@ class Training:
             self.train.load_state_dict(mine)  # with the other ranks, one of which may be gone
         except (KeyError, TypeError, ValueError) as error:
             raise _misfit(error, path) from error
+
+
+def autocast(device: str, precision: str) -> torch.autocast:
+    """In which a model of that precision is run."""
+    return torch.autocast(device, _CAST.get(precision), enabled=precision in _CAST)
+
+
+def loop_over(
+    data: Data,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Optimizer,
+    virtual_ranks: int,
+    scaler: GradScaler | None = None,
+) -> AdaptiveBatch:
+    """The loop that settings name, over a data set.
+
+    Raises:
+        SettingError: the settings cannot work.
+    """
+    return AdaptiveBatch(
+        model,
+        optimizer,
+        Batches(_loader(data, settings), virtual_ranks=virtual_ranks),
+        policy=build_controller(settings),
+        micro_batch=settings.micro_batch,
+        lr_scaling=None if settings.lr_scaling == "none" else settings.lr_scaling,
+        scaler=scaler,
+    )
+
+
+def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
+    part, samples = data.train, len(data.train)  # type: ignore[arg-type]
+    if 0 < settings.samples < samples:
+        part = Part(part, drawn(samples, settings.samples))
+    return DataLoader(
+        part,
+        min(settings.base_batch, settings.micro_batch),
+        sampler=SampleLedger(part, seed=settings.seed),  # type: ignore[arg-type]
+        collate_fn=data.collate,
+        num_workers=settings.workers,
+    )
 
 
 def _misfit(error: Exception, path: Path) -> RunError:

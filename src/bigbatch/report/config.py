@@ -81,3 +81,23 @@ def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
     if not trainings or not well_formed:
         raise RunError(f"{path / 'study.yaml'} lists no trainings; name a study of bigbatch")
     return dict(trainings)
+
+
+def read_sweep(path: Path) -> dict[str, Any] | None:
+    """How the sweep at `path` is to be shown; None for another study, or a run.
+
+    Returns:
+        tuned: settings of which each point shows the best alone.
+        higher_is_better: of the score that counts.
+        points: what varies, as values by setting, by the names of the points.
+    Raises:
+        RunError: the file is damaged.
+    """
+    if not (path / "study.yaml").exists():
+        return None
+    sweep = read_config(path / "study.yaml", "study").get("sweep")
+    if sweep is None:
+        return None
+    if not isinstance(sweep, dict) or not sweep.keys() >= {"tuned", "higher_is_better", "points"}:
+        raise RunError(f"{path / 'study.yaml'} does not say how its sweep is shown; sweep anew")
+    return dict(sweep)

@@ -52,12 +52,17 @@ class LiveView:
         self, name: str, total: int, done: int, target: float | None
     ) -> Iterator["TrainingView"]:
         """One training of `total` samples, of which `done` were consumed before."""
-        bar = None if self._quiet or not self.console.is_terminal else _bar(self.console)
+        bar = _bar(self.console) if self.redraws else None
         with bar or nullcontext():
             task = (
                 bar.add_task(escape(name), total=total, completed=done, numbers="") if bar else None
             )
             yield TrainingView(self, name, total, done, target, bar, task)
+
+    @property
+    def redraws(self) -> bool:
+        """Whether there is a terminal, and something is to be shown."""
+        return not self._quiet and self.console.is_terminal
 
     @property
     def prints_lines(self) -> bool:

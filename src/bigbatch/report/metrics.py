@@ -98,7 +98,11 @@ class History:
     @property
     def kind(self) -> str:
         """The same for runs that differ in their seed only."""
-        return repr({name: value for name, value in self.settings.items() if name != "seed"})
+        settings = {name: value for name, value in self.settings.items() if name != "seed"}
+        before = str(settings.get("begin_from", ""))
+        return repr(
+            {**settings, "begin_from": before.removesuffix(f"-seed{self.settings.get('seed')}")}
+        )
 
     @property
     def measured(self) -> bool:
@@ -111,6 +115,16 @@ class History:
         last = self.rows[-1] if self.rows else None
         epochs = self.settings.get("epochs")
         return last is not None and last["epoch"] + 1 == epochs and last["scores"] is not None
+
+    @property
+    def steps(self) -> int:
+        """Updates of the weights."""
+        return self.rows[-1]["step"] - sum(row["skipped"] for row in self.rows) if self.rows else 0
+
+    @property
+    def average_batch(self) -> float:
+        """Samples divided by steps."""
+        return self.rows[-1]["samples"] / max(1, self.steps) if self.rows else math.nan
 
     def scored(self) -> list[Row]:
         """The steps after which scores were measured."""
@@ -201,19 +215,13 @@ def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str
     unfinished = sum(not run.finished for run in runs)
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     last = [run.rows[-1] for run in runs]
-    steps = [
-        row["step"] - sum(row["skipped"] for row in run.rows)
-        for row, run in zip(last, runs, strict=True)
-    ]
-    samples = [row["samples"] for row in last]
-    batches = [s / max(1, n) for s, n in zip(samples, steps, strict=True)]
     return (
         name,
         *(score_text([run.last(score) for run in runs]) for score in scores or ("",)),
-        _spread(steps, 0),
-        _spread(batches, 0),
-        f"{mean(samples):,.0f}",
-        f"{_spread([row['seconds'] for row in last], 1)} s",
+        spread([run.steps for run in runs], 0),
+        spread([run.average_batch for run in runs], 0),
+        f"{mean(row['samples'] for row in last):,.0f}",
+        f"{spread([row['seconds'] for row in last], 1)} s",
     )
 
 
@@ -222,10 +230,10 @@ def score_text(scores: Sequence[float | None]) -> str:
     measured = [score for score in scores if score is not None]
     if not measured:
         return "not measured"
-    return _spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
+    return spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
 
 
-def _spread(values: list[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
     """Mean and sample standard deviation, the latter where it is not 0 at these digits."""
     deviation = round(stdev(values), digits) if len(values) > 1 else 0
     text = f"{mean(values):,.{digits}f}"

@@ -1,5 +1,7 @@
 """The report: one HTML file that opens without a network."""
 
+import json
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -9,19 +11,24 @@ from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError
 from bigbatch.report.figures import AXES, PICTURES, as_svg, curves, require_ending
-from bigbatch.report.files import write_atomically
+from bigbatch.report.files import replacing, write_atomically
 from bigbatch.report.layers import heat_maps
 from bigbatch.report.metrics import History, grouped, history_of, seeds_of, table_of
 from bigbatch.report.run_directory import RunDirectory
+from bigbatch.report.sweep import Swept, as_csv, as_json
+from bigbatch.report.sweep_figure import sweep_figure
 
 
-def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
+def write_report(
+    runs: list[RunDirectory], out: Path, title: str, sweeps: Sequence[Swept] = ()
+) -> None:
     """Writes the report of runs side by side.
 
     Args:
         runs: at least one.
         out: a `.html` page, or the curves alone as `.png` or `.svg`.
         title: its headline.
+        sweeps: that the runs are of; each has a figure and a table on the page.
     Raises:
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
@@ -41,6 +48,7 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
                 .from_string(template)
                 .render(
                     title=title,
+                    sweeps=[(one, as_svg(sweep_figure(one))) for one in sweeps],
                     columns=table.columns,
                     seeds=seeds_of(histories),
                     table=table.rows,
@@ -54,6 +62,14 @@ def write_report(runs: list[RunDirectory], out: Path, title: str) -> None:
             write_atomically(out, page.encode())
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def write_swept(sweep: Swept, folder: Path) -> None:
+    """Writes sweep.png, sweep.json and sweep.csv; the last has one row a run."""
+    with replacing(folder / "sweep.png") as file:
+        sweep_figure(sweep).savefig(file, format="png", dpi=130)
+    write_atomically(folder / "sweep.json", json.dumps(as_json(sweep), indent=1).encode())
+    write_atomically(folder / "sweep.csv", as_csv(sweep).encode())
 
 
 def _heat_maps(histories: list[History]) -> list[Figure]:

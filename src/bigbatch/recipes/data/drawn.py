@@ -19,5 +19,6 @@ def drawn(there: int, wanted: int) -> Sequence[int]:
     """
     if not 0 < wanted < there:
         return range(there)
-    order: list[int] = torch.randperm(there, generator=torch.Generator().manual_seed(0)).tolist()
-    return order[:wanted]
+    order = torch.randperm(there, generator=torch.Generator().manual_seed(0))[:wanted]
+    chosen: list[int] = order.tolist()
+    return chosen

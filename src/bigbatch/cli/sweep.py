@@ -1,0 +1,115 @@
+"""`bigbatch sweep`: a grid over a recipe, trained side by side, and what it found."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bigbatch.cli.options import folder_of, given, refuse_with
+from bigbatch.errors import RunError
+from bigbatch.recipes import recipe_named
+from bigbatch.recipes.jobs import train_side_by_side
+from bigbatch.recipes.launch import Launch
+from bigbatch.recipes.study import show_study, write_study_report
+from bigbatch.recipes.sweep import Point, points_of, start_sweep, sweep_of
+from bigbatch.report.config import read_sweep
+from bigbatch.report.files import fresh_name
+from bigbatch.report.live import LiveView
+
+_GRID = "A setting's values; | parts those with commas. Repeat it for a product."
+_SEEDS = 3
+
+
+def sweep(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
+    ] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option("--grid", metavar="KEY=V1,V2,...", help=_GRID)
+    ] = None,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option("--tune", metavar="KEY", help="Show the best value of it alone."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Trainings a point [3].")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Trainings at a time [cores / threads, or GPUs].")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's settings, not the small ones.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of all trainings."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")] = None,
+    out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this sweep.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the trainings, and train nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
+) -> None:
+    """Trains a recipe at every point of a grid, several trainings at a time.
+
+    The recipe's own sweep: [bold]bigbatch sweep digits[/]
+
+    Another: [bold]bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr[/]
+
+    What it would train: [bold]bigbatch sweep digits --dry-run[/]
+
+    After an interruption: [bold]bigbatch sweep --resume runs/digits-sweep-1[/]
+    """
+    view = LiveView(Console(), quiet=quiet)
+    if resume is not None:
+        others = given(recipe=recipe, grid=grid, tune=tune, seeds=seeds, data=data)
+        others |= given(full=full or None, set=set_, runs=runs, out=out, dry_run=dry_run or None)
+        refuse_with("--resume", others)
+        if read_sweep(resume) is None:
+            raise RunError(f"{resume} holds no sweep; name a directory that `bigbatch sweep` made")
+        _train(resume, jobs, context.obj, view)
+        return
+    if out is not None:
+        refuse_with("--out", given(runs=runs))
+    chosen = recipe_named(recipe or "digits")
+    settings = chosen.settings(full=full)
+    for text in set_ or ():
+        settings = settings.changed(settings.parsed(text))
+    settings = settings.changed({"data": folder_of(chosen, data)})
+    grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
+    points = points_of(chosen, grids, settings, full=full)
+    if dry_run:
+        _list(points, grids.tuned, seeds or _SEEDS, view)
+        return
+    place = out or fresh_name(runs or Path("runs"), f"{chosen.name}-sweep")
+    start_sweep(chosen, place, points, grids.tuned, seeds or _SEEDS)
+    _train(place, jobs, context.obj, view)
+
+
+def _list(points: Sequence[Point], tuned: Sequence[str], seeds: int, view: LiveView) -> None:
+    for point in points:
+        view.say(point.name)
+    of_best = f", of which each shows the best {' and '.join(tuned)}" if tuned else ""
+    view.say(
+        f"{len(points)} points{of_best}; {len(points) * seeds} trainings over {seeds} seeds each"
+    )
+
+
+def _train(place: Path, jobs: int | None, launch: Launch, view: LiveView) -> None:
+    """Trains, shows and writes what was found; exit status 1 where a run failed."""
+    with launch.resumable(place, "sweep"):
+        failed = train_side_by_side(place, jobs, view)
+    write_study_report(place)
+    show_study(place, view)
+    view.say(f"figure: {place / 'sweep.png'}")
+    for name, reason in failed.items():
+        view.say(f"{name} failed: {reason}")
+    if failed:
+        view.say(f"`bigbatch sweep --resume {place}` tries the {len(failed)} failed again")
+        raise typer.Exit(1)

@@ -1,0 +1,145 @@
+"""BERT pre-training: masked pieces and next sentences, short rows first, then long ones.
+
+SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one batch each phase, as
+the VRGD paper does: 64k, then 32k. A long arm begins with the weights of the short one before it.
+
+Source of the task: J. Devlin et al., BERT, 2018.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from bigbatch.recipes.data.columns import as_it_is
+from bigbatch.recipes.data.masking import Masking
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
+from bigbatch.recipes.data.text import corpus_of
+from bigbatch.recipes.guesses import example, loss_of, scores_of
+from bigbatch.recipes.models.bert import bert, frame_of, kept, pieces_of
+from bigbatch.recipes.recipe import OURS, Changes, Data, Recipe
+from bigbatch.recipes.settings import Settings
+
+SIMIGRAD = "SimiGrad's code, BERT-Large, rows of 128"
+
+# Batches as in the VRGD paper, the decay as in the code that its runs build on; the rest is ours.
+_SHORT: Changes = {
+    "policy": "fixed",
+    "batch_size": 65_536,
+    "base_batch": 32_768,
+    "lr": 0.005,
+    "lr_schedule": "warm-up 0.2 epochs; polynomial 0.5",
+}
+_LONG: Changes = {"length": 512, "predictions": 80, "micro_batch": 16, "epochs": 2}
+_LAMB_LONG: Changes = {**_SHORT, **_LONG, "batch_size": 32_768}
+# SimiGrad's code: 150 steps of warm-up, then 0.9 each 150 steps.
+_SIMIGRAD_LONG: Changes = {
+    **_LAMB_LONG,
+    "lr": 0.002,
+    "lr_schedule": "warm-up 4915200 samples power 2; x0.9 every 4915200 samples",
+}
+_SMALL_LONG: Changes = {"policy": "fixed", "length": 64, "predictions": 10, "samples": 8_000}
+_VR: Changes = {"optimizer": "vr-lamb"}
+
+
+def _data(settings: Settings) -> Data:
+    corpus = corpus_of(Path(settings.data) if settings.data else None)
+    pieces, task = pieces_of(settings, corpus.train), settings.task
+    frame = frame_of(pieces, settings)
+    masking = Masking(pieces.mask, pieces.ordinary, int(task["predictions"]))
+
+    def pairs(documents: Iterable[str], draws: int, seed: int) -> SentencePairs:
+        book = Book.of(pieces.numbers(documents))
+        return SentencePairs(book, frame, masking, pieces.special, draws=draws, seed=seed)
+
+    train = pairs(corpus.train(), int(task["draws"]), settings.seed)
+    judged = spread(pairs(corpus.held_out(), 1, 0), int(task["judged"]))
+    where = f"({len(judged):,} rows held out of {corpus.name})"
+    scores = partial(scores_of, held_out=judged, settings=settings, where=where)
+    return Data(train, scores, as_it_is, kept(pieces))
+
+
+BERT_PRETRAIN = Recipe(
+    name="bert-pretrain",
+    summary="BERT pre-training in two phases: SimiGrad's batches, and LAMB against VR-LAMB",
+    paper="SimiGrad and VRGD",
+    full={
+        "epochs": (3, OURS),
+        "policy": ("simigrad", SIMIGRAD),
+        "target": (0.8, SIMIGRAD),
+        "min_batch": (128, OURS),
+        "max_batch": (262_144, SIMIGRAD),
+        "batch_size": (128, SIMIGRAD),
+        "base_batch": (128, SIMIGRAD),
+        "micro_batch": (64, OURS),
+        "optimizer": ("lamb", SIMIGRAD),
+        "lr": (0.0006, SIMIGRAD),
+        "lr_schedule": ("polynomial 1 over 400M samples", SIMIGRAD),
+        "lr_scaling": ("sqrt", SIMIGRAD),
+        "weight_decay": (0.01, SIMIGRAD),
+        "decay_all": (False, SIMIGRAD),
+        "clip": (1.0, SIMIGRAD),
+        "seed": (42, SIMIGRAD),
+        "device": ("cuda", OURS),
+        "precision": ("float16", SIMIGRAD),
+        "workers": (4, OURS),
+        "size": ("large", SIMIGRAD),
+        "vocabulary": (30_522, OURS),
+        "vocab": ("", OURS),
+        "dropout": (0.1, SIMIGRAD),
+        "length": (128, SIMIGRAD),
+        "predictions": (20, OURS),
+        "draws": (4, OURS),
+        "judged": (0, OURS),
+    },
+    small={
+        "epochs": 1,
+        "target": 0.1,
+        "min_batch": 16,
+        "max_batch": 128,
+        "batch_size": 16,
+        "base_batch": 16,
+        "micro_batch": 16,
+        "lr": 0.01,
+        "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
+        "samples": 40_000,
+        "device": "cpu",
+        "precision": "float32",
+        "workers": 0,
+        "size": "tiny",
+        "vocabulary": 1_000,
+        "dropout": 0.0,
+        "length": 32,
+        "predictions": 5,
+        "judged": 500,
+    },
+    full_samples=400_000_000,
+    minutes=1.5,
+    origin=Origin(
+        "plain text",
+        ("wikitext-2", "wikitext-103", "text"),
+        ("*.txt", "*.txt.gz", "wiki.train.tokens"),
+        "any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
+        otherwise="the documentation of Python's standard library",
+    ),
+    arms={
+        "simigrad-short": {},
+        "simigrad-long": {"begin_from": "simigrad-short", **_SMALL_LONG},
+        "lamb-short": {"policy": "fixed"},
+        "lamb-long": {"begin_from": "lamb-short", **_SMALL_LONG},
+        "vr-lamb-short": {"policy": "fixed", **_VR},
+        "vr-lamb-long": {"begin_from": "vr-lamb-short", **_SMALL_LONG, **_VR},
+    },
+    full_arms={
+        "simigrad-short": {},
+        "simigrad-long": {"begin_from": "simigrad-short", **_SIMIGRAD_LONG},
+        "lamb-short": _SHORT,
+        "lamb-long": {"begin_from": "lamb-short", **_LAMB_LONG},
+        "vr-lamb-short": {**_SHORT, **_VR},
+        "vr-lamb-long": {"begin_from": "vr-lamb-short", **_LAMB_LONG, **_VR},
+    },
+    model=lambda settings: bert(settings, "Pretraining"),
+    loss=lambda settings: loss_of,
+    data=_data,
+    example=example,
+)

@@ -1,0 +1,36 @@
+"""What models of clicks share: the loss, and the scores of a test."""
+
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from bigbatch.recipes.data.clicks import Batch, Clicks
+from bigbatch.recipes.scores import collected, share_of
+from bigbatch.recipes.settings import Settings
+
+
+def click_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean binary cross-entropy of the logits."""
+    numbers, rows, labels = batch
+    return binary_cross_entropy_with_logits(model(numbers, rows), labels)
+
+
+def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) -> dict[str, float]:
+    """Area under the ROC curve, and mean loss, over all ranks' rows. Collective.
+
+    Args:
+        model: gives logits.
+        test: rows.
+        settings: how many at once, and where.
+        of: which data, for the names of the scores.
+    """
+    mine = [
+        torch.stack([model(numbers, rows).float(), labels], 1)
+        for numbers, rows, labels in share_of(test, settings)
+    ]
+    logits, labels = collected(torch.cat(mine)).double().unbind(1)
+    return {
+        f"test AUC ({of})": float(roc_auc_score(labels.numpy(), logits.numpy())),
+        f"test loss ({of})": float(binary_cross_entropy_with_logits(logits, labels)),
+    }

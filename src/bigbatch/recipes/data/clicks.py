@@ -1,0 +1,103 @@
+"""Clicks: 13 numbers and 26 categories a row, packed on disk or in memory."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bigbatch.report.files import replacing
+
+NUMBERS, CATEGORIES = 13, 26
+CLICK = numpy.dtype(
+    [("label", "u1"), ("numbers", "<f4", (NUMBERS,)), ("codes", "<u4", (CATEGORIES,))]
+)  # 157 bytes, side by side: a row is read at one place
+
+Packed = NDArray[numpy.void]
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Clicks(Dataset[Batch]):
+    """Rows of packed clicks; a batch is numbers, rows of the tables, and labels.
+
+    Args:
+        parts: packed rows, one after another.
+        table_rows: that a category is hashed to, by its code's remainder.
+        chosen: of these rows; None for all.
+    Example:
+        >>> data = Clicks([numpy.zeros(4, CLICK)], table_rows=10)
+        >>> [tuple(column.shape) for column in data.__getitems__([0, 3])]
+        [(2, 13), (2, 26), (2,)]
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Packed],
+        table_rows: int,
+        chosen: NDArray[numpy.int64] | None = None,
+    ) -> None:
+        self._parts = parts
+        self._ends = numpy.cumsum([len(part) for part in parts])
+        self._chosen = chosen
+        self._table_rows = table_rows
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._chosen is None else len(self._chosen)
+
+    def __getitem__(self, index: int) -> Batch:
+        numbers, rows, labels = self.__getitems__([index])
+        return numbers[0], rows[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """The rows of these indices: (n, 13) float32, (n, 26) int64, (n,) float32."""
+        wanted = numpy.asarray(indices, dtype=numpy.int64)
+        found = self._rows(wanted if self._chosen is None else self._chosen[wanted])
+        rows = found["codes"].astype(numpy.int64) % self._table_rows
+        labels = found["label"].astype(numpy.float32)
+        numbers = numpy.ascontiguousarray(found["numbers"])
+        return torch.from_numpy(numbers), torch.from_numpy(rows), torch.from_numpy(labels)
+
+    def _rows(self, wanted: NDArray[numpy.int64]) -> Packed:
+        found = numpy.empty(len(wanted), CLICK)
+        places = numpy.searchsorted(self._ends, wanted, side="right")
+        for number in numpy.unique(places):
+            here, part = places == number, self._parts[number]
+            found[here] = part[wanted[here] - self._ends[number] + len(part)]
+        return found
+
+
+def packed(file: Path) -> Packed:
+    """The rows of one of Criteo's files.
+
+    They are written beside it as `FILE.packed`, once for all processes, and mapped into memory;
+    where the folder cannot be written they are held in memory, by each process.
+
+    Raises:
+        RunError: the file is no click log.
+        MissingPackageError: pandas is not installed.
+    """
+    folder, beside = file.parent, file.with_name(f"{file.name}.packed")
+    if not (os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222):
+        return numpy.concatenate([numpy.empty(0, CLICK), *_packed_rows(file)])
+    with FileLock(folder / f".{file.name}.lock"):
+        if not beside.exists() or beside.stat().st_mtime < file.stat().st_mtime:
+            with replacing(beside) as out:
+                for rows in _packed_rows(file):
+                    out.write(rows.tobytes())
+    return numpy.memmap(beside, CLICK, "r")
+
+
+def _packed_rows(file: Path) -> Iterator[Packed]:
+    """Each number as log(1 + x), 0 where it is missing or negative."""
+    from bigbatch.connect.criteo import read_clicks
+
+    for labels, integers, codes in read_clicks(file):
+        rows = numpy.empty(len(labels), CLICK)
+        rows["label"], rows["codes"] = labels, codes
+        rows["numbers"] = numpy.log1p(numpy.maximum(numpy.nan_to_num(integers, nan=0.0), 0.0))
+        yield rows

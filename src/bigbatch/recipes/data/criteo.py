@@ -1,0 +1,55 @@
+"""Criteo's click logs as training and test rows; Kaggle's log, the terabyte's days, or a part."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+from bigbatch.recipes.data.clicks import Clicks, packed
+from bigbatch.recipes.data.origin import Origin
+
+_ONE_FILE = ("train.txt", "train.txt.gz", "criteo_kaggle_rows.tsv.gz")  # Kaggle's, or rows of it
+_TEST_SHARE, _SPLIT_SEED = 0.1, 0
+
+CRITEO = Origin(
+    "Criteo's click log",
+    folders=("criteo", "dac"),
+    files=(*_ONE_FILE, "day_[0-9]*"),
+    source="Criteo's Kaggle challenge (train.txt) or its terabyte log (day_0 to day_23)",
+    size="45,840,617 rows, or 4,373,472,329",
+    otherwise="a generated click log",
+)
+
+
+def read_criteo(folder: Path, table_rows: int) -> tuple[Clicks, Clicks]:
+    """Training and test rows of what is in the folder: days if there are some, else one file.
+
+    Of several days the last is the test. Of one file a tenth of the rows is drawn for it.
+
+    Args:
+        folder: with files that `CRITEO` names.
+        table_rows: that a category is hashed to.
+    Raises:
+        RunError: a file is no click log.
+        MissingPackageError: pandas is not installed.
+    """
+    days = in_order(file for file in folder.glob("day_*") if file.suffix in ("", ".gz"))
+    one = (folder / name for name in _ONE_FILE if (folder / name).exists())
+    parts = [packed(file) for file in days or [next(one)]]
+    if len(parts) > 1:
+        return Clicks(parts[:-1], table_rows), Clicks(parts[-1:], table_rows)
+    train, test = split(len(parts[0]))
+    return Clicks(parts, table_rows, train), Clicks(parts, table_rows, test)
+
+
+def in_order(files: Iterable[Path]) -> list[Path]:
+    """day_2 before day_10."""
+    return sorted(files, key=lambda file: (len(file.name.removesuffix(".gz")), file.name))
+
+
+def split(rows: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """Rows to train on and to test with, drawn once for every seed and arm."""
+    drawn = numpy.random.default_rng(_SPLIT_SEED).permutation(rows)
+    held = round(rows * _TEST_SHARE)
+    return numpy.sort(drawn[held:]), numpy.sort(drawn[:held])

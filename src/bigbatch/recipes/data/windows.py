@@ -1,0 +1,127 @@
+"""Questions with windows of their paragraphs: rows that fit BERT, and spans of text out of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bigbatch.recipes.data.columns import Columns
+from bigbatch.recipes.data.frame import Frame
+from bigbatch.recipes.data.squad import Question
+
+Numbers = NDArray[numpy.int32]
+Located = tuple[Numbers, Numbers]  # pieces, and where each begins and ends in the text (pieces, 2)
+
+_LONGEST_QUESTION = 64  # pieces
+_LONGEST_ANSWER = 30  # pieces
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows [CLS] question [SEP] window [SEP], one or more a question.
+
+    Args:
+        rows: columns (pieces, segments, real, first, last); first and last are the answer's places,
+            0 where it is not in the window.
+        question: of each row.
+        texts: where in the paragraph each place of a row begins and ends, (rows, length, 2); -1
+            outside the window.
+    """
+
+    rows: Columns
+    question: NDArray[numpy.int64]
+    texts: Numbers
+
+
+def windows_of(
+    questions: Sequence[Question],
+    asked: Iterator[Located],
+    contexts: Iterator[Located],
+    frame: Frame,
+    stride: int,
+) -> Windows:
+    """Windows of all questions; each begins `stride` pieces after the one before it.
+
+    Args:
+        questions: in order.
+        asked: their pieces, in the same order.
+        contexts: those of their paragraphs.
+        frame: of a row.
+        stride: pieces.
+    """
+    rows, owners = [], []
+    for number, (question, (words, _), (pieces, places)) in enumerate(
+        zip(questions, asked, contexts, strict=True)
+    ):
+        words = words[:_LONGEST_QUESTION]
+        room = frame.length - len(words) - 3
+        answer = _answer(question, places)
+        begin = 0
+        while True:
+            end = min(begin + room, len(pieces))
+            rows.append(_row(words, pieces[begin:end], places[begin:end], answer, begin, frame))
+            owners.append(number)
+            if end == len(pieces):
+                break
+            begin += min(stride, room)
+    *columns, texts = (numpy.stack(column) for column in zip(*rows, strict=True))
+    return Windows(Columns(*map(torch.from_numpy, columns)), numpy.array(owners), texts)
+
+
+def _answer(question: Question, places: Numbers) -> tuple[int, int]:
+    """First and last piece of the first golden answer; (-1, -1) where none is in the text."""
+    begin, end = question.begin, question.begin + len(question.answers[0])
+    inside = numpy.flatnonzero((places[:, 0] < end) & (places[:, 1] > begin))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
+
+
+def _row(
+    words: Numbers,
+    window: Numbers,
+    places: Numbers,
+    answer: tuple[int, int],
+    begin: int,
+    frame: Frame,
+) -> tuple[NDArray[numpy.generic], ...]:
+    before = len(words) + 2  # [CLS], the question, [SEP]
+    first, last = (before + piece - begin for piece in answer)
+    if not (begin <= answer[0] and answer[1] < begin + len(window)):
+        first = last = 0
+    texts = numpy.full((frame.length, 2), -1, dtype=numpy.int32)
+    texts[before : before + len(window)] = places
+    return (
+        *frame.around(words, window),
+        numpy.array(first, dtype=numpy.int64),
+        numpy.array(last, dtype=numpy.int64),
+        texts,
+    )
+
+
+def best_spans(first: Tensor, last: Tensor, inside: Tensor) -> Tensor:
+    """The likeliest span of each row: its logit, its first place, its last place, (rows, 3).
+
+    Of all spans of at most 30 pieces that lie inside the window, not only among the 20 likeliest
+    ends, as in BERT's own script.
+
+    Args:
+        first: logits of each place to be the first, (rows, length).
+        last: and the last.
+        inside: places of the window.
+    Example:
+        >>> first = torch.tensor([[9.0, 1.0, 2.0]])
+        >>> last = torch.tensor([[9.0, 3.0, 0.0]])
+        >>> best_spans(first, last, torch.tensor([[False, True, True]])).tolist()
+        [[4.0, 1.0, 1.0]]
+    """
+    first = first.float().masked_fill(~inside, float("-inf"))
+    last = last.float().masked_fill(~inside, float("-inf"))
+    length = first.shape[1]
+    best = torch.full((len(first), 3), float("-inf"), device=first.device)
+    for more in range(min(_LONGEST_ANSWER, length)):
+        value, at = (first[:, : length - more] + last[:, more:]).max(1)
+        found = torch.stack([value, at.float(), at.float() + more], 1)
+        best = torch.where((value > best[:, 0])[:, None], found, best)
+    return best

@@ -1,0 +1,147 @@
+"""ResNet-50 on ImageNet: SimiGrad's batches held at a similarity, VRGD's LARS up to 96k samples.
+
+Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/SimiGrad, which is
+NVIDIA's ResNet50 v1.5; Jiang et al., VRGD, arXiv 2309.13681, whose rates and warm-ups of each batch
+size are not public.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from bigbatch.errors import SettingError
+from bigbatch.recipes.data.columns import as_it_is
+from bigbatch.recipes.data.crops import middle_of, part_of
+from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.image_files import ImageFiles
+from bigbatch.recipes.data.image_splits import FILES, splits_of
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.part import Part
+from bigbatch.recipes.models.resnet import resnet_of_bottlenecks
+from bigbatch.recipes.pictures import OfBytes, PictureBatch, accuracies, class_loss, examples
+from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.recipes.settings import Settings, Value
+
+_SIMIGRAD = "SimiGrad's code"
+_VRGD = "VRGD"
+_JABAS = "JABAS's example of SimiGrad"
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_LARS: dict[str, Value] = {"policy": "fixed", "lr": 8.0, "momentum": 0.9}  # the rate is ours
+_LARS_GRID: dict[str, tuple[Value, ...]] = {
+    **{name: (value,) for name, value in _LARS.items()},
+    "lr": (4.0, 8.0, 16.0),
+    "batch_size": tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96)),
+}
+
+
+def _model(settings: Settings) -> nn.Module:
+    depth, width, classes = (int(settings.task[name]) for name in ("depth", "width", "classes"))
+    return OfBytes(resnet_of_bottlenecks(depth, width, classes), _MEAN, _STD)
+
+
+def _loss(settings: Settings) -> LossOf:
+    return class_loss(float(settings.task["label_smoothing"]))
+
+
+def _data(settings: Settings) -> Data:
+    size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
+    if not 0 < size <= resize:
+        raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
+    part = partial(part_of, size=size, smallest=float(settings.task["smallest_part"]))
+    middle = partial(middle_of, resize=resize, size=size)
+    train, val = splits_of(Path(settings.data), classes)
+    seen = drawn(len(train.labels), settings.samples)[: len(val.labels)]
+    scores = accuracies(ImageFiles(val, middle), settings, Part(ImageFiles(train, middle), seen))
+
+    def named(model: nn.Module) -> dict[str, float]:
+        return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
+
+    return Data(ImageFiles(train, part, settings.seed), named, as_it_is)
+
+
+def _example(settings: Settings, samples: int) -> PictureBatch:
+    return examples(3, int(settings.task["size"]))(settings, samples)
+
+
+IMAGENET_RESNET50 = Recipe(
+    name="imagenet-resnet50",
+    summary="ResNet-50 on ImageNet: batches held at a similarity; LARS with variance reduction",
+    paper="SimiGrad and VRGD",
+    full={
+        "epochs": (90, _SIMIGRAD),
+        "target": (0.1, _JABAS),
+        "min_batch": (2048, _SIMIGRAD),
+        "max_batch": (32768, _JABAS),
+        "batch_size": (2048, _SIMIGRAD),
+        "base_batch": (2048, _SIMIGRAD),
+        "micro_batch": (64, _SIMIGRAD),
+        "virtual_ranks": (16, "SimiGrad's code: 2048 samples are 16 ranks with 128"),
+        "optimizer": ("momentum", _SIMIGRAD),
+        "lr": (2.048, _SIMIGRAD),
+        "momentum": (0.875, _SIMIGRAD),
+        "weight_decay": (2**-15, _SIMIGRAD),
+        "decay_all": (False, _SIMIGRAD),
+        "gamma": (0.1, _VRGD),
+        "r_max": (1.0, "VRGD, equation 9"),
+        "lr_scaling": ("sqrt", "both papers"),
+        "lr_schedule": ("warm-up 8 epochs; cosine", _SIMIGRAD),
+        "label_smoothing": (0.1, _SIMIGRAD),
+        "classes": (1000, _SIMIGRAD),
+        "size": (224, _SIMIGRAD),
+        "resize": (256, _SIMIGRAD),
+        "smallest_part": (0.08, "Szegedy et al. 2014, as SimiGrad's code"),
+        "depth": (50, _SIMIGRAD),
+        "width": (64, _SIMIGRAD),
+        "device": ("cuda", OURS),
+        "precision": ("bfloat16", OURS),  # SimiGrad's scripts: float32
+        "workers": (12, OURS),
+    },
+    small={
+        "epochs": 5,
+        "min_batch": 64,
+        "max_batch": 1024,
+        "batch_size": 128,  # of the base of 2048, with the root of its rate
+        "virtual_ranks": 2,
+        "lr_schedule": "warm-up 1 epoch; cosine",
+        "classes": 20,
+        "size": 64,
+        "resize": 64,
+        "smallest_part": 0.35,
+        "depth": 14,
+        "width": 12,
+        "device": "cpu",
+        "precision": "float32",
+        "workers": 0,
+    },
+    full_samples=1_281_167,
+    full_ranks=16,
+    minutes=2,
+    origin=Origin(
+        "ImageNet",
+        folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
+        files=FILES,
+        source="ILSVRC 2012 (image-net.org), as folders, tars or shards of train and val pictures",
+        size="1,281,167 and 50,000 pictures of 1,000 classes",
+    ),
+    arms={
+        "fixed": {"policy": "fixed"},
+        "simigrad": {"policy": "simigrad"},
+        "lars": {"optimizer": "lars", **_LARS},
+        "vr-lars": {"optimizer": "vr-lars", "r_max": 1.0, **_LARS},
+        "vr-lars-10": {"optimizer": "vr-lars", "r_max": 10.0, **_LARS},
+    },
+    sweep=Sweep(({"target": (0.05, 0.1, 0.2)}, {"policy": ("fixed",), "batch_size": (128, 512)})),
+    full_sweep=Sweep(
+        (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
+            {"target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
+            {"optimizer": ("lars",), **_LARS_GRID},
+            {"optimizer": ("vr-lars",), "r_max": (1.0, 10.0), **_LARS_GRID},
+        ),
+        tuned=("lr",),
+    ),
+    model=_model,
+    loss=_loss,
+    data=_data,
+    example=_example,
+)

@@ -1,0 +1,101 @@
+"""BERT as three recipes build it from their settings: network, vocabulary, rows.
+
+All of it needs `transformers` and `tokenizers`, which are imported where something is built.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.data.frame import Frame
+from bigbatch.recipes.data.text import VOCAB
+from bigbatch.recipes.ranks import from_leader
+from bigbatch.recipes.settings import Settings
+
+if TYPE_CHECKING:
+    from bigbatch.connect.bert import Pieces
+
+
+def bert(settings: Settings, head: str) -> nn.Module:
+    """The network with a head of `bigbatch.connect.bert`, as `size`, `vocabulary`, `dropout` say.
+
+    Raises:
+        MissingPackageError: `transformers` is not installed.
+        SettingError: there is no such size.
+    """
+    from bigbatch.connect import bert as networks
+
+    task = settings.task
+    made: nn.Module = getattr(networks, head)(task["size"], task["vocabulary"], task["dropout"])
+    return made
+
+
+def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces":
+    """The vocabulary of a training: the first that there is of these four.
+
+    The file that the setting `vocab` names; the one in the run that this begins from; the one
+    beside the data; one of at most `vocabulary` pieces, trained on the texts. Collective.
+
+    Raises:
+        RunError: `vocab` names no file.
+        SettingError: there are more pieces than the network has room for.
+    """
+    from bigbatch.connect.bert import Pieces, train_pieces
+
+    room = int(settings.task["vocabulary"])
+
+    def read() -> tuple[str, ...]:
+        file = _file(settings)
+        if file is None:
+            return train_pieces(texts, room).vocabulary
+        vocabulary = tuple(file.read_text(encoding="utf-8").splitlines())
+        if len(vocabulary) > room:
+            raise SettingError(
+                f"{file} has {len(vocabulary)} pieces and the network room for vocabulary={room}; "
+                f"set vocabulary={len(vocabulary)}"
+            )
+        return vocabulary
+
+    return Pieces(from_leader(read))
+
+
+def _file(settings: Settings) -> Path | None:
+    """The vocabulary that is given, if one is."""
+    given = Path(str(settings.task["vocab"]))
+    if settings.task["vocab"]:
+        if not given.is_file():
+            raise RunError(f"there is no vocabulary {given}; name a vocab.txt that exists")
+        return given
+    places = [Path(folder) / VOCAB for folder in (settings.begin_from, settings.data) if folder]
+    return next((place for place in places if place.is_file()), None)
+
+
+def kept(pieces: "Pieces") -> dict[str, str]:
+    """The vocabulary as a run keeps it, for another that begins from it."""
+    return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
+
+
+def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
+    """Rows of the setting `length`.
+
+    Raises:
+        SettingError: BERT has fewer positions, or a pair does not fit.
+    """
+    length = int(settings.task["length"])
+    if not _SHORTEST <= length <= _POSITIONS:
+        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} pieces")
+    return Frame(pieces.begin, pieces.end, pieces.pad, length)
+
+
+_SHORTEST, _POSITIONS = 16, 512
+
+
+def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(pieces, segments, real) on the meta device."""
+    shape = (samples, int(settings.task["length"]))
+    number = torch.empty(shape, dtype=torch.int32, device="meta")
+    return number, number, torch.empty(shape, dtype=torch.bool, device="meta")

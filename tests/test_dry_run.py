@@ -1,0 +1,233 @@
+"""What a training would take, said beforehand; held to real trainings where they fit here."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bigbatch.bench import scaling
+from bigbatch.cli.dry_run import in_bytes
+from bigbatch.errors import SettingError
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.dry_run import dry_run, sent, sources
+from bigbatch.recipes.optimizers import OPTIMIZERS
+from bigbatch.recipes.training import Training
+
+ARMS = [
+    pytest.param(
+        recipe, arm, full, id=f"{recipe.name}-{arm or 'none'}-{'full' if full else 'small'}"
+    )
+    for recipe in RECIPES.values()
+    for arm in ("", *recipe.arms)
+    for full in (False, True)
+]
+
+
+def settings(**changes):
+    return DIGITS.settings().changed(changes)
+
+
+@pytest.mark.parametrize(("recipe", "arm", "full"), ARMS)
+def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, full):
+    asked = recipe.settings(full=full)
+    run = dry_run(recipe, recipe.arm(arm, asked) if arm else asked, recipe.full_ranks)
+    assert run.keeps.parameters > 0
+    assert run.keeps.weights >= run.keeps.gradients > 0
+    for planned in run.plans.values():
+        plan = planned.plan
+        assert plan.batch_size == run.ranks * planned.accumulation * plan.micro
+        assert planned.steps >= run.settings.epochs * run.samples / plan.batch_size
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_memory_is_that_of_a_real_step(optimizer):
+    asked = settings(optimizer=optimizer, double=False)
+    keeps = dry_run(DIGITS, asked).keeps
+    training = Training(DIGITS, asked)
+    step = next(iter(training.train))
+    for batch in step:
+        step.backward(training.loss_of(training.joined, batch))
+    assert size(p.grad for p in training.model.parameters()) == keeps.gradients
+    step.update()
+    states = training.optimizer.state_dict()["state"].values()
+    kept = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
+    assert size(training.model.parameters()) == keeps.weights
+    assert size(kept) == keeps.state
+    weights = sum(p.numel() for p in training.model.parameters())
+    assert (4 * weights if optimizer.startswith("vr-") else 0) == keeps.second_moment
+    assert weights == keeps.parameters == 71_754
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Wide(nn.Module):
+    """One layer of a known size, and a table that is shared and a norm with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)
+        self.second = nn.Linear(64, 64, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x.flatten(1))))
+
+
+def test_a_shared_weight_counts_once_and_buffers_count():
+    keeps = dry_run(dataclasses.replace(DIGITS, model=lambda _: Wide()), settings()).keeps
+    assert 64 * 64 + 2 * 64 == keeps.parameters
+    assert 4 * keeps.parameters == keeps.gradients
+    assert 4 * keeps.parameters + 2 * 4 * 64 + 8 == keeps.weights
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_are_those_that_a_real_forward_saves(precision):
+    asked = settings(double=False, precision=precision, micro_batch=64)
+    training, saved = Training(DIGITS, asked), {}
+    x, y = torch.zeros(64, 1, 8, 8), torch.zeros(64, dtype=torch.long)
+    given = {t.untyped_storage().data_ptr() for t in [*training.model.parameters(), x, y]}
+
+    def keep(tensor):
+        place = tensor.untyped_storage()
+        saved[place.data_ptr()] = (place.nbytes(), tensor)  # kept, so that no place is used twice
+        return tensor
+
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast:
+        cross_entropy(training.model(x), y)
+    expected = sum(length for place, (length, _) in saved.items() if place not in given)
+    assert pytest.approx(expected, rel=0.01) == dry_run(DIGITS, asked).keeps.activations
+
+
+def test_operations_of_a_sample_are_those_of_its_layers():
+    """Twice the multiplications; the backward has as many again for inputs, and for weights."""
+    first, second, hidden, last = 64 * 9 * 16, 64 * 9 * 16 * 32, 512 * 128, 128 * 10
+    forward = 2 * (first + second + hidden + last)
+    assert 3 * forward - 2 * first == dry_run(DIGITS, settings()).keeps.flops
+
+
+def test_a_loss_whose_shapes_depend_on_the_data_is_not_known():
+    def some(_):
+        return lambda model, batch: cross_entropy(
+            model(batch[0][batch[1] > 0]), batch[1][batch[1] > 0]
+        )
+
+    keeps = dry_run(dataclasses.replace(DIGITS, loss=some), settings()).keeps
+    assert keeps.activations is keeps.flops is None
+    assert 71_754 == keeps.parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("arm", DIGITS.arms)
+def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
+    asked = DIGITS.arm(arm, settings(min_batch=48, batch_size=48))
+    expected = Training(
+        DIGITS, asked.changed({"virtual_ranks": 12 if ranks == 3 else 4})
+    ).train.plan
+    assert expected == dry_run(DIGITS, asked, ranks).plans["start"].plan
+
+
+def test_a_written_schedule_has_its_own_least_and_largest_batch():
+    run = dry_run(DIGITS, settings(policy="schedule: 32, x2 every 5 epochs", epochs=20))
+    sizes = {name: planned.plan.batch_size for name, planned in run.plans.items()}
+    assert {"start": 32, "least": 32, "largest": 256} == sizes
+
+
+def test_learning_rates_follow_schedule_and_batch():
+    asked = settings(lr_schedule="warm-up 1 epoch; polynomial 1", lr=0.1, epochs=4, base_batch=1)
+    rates = dry_run(DIGITS, asked.changed({"policy": "fixed", "batch_size": 4})).plans["start"].lr
+    assert pytest.approx([0.2 * r for r in (0.5 / 1347, 1, 2 / 3, 0)], abs=2e-4) == list(rates)
+
+
+def test_samples_of_the_settings_are_the_epoch_where_they_are_fewer():
+    assert 500 == dry_run(DIGITS, settings(samples=500)).samples
+    assert 1347 == dry_run(DIGITS, settings(samples=50_000)).samples
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 768])
+def test_what_a_rank_sends_is_what_is_counted_elsewhere(ranks):
+    model = scaling.Model("any", 1_000_000, 1)
+    plain = scaling.sent(scaling.plain_ddp(model), ranks)
+    assert pytest.approx(plain) == sent(4_000_000, 0, ranks, accumulated=True)
+    for accumulated in (True, False):
+        vr = scaling.sent(scaling.vr_ddp(model, ranks, accumulated=accumulated), ranks)
+        found = sent(4_000_000, 2_000_000, ranks, accumulated=accumulated)
+        assert pytest.approx(vr, abs=50 * ranks + 100) == found
+
+
+def test_each_setting_says_whose_it_is():
+    asked = DIGITS.arm("simigrad-vr", settings(lr=0.5))
+    found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked, full=False)
+    assert (0.5, "given here") == dataclasses.astuple(found["lr"])
+    assert ("vr-momentum", "arm simigrad-vr") == dataclasses.astuple(found["optimizer"])
+    assert (25, "small scale, ours") == dataclasses.astuple(found["epochs"])
+    assert (32, "ours") == dataclasses.astuple(found["base_batch"])
+    assert (0.0, "default, ours") == dataclasses.astuple(found["clip"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": "simigrad:2"}, "target=2"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown"),
+        ({"min_batch": 1024}, "min_batch=1024 exceeds max_batch=512"),
+        ({"lr_scaling": "sqrt", "policy": "schedule: 32, x2 at 5 epochs, then decay"}, "decay"),
+        ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
+    with pytest.raises(SettingError, match=said) as expected:
+        Training(DIGITS, settings(**changes))
+    with pytest.raises(SettingError) as actual:
+        dry_run(DIGITS, settings(**changes))
+    assert str(expected.value) == str(actual.value)
+
+
+def test_the_command_shows_both_scales_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bigbatch(
+        "train", "digits", "--dry-run", "--set", "epochs=3", "--arm", "simigrad"
+    )
+    assert (0, "") == (status, err)
+    rows = {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}
+    assert ["epochs", "3", "3", "given", "here"] == rows["epochs"]
+    assert ["parameters", "71,754", "71,754"] == rows["parameters"]
+    assert ["lr", "0.02", "0.02", "ours"] == rows["lr"]
+    assert max(map(len, out.splitlines())) <= 80
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
+    status, out, _ = bigbatch("train", "digits", "--dry-run", "--full", "--ranks", "4")
+    rows = {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}
+    assert 0 == status
+    assert ["ranks", "4"] == rows["ranks"]
+    assert ["=", "4", "x", "1", "x", "8"] == rows["start: batch"][-6:]
+    assert ["861", "KB"] == rows["start: sent by a rank a step"][-2:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
+        (["--dry-run", "--policy", "fixed", "--target", "0.2"], "--policy fixed does not go"),
+        (["--ranks", "2"], "--ranks is of a dry run"),
+        (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must not be negative"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_in_one_line(bigbatch, options, said):
+    status, out, err = bigbatch("train", "digits", *options)
+    assert (2, "") == (status, out)
+    assert said in err
+    assert 1 == len(err.splitlines())
+
+
+def test_bytes_have_the_unit_that_fits():
+    sizes = [0, 999, 1_000, 12_345, 999_999_999, 10**10, 5 * 10**15]
+    shown = [in_bytes(size) for size in sizes]
+    assert ["0 bytes", "999 bytes", "1 KB", "12.3 KB", "1 GB", "10 GB", "5,000 TB"] == shown

@@ -1,0 +1,210 @@
+"""SQuAD: its files, windows, spans and official measure, and that a training answers questions."""
+
+import gzip
+import json
+
+import numpy
+import pytest
+import torch
+from torchmetrics.text import SQuAD as Oracle
+
+from bigbatch.connect.bert import Pieces
+from bigbatch.connect.bert.pieces import SPECIAL
+from bigbatch.errors import RunError
+from bigbatch.recipes.data.frame import Frame
+from bigbatch.recipes.data.squad import (
+    Question,
+    dev_file,
+    exact_match,
+    f1,
+    read_questions,
+    train_file,
+)
+from bigbatch.recipes.data.windows import best_spans, windows_of
+from bigbatch.recipes.squad import SQUAD
+from bigbatch.recipes.training import Training
+from real_data import FOLDER, needs
+
+WORDS = [f"w{n}" for n in range(40)]
+PIECES = Pieces([*SPECIAL, "who", *WORDS, "?"])
+TINY = {"vocabulary": 500, "length": 48, "stride": 16, "samples": 64, "judged": 20}
+
+
+def question(text, context, answer):
+    return {
+        "question": text,
+        "id": text,
+        "answers": [{"text": answer, "answer_start": context.index(answer)}],
+    }
+
+
+def written(folder, name, questions, packed=False):
+    """A file of the official format with one paragraph a question."""
+    paragraphs = [
+        {"context": context, "qas": [question(text, context, answer)]}
+        for text, context, answer in questions
+    ]
+    text = json.dumps({"version": "1.1", "data": [{"title": "a", "paragraphs": paragraphs}]})
+    if packed:
+        (folder / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    else:
+        (folder / name).write_text(text)
+
+
+@pytest.fixture
+def quiz(tmp_path):
+    """The word after "is" is always the answer: something that a tiny network learns."""
+    asked = [("who is it?", f"one two {a} is {b} three four", b) for a in WORDS for b in WORDS[:4]]
+    written(tmp_path, "train-v1.1.json", asked)
+    written(tmp_path, "dev-v1.1.json", asked[::7], packed=True)
+    return tmp_path
+
+
+def windowed(questions, length=12, stride=4):
+    frame = Frame(PIECES.begin, PIECES.end, PIECES.pad, length)
+    asked = PIECES.located(one.text for one in questions)
+    return windows_of(questions, asked, PIECES.located(q.context for q in questions), frame, stride)
+
+
+def test_files_are_read_packed_or_not(quiz):
+    file, said = train_file(quiz)
+    assert ("train-v1.1.json", "", 160) == (file.name, said, len(read_questions(file)))
+    first = read_questions(dev_file(quiz))[0]
+    assert Question("who is it?", "one two w0 is w0 three four", ("w0",), 8) == first
+
+
+def test_the_part_of_the_training_questions_is_named(tmp_path):
+    written(tmp_path, "train-subset-tokenized.json", [("who", "w1", "w1")])
+    assert "; trained on a tokenised 5 % of the questions" == train_file(tmp_path)[1]
+
+
+@pytest.mark.parametrize("text", ["{", '{"data": [{"paragraphs": [{}]}]}', '{"data": 1}'])
+def test_a_file_of_another_format_is_one_clear_error(tmp_path, text):
+    (tmp_path / "dev-v1.1.json").write_text(text)
+    with pytest.raises(RunError, match=r"dev-v1.1.json is no SQuAD 1.1 JSON .*; fetch it again"):
+        read_questions(dev_file(tmp_path))
+
+
+def test_missing_files_are_named(bigbatch, tmp_path):
+    with pytest.raises(RunError, match=r"has no train-v1.1.json or train-v1.1.json.gz, nor"):
+        train_file(tmp_path)
+    status, _, said = bigbatch("train", "squad", "--data", tmp_path)
+    assert 2 == status
+    assert "dev-v1.1.json or dev-v1.1.json.gz of rajpurkar.github.io/SQuAD-explorer" in said
+
+
+@needs("squad-v1.1")
+def test_the_real_files_have_their_counts():
+    train, dev = (
+        read_questions(find)
+        for find in (train_file(FOLDER / "squad-v1.1")[0], dev_file(FOLDER / "squad-v1.1"))
+    )
+    assert (4_253, 10_570) == (len(train), len(dev))
+    assert 2_067 == len({one.context for one in dev})
+    for one in train + dev:
+        assert one.answers[0] == one.context[one.begin : one.begin + len(one.answers[0])]
+
+
+GOLDEN = [
+    ("The Cat!", ["cat", "a dog"]),
+    ("the cat sat", ["A cat sat down", "dog"]),
+    ("", ["the"]),
+    ("nothing", ["something else"]),
+    ("a b b c", ["b c c", "a b"]),
+    ("well-known U.S. city", ["U.S. City", "well known city"]),
+    ("caf\u00e9  42", ["Caf\u00e9 42.", "42"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "golden"), [one for one in GOLDEN if one[0]])
+def test_the_measure_is_the_official_one(answer, golden):
+    answers = {"answer_start": [0] * len(golden), "text": golden}
+    wanted = Oracle()([{"prediction_text": answer, "id": "1"}], [{"answers": answers, "id": "1"}])
+    assert pytest.approx(wanted["f1"].item()) == 100 * f1(answer, golden)
+    assert wanted["exact_match"].item() == 100 * exact_match(answer, golden)
+
+
+def test_windows_overlap_and_cover_the_paragraph():
+    context = " ".join(WORDS[:20])
+    windows = windowed([Question("who", context, ("w9 w10",), context.index("w9 w10"))])
+    pieces, _, _, first, last = windows.rows.columns
+    starts = [PIECES.vocabulary[row[3]] for row in pieces]  # [CLS] who [SEP], then 8 pieces
+    assert ["w0", "w4", "w8", "w12"] == starts
+    assert [0, 3 + 5, 3 + 1, 0] == first.tolist()
+    assert [0, 3 + 6, 3 + 2, 0] == last.tolist()
+    found = windows.texts[1, 8, 0], windows.texts[1, 9, 1]
+    assert "w9 w10" == context[slice(*found)]
+    assert [0, 0, 0, 0] == windows.question.tolist()
+    assert (windows.texts[:, :3] == -1).all()
+
+
+def test_the_likeliest_span_is_that_of_trying_all():
+    draw = torch.Generator().manual_seed(0)
+    first, last = torch.randn(2, 5, 40, generator=draw)
+    inside = torch.arange(40).expand(5, -1) >= torch.tensor([[0], [3], [10], [20], [39]])
+    for row, (logit, begin, end) in enumerate(best_spans(first, last, inside).tolist()):
+        expected = max(
+            (float(first[row, a] + last[row, b]), a, b)
+            for a in range(40)
+            for b in range(a, min(a + 30, 40))
+            if inside[row, a]
+        )
+        assert pytest.approx(expected) == (logit, begin, end)
+
+
+def test_answers_of_a_model_that_knows_score_100(quiz):
+    settings = SQUAD.settings().changed({**TINY, "data": str(quiz)})
+    data = SQUAD.data(settings)
+
+    class Knowing(torch.nn.Module):
+        """Points to the piece after "is"."""
+
+        def forward(self, pieces, segments, real):
+            vocabulary = data.keeps["vocab.txt"].splitlines()
+            after = (pieces == vocabulary.index("is")) & (segments == 1)
+            first = after.roll(1, 1).float()
+            letters = torch.tensor([piece.startswith("##") for piece in vocabulary])
+            last = (after.roll(2, 1) & letters[pieces.long()]).float()
+            return first, torch.where(last.any(1)[:, None], last, first)
+
+    assert {
+        "F1, % (20 dev questions)": 100,
+        "exact match, % (20 dev questions)": 100,
+    } == data.scores(Knowing())
+
+
+def test_the_example_is_like_a_batch(quiz):
+    settings = SQUAD.settings().changed({**TINY, "data": str(quiz)})
+    batch = SQUAD.data(settings).train.__getitems__([0, 1, 2])
+    example = SQUAD.example(settings, 3)
+    assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in example]
+
+
+def test_a_training_learns_the_quiz(bigbatch, quiz):
+    changes = {**TINY, "samples": 0, "epochs": 8, "micro_batch": 24}
+    options = [text for name, value in changes.items() for text in ("--set", f"{name}={value}")]
+    run = quiz / "run"
+    command = ["train", "squad", "--data", quiz, "--arm", "adam", "--quiet", "--out", run]
+    assert 0 == bigbatch(*command, *options)[0]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["scores"]["F1, % (20 dev questions)"] > 60  # one word of eight is 1 in 8
+    assert (run / "vocab.txt").read_text().startswith("[PAD]\n[UNK]\n")
+
+
+def few_steps(rank, ranks, settings):
+    torch.set_num_threads(1)
+    training = Training(SQUAD, settings)
+    for _ in training.train.epochs(1):
+        for step in training.train:
+            for batch in step:
+                step.backward(training.loss_of(training.joined, batch))
+            step.update()
+    sums = [parameter.double().sum().item() for parameter in training.model.parameters()]
+    return sums, training.scores()
+
+
+def test_two_ranks_agree_on_weights_and_scores(ranks, quiz):
+    settings = SQUAD.settings().changed({**TINY, "data": str(quiz), "virtual_ranks": 2})
+    (weights, scores), (others, same) = ranks(2)(few_steps, settings)
+    assert (weights, scores) == (others, same)
+    assert numpy.isfinite(weights).all()

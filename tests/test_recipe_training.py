@@ -1,0 +1,214 @@
+"""A recipe's training: the rate, clipping, types and parts of data that its settings ask for."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.data.columns import Columns
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.scores import share_right
+from bigbatch.recipes.training import Training
+
+FIXED = {"policy": "fixed:64", "epochs": 1}
+
+
+def trained(recipe=DIGITS, **changes):
+    """A training of one epoch, and the rate of each step."""
+    training = Training(recipe, recipe.settings().changed({**FIXED, **changes}))
+    rates = []
+    for _ in training.train.epochs(1):
+        for step in training.train:
+            for batch in step:
+                step.backward(training.loss_of(training.joined, batch))
+            rates += step.update().lr
+    return training, rates
+
+
+def test_the_rate_follows_the_schedule_over_base_batches():
+    _, rates = trained(lr_schedule="polynomial 1", batch_size=32, lr_scaling="none")
+    total = 1347
+    seen = [64 * step // 32 * 32 + 16 for step in range(len(rates))]  # the middle of a base batch
+    assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
+
+
+def pictures_of(training):
+    """The samples of one more epoch, in their order."""
+    seen = []
+    for _ in training.train.epochs(2):
+        for step in training.train:
+            for x, y in step:
+                seen += [tuple(one.flatten().tolist()) for one in x]
+                step.backward(training.loss_of(training.joined, (x, y)))
+            step.update()
+    return seen
+
+
+def test_a_part_of_the_data_is_the_same_for_every_seed():
+    (one, _), (other, _) = trained(samples=100), trained(samples=100, seed=1)
+    orders = [pictures_of(training) for training in (one, other)]
+    assert [100, 100] == [len(order) for order in orders]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_more_samples_than_there_are_is_all_of_them():
+    training, _ = trained(samples=10_000)
+    assert 1347 == training.train.samples
+
+
+def rows(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(bigbatch, place, *options):
+    first = ("epochs=2", "policy=fixed:64", "lr=0.1")
+    settings = [f"--set={option}" for option in (*first, *options)]
+    status, out, err = bigbatch("train", "digits", "--seed=0", *settings, "--out", place, "--quiet")
+    assert 0 == status, out + err
+    return rows(place)
+
+
+def test_a_clipped_training_is_another(bigbatch, tmp_path):
+    plain = train(bigbatch, tmp_path / "plain")
+    loose = train(bigbatch, tmp_path / "loose", "clip=1e6")
+    tight = train(bigbatch, tmp_path / "tight", "clip=1e-3")
+    assert pytest.approx(plain[-1]["loss"]) == loose[-1]["loss"]
+    assert plain[-1]["loss"] < 1.5
+    assert abs(tight[-1]["loss"] - math.log(10)) < 0.1
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_training_in_half_precision_learns(bigbatch, tmp_path, precision):
+    found = train(bigbatch, tmp_path / "run", "double=no", f"precision={precision}")
+    assert found[-1]["loss"] < 1.5
+    assert found[-1]["scores"]["test accuracy, %"] > 50
+
+
+def test_data_from_workers_is_the_same_training(bigbatch, tmp_path):
+    alone, workers = train(bigbatch, tmp_path / "a"), train(bigbatch, tmp_path / "b", "workers=2")
+    assert [row["loss"] for row in alone] == [row["loss"] for row in workers]
+
+
+def test_measuring_scores_draws_no_random_number():
+    training, _ = trained()
+    before = torch.get_rng_state()
+    training.scores()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_gpu_that_is_not_there_is_said():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SettingError, match="device='cuda' is not there; write --set device=cpu"):
+        Training(DIGITS, DIGITS.settings().changed({"device": "cuda"}))
+
+
+# beginning from another run
+
+
+def test_a_run_begins_with_the_weights_of_another(bigbatch, tmp_path):
+    train(bigbatch, tmp_path / "first")
+    changes = {**FIXED, "begin_from": str(tmp_path / "first")}
+    second = Training(DIGITS, DIGITS.settings().changed(changes))
+    saved = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["state"]["model"]
+    assert all(torch.equal(saved[name], now) for name, now in second.model.state_dict().items())
+
+
+def test_weights_of_another_shape_begin_anew_which_is_said(bigbatch, tmp_path):
+    train(bigbatch, tmp_path / "first")
+
+    def wider(settings):
+        model = DIGITS.model(settings)
+        model[9] = torch.nn.Linear(128, 12).double()
+        return model
+
+    changes = {**FIXED, "begin_from": str(tmp_path / "first")}
+    recipe = replace(DIGITS, model=wider)
+    with pytest.warns(UserWarning, match=r"6 of 8 tensors begin as .* new are 9.bias, 9.weight"):
+        Training(recipe, DIGITS.settings().changed(changes))
+
+
+def test_a_run_that_cannot_be_begun_from_is_refused(tmp_path, bigbatch):
+    with pytest.raises(RunError, match="there is no run directory"):
+        trained(begin_from=str(tmp_path / "nowhere"))
+    train(bigbatch, tmp_path / "first")
+    recipe = replace(DIGITS, model=lambda settings: torch.nn.Linear(3, 3))
+    with pytest.raises(RunError, match=r"no weight of .* fits this model"):
+        trained(recipe, begin_from=str(tmp_path / "first"))
+    (tmp_path / "first" / "checkpoint.pt").unlink()
+    with pytest.raises(RunError, match="has no checkpoint to begin from; train it first"):
+        trained(begin_from=str(tmp_path / "first"))
+
+
+def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_path, monkeypatch):
+    def data(settings):
+        return replace(DIGITS.data(settings), keeps={"words.txt": settings.begin_from})
+
+    arms = {"one": FIXED, "two": {**FIXED, "lr": 0.0, "begin_from": "one"}}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, data=data))
+    study = tmp_path / "study"
+    status, out, err = bigbatch("train", "digits", "--epochs=1", "--seeds=2", "--out", study)
+    assert 0 == status, out + err
+    for seed in (0, 1):
+        first, second = (rows(study / f"{arm}-seed{seed}") for arm in arms)
+        assert first[-1]["scores"] == second[-1]["scores"]  # the rate is 0
+        kept = (study / f"two-seed{seed}" / "words.txt").read_text()
+        assert str((study / f"one-seed{seed}").resolve()) == kept
+    assert "2 seeds" in out
+    study.rename(tmp_path / "moved")
+    (tmp_path / "moved" / "two-seed1" / "checkpoint.pt").unlink()
+    assert 0 == bigbatch("train", "--resume", tmp_path / "moved")[0]
+
+
+# data
+
+
+def test_data_are_found_in_the_folder_or_in_a_named_one_of_it(tmp_path):
+    origin = Origin("letters", ("letters", "abc"), ("*.txt",), "the alphabet", otherwise="")
+    (tmp_path / "abc").mkdir()
+    (tmp_path / "abc" / "a.txt").write_text("a")
+    assert (tmp_path / "abc").resolve() == origin.find(tmp_path)
+    assert (tmp_path / "abc").resolve() == origin.find(tmp_path / "abc")
+
+
+def test_missing_data_are_one_line_that_says_which_files_from_where(tmp_path, monkeypatch):
+    origin = Origin("letters", ("abc",), ("*.txt",), "the alphabet (alphabet.org)")
+    wanted = r"letters is not in .*: \*.txt of the alphabet \(alphabet.org\) must be there, or in a"
+    with pytest.raises(RunError, match=wanted):
+        origin.find(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="letters is not in data"):
+        origin.find(None)
+    assert replace(origin, otherwise="numbers").find(None) is None
+    (tmp_path / "data" / "abc").mkdir(parents=True)
+    (tmp_path / "data" / "abc" / "a.txt").write_text("a")
+    assert (tmp_path / "data" / "abc").resolve() == origin.find(None)
+
+
+def test_columns_of_unequal_length_are_refused():
+    with pytest.raises(SettingError, match=r"columns of \[2, 3\] rows"):
+        Columns(torch.ones(2), torch.ones(3))
+
+
+# ranks
+
+
+def judged(rank, ranks, samples):
+    """Accuracy of a model that is right on every third of so many samples."""
+    x = torch.arange(samples)
+    data = Columns(torch.nn.functional.one_hot((x % 3 == 0).long(), 2).double(), x * 0 + 1)
+    settings = DIGITS.settings().changed({"micro_batch": 4})
+    return share_right(torch.nn.Identity(), data, settings)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 30])
+def test_ranks_share_the_samples_and_all_get_the_same_score(ranks, samples):
+    expected = 100 * len(range(0, samples, 3)) / samples
+    assert expected == judged(0, 1, samples)
+    assert [expected] * 2 == ranks(2)(judged, samples)

@@ -1,0 +1,129 @@
+"""Settings: their types, changes by name, changes written as text, and a recipe's table."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch.errors import SettingError
+from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.optimizers import OPTIMIZERS, build_optimizer
+from bigbatch.recipes.recipe import OURS
+from bigbatch.recipes.settings import Settings
+
+DEFAULT = DIGITS.settings()
+
+
+def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():
+    assert (25, 0.02, 32) == (DEFAULT.epochs, DEFAULT.lr, DEFAULT.base_batch)
+    assert {"dropout": 0.0, "double": True} == DEFAULT.task
+
+
+def test_the_small_scale_changes_the_papers():
+    recipe = replace(DIGITS, full={**DIGITS.full, "epochs": (200, OURS)}, small={"dropout": 0.5})
+    full, small = recipe.settings(full=True), recipe.settings()
+    assert (200, 0.0) == (full.epochs, full.task["dropout"])
+    assert (200, 0.5) == (small.epochs, small.task["dropout"])
+
+
+def test_a_config_file_brings_them_back():
+    assert DEFAULT == Settings.from_dict(DEFAULT.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("epochs=3", "epochs", 3),
+        ("lr = 1e-3", "lr", 1e-3),
+        ("lr=1", "lr", 1.0),
+        ("policy=simigrad:target=0.3", "policy", "simigrad:target=0.3"),
+        ("decay_all=no", "decay_all", False),
+        ("dropout=0.25", "dropout", 0.25),
+        ("double=false", "double", False),
+    ],
+)
+def test_a_text_is_read_in_the_type_of_the_present_value(text, name, value):
+    assert {name: value} == DEFAULT.parsed(text)
+    changed = DEFAULT.changed(DEFAULT.parsed(text))
+    assert value == changed.task.get(name, getattr(changed, name, None))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wings=2", "recipe 'digits' has no setting 'wings'; it has .*dropout, .*epochs"),
+        ("task=2", "has no setting|must be"),
+        ("epochs=3.5", "epochs='3.5' is no int"),
+        ("double=maybe", "double='maybe' is no bool"),
+        ("epochs", "'epochs' must be written KEY=VALUE"),
+        ("changed=1", "has no setting 'changed'"),
+    ],
+)
+def test_a_text_that_cannot_be_read_says_what_can(text, message):
+    with pytest.raises(SettingError, match=message):
+        DEFAULT.parsed(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dropout": "much"}, "dropout='much' is of another type than float"),
+        ({"decay_all": 1}, "decay_all=1 is of another type than bool"),
+        ({"samples": -1}, "samples=-1 must not be negative"),
+        ({"clip": float("inf")}, "clip=inf must be finite"),
+        ({"precision": "int8"}, "precision 'int8' is unknown"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"lr_schedule": "wavy"}, "lr_schedule 'wavy' is not understood"),
+        ({"task": 5}, "task=5 must be names with their values"),
+    ],
+)
+def test_a_bad_value_is_refused_at_once(changes, message):
+    with pytest.raises(SettingError, match=message):
+        DEFAULT.changed(changes)
+
+
+# the optimizer
+
+
+def groups(optimizer, **changes):
+    """(weight decay, vr) of each parameter, by name."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    settings = DEFAULT.changed({"optimizer": optimizer, "weight_decay": 0.5, **changes})
+    built = build_optimizer(settings, model.named_parameters(), frozenset({"0.weight"}))
+    return {
+        name: (group["weight_decay"], group.get("vr"))
+        for group in built.param_groups
+        for name in group["param_names"]
+    }
+
+
+def test_biases_and_norms_decay_only_where_all_do():
+    decays = {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 0.5, "1.bias": 0.5}
+    assert decays == {name: decay for name, (decay, _) in groups("adam").items()}
+    kept = {**decays, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
+    found = groups("adam", decay_all=False)
+    assert kept == {name: decay for name, (decay, _) in found.items()}
+
+
+def test_a_vr_optimizer_steps_the_excluded_as_its_base_does():
+    found = {name: vr for name, (_, vr) in groups("vr-momentum").items()}
+    assert {"0.weight": False, "0.bias": True, "1.weight": True, "1.bias": True} == found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_the_rate_and_decay_of_the_settings(name):
+    (group,) = build_optimizer(
+        DEFAULT.changed({"optimizer": name, "lr": 0.25, "weight_decay": 0.125}),
+        [("w", nn.Parameter(torch.ones(2, 2)))],
+    ).param_groups
+    assert (0.25, 0.125) == (group["lr"], group["weight_decay"])
+
+
+def test_momentum_is_the_settings():
+    settings = DEFAULT.changed({"momentum": 0.875})
+    for name in ("momentum", "lars", "vr-momentum"):
+        optimizer = build_optimizer(
+            settings.changed({"optimizer": name}), [("w", nn.Parameter(torch.ones(2)))]
+        )
+        assert [0.875] == [group["momentum"] for group in optimizer.param_groups]
