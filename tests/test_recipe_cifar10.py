@@ -116,7 +116,9 @@ def test_a_base_and_its_twins_are_swept_over_the_same_rates():
 )
 def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
     place = tmp_path / "run"
-    smaller = ("--micro-batch", "64", "--batch-size", "64", "--min-batch", "64")
+    sizes = ("min_batch", "batch_size", "micro_batch")
+    smaller = [part for size in sizes for part in ("--set", f"{size}=64")]
+    smaller += ["--set", "virtual_ranks=4"]
     options = (*TINY, *smaller, "--arm", arm, "--out", place)
     status, _, said = bigbatch("train", recipe.name, "--data", few, *options)
     assert (0, "") == (status, said)

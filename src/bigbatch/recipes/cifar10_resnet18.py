@@ -10,13 +10,7 @@ from torch import nn
 from bigbatch.recipes.data import cifar10
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
-from bigbatch.recipes.pictures import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    shifted_and_flipped,
-)
+from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 

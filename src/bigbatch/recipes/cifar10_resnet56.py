@@ -12,19 +12,13 @@ from bigbatch.recipes.data import cifar10
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.models.resnet import resnet_of_three_stages
-from bigbatch.recipes.pictures import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    shifted_and_flipped,
-)
+from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
 from bigbatch.recipes.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings, Value
 
 _VRGD = "VRGD"
 _TABLE = "VRGD, table 5"
-_TENSORFLOW = "TensorFlow's official ResNet, on which VRGD builds"
+_TENSORFLOW = "TensorFlow's official ResNet"
 _STEPS = "warm-up 5 epochs; x0.1 at 91 and 136 epochs"
 _COSINE = "warm-up 5 epochs; cosine"
 
