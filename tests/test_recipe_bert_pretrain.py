@@ -43,10 +43,18 @@ def tree(number):
     return f"the tree{number} and the leaf\nof tree{number} are green and old, the end {number}"
 
 
+TREES = ("oak", "elm", "ash", "fir", "yew", "beech", "maple", "alder")
+
+
+def wood(number):
+    """A document about one of the trees, in always the same words."""
+    return 3 * f"the {TREES[number % 8]} and its leaf are green and very old , so is the root\n"
+
+
 @pytest.fixture
 def forest(tmp_path):
     """A folder of text in BERT's layout, 200 short documents."""
-    (tmp_path / "text.txt").write_text("\n\n".join(3 * (tree(n) + "\n") for n in range(200)))
+    (tmp_path / "text.txt").write_text("\n\n".join(wood(n) for n in range(200)))
     return tmp_path
 
 
@@ -265,6 +273,17 @@ def test_the_loss_is_the_mean_over_rows_of_hidden_pieces_and_of_the_pair(forest)
     torch.testing.assert_close(torch.stack(each).mean(), loss_of(model, batch))
 
 
+def test_the_arms_of_both_scales_have_the_same_names_and_phases():
+    assert BERT_PRETRAIN.arms.keys() == BERT_PRETRAIN.full_arms.keys()
+    for name in BERT_PRETRAIN.arms:
+        small, full = (
+            BERT_PRETRAIN.arm(name, BERT_PRETRAIN.settings(full=full), full=full)
+            for full in (False, True)
+        )
+        assert (small.begin_from, small.optimizer) == (full.begin_from, full.optimizer)
+        assert {"short": 128, "long": 512}[name.rpartition("-")[2]] == full.task["length"]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_the_example_goes_through_loss_and_model_without_data(full):
     settings = BERT_PRETRAIN.settings(full=full)
@@ -292,6 +311,14 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     (name, *_), scores = zip(*rows_of(long)[-1]["scores"].items(), strict=True)
     assert f"masked pieces right, % (8 rows held out of {forest.name})" == name
     assert all(score >= 0 for score in scores)
+
+
+def test_it_learns_the_words_of_a_small_forest(bigbatch, forest):
+    changes = {**TINY, "samples": 0, "draws": 8, "batch_size": 16, "base_batch": 16, "lr": 0.02}
+    train = ["train", "bert-pretrain", "--data", forest, "--quiet", "--policy", "fixed"]
+    assert 0 == bigbatch(*train, *options(changes), "--out", forest / "run")[0]
+    right, *_ = rows_of(forest / "run")[-1]["scores"].values()
+    assert right > 40  # the most frequent word is one in eight
 
 
 def test_a_vocabulary_larger_than_the_network_is_refused(bigbatch, forest):
