@@ -40,7 +40,7 @@ class LiveView:
         """The results, in 80 columns where names allow; `wraps` for many columns that would not."""
         headers = [column.replace(" ", "\n") for column in found.columns]
         table = Shown(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
-        table.columns[0].overflow = "fold"
+        table.columns[0].overflow, table.columns[0].min_width = "fold", 8
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", not wraps
             column.overflow = "fold" if wraps else "ellipsis"
