@@ -31,7 +31,8 @@ def read_clicks(file: Path, rows: int = _READ_AT_ONCE) -> Iterator[Rows]:
         rows: at a time.
     Yields:
         Labels (rows,); integers (rows, 13), nan where one is missing; categories (rows, 26), the
-        eight hexadecimal digits as a number, 0 where one is missing.
+        eight hexadecimal digits as a number, 0 where one is missing. What lacks at a line's end
+        counts as missing.
     Raises:
         RunError: the file is none of these.
     """
@@ -45,7 +46,7 @@ def read_clicks(file: Path, rows: int = _READ_AT_ONCE) -> Iterator[Rows]:
             header=None,
             dtype={**kinds, **words},
             na_values={number: [""] for number in kinds},
-            keep_default_na=False,  # so that an empty field differs from one that is not there
+            keep_default_na=False,  # a missing category is an empty word
             quoting=3,
             chunksize=rows,
         ) as chunks:
@@ -62,9 +63,6 @@ def read_clicks(file: Path, rows: int = _READ_AT_ONCE) -> Iterator[Rows]:
 def _rows(chunk: Any) -> Rows:
     if chunk.shape[1] != _COLUMNS:
         raise ValueError(f"{chunk.shape[1]} columns")
-    last = chunk[_COLUMNS - 1].isna()
-    if last.any():
-        raise ValueError(f"line {last.idxmax() + 1} is too short")
     labels = chunk[0].to_numpy()
     if wrong := set(labels.tolist()) - {0.0, 1.0}:
         raise ValueError(f"label {min(wrong)}")

@@ -36,13 +36,14 @@ class LiveView:
         """One line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def table(self, found: Table, title: str) -> None:
-        """The results, in 80 columns where names allow."""
+    def table(self, found: Table, title: str, *, wraps: bool = False) -> None:
+        """The results, in 80 columns where names allow; `wraps` for many columns that would not."""
         headers = [column.replace(" ", "\n") for column in found.columns]
         table = Shown(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
-        table.columns[0].overflow = "fold"
+        table.columns[0].overflow, table.columns[0].min_width = "fold", 8
         for column in table.columns[1:]:
-            column.justify, column.no_wrap = "right", True
+            column.justify, column.no_wrap = "right", not wraps
+            column.overflow = "fold" if wraps else "ellipsis"
         for row in found.rows:
             table.add_row(*map(escape, row))
         self.console.print(table)

@@ -84,7 +84,7 @@ class Swept:
     def _merit(self, point: SweptPoint) -> tuple[int, float]:
         scores = point.scores(self.score)
         if not scores:
-            return 0, 0.0
+            return -point.planned, -math.inf
         return len(scores) - point.planned, fmean(scores) * (1 if self.higher_is_better else -1)
 
     @property

@@ -59,8 +59,11 @@ class Clicks(Dataset[Batch]):
         found = self._rows(wanted if self._chosen is None else self._chosen[wanted])
         rows = found["codes"].astype(numpy.int64) % self._table_rows
         labels = found["label"].astype(numpy.float32)
-        numbers = numpy.ascontiguousarray(found["numbers"])
-        return torch.from_numpy(numbers), torch.from_numpy(rows), torch.from_numpy(labels)
+        return (
+            torch.from_numpy(found["numbers"].copy()),
+            torch.from_numpy(rows),
+            torch.from_numpy(labels),
+        )
 
     def _rows(self, wanted: NDArray[numpy.int64]) -> Packed:
         found = numpy.empty(len(wanted), CLICK)
