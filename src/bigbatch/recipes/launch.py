@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from bigbatch.errors import RankError
@@ -65,7 +66,7 @@ class Launch:
         try:
             store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
             launch = cls(store)
-            dist.init_process_group("gloo", store=launch._now, rank=rank, world_size=count)
+            dist.init_process_group(_backend(), store=launch._now, rank=rank, world_size=count)
         except ValueError as error:
             raise RankError(f"{error}; start the ranks by torchrun, or unset WORLD_SIZE") from None
         except RuntimeError as error:
@@ -155,6 +156,14 @@ def heard_if_leading() -> Iterator[None]:
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def _backend() -> str:
+    """By which ranks talk; where there are GPUs, each rank takes its own of its machine."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return "gloo"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return "cpu:gloo,cuda:nccl"
 
 
 def _in_words(error: Exception) -> str:
