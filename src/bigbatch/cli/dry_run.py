@@ -135,6 +135,8 @@ def _notes(
         "VR under DDP spreads its average of r over the ranks: less than is said of the state.": (
             lambda one: one.optimizer in ("vr-adam", "vr-lamb")
         ),
+        "DeepSpeed spreads state (zero_stage 1) and gradients (2) over the ranks; here they are "
+        "whole, and what is sent is as by DDP.": lambda one: one.engine == "deepspeed",
     }
     lines = ["* of the small scale, ours." for full in settings if not full]
     lines += [line for line, is_so in holds.items() if any(map(is_so, settings.values()))]

@@ -12,14 +12,16 @@ from bigbatch.decide.policy import Fixed, Progress
 from bigbatch.decide.schedule import Schedule
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.optim import VarianceReduced
 from bigbatch.recipes.data.columns import as_it_is
+from bigbatch.recipes.engines import loop_over
 from bigbatch.recipes.footprint import Footprint, footprint
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.optimizers import build_optimizer
 from bigbatch.recipes.recipe import OURS, Data, Recipe
 from bigbatch.recipes.settings import Settings, Value
-from bigbatch.recipes.training import loop_over
 
+_JOINED = 8  # backwards of a rank, each joined with the others', that VR compares on DeepSpeed
 _PLACES = 1_000  # of a schedule that are looked at for its least and largest batch
 
 MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, for its learning rates
@@ -135,8 +137,11 @@ def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> Adapt
     model = nn.Linear(1, 1, bias=False)
     optimizer = build_optimizer(settings, model.named_parameters())
     numbered = Data(range(samples), lambda _: {}, as_it_is)  # type: ignore[arg-type]
+    settings = settings.changed({"workers": 0})
     virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
-    return loop_over(numbered, settings, model, optimizer, virtual_ranks)
+    joins = settings.engine == "deepspeed" and isinstance(optimizer, VarianceReduced)
+    least = _JOINED * ranks if joins else None
+    return loop_over(numbered, settings, model, optimizer, virtual_ranks, min_micro_batches=least)
 
 
 def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, int]:

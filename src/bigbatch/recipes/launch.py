@@ -159,8 +159,8 @@ def heard_if_leading() -> Iterator[None]:
 
 
 def _backend() -> str:
-    """Of the collectives; where there are GPUs, this process takes the one of its local rank."""
-    if not torch.cuda.is_available():
+    """By which ranks talk; where there are GPUs, each rank takes its own of its machine."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return "cpu:gloo,cuda:nccl"

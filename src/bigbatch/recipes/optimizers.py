@@ -69,7 +69,8 @@ def build_optimizer(
     if not adapted:
         return base
     beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
-    options = Options(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=True)
+    watch = settings.engine == "ddp"  # DeepSpeed lays the weights into pieces without names
+    options = Options(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
     return VarianceReduced(base, **options)
 
 

@@ -43,6 +43,8 @@ class Settings:
         lr_schedule: how the rate goes over the samples, as `LRSchedule` reads it.
         device: "cpu" or "cuda"; on several ranks each takes its own.
         precision: "float32" for the model's own type; "bfloat16" or "float16" by autocast.
+        engine: what joins the ranks: "ddp", or "deepspeed".
+        zero_stage: of DeepSpeed: 0, 1 or 2.
         workers: processes that load the data; 0 for none.
         checkpoint_every: steps between checkpoints.
         threads: CPU threads of torch.
@@ -82,6 +84,8 @@ class Settings:
     lr_schedule: str = "constant"
     device: str = "cpu"
     precision: str = "float32"
+    engine: str = "ddp"
+    zero_stage: int = 0
     workers: int = 0
     checkpoint_every: int = 100
     threads: int = 1
@@ -99,6 +103,12 @@ class Settings:
         require_choice("lr_scaling", self.lr_scaling, ("sqrt", "linear", "adascale", "none"))
         require_choice("precision", self.precision, PRECISIONS)
         require_choice("device", self.device, ("cpu", "cuda"))
+        require_choice("engine", self.engine, ("ddp", "deepspeed"))
+        if self.zero_stage not in ((0, 1, 2) if self.engine == "deepspeed" else (0,)):
+            raise SettingError(
+                f"zero_stage={self.zero_stage} with engine={self.engine}; DeepSpeed's 0, 1 and 2 "
+                "are known (at 3 no rank has the weights that scores are of), others have 0"
+            )
         if self.seed >= 2**32:
             raise SettingError(
                 f"seed={self.seed} must be below 2^32, which NumPy's generator takes"

@@ -131,8 +131,12 @@ class RunDirectory:
                     ) from None
         return rows
 
-    def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Replaces the checkpoint; it remembers how much of the metrics belongs to it."""
+    def save_checkpoint(self, state: dict[str, Any]) -> bool:
+        """Replaces the checkpoint; it remembers how much of the metrics belongs to it.
+
+        Returns:
+            Whether it could be written.
+        """
         try:
             with self.metrics.open("a") as metrics:
                 os.fsync(metrics.fileno())
@@ -140,6 +144,8 @@ class RunDirectory:
                 torch.save({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
             self._say("the checkpoint could not be written", error)
+            return False
+        return True
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The latest checkpoint, or None before the first; cuts off metrics that lie past it.

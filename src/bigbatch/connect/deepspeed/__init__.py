@@ -12,6 +12,7 @@ from bigbatch.act.batches import Batches
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.samples import Batch
 from bigbatch.connect.packages import required
+from bigbatch.decide.controller import Controller
 from bigbatch.decide.policy import Fixed, Policy
 from bigbatch.errors import SettingError
 from bigbatch.loop import AdaptiveBatch
@@ -46,7 +47,7 @@ def initialize(
     lr_scheduler: Any = None,
     *,
     adaptive_batch_params: Mapping[str, Any] | None = None,
-    policy: Policy | None = None,
+    policy: Policy | Controller | None = None,
     lr_scaling: str | Scaling | None = "sqrt",
     min_micro_batches: int | None = None,
     **more: Any,
@@ -77,7 +78,8 @@ def initialize(
             `Batches` with options of its own.
         lr_scheduler: as DeepSpeed's.
         adaptive_batch_params: as the paper's code took them; see `AdaptiveBatchParams`.
-        policy: another policy than SimiGrad's; then similarity_target is left out.
+        policy: another policy than SimiGrad's; then similarity_target is left out. Or a
+            `Controller` with options of its own, which has the starting size and the base batch.
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
         **more: whatever else DeepSpeed takes: config, mpu, collate_fn ...
@@ -115,7 +117,7 @@ def initialize(
         reduced or engine.basic_optimizer,
         loader,
         policy=policy or (params.policy() if params.enable_adjust else Fixed(batch)),
-        batch_size=batch,
+        batch_size=None if isinstance(policy, Controller) else batch,
         micro_batch=micro or own_micro,
         fixed_micro_batch=announces and micro is None,
         min_micro_batches=min_micro_batches,
