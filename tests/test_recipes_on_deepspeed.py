@@ -1,6 +1,7 @@
 """A recipe on DeepSpeed: the run that DDP would give, its checkpoints, and what is refused."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.live import LiveView
 from bigbatch.report.run_directory import RunDirectory
 from deepspeed_training import quiet
+from test_torchrun import alone, torchrun
 
 pytestmark = pytest.mark.xdist_group("deepspeed")
 
@@ -147,3 +149,17 @@ def test_a_checkpoint_that_cannot_be_loaded_says_why(deepspeed_ranks, tmp_path, 
 def test_an_engine_that_there_is_not_is_refused(changes, said):
     with pytest.raises(SettingError, match=said):
         settings(**changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_trains_and_resumes_on_deepspeed(tmp_path, ranks):
+    """One rank is plain python, which DeepSpeed is given a group of one for."""
+    start = partial(torchrun, ranks) if ranks > 1 else alone
+    command, run = ["-m", "bigbatch", "train"], tmp_path / "run"
+    options = ["--set", "engine=deepspeed", "--set", "zero_stage=2", "--set", "double=false"]
+    made = start(*command, "digits", "--arm", "simigrad-vr", *options, "--epochs=1", "--out", run)
+    assert 0 == made.returncode, made.stderr
+    again = start(*command, "--resume", tmp_path / "run")
+    assert 0 == again.returncode, again.stderr
+    assert 1347 == RunDirectory.open(tmp_path / "run").rows()[-1]["samples"]

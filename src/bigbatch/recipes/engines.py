@@ -5,6 +5,7 @@ micro-batch's loss is, and what is logged, it is told and does not know.
 """
 
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -149,6 +150,7 @@ class DeepSpeed:
 
         _require_float32(model)
         if not dist.is_initialized():  # one process, whom DeepSpeed wants in a group too
+            os.environ.setdefault("LOCAL_RANK", "0")  # which it asks for
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         self._model, self._stage = model, settings.zero_stage
