@@ -33,7 +33,7 @@ def settings(**changes):
 @pytest.mark.parametrize(("recipe", "arm", "full"), ARMS)
 def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, full):
     asked = recipe.settings(full=full)
-    run = dry_run(recipe, recipe.arm(arm, asked) if arm else asked, recipe.full_ranks)
+    run = dry_run(recipe, recipe.arm(arm, asked, full=full) if arm else asked, recipe.full_ranks)
     assert run.keeps.parameters > 0
     assert run.keeps.weights >= run.keeps.gradients > 0
     for planned in run.plans.values():

@@ -1,6 +1,5 @@
 """`bigbatch recipes`: what can be trained, on which data, and how long it takes."""
 
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +13,8 @@ from bigbatch.errors import MissingPackageError, RunError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.recipes.data.origin import HERE, Origin
 from bigbatch.recipes.footprint import parameters_of
-from bigbatch.recipes.recipe import Recipe, Sweep
-from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.recipe import Recipe
+from bigbatch.recipes.sweep import points_of
 from bigbatch.report.live import LiveView
 
 _COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
@@ -57,10 +56,16 @@ def _table(data: Path | None) -> Table:
 
 
 def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
-    origin, small, full = recipe.origin, recipe.settings(), recipe.settings(full=True)
+    origin = recipe.origin
     weights = [_weights(recipe, full=one) for one in (False, True)]
     files = f"{' or '.join(origin.files)} of {origin.source}" if origin.files else "none"
-    sweeps = [_points(recipe.sweep, small), _points(recipe.full_sweep, full)]
+    sweeps = [
+        len(points_of(recipe, sweep, settings, full=whole)) if sweep.grids else 0
+        for sweep, settings, whole in (
+            (recipe.sweep, recipe.settings(), False),
+            (recipe.full_sweep, recipe.settings(full=True), True),
+        )
+    ]
     with_data = f"bigbatch train {recipe.name}" + (" --data DIR" if origin.files else "")
     return [
         f"{recipe.name}: {recipe.summary}",
@@ -109,13 +114,3 @@ def _weights(recipe: Recipe, *, full: bool) -> str:
         if amount >= 999.5:
             amount, unit = amount / 1000, larger
     return f"{amount:.3g}{unit}"
-
-
-def _points(sweep: Sweep, settings: Settings) -> int:
-    """Combinations of the grids, without those whose bounds are crossed."""
-    points = [
-        settings.changed(dict(zip(grid, values, strict=True)))
-        for grid in sweep.grids
-        for values in product(*grid.values())
-    ]
-    return sum(point.min_batch <= point.max_batch for point in points)

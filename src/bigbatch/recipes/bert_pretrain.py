@@ -29,8 +29,9 @@ _SHORT: Changes = {
     "base_batch": 32_768,
     "lr": 0.005,
     "lr_schedule": "warm-up 0.2 epochs; polynomial 0.5",
+    "samples": 461_000_000,
 }
-_LONG: Changes = {"length": 512, "predictions": 80, "micro_batch": 16, "epochs": 2}
+_LONG: Changes = {"length": 512, "predictions": 80, "micro_batch": 16, "samples": 51_200_000}
 _LAMB_LONG: Changes = {**_SHORT, **_LONG, "batch_size": 32_768}
 # SimiGrad's code: 150 steps of warm-up, then 0.9 each 150 steps.
 _SIMIGRAD_LONG: Changes = {
@@ -64,7 +65,8 @@ BERT_PRETRAIN = Recipe(
     summary="BERT pre-training in two phases: SimiGrad's batches, and LAMB against VR-LAMB",
     paper="SimiGrad and VRGD",
     full={
-        "epochs": (3, OURS),
+        "epochs": (1, OURS),
+        "samples": (400_000_000, SIMIGRAD),  # at which its rate is 0
         "policy": ("simigrad", SIMIGRAD),
         "target": (0.8, SIMIGRAD),
         "min_batch": (128, OURS),
@@ -89,7 +91,7 @@ BERT_PRETRAIN = Recipe(
         "dropout": (0.1, SIMIGRAD),
         "length": (128, SIMIGRAD),
         "predictions": (20, OURS),
-        "draws": (4, OURS),
+        "draws": (16, OURS),
         "judged": (0, OURS),
     },
     small={
@@ -113,13 +115,15 @@ BERT_PRETRAIN = Recipe(
         "predictions": 5,
         "judged": 500,
     },
-    full_samples=400_000_000,
+    full_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
+    full_ranks=16,
     minutes=1.5,
     origin=Origin(
         "plain text",
         ("wikitext-2", "wikitext-103", "text"),
         ("*.txt", "*.txt.gz", "wiki.train.tokens"),
         "any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
+        size="any amount",
         otherwise="the documentation of Python's standard library",
     ),
     arms={
