@@ -314,7 +314,7 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
 
 
 def test_it_learns_the_words_of_a_small_forest(bigbatch, forest):
-    changes = {**TINY, "samples": 0, "draws": 8, "batch_size": 16, "base_batch": 16, "lr": 0.02}
+    changes = {**TINY, "samples": 0, "draws": 6, "batch_size": 16, "base_batch": 16, "lr": 0.02}
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", "--policy", "fixed"]
     assert 0 == bigbatch(*train, *options(changes), "--out", forest / "run")[0]
     right, *_ = rows_of(forest / "run")[-1]["scores"].values()

@@ -1,5 +1,6 @@
 """What `bigbatch recipes` says, and what every recipe file keeps to."""
 
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -81,9 +82,13 @@ def test_no_two_recipes_repeat_each_other():
 
 
 def blocks_of(file):
-    """Every run of so many lines, without imports, blank lines and indentation."""
+    """Every run of so many lines, without imports, blank lines and indentation.
+
+    Nor do lines count which say no more than that a recipe's own function is meant.
+    """
     lines = [line.strip() for line in file.read_text().splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("import ", "from "))]
+    told = re.compile(r"(import|from) .*|(\w+)=_\2,|[()\[\]{},]*")
+    kept = [line for line in lines if not told.fullmatch(line)]
     return zip(*(kept[start:] for start in range(REPEATED)), strict=False)
 
 

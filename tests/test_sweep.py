@@ -27,7 +27,7 @@ SECONDS = 240  # far more than needed: a hang ends as a failure
 WRONG = [
     (["--grid", "speed=1,2"], "recipe 'digits' has no setting 'speed'"),
     (["--grid", "lr=fast"], "lr='fast' is no float"),
-    (["--grid", "lr="], "lr='' is of another type than float"),
+    (["--grid", "lr="], "'lr=' must be written KEY=VALUE"),
     (["--grid", "lr=0.1", "--grid", "lr=0.2"], "--grid gives 'lr' twice"),
     (["--grid", "seed=1,2"], "'seed' cannot vary within a sweep: give --seeds instead"),
     (["--grid", "recipe=a,b"], "'recipe' cannot vary"),
@@ -117,7 +117,7 @@ def test_a_run_begins_from_the_one_of_the_same_values_and_seed():
     assert "arm=first,lr=0.2-seed1" == trainings["arm=second,lr=0.2-seed1"].begin_from
     assert "" == trainings["arm=first,lr=0.2-seed1"].begin_from
     alone = points_of(recipe, sweep_of(recipe, SETTINGS, ["arm=second"], []), SETTINGS)
-    with pytest.raises(SettingError, match="begins from arm 'first'"):
+    with pytest.raises(SettingError, match="needs arm 'first' of the same values"):
         trainings_of(recipe, alone, 1)
 
 

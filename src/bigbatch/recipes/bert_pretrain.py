@@ -39,7 +39,7 @@ _SIMIGRAD_LONG: Changes = {
     "lr": 0.002,
     "lr_schedule": "warm-up 4915200 samples power 2; x0.9 every 4915200 samples",
 }
-_SMALL_LONG: Changes = {"policy": "fixed", "length": 64, "predictions": 10, "samples": 8_000}
+_SMALL_LONG: Changes = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
 _VR: Changes = {"optimizer": "vr-lamb"}
 
 
@@ -97,22 +97,22 @@ BERT_PRETRAIN = Recipe(
     small={
         "epochs": 1,
         "target": 0.1,
-        "min_batch": 16,
-        "max_batch": 128,
-        "batch_size": 16,
-        "base_batch": 16,
-        "micro_batch": 16,
+        "min_batch": 32,
+        "max_batch": 512,
+        "batch_size": 64,
+        "base_batch": 64,
+        "micro_batch": 32,
         "lr": 0.01,
         "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
-        "samples": 40_000,
+        "samples": 30_000,
         "device": "cpu",
         "precision": "float32",
         "workers": 0,
         "size": "tiny",
-        "vocabulary": 1_000,
+        "vocabulary": 300,
         "dropout": 0.0,
-        "length": 32,
-        "predictions": 5,
+        "length": 64,
+        "predictions": 10,
         "judged": 500,
     },
     full_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
