@@ -23,6 +23,8 @@ $(READY): pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 run: $(READY)  ## train the digits study and write its report
 	$(BIN)/bigbatch train --runs $(RUNS)
 
+test test-slow: export OMP_NUM_THREADS = 1  # two test processes, each with ranks, on two cores
+
 test: $(READY)  ## the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 

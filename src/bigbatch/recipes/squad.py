@@ -101,10 +101,10 @@ SQUAD = Recipe(
         "device": "cpu",
         "precision": "float32",
         "size": "tiny",
-        "vocabulary": 1_000,
+        "vocabulary": 300,  # as at bert-pretrain's small scale
         "dropout": 0.0,
-        "length": 128,
-        "stride": 64,
+        "length": 256,
+        "stride": 128,
         "judged": 300,
     },
     full_samples=2 * 87_599,
