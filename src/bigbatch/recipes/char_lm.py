@@ -117,7 +117,7 @@ CHAR_LM = Recipe(
         "precision": "float32",
     },
     full_samples=3_921,
-    minutes=2,
+    minutes=1.4,
     origin=Origin(
         "tiny Shakespeare",
         folders=("tinyshakespeare",),

@@ -74,7 +74,7 @@ CIFAR10_RESNET18 = Recipe(
     },
     full_samples=50_000,
     full_ranks=4,
-    minutes=1,
+    minutes=1.5,
     origin=cifar10.ORIGIN,
     arms={
         "fixed-128": {"policy": "fixed"},

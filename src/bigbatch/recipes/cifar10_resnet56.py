@@ -117,7 +117,7 @@ CIFAR10_RESNET56 = Recipe(
     },
     full_samples=50_000,
     full_ranks=8,
-    minutes=1,
+    minutes=1.6,
     origin=cifar10.ORIGIN,
     arms=_arms(),
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),

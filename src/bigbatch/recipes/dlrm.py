@@ -124,7 +124,7 @@ DLRM_CRITEO = Recipe(
     },
     full_samples=4_195_197_692,
     full_ranks=8,
-    minutes=0.5,
+    minutes=0.3,
     origin=CRITEO,
     arms={
         "sgd": {},

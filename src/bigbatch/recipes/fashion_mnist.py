@@ -60,7 +60,7 @@ FASHION_MNIST = Recipe(
         "width": 8,
     },
     full_samples=60_000,
-    minutes=1,
+    minutes=0.7,
     origin=Origin(
         name="Fashion-MNIST",
         folders=("fashion-mnist", "FashionMNIST/raw"),

@@ -121,7 +121,7 @@ GLUE = Recipe(
         "length": 48,
     },
     full_samples=3 * 67_349,
-    minutes=1,
+    minutes=0.8,
     origin=Origin(
         "GLUE",
         ("glue",),

@@ -108,7 +108,7 @@ SQUAD = Recipe(
         "judged": 300,
     },
     full_samples=2 * 87_599,
-    minutes=1.5,
+    minutes=1.8,
     origin=Origin(
         "SQuAD 1.1",
         ("squad-v1.1", "squad"),
