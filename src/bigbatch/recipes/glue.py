@@ -120,7 +120,7 @@ GLUE = Recipe(
         "vocabulary": 1_000,
         "length": 48,
     },
-    full_samples=3 * 67_349,
+    full_samples=67_349,
     minutes=1,
     origin=Origin(
         "GLUE",
