@@ -81,6 +81,14 @@ def test_documents_have_blank_lines_between_them_and_each_50th_is_held_out(tmp_p
     assert (99, "before", "first 0\nlast 0") == (len(train), *train[:2])
 
 
+def test_a_text_that_is_there_packed_and_not_is_read_once(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a\n"))  # held out from itself, else
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"c\n"))
+    assert ["a", "b", "c"] == list(corpus_of(tmp_path).train())
+
+
 def test_an_article_of_wikitext_goes_from_title_to_title(tmp_path):
     lines = ["", " = One = ", "", " a <unk> of 1 @,@ 000 ", " = = Part = = ", " b ", " = Two = "]
     for name in ("train", "valid"):

@@ -10,7 +10,7 @@ from torchmetrics.text import SQuAD as Oracle
 
 from bigbatch.connect.bert import Pieces
 from bigbatch.connect.bert.pieces import SPECIAL
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.data.frame import Frame
 from bigbatch.recipes.data.squad import (
     Question,
@@ -138,6 +138,15 @@ def test_windows_overlap_and_cover_the_paragraph():
     assert (windows.texts[:, :3] == -1).all()
 
 
+def test_a_window_without_room_or_stride_is_refused():
+    asked = [Question(" ".join(WORDS[:9]), "w1", ("w1",), 0)]
+    assert 1 == len(windowed(asked, length=13).question)  # one piece of the paragraph
+    with pytest.raises(SettingError, match=r"length=12 has no room .* of 9 pieces; set length=68"):
+        windowed(asked, length=12)
+    with pytest.raises(SettingError, match="stride"):
+        windowed(asked, length=20, stride=0)
+
+
 def test_the_likeliest_span_is_that_of_trying_all():
     draw = torch.Generator().manual_seed(0)
     first, last = torch.randn(2, 5, 40, generator=draw)
@@ -171,6 +180,15 @@ def test_answers_of_a_model_that_knows_score_100(quiz):
         "F1, % (20 dev questions)": 100,
         "exact match, % (20 dev questions)": 100,
     } == data.scores(Knowing())
+
+
+def test_a_model_that_diverged_answers_nothing_and_goes_on(quiz):
+    data = SQUAD.data(SQUAD.settings().changed({**TINY, "data": str(quiz)}))
+
+    def diverged(pieces, segments, real):
+        return torch.full((2, *pieces.shape), float("nan"))
+
+    assert [0, 0] == list(data.scores(diverged).values())
 
 
 def test_the_example_is_like_a_batch(quiz):
