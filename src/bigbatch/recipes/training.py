@@ -80,7 +80,10 @@ class Training:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
-        rate = settings.lr * (mean_factor(Path(settings.lr_from)) if settings.lr_from else 1.0)
+        rate = settings.lr
+        if settings.lr_from:
+            sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
+            rate *= mean_factor(Path(settings.lr_from), sizes)
         self.optimizer = build_optimizer(
             settings.changed({"lr": rate}),
             self.model.named_parameters(),
