@@ -11,6 +11,7 @@ from torchmetrics.text import SQuAD as Oracle
 from bigbatch.connect.bert import Pieces
 from bigbatch.connect.bert.pieces import SPECIAL
 from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.frame import Frame
 from bigbatch.recipes.data.squad import (
     Question,
@@ -180,6 +181,31 @@ def test_answers_of_a_model_that_knows_score_100(quiz):
         "F1, % (20 dev questions)": 100,
         "exact match, % (20 dev questions)": 100,
     } == data.scores(Knowing())
+
+
+def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
+    context = " ".join(WORDS[:20])
+    asked = [Question("who", context, ("w9",), context.index("w9"))]
+
+    def sure_of_w9(pieces, segments, real):
+        """In the window before the ones with w9 it would be w1, in the last one anything."""
+        w9, w1 = map(PIECES.vocabulary.index, ("w9", "w1"))
+        logits = 5.0 * (pieces == w9) + 3.0 * (pieces == w1)
+        return logits, logits
+
+    found = scores_of(sure_of_w9, windowed(asked), asked, SQUAD.settings(), "here")
+    assert {"F1, % here": 100, "exact match, % here": 100} == found
+
+
+def test_the_loss_is_the_mean_of_both_ends():
+    logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
+    first, last = torch.tensor([1, 2, 3]), torch.tensor([4, 2, 5])
+    rows = torch.arange(3)
+    shares = logits.softmax(-1)
+    expected = -(shares[0, rows, first].log().mean() + shares[1, rows, last].log().mean()) / 2
+    batch = (None, None, None, first, last)
+    found = SQUAD.loss(SQUAD.settings())(lambda *_: logits.unbind(0), batch)
+    assert pytest.approx(expected.item()) == found.item()
 
 
 def test_a_model_that_diverged_answers_nothing_and_goes_on(quiz):
