@@ -42,6 +42,22 @@ def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, fu
         assert planned.steps >= run.settings.epochs * run.samples / plan.batch_size
 
 
+# passes over the data, and samples of all of them: as many steps as the paper's
+IN_ALL = {"squad": 2 * 87_599, "glue": 3 * 67_349, "cifar10-resnet18": 200 * 50_000}
+
+
+@pytest.mark.parametrize("name", IN_ALL)
+def test_the_paper_sees_its_samples_once_an_epoch(name):
+    asked = RECIPES[name].settings(full=True)
+    assert IN_ALL[name] == asked.epochs * dry_run(RECIPES[name], asked).samples
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_small_training_is_small_beside_data_of_any_size(recipe):
+    asked = recipe.settings()
+    assert asked.epochs * dry_run(recipe, asked).samples <= 100_000
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_memory_is_that_of_a_real_step(optimizer):
     asked = settings(optimizer=optimizer, double=False)

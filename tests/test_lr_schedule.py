@@ -84,3 +84,17 @@ def test_constant_is_1():
 def test_what_is_none_says_how_to_write_one(text):
     with pytest.raises(SettingError, match=r"is not understood; write one of: constant, cosine"):
         LRSchedule(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "samples"),
+    [
+        ("cosine", 0),
+        ("warm-up 2 epochs; polynomial 1", 2_000),
+        ("warm-up 1 epoch; polynomial 1 over 4K samples", 5_000),
+        ("warm-up 5 epochs; x0.1 at 9 and 13 epochs", 13_000),
+        ("warm-up 300 samples; x0.9 every 20K samples", 300),
+    ],
+)
+def test_it_knows_how_long_a_training_must_be(text, samples):
+    assert samples == LRSchedule(text).reach(SAMPLES)

@@ -18,6 +18,7 @@ from bigbatch.report.run_directory import RunDirectory
 SHORT = DIGITS.settings().changed(
     {"samples": 200, "epochs": 2, "policy": "fixed", "batch_size": 64, "micro_batch": 16}
 )
+SIZES = {name: p.numel() for name, p in DIGITS.model(SHORT).named_parameters()}
 
 
 def rows_of(run):
@@ -25,8 +26,10 @@ def rows_of(run):
 
 
 def mean_r(run):
-    means = [layer[0] for row in rows_of(run) for layer in row["factors"].values()]
-    return sum(means) / len(means)
+    """Of every weight in every step."""
+    factors = [row["factors"] for row in rows_of(run)]
+    every = sum(SIZES[name] * layer[0] for row in factors for name, layer in row.items())
+    return every / sum(SIZES[name] for row in factors for name in row)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def twin(tmp_path_factory):
 def test_a_run_takes_its_rate_times_the_mean_r_of_another(twin):
     share = mean_r(twin)
     assert 0.1 < share < 0.9
-    assert pytest.approx(share) == mean_factor(twin)
+    assert pytest.approx(share) == mean_factor(twin, SIZES)
     control = Training(DIGITS, SHORT.changed({"lr": 0.3, "lr_from": str(twin)}))
     assert pytest.approx(0.3 * share) == control.optimizer.param_groups[0]["lr"]
 
@@ -88,15 +91,20 @@ def test_a_run_without_r_is_refused(twin, tmp_path):
 
     plain = changed_copy(twin, tmp_path / "plain", without)
     with pytest.raises(RunError, match="plain has no factors r; take a run with a VR optimizer"):
-        mean_factor(plain)
+        mean_factor(plain, SIZES)
+
+
+def test_a_run_of_another_network_is_refused(twin):
+    with pytest.raises(RunError, match=r"twin has a layer .*, which is none of this network's"):
+        mean_factor(twin, {"head": 10})
 
 
 def test_an_unfinished_run_is_refused(twin, tmp_path):
     part = changed_copy(twin, tmp_path / "part", lambda rows: rows[:-1])
     with pytest.raises(RunError, match="part is not finished, so its mean r is not known"):
-        mean_factor(part)
+        mean_factor(part, SIZES)
 
 
 def test_a_run_that_there_is_not_is_named(tmp_path):
     with pytest.raises(RunError, match="there is no run directory"):
-        mean_factor(tmp_path / "none")
+        mean_factor(tmp_path / "none", SIZES)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from bigbatch.connect.bert import Classifier, Pieces, Pretraining, SpanFinder, t
 from bigbatch.connect.bert.pieces import SPECIAL
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.bert_pretrain import BERT_PRETRAIN
+from bigbatch.recipes.data.columns import Columns
 from bigbatch.recipes.data.frame import Frame
 from bigbatch.recipes.data.masking import IGNORED, Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs
 from bigbatch.recipes.data.text import corpus_of
+from bigbatch.recipes.guesses import scores_of
 from bigbatch.recipes.training import Training
 from real_data import FOLDER, needs
 
@@ -79,6 +82,14 @@ def test_documents_have_blank_lines_between_them_and_each_50th_is_held_out(tmp_p
     assert ["first 48\nlast 48", "first 98\nlast 98"] == list(corpus.held_out())
     train = list(corpus.train())
     assert (99, "before", "first 0\nlast 0") == (len(train), *train[:2])
+
+
+def test_a_text_that_is_there_packed_and_not_is_read_once(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a\n"))  # held out from itself, else
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"c\n"))
+    assert ["a", "b", "c"] == list(corpus_of(tmp_path).train())
 
 
 def test_an_article_of_wikitext_goes_from_title_to_title(tmp_path):
@@ -311,6 +322,25 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     (name, *_), scores = zip(*rows_of(long)[-1]["scores"].items(), strict=True)
     assert f"masked pieces right, % (8 rows held out of {forest.name})" == name
     assert all(score >= 0 for score in scores)
+
+
+def test_scores_are_shares_of_hidden_pieces_and_of_pairs():
+    places = torch.tensor([[1, 2], [3, 0]])
+    labels = torch.tensor([[4, 6], [6, IGNORED]], dtype=torch.int32)
+    random = torch.tensor([0, 1])
+    held_out = Columns(places, places, places, places, labels, random)
+
+    def guessing_4_and_random(pieces, segments, real, places):
+        of_pieces = torch.zeros(*places.shape, 8)
+        of_pieces[..., 4] = 2.0
+        return of_pieces, torch.tensor([0.0, 1.0]).expand(len(places), 2)
+
+    total = math.exp(2) + 7
+    assert {
+        "masked pieces right, % here": pytest.approx(100 / 3),
+        "loss of masked pieces here": pytest.approx((3 * math.log(total) - 2) / 3),
+        "next sentences right, % here": 50,
+    } == scores_of(guessing_4_and_random, held_out, BERT_PRETRAIN.settings(), "here")
 
 
 def test_it_learns_the_words_of_a_small_forest(bigbatch, forest):

@@ -19,6 +19,7 @@ RESNET18, RESNET56 = RECIPES["cifar10-resnet18"], RECIPES["cifar10-resnet56"]
 PICTURES = [RESNET18, RESNET56, RECIPES["fashion-mnist"]]
 NAMES = [recipe.name for recipe in PICTURES]
 TINY = ("--set", "width=4", "--set", "samples=0", "--epochs", "3", "--quiet")
+TINY += ("--set", "lr_schedule=x0.1 at 2 and 3 epochs")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import subprocess
 import sys
 
@@ -145,6 +146,20 @@ def test_the_last_of_several_days_is_the_test(tmp_path):
     assert (3, 3) == (len(train), len(test))
 
 
+def test_a_day_that_is_there_packed_and_not_is_read_once(tmp_path):
+    for day, rows in ((1, 2), (10, 3)):
+        log_at(tmp_path / f"day_{day}", *[line()] * rows)
+        (tmp_path / f"day_{day}.gz").write_bytes(gzip.compress(b"no click log"))
+    train, test = read_criteo(tmp_path, 10)  # else the last day would be trained on too
+    assert (2, 3) == (len(train), len(test))
+
+
+def test_rows_without_the_file_they_were_packed_from_are_one_clear_error(tmp_path):
+    (tmp_path / "day_0.packed").touch()
+    with pytest.raises(RunError, match=r"has no train.txt or .* itself; put it there again"):
+        read_criteo(CRITEO.find(tmp_path), 10)
+
+
 def test_of_one_file_every_row_is_trained_on_or_tested_and_the_test_is_from_everywhere():
     train, test = split(1000)
     assert list(range(1000)) == sorted([*train, *test])
@@ -221,6 +236,18 @@ def test_no_model_ranks_the_generated_log_better_than_its_truth():
         here = in_tenths == tenth
         rate, truth = log.rows["label"][here].mean(), log.truth[here].mean()
         assert abs(rate - truth) < 4 * (0.25 / here.sum()) ** 0.5  # four standard errors
+
+
+def test_a_model_that_diverged_is_scored_as_no_number_and_goes_on():
+    rows = numpy.zeros(9, CLICK)
+    rows["label"][::2] = 1
+
+    def diverged(numbers, rows):
+        return torch.full((len(numbers),), math.nan)
+
+    settings = DLRM_CRITEO.settings()
+    scores = click_scores(diverged, Clicks([rows], 10), settings, "test")
+    assert [True, True] == [math.isnan(score) for score in scores.values()]
 
 
 def auc_by_pairs(scores, labels, most=1_500):

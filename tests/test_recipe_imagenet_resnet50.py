@@ -163,6 +163,15 @@ def test_every_epoch_has_other_crops(pictures, samples):
     assert not seen[0] & seen[1]
 
 
+@pytest.mark.parametrize("samples", [0, 20])
+def test_the_train_accuracy_is_of_pictures_of_every_class(pictures, samples):
+    def red(x):
+        return torch.nn.functional.one_hot(torch.ones(len(x), dtype=torch.long), 2).float()
+
+    scores = RECIPE.data(settings_of(pictures, samples=samples)).scores(red)
+    assert 0 < scores["train accuracy, % (14 samples) of 2 classes"] < 100  # they lie by class
+
+
 def trained(rank, ranks, settings):
     training = taken(Training(RECIPE, settings), 3)
     return training.scores(), weights_of(training)

@@ -10,7 +10,8 @@ from torchmetrics.text import SQuAD as Oracle
 
 from bigbatch.connect.bert import Pieces
 from bigbatch.connect.bert.pieces import SPECIAL
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.frame import Frame
 from bigbatch.recipes.data.squad import (
     Question,
@@ -138,6 +139,15 @@ def test_windows_overlap_and_cover_the_paragraph():
     assert (windows.texts[:, :3] == -1).all()
 
 
+def test_a_window_without_room_or_stride_is_refused():
+    asked = [Question(" ".join(WORDS[:9]), "w1", ("w1",), 0)]
+    assert 1 == len(windowed(asked, length=13).question)  # one piece of the paragraph
+    with pytest.raises(SettingError, match=r"length=12 has no room .* of 9 pieces; set length=68"):
+        windowed(asked, length=12)
+    with pytest.raises(SettingError, match="stride"):
+        windowed(asked, length=20, stride=0)
+
+
 def test_the_likeliest_span_is_that_of_trying_all():
     draw = torch.Generator().manual_seed(0)
     first, last = torch.randn(2, 5, 40, generator=draw)
@@ -171,6 +181,40 @@ def test_answers_of_a_model_that_knows_score_100(quiz):
         "F1, % (20 dev questions)": 100,
         "exact match, % (20 dev questions)": 100,
     } == data.scores(Knowing())
+
+
+def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
+    context = " ".join(WORDS[:20])
+    asked = [Question("who", context, ("w9",), context.index("w9"))]
+
+    def sure_of_w9(pieces, segments, real):
+        """In the window before the ones with w9 it would be w1, in the last one anything."""
+        w9, w1 = map(PIECES.vocabulary.index, ("w9", "w1"))
+        logits = 5.0 * (pieces == w9) + 3.0 * (pieces == w1)
+        return logits, logits
+
+    found = scores_of(sure_of_w9, windowed(asked), asked, SQUAD.settings(), "here")
+    assert {"F1, % here": 100, "exact match, % here": 100} == found
+
+
+def test_the_loss_is_the_mean_of_both_ends():
+    logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
+    first, last = torch.tensor([1, 2, 3]), torch.tensor([4, 2, 5])
+    rows = torch.arange(3)
+    shares = logits.softmax(-1)
+    expected = -(shares[0, rows, first].log().mean() + shares[1, rows, last].log().mean()) / 2
+    batch = (None, None, None, first, last)
+    found = SQUAD.loss(SQUAD.settings())(lambda *_: logits.unbind(0), batch)
+    assert pytest.approx(expected.item()) == found.item()
+
+
+def test_a_model_that_diverged_answers_nothing_and_goes_on(quiz):
+    data = SQUAD.data(SQUAD.settings().changed({**TINY, "data": str(quiz)}))
+
+    def diverged(pieces, segments, real):
+        return torch.full((2, *pieces.shape), float("nan"))
+
+    assert [0, 0] == list(data.scores(diverged).values())
 
 
 def test_the_example_is_like_a_batch(quiz):

@@ -37,6 +37,18 @@ def test_the_rate_follows_the_schedule_over_base_batches():
     assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
 
 
+@pytest.mark.parametrize("text", ["warm-up 1348 samples; cosine", "x0.1 at 2 epochs"])
+def test_a_schedule_that_the_training_does_not_reach_is_said(text):
+    with pytest.warns(UserWarning, match=r"goes on for .* and the training ends after 1,347"):
+        Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
+
+
+@pytest.mark.parametrize("text", ["warm-up 1347 samples; cosine", "x0.1 at 1 epochs"])
+def test_a_schedule_that_fits_is_not_spoken_of(text, recwarn):
+    Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
+    assert [] == [one for one in recwarn if "lr_schedule" in str(one.message)]
+
+
 def pictures_of(training):
     """The samples of one more epoch, in their order."""
     seen = []

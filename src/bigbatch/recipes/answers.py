@@ -50,6 +50,6 @@ def _answers(
         number = int(windows.question[int(row)])
         if number not in best or logit > best[number][0]:
             place = windows.texts[int(row)]
-            text = questions[number].context[place[first, 0] : place[last, 1]]
+            text = questions[number].context[place[first, 0] : place[last, 1]] if last else ""
             best[number] = (logit, text)
     return [best[number][1] for number in range(len(questions))]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import RunError
-from bigbatch.recipes.ranks import from_leader
+from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.report.run_directory import RunDirectory
 
 
@@ -27,7 +27,7 @@ def begin_from(path: Path, model: nn.Module) -> None:
     if not taken:
         raise RunError(f"no weight of {path} fits this model; begin from a run of the same network")
     model.load_state_dict(taken, strict=False)
-    if missing := sorted(own.keys() - taken.keys()):
+    if leads() and (missing := sorted(own.keys() - taken.keys())):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         warnings.warn(
             f"{len(taken)} of {len(own)} tensors begin as {path} left them; new are {shown}",

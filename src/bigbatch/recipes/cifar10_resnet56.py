@@ -10,7 +10,7 @@ from torch import nn
 
 from bigbatch.recipes.data import cifar10
 from bigbatch.recipes.data.columns import Columns, as_it_is
-from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.drawn import some_drawn
 from bigbatch.recipes.models.resnet import resnet_of_three_stages
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
 from bigbatch.recipes.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
@@ -74,7 +74,7 @@ def _loss(settings: Settings) -> LossOf:
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    seen = drawn(len(train), settings.samples)[: len(test)]
+    seen = some_drawn(len(train), settings.samples, len(test))
     return Data(train, accuracies(test, settings, Columns(*train.__getitems__(seen))), as_it_is)
 
 

@@ -1,5 +1,7 @@
 """What models of clicks share: the loss, and the scores of a test."""
 
+import math
+
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ def click_loss(model: nn.Module, batch: Batch) -> Tensor:
 def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) -> dict[str, float]:
     """Area under the ROC curve, and mean loss, over all ranks' rows. Collective.
 
+    Of a model whose logits are not all numbers, as of one that diverged, the area is nan.
+
     Args:
         model: gives logits.
         test: rows.
@@ -30,7 +34,8 @@ def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) ->
         for numbers, rows, labels in share_of(test, settings)
     ]
     logits, labels = collected(torch.cat(mine)).double().unbind(1)
+    ranked = bool(logits.isfinite().all())
     return {
-        f"test AUC ({of})": float(roc_auc_score(labels.numpy(), logits.numpy())),
+        f"test AUC ({of})": float(roc_auc_score(labels, logits)) if ranked else math.nan,
         f"test loss ({of})": float(binary_cross_entropy_with_logits(logits, labels)),
     }

@@ -95,7 +95,7 @@ DLRM_CRITEO = Recipe(
         "gamma": (0.1, VRGD),
         "lr": (1.6, OURS),  # the code's 0.1 of batch 128, by the square root
         "lr_scaling": ("sqrt", VRGD),
-        "lr_schedule": ("warm-up 180M samples; polynomial 2", "VRGD's shape; its numbers ours"),
+        "lr_schedule": ("warm-up 0.043 epochs; polynomial 2", "VRGD's shape; its numbers ours"),
         "bottom": ("512-256-64", CODE),
         "top": ("512-512-256-1", CODE),
         "table_rows": (100_000, OURS),  # the code has up to 40M, by sparse gradients
@@ -106,6 +106,7 @@ DLRM_CRITEO = Recipe(
         "checkpoint_every": (1_000, OURS),
     },
     small={
+        "samples": 90_000,
         "batch_size": 256,
         "min_batch": 256,
         "max_batch": 4_096,

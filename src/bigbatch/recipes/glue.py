@@ -120,7 +120,7 @@ GLUE = Recipe(
         "vocabulary": 300,  # as at bert-pretrain's small scale
         "length": 48,
     },
-    full_samples=3 * 67_349,
+    full_samples=67_349,
     minutes=0.8,
     origin=Origin(
         "GLUE",

@@ -13,7 +13,7 @@ from torch import nn
 from bigbatch.errors import SettingError
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.crops import middle_of, part_of
-from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.drawn import some_drawn
 from bigbatch.recipes.data.image_files import ImageFiles
 from bigbatch.recipes.data.image_splits import FILES, splits_of
 from bigbatch.recipes.data.origin import Origin
@@ -51,7 +51,7 @@ def _data(settings: Settings) -> Data:
     part = partial(part_of, size=size, smallest=float(settings.task["smallest_part"]))
     middle = partial(middle_of, resize=resize, size=size)
     train, val = splits_of(Path(settings.data), classes)
-    seen = drawn(len(train.labels), settings.samples)[: len(val.labels)]
+    seen = some_drawn(len(train.labels), settings.samples, len(val.labels))
     scores = accuracies(ImageFiles(val, middle), settings, Part(ImageFiles(train, middle), seen))
 
     def named(model: nn.Module) -> dict[str, float]:
@@ -98,6 +98,7 @@ IMAGENET_RESNET50 = Recipe(
         "workers": (12, OURS),
     },
     small={
+        "samples": 10_000,
         "epochs": 5,
         "min_batch": 64,
         "max_batch": 1024,

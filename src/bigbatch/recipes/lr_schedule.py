@@ -70,6 +70,18 @@ class LRSchedule:
         """Samples of the warm-up, in epochs of so many; 0 for none."""
         return _samples(self._warm_up, samples) if self._warm_up else 0.0
 
+    def reach(self, samples: int) -> float:
+        """Samples that a training must have for all that the text says to happen.
+
+        0 for what is as long as the training; epochs are of so many `samples`.
+        """
+        found = self._shape.groupdict()
+        if self._form.startswith("polynomial") and found["amount"]:
+            return self.warm_up(samples) + _samples(self._shape, samples)
+        if self._form.startswith("xFACTOR at"):
+            return max(float(epoch) for epoch in found["epochs"].split(" and ")) * samples
+        return self.warm_up(samples)
+
     def over(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
         first = self.warm_up(samples)

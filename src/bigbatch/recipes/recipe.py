@@ -64,7 +64,8 @@ class Recipe:
         full: every setting at the paper's scale with its source, `OURS` where no paper says it;
             what is no field of `Settings` is the recipe's own.
         small: what differs where two cores have minutes for it.
-        full_samples, full_ranks: of the paper's training, for a dry run.
+        full_samples: of an epoch of the paper's training, for a dry run.
+        full_ranks: of that training.
         minutes: that one training takes at the small scale on two cores.
         origin: the data.
         arms: what its study compares, as changes of the settings; a `begin_from` or `lr_from` among

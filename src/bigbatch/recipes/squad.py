@@ -107,7 +107,7 @@ SQUAD = Recipe(
         "stride": 128,
         "judged": 300,
     },
-    full_samples=2 * 87_599,
+    full_samples=87_599,
     minutes=1.8,
     origin=Origin(
         "SQuAD 1.1",

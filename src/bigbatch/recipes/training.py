@@ -1,6 +1,7 @@
 """One training, from settings to a finished run directory; killed at any moment, it goes on."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -79,7 +80,10 @@ class Training:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
-        rate = settings.lr * (mean_factor(Path(settings.lr_from)) if settings.lr_from else 1.0)
+        rate = settings.lr
+        if settings.lr_from:
+            sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
+            rate *= mean_factor(Path(settings.lr_from), sizes)
         self.optimizer = build_optimizer(
             settings.changed({"lr": rate}),
             self.model.named_parameters(),
@@ -95,8 +99,14 @@ class Training:
         """One tick a base batch, at whose middle the schedule is read."""
         if self.settings.lr_schedule == "constant":
             return None
-        schedule = LRSchedule(self.settings.lr_schedule)
-        factor = schedule.over(self.settings.epochs, self.train.batches.samples or 0)
+        schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
+        factor, total = schedule.over(self.settings.epochs, samples), self.settings.epochs * samples
+        if leads() and (reach := schedule.reach(samples)) > total:
+            warnings.warn(
+                f"lr_schedule {schedule.text!r} goes on for {reach:,.0f} samples, and the training "
+                f"ends after {total:,}; raise epochs (or samples, draws), or shorten the schedule",
+                stacklevel=2,
+            )
         base = self.settings.base_batch
         return LambdaLR(stepped_by(self.optimizer), lambda tick: factor((tick + 0.5) * base))
 

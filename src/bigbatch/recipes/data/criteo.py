@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
+from bigbatch.errors import RunError
 from bigbatch.recipes.data.clicks import Clicks, packed
 from bigbatch.recipes.data.origin import Origin
 
@@ -25,18 +26,22 @@ CRITEO = Origin(
 def read_criteo(folder: Path, table_rows: int) -> tuple[Clicks, Clicks]:
     """Training and test rows of what is in the folder: days if there are some, else one file.
 
-    Of several days the last is the test. Of one file a tenth of the rows is drawn for it.
+    Of several days the last is the test. Of one file a tenth of the rows is drawn for it. Of a file
+    that is there both packed and not, one is read.
 
     Args:
         folder: with files that `CRITEO` names.
         table_rows: that a category is hashed to.
     Raises:
-        RunError: a file is no click log.
+        RunError: there is no such file, or one is no click log.
         MissingPackageError: pandas is not installed.
     """
-    days = in_order(file for file in folder.glob("day_*") if file.suffix in ("", ".gz"))
-    one = (folder / name for name in _ONE_FILE if (folder / name).exists())
-    parts = [packed(file) for file in days or [next(one)]]
+    plain = {file for file in folder.glob("day_*") if not file.suffix}
+    days = in_order(plain | {f for f in folder.glob("day_*.gz") if f.with_suffix("") not in plain})
+    one = [folder / name for name in _ONE_FILE if (folder / name).exists()][:1]
+    if not days + one:
+        raise RunError(f"{folder} has no {' or '.join(CRITEO.files)} itself; put it there again")
+    parts = [packed(file) for file in days or one]
     if len(parts) > 1:
         return Clicks(parts[:-1], table_rows), Clicks(parts[-1:], table_rows)
     train, test = split(len(parts[0]))

@@ -45,9 +45,9 @@ def corpus_of(folder: Path | None) -> Corpus:
     if all(wikitext):
         train, valid = (file for file in wikitext if file)
         return Corpus(folder.name, lambda: _articles(train), lambda: _articles(valid))
-    files = sorted(
-        path for end in (".txt", ".txt.gz") for path in folder.glob(f"*{end}") if path.name != VOCAB
-    )
+    either = [*folder.glob("*.txt.gz"), *folder.glob("*.txt")]  # packed, or the same unpacked
+    once = {path.name.removesuffix(".gz"): path for path in either}
+    files = [path for name, path in sorted(once.items()) if name != VOCAB]
     if not files:
         raise RunError(f"there is no *.txt or *.txt.gz in {folder}; put the text there")
     return _split(folder.name, lambda: (one for file in files for one in _blocks(file)))

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigbatch.decide.plan import require_positive
+from bigbatch.errors import SettingError
 from bigbatch.recipes.data.columns import Columns
 from bigbatch.recipes.data.frame import Frame
 from bigbatch.recipes.data.squad import Question
@@ -51,13 +53,21 @@ def windows_of(
         contexts: those of their paragraphs.
         frame: of a row.
         stride: pieces.
+    Raises:
+        SettingError: a stride of none, or a question that fills a row.
     """
+    require_positive(stride=stride)
     rows, owners = [], []
     for number, (question, (words, _), (pieces, places)) in enumerate(
         zip(questions, asked, contexts, strict=True)
     ):
         words = words[:_LONGEST_QUESTION]
         room = frame.length - len(words) - 3
+        if room < 1:
+            raise SettingError(
+                f"length={frame.length} has no room for a window beside a question of {len(words)} "
+                f"pieces; set length={_LONGEST_QUESTION + stride} or more"
+            )
         answer = _answer(question, places)
         begin = 0
         while True:
@@ -103,6 +113,7 @@ def _row(
 def best_spans(first: Tensor, last: Tensor, inside: Tensor) -> Tensor:
     """The likeliest span of each row: its logit, its first place, its last place, (rows, 3).
 
+    Where no logit is a number, as of a model that diverged, the logit is -inf and the span (0, 0).
     Of all spans of at most 30 pieces that lie inside the window, not only among the 20 likeliest
     ends, as in BERT's own script.
 
@@ -119,7 +130,7 @@ def best_spans(first: Tensor, last: Tensor, inside: Tensor) -> Tensor:
     first = first.float().masked_fill(~inside, float("-inf"))
     last = last.float().masked_fill(~inside, float("-inf"))
     length = first.shape[1]
-    best = torch.full((len(first), 3), float("-inf"), device=first.device)
+    best = torch.tensor([[float("-inf"), 0.0, 0.0]], device=first.device).repeat(len(first), 1)
     for more in range(min(_LONGEST_ANSWER, length)):
         value, at = (first[:, : length - more] + last[:, more:]).max(1)
         found = torch.stack([value, at.float(), at.float() + more], 1)
