@@ -74,6 +74,11 @@ def build_optimizer(
     return VarianceReduced(base, **options)
 
 
+def stepped_by(optimizer: Optimizer) -> Optimizer:
+    """Whose `step` an engine may call itself."""
+    return optimizer.base if isinstance(optimizer, VarianceReduced) else optimizer
+
+
 _BASES: dict[str, Callable[[list[dict[str, Any]], Settings], Optimizer]] = {
     "sgd": lambda p, s: SGD(p, s.lr, weight_decay=s.weight_decay),
     "momentum": lambda p, s: SGD(p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay),

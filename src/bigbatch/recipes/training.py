@@ -16,10 +16,10 @@ from bigbatch.decide.named import target_of
 from bigbatch.errors import RankError, RunError
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
-from bigbatch.recipes.engines import ENGINES, stepped_by
+from bigbatch.recipes.engines import ENGINES
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.mean_factor import mean_factor
-from bigbatch.recipes.optimizers import build_optimizer
+from bigbatch.recipes.optimizers import build_optimizer, stepped_by
 from bigbatch.recipes.ranks import from_first, from_leader, leads, rank
 from bigbatch.recipes.recipe import Batch, Data, Recipe
 from bigbatch.recipes.scores import device_of, moved
