@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.recipe import Sweep
 from bigbatch.recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
+from bigbatch.report.overview import Followed
 from bigbatch.report.page import write_swept
 from bigbatch.report.run_directory import RunDirectory
 from bigbatch.report.sweep import read_swept
@@ -27,7 +29,7 @@ SECONDS = 240  # far more than needed: a hang ends as a failure
 WRONG = [
     (["--grid", "speed=1,2"], "recipe 'digits' has no setting 'speed'"),
     (["--grid", "lr=fast"], "lr='fast' is no float"),
-    (["--grid", "lr="], "lr='' is of another type than float"),
+    (["--grid", "lr="], "'lr=' must be written KEY=VALUE"),
     (["--grid", "lr=0.1", "--grid", "lr=0.2"], "--grid gives 'lr' twice"),
     (["--grid", "seed=1,2"], "'seed' cannot vary within a sweep: give --seeds instead"),
     (["--grid", "recipe=a,b"], "'recipe' cannot vary"),
@@ -117,7 +119,7 @@ def test_a_run_begins_from_the_one_of_the_same_values_and_seed():
     assert "arm=first,lr=0.2-seed1" == trainings["arm=second,lr=0.2-seed1"].begin_from
     assert "" == trainings["arm=first,lr=0.2-seed1"].begin_from
     alone = points_of(recipe, sweep_of(recipe, SETTINGS, ["arm=second"], []), SETTINGS)
-    with pytest.raises(SettingError, match="begins from arm 'first'"):
+    with pytest.raises(SettingError, match="needs arm 'first' of the same values"):
         trainings_of(recipe, alone, 1)
 
 
@@ -142,7 +144,10 @@ def swept(path, scores, *, higher=True, tuned=("lr",)):
         if score is not None:
             run = RunDirectory.create(path / name, training.as_dict())
             batch = 100 * training.target
-            run.append(row(1, batch=batch, accuracy=score))
+            one = row(1, batch=batch, accuracy=score)
+            if math.isnan(score):  # as a log has what is no number
+                one["scores"] = dict.fromkeys(one["scores"])
+            run.append(one)
     return read_swept(path)
 
 
@@ -189,6 +194,26 @@ def test_the_front_has_no_point_that_another_beats(tmp_path):
     assert [0.2, 0.4] == [point.values["target"] for point in falling.front]
     rising = {**SCORES, (0.2, 0.4): (0.95, 0.97)}
     assert [0.4] == [p.values["target"] for p in swept(tmp_path / "rising", rising).front]
+
+
+def test_a_point_of_which_a_run_diverged_is_not_on_the_front(tmp_path):
+    scores = {**SCORES, (0.2, 0.4): (math.nan, 0.99), (0.1, 0.4): (math.nan, 0.99)}
+    sweep = swept(tmp_path / "sweep", scores)
+    assert [0.2] == [point.values["target"] for point in sweep.front]
+    assert "99.00 (1 of 2)" in {cells[2] for cells in sweep.table().rows}
+
+
+def test_a_log_that_was_cut_and_grew_again_is_read_anew(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
+    followed = Followed(run)
+    run.append(row(1, accuracy=0.5))
+    assert "50" in followed.scored()
+    run.metrics.write_text("")  # as a resumption does
+    for step in (1, 2):
+        run.append(row(step, accuracy=0.25, reason="longer than the line before"))
+    followed.scored()
+    assert "epoch 1/" in followed.progress()
+    assert "25" in followed.scored()
 
 
 def test_a_sweep_leaves_a_picture_a_csv_and_a_json(tmp_path):

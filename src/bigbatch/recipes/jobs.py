@@ -21,9 +21,8 @@ from filelock import FileLock, Timeout
 
 from bigbatch.decide.plan import require_positive
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.settings import BEFORE
 from bigbatch.recipes.study import opened
-from bigbatch.report.config import read_trainings
+from bigbatch.report.config import BEFORE, read_trainings
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of
 from bigbatch.report.overview import Counts, Followed, Overview

@@ -8,10 +8,10 @@ from typing import Any
 from bigbatch.decide.plan import require_positive
 from bigbatch.errors import SettingError
 from bigbatch.recipes.lr_schedule import LRSchedule
+from bigbatch.report.config import BEFORE
 
 Value = bool | int | float | str
 PRECISIONS = ("float32", "bfloat16", "float16")
-BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,10 +95,16 @@ class Swept:
 
     @property
     def front(self) -> list[SweptPoint]:
-        """Points that no other beats: none has as large a batch and as good a score, or better."""
+        """Points that no other beats: none has as large a batch and as good a score, or better.
+
+        A point of which a run diverged is not among them: its mean is that of the others.
+        """
         front: list[SweptPoint] = []
         best = -math.inf
-        for point in reversed(self.measured):
+        sound = [
+            point for point in self.measured if len(point.scores(self.score)) == len(point.runs)
+        ]
+        for point in reversed(sound):
             merit = fmean(point.scores(self.score)) * (1 if self.higher_is_better else -1)
             if merit > best:
                 best = merit
