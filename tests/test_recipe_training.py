@@ -10,6 +10,7 @@ import torch
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.data.columns import Columns
+from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.scores import share_right
@@ -88,6 +89,22 @@ def test_a_training_in_half_precision_learns(bigbatch, tmp_path, precision):
     found = train(bigbatch, tmp_path / "run", "double=no", f"precision={precision}")
     assert found[-1]["loss"] < 1.5
     assert found[-1]["scores"]["test accuracy, %"] > 50
+
+
+def test_a_precision_that_a_model_in_float64_would_not_have_is_refused():
+    with pytest.raises(
+        SettingError, match="precision=bfloat16 has no effect on a model in float64"
+    ):
+        Training(DIGITS, DIGITS.settings().changed({"precision": "bfloat16"}))
+
+
+def test_indices_of_a_part_take_few_bytes():
+    """Four each, and not the forty of a list of numbers; datasets get Python's own."""
+    chosen = drawn(400_000, 300_000)
+    held = chosen.buffer_info()[1] * chosen.itemsize
+    assert 300_000 * 4 == held
+    assert 300_000 == len(set(chosen))
+    assert int is type(chosen[0])
 
 
 def test_data_from_workers_is_the_same_training(bigbatch, tmp_path):

@@ -133,6 +133,26 @@ def test_a_dry_run_lists_the_points_and_writes_nothing(bigbatch, tmp_path, monke
     assert [] == list(tmp_path.iterdir())
 
 
+def test_a_dry_run_needs_no_data(bigbatch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bigbatch("sweep", "imagenet-resnet50", "--dry-run")
+    assert (0, "") == (status, err)
+    assert "5 points; 15 trainings" in out
+
+
+def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch):
+    """By directories that cannot be opened, so that no process is started."""
+    monkeypatch.chdir(tmp_path)
+    start_sweep(DIGITS, tmp_path / "sweep", points("lr=0.1,0.2"), (), 1)
+    for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
+        RunDirectory.create(tmp_path / "sweep" / name, {})
+        (tmp_path / "sweep" / name / "config.yaml").rename(tmp_path / "sweep" / name / "lost")
+    status, out, _ = bigbatch("sweep", "--resume", "sweep", "--quiet")
+    assert 2 == status
+    for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
+        assert f"{name} failed: sweep/{name}/config.yaml cannot be read as a run" in out
+
+
 def swept(path, scores, *, higher=True, tuned=("lr",)):
     """A sweep whose scores are given by (lr, target); None for a run that is not there."""
     recipe = replace(DIGITS, higher_is_better=higher)

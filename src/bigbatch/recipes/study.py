@@ -136,8 +136,12 @@ def resume(path: Path, view: LiveView) -> None:
 
 
 def _training(run: RunDirectory) -> Training:
-    settings = Settings.from_dict(run.settings)
-    beside = run.path.resolve().parent  # as seen from where the run lies now
+    return training_at(run.path, Settings.from_dict(run.settings))
+
+
+def training_at(place: Path, settings: Settings) -> Training:
+    """A training whose run lies at `place`, beside which it looks for what it needs."""
+    beside = place.resolve().parent  # as seen from where the run lies now
     before = {name: str(beside / path) for name, path in settings.before.items()}
     return Training(recipe_named(settings.recipe), settings.changed(before))
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.decide.named import target_of
-from bigbatch.errors import RankError, RunError
+from bigbatch.errors import RankError, RunError, SettingError
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.engines import ENGINES
@@ -75,6 +75,7 @@ class Training:
         _seed(settings.seed)
         self.device = device_of(settings)
         self.model = recipe.model(settings).to(self.device)
+        _require_castable(self.model, settings.precision)
         if settings.begin_from:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
@@ -178,6 +179,15 @@ class Training:
 def autocast(device: str, precision: str) -> torch.autocast:
     """In which a model of that precision is run."""
     return torch.autocast(device, _CAST.get(precision), enabled=precision in _CAST)
+
+
+def _require_castable(model: nn.Module, precision: str) -> None:
+    """Raises SettingError where autocast would leave everything as it is."""
+    if precision in _CAST and torch.float64 in {p.dtype for p in model.parameters()}:
+        raise SettingError(
+            f"precision={precision} has no effect on a model in float64, which autocast leaves as "
+            "it is; set the model to float32"
+        )
 
 
 def _seed(seed: int) -> None:

@@ -1,14 +1,17 @@
 """Which samples of a data set are trained on."""
 
+from array import array
 from collections.abc import Sequence
 
 import torch
+
+_AT_ONCE = 65_536  # indices that are Python's numbers for a moment
 
 
 def drawn(there: int, wanted: int) -> Sequence[int]:
     """Indices of the samples that are used: all, or so many drawn once for all seeds.
 
-    Fewer are always among more.
+    Fewer are always among more. As a list, 400 million of them would take 16 GB in every process.
 
     Args:
         there: samples of the data set.
@@ -20,5 +23,7 @@ def drawn(there: int, wanted: int) -> Sequence[int]:
     if not 0 < wanted < there:
         return range(there)
     order = torch.randperm(there, generator=torch.Generator().manual_seed(0))[:wanted]
-    chosen: list[int] = order.tolist()
+    chosen = array("I" if there < 2**32 else "Q")
+    for part in order.split(_AT_ONCE):
+        chosen.extend(part.tolist())
     return chosen
