@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,22 @@ def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_p
     study.rename(tmp_path / "moved")
     (tmp_path / "moved" / "two-seed1" / "checkpoint.pt").unlink()
     assert 0 == bigbatch("train", "--resume", tmp_path / "moved")[0]
+
+
+def test_a_study_holds_one_model_at_a_time(bigbatch, tmp_path, monkeypatch):
+    made, alive = [], []
+
+    def model(settings):
+        alive.append(sum(one() is not None for one in made))
+        network = DIGITS.model(settings)
+        made.append(weakref.ref(network))
+        return network
+
+    arms = {"one": FIXED, "two": FIXED, "three": FIXED}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, model=model))
+    own = ("--epochs=1", "--seeds=1", "--set=samples=64")
+    assert 0 == bigbatch("train", "digits", *own, "--out", tmp_path / "study")[0]
+    assert [0, 0, 0] == alive
 
 
 # data

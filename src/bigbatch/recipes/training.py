@@ -45,9 +45,7 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
     """
     with ExitStack() as held:
         from_leader(lambda: held.enter_context(run.locked()))
-        saved = from_leader(run.load_checkpoint)
-        if saved is not None:
-            training.load_state_dict(saved, run.path)
+        _load(training, run)
         report = run.path / "report.html"
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
@@ -56,6 +54,13 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
             training.to_the_end(run, view, label)
         if leads() and (unfinished or not report.exists()):
             write_report([run], report, run.name)
+
+
+def _load(training: "Training", run: RunDirectory) -> None:
+    """Brings back the latest checkpoint, of which nothing is held while it trains on."""
+    saved = from_leader(run.load_checkpoint)
+    if saved is not None:
+        training.load_state_dict(saved, run.path)
 
 
 class Training:

@@ -24,6 +24,6 @@ def drawn(there: int, wanted: int) -> Sequence[int]:
         return range(there)
     order = torch.randperm(there, generator=torch.Generator().manual_seed(0))[:wanted]
     chosen = array("I" if there < 2**32 else "Q")
-    for part in order.split(_AT_ONCE):
-        chosen.extend(part.tolist())
+    for begin in range(0, wanted, _AT_ONCE):
+        chosen.extend(order[begin : begin + _AT_ONCE].tolist())
     return chosen
