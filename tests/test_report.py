@@ -112,6 +112,8 @@ def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
     ((name, score, *_),) = table_of([history_of(run) for run in runs]).rows
     assert "a (1 of 3 unfinished)" == name
     assert "50.00 (1 of 2)" == score
+    write_report(runs, tmp_path / "page.html", "three")
+    assert "a (1 of 3 unfinished)" in (tmp_path / "page.html").read_text()
 
 
 def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):

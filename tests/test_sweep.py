@@ -191,6 +191,20 @@ def test_a_tuned_setting_is_shown_at_its_best_mean_score(tmp_path):
     )
 
 
+def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
+    found = points("target=0.2,0.4", "lr=0.1,0.2", tuned=("lr",))
+    start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
+    for name, training in trainings_of(DIGITS, found, 1).items():
+        score = "F1" if training.target == 0.4 else "accuracy"
+        run = RunDirectory.create(
+            tmp_path / "sweep" / name, training.changed({"epochs": 1}).as_dict()
+        )
+        run.append(row(1, scores={score: training.lr}))
+    sweep = read_swept(tmp_path / "sweep")
+    assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
+    assert "chosen on the accuracy or F1" in sweep.title
+
+
 def test_where_less_is_better_the_least_is_best(tmp_path):
     table = swept(tmp_path / "sweep", SCORES, higher=False).table()
     assert [("0.2", "0.2"), ("0.1", "0.4")] == [cells[:2] for cells in table.rows]
