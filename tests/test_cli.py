@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.digits import DIGITS
 from bigbatch.report.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
@@ -38,6 +41,13 @@ WRONG = [
     (["train", "--policy", "simigrad:0.4", "--target", "0.3"], "not go together with --target"),
     (["train", "--policy", "simigrad:0.4,target=0.3"], "gives target twice"),
     (["train", "--seed", "4294967296"], "seed=4294967296 must be below 2^32"),
+    (["train", "--seed", "1", "--set", "gamma=0.5"], "not go together with --gamma"),
+    (["train", "--optimizer", "adam", "--set", "momentum=0.5"], "not go together with --momentum"),
+    (["train", "--arm", "fixed-32", "--set", "target=0.5"], "not go together with --target"),
+    (["train", "--set", "arm=simigrad"], "--set cannot say 'arm': --arm has what is of one"),
+    (["train", "--set", "recipe=glue"], "--set cannot say 'recipe': it is the command's first"),
+    (["train", "--set", "seed=3"], "--set cannot say 'seed': give --seed, or --seeds"),
+    (["sweep", "--set", "data=x"], "--set cannot say 'data': give --data"),
     (["train", "--lr", "nan"], "lr=nan must be finite"),
     (["train", "--lr", "-1"], "lr=-1.0 must not be negative"),
     (["train", "--seed", "-1"], "seed=-1 must not be negative"),
@@ -193,6 +203,42 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     assert 0 == bigbatch("train", *given, "--out", tmp_path / "run", "--quiet")[0]
     assert settings.items() <= RunDirectory.open(tmp_path / "run").settings.items()
+
+
+def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):
+    own = ("--arm=noise-scale", "--set=dead_band=0.3", "--set=samples=64", "--epochs=1")
+    status, _, err = bigbatch("train", *own, "--out", tmp_path / "run", "--quiet")
+    assert (0, "") == (status, err)
+    settings = RunDirectory.open(tmp_path / "run").settings
+    assert (0.3, 4000.0) == (settings["dead_band"], settings["smoothing"])
+
+
+def test_what_the_arms_of_a_study_have_of_their_own_is_said(bigbatch, tmp_path, monkeypatch):
+    arms = {"one": {"policy": "fixed:64"}, "two": {"policy": "fixed:64", "lr": 0.1}}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
+    own = ("--set=lr=0.5", "--set=samples=64", "--epochs=1", "--seeds=1")
+    status, _, err = bigbatch("train", *own, "--out", tmp_path / "study", "--quiet")
+    assert 0 == status
+    assert "bigbatch: note: two: lr stays the arm's own; --arm trains one alone with it\n" == err
+
+
+def test_an_arm_alone_that_needs_another_says_how_to_name_its_run(bigbatch, tmp_path, monkeypatch):
+    arms = {"one": {}, "two": {"begin_from": "one"}}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
+    monkeypatch.chdir(tmp_path)
+    status, _, err = bigbatch("train", "--arm", "two")
+    assert (2, 1) == (status, err.count("\n"))
+    assert "begin_from of arm two is arm one; name a run of it by --begin-from" in err
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_file_that_a_library_cannot_read_is_named_as_it_says(bigbatch, tmp_path, monkeypatch):
+    def data(settings):
+        raise OSError("cannot identify image file 'cat.jpg'")
+
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, data=data))
+    status, _, err = bigbatch("train", "--seed=0", "--out", tmp_path / "run")
+    assert (2, "bigbatch: OSError: cannot identify image file 'cat.jpg'\n") == (status, err)
 
 
 def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):

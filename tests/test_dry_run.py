@@ -243,6 +243,13 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(bigbatch, optio
     assert 1 == len(err.splitlines())
 
 
+def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):
+    arm = ("--arm", "momentum-like-vr-momentum")
+    status, out, _ = bigbatch("train", "cifar10-resnet56", "--dry-run", *arm)
+    assert 0 == status
+    assert "The mean r of lr_from is known once that run is finished" in out.replace("\n", " ")
+
+
 def test_bytes_have_the_unit_that_fits():
     sizes = [0, 999, 1_000, 12_345, 999_999_999, 10**10, 5 * 10**15]
     shown = [in_bytes(size) for size in sizes]

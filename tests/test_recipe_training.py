@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.data.columns import Columns
+from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.scores import share_right
@@ -109,6 +111,22 @@ def test_a_training_in_half_precision_is_that_of_float32_but_for_rounding(
     assert (precision == "float16") == (saved["scaler"] is not None)
 
 
+def test_a_precision_that_a_model_in_float64_would_not_have_is_refused():
+    with pytest.raises(
+        SettingError, match="precision=bfloat16 has no effect on a model in float64"
+    ):
+        Training(DIGITS, DIGITS.settings().changed({"precision": "bfloat16"}))
+
+
+def test_indices_of_a_part_take_few_bytes():
+    """Four each, and not the forty of a list of numbers; datasets get Python's own."""
+    chosen = drawn(400_000, 300_000)
+    held = chosen.buffer_info()[1] * chosen.itemsize
+    assert 300_000 * 4 == held
+    assert 300_000 == len(set(chosen))
+    assert int is type(chosen[0])
+
+
 def test_data_from_workers_is_the_same_training(bigbatch, tmp_path):
     alone = train(bigbatch, tmp_path / "a", "epochs=1")
     workers = train(bigbatch, tmp_path / "b", "epochs=1", "workers=2")
@@ -185,6 +203,22 @@ def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_p
     study.rename(tmp_path / "moved")
     (tmp_path / "moved" / "two-seed1" / "checkpoint.pt").unlink()
     assert 0 == bigbatch("train", "--resume", tmp_path / "moved")[0]
+
+
+def test_a_study_holds_one_model_at_a_time(bigbatch, tmp_path, monkeypatch):
+    made, alive = [], []
+
+    def model(settings):
+        alive.append(sum(one() is not None for one in made))
+        network = DIGITS.model(settings)
+        made.append(weakref.ref(network))
+        return network
+
+    arms = {"one": FIXED, "two": FIXED, "three": FIXED}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, model=model))
+    own = ("--epochs=1", "--seeds=1", "--set=samples=64")
+    assert 0 == bigbatch("train", "digits", *own, "--out", tmp_path / "study")[0]
+    assert [0, 0, 0] == alive
 
 
 # data

@@ -92,8 +92,21 @@ def test_a_run_that_was_left_goes_on_where_it_was(deepspeed_ranks, tmp_path, sta
     for one, other in zip(weights, resumed, strict=True):
         assert torch.equal(one, other)
     kept = [path.name for path in (run.path / "deepspeed").iterdir() if path.is_dir()]
-    assert [f"step{len(expected)}"] == kept
+    assert [f"epoch{asked.epochs}-step{len(expected)}"] == kept
     assert set(run.load_weights()) == set(DIGITS.model(asked).state_dict())
+
+
+def folders_at_the_end(rank, ranks):
+    """Where the last step of an epoch is saved, before the epoch's end and after it."""
+    quiet()
+    training = Training(DIGITS, on_zero(0))
+    found = [training.state_dict()["folder"] for _ in training.engine.steps(training.loss)]
+    return found[-1], training.state_dict()["folder"]
+
+
+def test_no_checkpoint_is_written_over_the_one_that_counts(deepspeed_ranks):
+    before, after = deepspeed_ranks(2)(folders_at_the_end)[0]
+    assert before != after
 
 
 def refusal(rank, ranks, asked):

@@ -96,6 +96,26 @@ def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
         write_report([run], tmp_path / "page.html", "empty")
 
 
+def test_runs_that_begin_from_those_of_their_seed_are_seeds_of_each_other(tmp_path):
+    for name in ("begin_from", "lr_from"):
+        runs = [
+            run_at(tmp_path / f"{name}{s}", [row(1)], arm="b", seed=s, **{name: f"/x/a-seed{s}"})
+            for s in (0, 1)
+        ]
+        assert 1 == len(table_of([history_of(run) for run in runs]).rows), name
+
+
+def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
+    runs = [run_at(tmp_path / "s0", [row(1, accuracy=0.5)], arm="a", seed=0)]
+    runs += [run_at(tmp_path / "s1", [row(1, scores={"test accuracy, %": None})], arm="a", seed=1)]
+    runs += [run_at(tmp_path / "s2", [], arm="a", seed=2)]
+    ((name, score, *_),) = table_of([history_of(run) for run in runs]).rows
+    assert "a (1 of 3 unfinished)" == name
+    assert "50.00 (1 of 2)" == score
+    write_report(runs, tmp_path / "page.html", "three")
+    assert "a (1 of 3 unfinished)" in (tmp_path / "page.html").read_text()
+
+
 def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
     gaps = {"signal": None, "noise": None, "similarity": None, "noise_scale": None, "loss": None}
     run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, signal=-5.0)])

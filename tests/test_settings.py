@@ -41,6 +41,7 @@ def test_a_config_file_brings_them_back():
         ("decay_all=no", "decay_all", False),
         ("dropout=0.25", "dropout", 0.25),
         ("double=false", "double", False),
+        ("double=True", "double", True),
     ],
 )
 def test_a_text_is_read_in_the_type_of_the_present_value(text, name, value):
@@ -55,7 +56,7 @@ def test_a_text_is_read_in_the_type_of_the_present_value(text, name, value):
         ("wings=2", "recipe 'digits' has no setting 'wings'; it has .*dropout, .*epochs"),
         ("task=2", "has no setting|must be"),
         ("epochs=3.5", "epochs='3.5' is no int"),
-        ("double=maybe", "double='maybe' is no bool"),
+        ("double=maybe", "double='maybe' is no bool: true or false"),
         ("epochs", "'epochs' must be written KEY=VALUE"),
         ("changed=1", "has no setting 'changed'"),
     ],

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.recipe import Sweep
 from bigbatch.recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
+from bigbatch.report.overview import Followed
 from bigbatch.report.page import write_swept
 from bigbatch.report.run_directory import RunDirectory
 from bigbatch.report.sweep import read_swept
@@ -131,6 +133,26 @@ def test_a_dry_run_lists_the_points_and_writes_nothing(bigbatch, tmp_path, monke
     assert [] == list(tmp_path.iterdir())
 
 
+def test_a_dry_run_needs_no_data(bigbatch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bigbatch("sweep", "imagenet-resnet50", "--dry-run")
+    assert (0, "") == (status, err)
+    assert "5 points; 15 trainings" in out
+
+
+def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch):
+    """By directories that cannot be opened, so that no process is started."""
+    monkeypatch.chdir(tmp_path)
+    start_sweep(DIGITS, tmp_path / "sweep", points("lr=0.1,0.2"), (), 1)
+    for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
+        RunDirectory.create(tmp_path / "sweep" / name, {})
+        (tmp_path / "sweep" / name / "config.yaml").rename(tmp_path / "sweep" / name / "lost")
+    status, out, _ = bigbatch("sweep", "--resume", "sweep", "--quiet")
+    assert 2 == status
+    for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
+        assert f"{name} failed: sweep/{name}/config.yaml cannot be read as a run" in out
+
+
 def swept(path, scores, *, higher=True, tuned=("lr",)):
     """A sweep whose scores are given by (lr, target); None for a run that is not there."""
     recipe = replace(DIGITS, higher_is_better=higher)
@@ -142,7 +164,10 @@ def swept(path, scores, *, higher=True, tuned=("lr",)):
         if score is not None:
             run = RunDirectory.create(path / name, training.as_dict())
             batch = 100 * training.target
-            run.append(row(1, batch=batch, accuracy=score))
+            one = row(1, batch=batch, accuracy=score)
+            if math.isnan(score):  # as a log has what is no number
+                one["scores"] = dict.fromkeys(one["scores"])
+            run.append(one)
     return read_swept(path)
 
 
@@ -164,6 +189,20 @@ def test_a_tuned_setting_is_shown_at_its_best_mean_score(tmp_path):
         "lr: the best of each point, chosen on the test accuracy, %"
         in swept(tmp_path / "again", SCORES).title
     )
+
+
+def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
+    found = points("target=0.2,0.4", "lr=0.1,0.2", tuned=("lr",))
+    start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
+    for name, training in trainings_of(DIGITS, found, 1).items():
+        score = "F1" if training.target == 0.4 else "accuracy"
+        run = RunDirectory.create(
+            tmp_path / "sweep" / name, training.changed({"epochs": 1}).as_dict()
+        )
+        run.append(row(1, scores={score: training.lr}))
+    sweep = read_swept(tmp_path / "sweep")
+    assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
+    assert "chosen on the accuracy or F1" in sweep.title
 
 
 def test_where_less_is_better_the_least_is_best(tmp_path):
@@ -189,6 +228,26 @@ def test_the_front_has_no_point_that_another_beats(tmp_path):
     assert [0.2, 0.4] == [point.values["target"] for point in falling.front]
     rising = {**SCORES, (0.2, 0.4): (0.95, 0.97)}
     assert [0.4] == [p.values["target"] for p in swept(tmp_path / "rising", rising).front]
+
+
+def test_a_point_of_which_a_run_diverged_is_not_on_the_front(tmp_path):
+    scores = {**SCORES, (0.2, 0.4): (math.nan, 0.99), (0.1, 0.4): (math.nan, 0.99)}
+    sweep = swept(tmp_path / "sweep", scores)
+    assert [0.2] == [point.values["target"] for point in sweep.front]
+    assert "99.00 (1 of 2)" in {cells[2] for cells in sweep.table().rows}
+
+
+def test_a_log_that_was_cut_and_grew_again_is_read_anew(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
+    followed = Followed(run)
+    run.append(row(1, accuracy=0.5))
+    assert "50" in followed.scored()
+    run.metrics.write_text("")  # as a resumption does
+    for step in (1, 2):
+        run.append(row(step, accuracy=0.25, reason="longer than the line before"))
+    followed.scored()
+    assert "epoch 1/" in followed.progress()
+    assert "25" in followed.scored()
 
 
 def test_a_sweep_leaves_a_picture_a_csv_and_a_json(tmp_path):

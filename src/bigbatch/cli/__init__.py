@@ -55,6 +55,8 @@ def main() -> None:
 def _line_of(error: Exception) -> str:
     if isinstance(error, TyperException):
         return error.format_message()
+    if isinstance(error, OSError) and error.strerror is None:  # a damaged picture, say
+        return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
     return str(error)

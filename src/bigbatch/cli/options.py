@@ -1,7 +1,8 @@
 """What several commands say of their options."""
 
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,19 @@ from bigbatch.decide.named import POLICIES
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.ranks import leads
 from bigbatch.recipes.recipe import Recipe
+from bigbatch.recipes.settings import Settings
 
 POLICY = f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}."
 SMOOTHING = "Samples to average noise over."
 DEAD_BAND = "Hold smaller changes: 0.1 = 10 %."
 WARM_UP = "Samples before the first change."
+
+_NOT_SET = {
+    "recipe": "it is the command's first argument",
+    "arm": "--arm has what is of one, and --grid arm=... in a sweep",
+    "seed": "give --seed, or --seeds",
+    "data": "give --data",
+}
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -26,6 +35,29 @@ def refuse_with(what: str, names: Iterable[str]) -> None:
     listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
     if listed:
         raise SettingError(f"{what} does not go together with {listed}; leave them out")
+
+
+def set_by(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:
+    """The settings as each --set changes them, and the names of those that it did.
+
+    Raises:
+        SettingError: no KEY=VALUE, or a key that has an option of its own to say it.
+    """
+    names: set[str] = set()
+    for text in texts:
+        change = settings.parsed(text)
+        for name in change.keys() & _NOT_SET.keys():
+            raise SettingError(f"--set cannot say {name!r}: {_NOT_SET[name]}")
+        settings, names = settings.changed(change), names | change.keys()
+    return settings, names
+
+
+def note_overruled(recipe: Recipe, names: Iterable[str], remedy: str, *, full: bool) -> None:
+    """Says which arms have values of their own for what was given for all of them."""
+    for name in sorted(names):
+        own = [arm for arm, changes in recipe.arms_at(full=full).items() if name in changes]
+        if own:
+            warnings.warn(f"{', '.join(own)}: {name} stays the arm's own; {remedy}", stacklevel=2)
 
 
 def folder_of(recipe: Recipe, given: Path | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bigbatch.cli.options import folder_of, given, refuse_with
+from bigbatch.cli.options import folder_of, given, note_overruled, refuse_with, set_by
 from bigbatch.errors import RunError
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.jobs import train_side_by_side
@@ -17,6 +17,7 @@ from bigbatch.recipes.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch.report.config import read_sweep
 from bigbatch.report.files import fresh_name
 from bigbatch.report.live import LiveView
+from bigbatch.report.run_directory import find_runs
 
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
 _SEEDS = 3
@@ -78,12 +79,13 @@ def sweep(
     if out is not None:
         refuse_with("--out", given(runs=runs))
     chosen = recipe_named(recipe or "digits")
-    settings = chosen.settings(full=full)
-    for text in set_ or ():
-        settings = settings.changed(settings.parsed(text))
-    settings = settings.changed({"data": folder_of(chosen, data)})
+    settings, names = set_by(chosen.settings(full=full), set_ or ())
+    if not dry_run:  # which needs no data
+        settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
     points = points_of(chosen, grids, settings, full=full)
+    if any("arm" in one for one in grids.grids):
+        note_overruled(chosen, names, "--grid changes it", full=full)
     if dry_run:
         _list(points, grids.tuned, seeds or _SEEDS, view)
         return
@@ -105,11 +107,12 @@ def _train(place: Path, jobs: int | None, launch: Launch, view: LiveView) -> Non
     """Trains, shows and writes what was found; exit status 1 where a run failed."""
     with launch.resumable(place, "sweep"):
         failed = train_side_by_side(place, jobs, view)
-    write_study_report(place)
-    show_study(place, view)
-    view.say(f"figure: {place / 'sweep.png'}")
     for name, reason in failed.items():
         view.say(f"{name} failed: {reason}")
+    if any(run.rows() for run in find_runs(place)):
+        write_study_report(place)
+        show_study(place, view)
+        view.say(f"figure: {place / 'sweep.png'}")
     if failed:
         view.say(f"`bigbatch sweep --resume {place}` tries the {len(failed)} failed again")
         raise typer.Exit(1)

@@ -15,19 +15,20 @@ from bigbatch.cli.options import (
     WARM_UP,
     folder_of,
     given,
+    note_overruled,
     refuse_with,
+    set_by,
 )
 from bigbatch.decide.named import without_effect
 from bigbatch.errors import SettingError
 from bigbatch.recipes import EXPERIMENTS, recipe_named
 from bigbatch.recipes.launch import Launch
-from bigbatch.recipes.optimizers import OPTIMIZERS
+from bigbatch.recipes.optimizers import OPTIMIZERS, unused_by
 from bigbatch.recipes.ranks import count, from_leader
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.study import resume as resume_at
-from bigbatch.recipes.study import start_study, train_one, train_study
-from bigbatch.recipes.training import Training
+from bigbatch.recipes.study import start_study, train_one, train_study, training_at
 from bigbatch.report.files import fresh_name
 from bigbatch.report.live import LiveView
 from bigbatch.report.run_directory import RunDirectory
@@ -165,12 +166,15 @@ def train(
     settings = asked(full=full).changed({"data": folder_of(chosen, data)})
     if changes:
         refuse_with("a setting of a single training", given(seeds=seeds))
+        _require_given(chosen, settings)
         _train_one(settings, folder, out, launch, view)
         return
     place, begun = from_leader(
         lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
     )
     if not begun:
+        overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
+        note_overruled(chosen, overruled, "--arm trains one alone with it", full=full)
         from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id, full=full))
     with launch.resumable(place):
         train_study(place, view)
@@ -179,17 +183,26 @@ def train(
 def _settings(
     recipe: Recipe, epochs: int | None, sets: list[str], changes: dict[str, Any], *, full: bool
 ) -> Settings:
-    """Those of a scale, changed by epochs and --set, then by an arm, then by other options."""
-    settings = recipe.settings(full=full).changed(given(epochs=epochs))
-    for text in sets:
-        settings = settings.changed(settings.parsed(text))
+    """Those of a scale, changed by an arm, then by --set, then by other options."""
+    settings = recipe.settings(full=full)
     if "arm" in changes:
         settings = recipe.arm(changes["arm"], settings, full=full)
+    settings, names = set_by(settings.changed(given(epochs=epochs)), sets)
     settings = settings.changed(changes)
-    refuse_with(f"--policy {settings.policy}", changes.keys() & _unused(settings.policy))
-    if not settings.optimizer.startswith("vr-"):
-        refuse_with(f"--optimizer {settings.optimizer}", changes.keys() & {"gamma", "r_max"})
+    asked = changes.keys() | names if changes else set()  # of a study, some arm may listen
+    refuse_with(f"--policy {settings.policy}", asked & _unused(settings.policy))
+    refuse_with(f"--optimizer {settings.optimizer}", asked & unused_by(settings.optimizer))
     return settings
+
+
+def _require_given(recipe: Recipe, settings: Settings) -> None:
+    """Raises SettingError where an arm alone needs a run that its study would have trained."""
+    for name, run in settings.before.items():
+        if run in recipe.arms:
+            raise SettingError(
+                f"{name} of arm {settings.arm} is arm {run}; name a run of it by "
+                f"--{name.replace('_', '-')}, or train the study, which has both"
+            )
 
 
 def _train_one(
@@ -211,7 +224,7 @@ def _train_one(
         with launch.resumable(place):
             resume_at(place, view)
         return
-    training = Training(recipe_named(settings.recipe), settings)  # before anything is written
+    training = training_at(place, settings)  # before anything is written
     run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
     with launch.resumable(place):
         train_one(training, run, view)

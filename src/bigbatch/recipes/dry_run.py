@@ -14,8 +14,8 @@ from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.optim import VarianceReduced
 from bigbatch.recipes.data.columns import as_it_is
-from bigbatch.recipes.engines import loop_over
 from bigbatch.recipes.footprint import Footprint, footprint
+from bigbatch.recipes.loop import loop_over
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.optimizers import build_optimizer
 from bigbatch.recipes.recipe import OURS, Data, Recipe

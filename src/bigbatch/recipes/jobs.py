@@ -21,9 +21,8 @@ from filelock import FileLock, Timeout
 
 from bigbatch.decide.plan import require_positive
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.settings import BEFORE
 from bigbatch.recipes.study import opened
-from bigbatch.report.config import read_trainings
+from bigbatch.report.config import BEFORE, read_trainings
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of
 from bigbatch.report.overview import Counts, Followed, Overview
@@ -57,7 +56,8 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     devices = [str(settings["device"]) for settings in trainings.values()]
     gpus = _gpus() if "cuda" in devices else []
     threads = max(int(settings["threads"]) for settings in trainings.values())
-    jobs = jobs or len(gpus) or max(1, _cores() // threads)
+    if jobs is None:
+        jobs = len(gpus) or max(1, _cores() // threads)
     require_positive(jobs=jobs)
     try:
         with FileLock(path / ".lock", blocking=False), _ended_like_interrupted():
@@ -131,7 +131,11 @@ class _Jobs:
                 del self._waiting[name]
                 self._fail(name, f"it needs {', '.join(lost)}, which failed", overview)
             elif not before & (self._waiting.keys() | self._running.keys()):
-                self._start_one(name, settings)
+                try:
+                    self._start_one(name, settings)
+                except RunError as error:  # its directory is not as we left it
+                    del self._waiting[name]
+                    self._fail(name, str(error), overview)
 
     def _start_one(self, name: str, settings: dict[str, Any]) -> None:
         taken = {job.slot for job in self._running.values()}

@@ -66,7 +66,7 @@ class Launch:
         try:
             store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
             launch = cls(store)
-            dist.init_process_group(_backend(), store=launch._now, rank=rank, world_size=count)
+            dist.init_process_group(backend(), store=launch._now, rank=rank, world_size=count)
         except ValueError as error:
             raise RankError(f"{error}; start the ranks by torchrun, or unset WORLD_SIZE") from None
         except RuntimeError as error:
@@ -158,7 +158,7 @@ def heard_if_leading() -> Iterator[None]:
         yield
 
 
-def _backend() -> str:
+def backend() -> str:
     """By which ranks talk; where there are GPUs, each rank takes its own of its machine."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"

@@ -74,6 +74,19 @@ def build_optimizer(
     return VarianceReduced(base, **options)
 
 
+def unused_by(optimizer: str) -> set[str]:
+    """Settings that have no effect on the optimizer of this name."""
+    base = optimizer.removeprefix("vr-")
+    unused = set() if optimizer.startswith("vr-") else {"gamma", "r_max"}
+    unused |= set() if base in ("momentum", "lars") else {"momentum"}
+    return unused | ({"decay_all"} if base in ("lars", "lamb") else set())
+
+
+def stepped_by(optimizer: Optimizer) -> Optimizer:
+    """Whose `step` an engine may call itself."""
+    return optimizer.base if isinstance(optimizer, VarianceReduced) else optimizer
+
+
 _BASES: dict[str, Callable[[list[dict[str, Any]], Settings], Optimizer]] = {
     "sgd": lambda p, s: SGD(p, s.lr, weight_decay=s.weight_decay),
     "momentum": lambda p, s: SGD(p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay),

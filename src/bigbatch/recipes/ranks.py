@@ -23,7 +23,7 @@ def count() -> int:
 
 
 def leads() -> bool:
-    """Whether this is the one that writes, measures accuracy and is heard: rank 0."""
+    """Whether this is the one that writes and is heard: rank 0."""
     return rank() == 0
 
 

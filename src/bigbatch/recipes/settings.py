@@ -8,10 +8,10 @@ from typing import Any
 from bigbatch.decide.plan import require_positive
 from bigbatch.errors import SettingError
 from bigbatch.recipes.lr_schedule import LRSchedule
+from bigbatch.report.config import BEFORE
 
 Value = bool | int | float | str
 PRECISIONS = ("float32", "bfloat16", "float16")
-BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class Settings:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
         now: Value = self.task[key] if key in self.task else getattr(self, key)
         try:
-            return {key: _TRUTH[value] if isinstance(now, bool) else type(now)(value)}
+            return {key: _TRUTH[value.lower()] if isinstance(now, bool) else type(now)(value)}
         except (KeyError, ValueError):
-            raise SettingError(f"{key}={value!r} is no {type(now).__name__}") from None
+            raise SettingError(f"{key}={value!r} is no {_KINDS[type(now)]}") from None
 
     @property
     def before(self) -> dict[str, str]:
@@ -185,6 +185,7 @@ def _names() -> set[str]:
     return {one.name for one in fields(Settings)}
 
 
+_KINDS = {bool: "bool: true or false", int: "int", float: "float"}
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
 

@@ -3,6 +3,7 @@
 On several ranks all call the same; rank 0 reads, writes and shows.
 """
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def train_study(path: Path, view: LiveView) -> None:
     for number, (name, settings) in enumerate(trainings.items(), start=1):
         run = from_leader(partial(opened, path / name, settings))
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
+        gc.collect()  # its model is in cycles, and a GPU has no room for two
     if leads():
         write_study_report(path)
     show_study(path, view)
@@ -136,8 +138,12 @@ def resume(path: Path, view: LiveView) -> None:
 
 
 def _training(run: RunDirectory) -> Training:
-    settings = Settings.from_dict(run.settings)
-    beside = run.path.resolve().parent  # as seen from where the run lies now
+    return training_at(run.path, Settings.from_dict(run.settings))
+
+
+def training_at(place: Path, settings: Settings) -> Training:
+    """A training whose run lies at `place`, beside which it looks for what it needs."""
+    beside = place.resolve().parent  # as seen from where the run lies now
     before = {name: str(beside / path) for name, path in settings.before.items()}
     return Training(recipe_named(settings.recipe), settings.changed(before))
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.decide.named import target_of
-from bigbatch.errors import RankError, RunError
+from bigbatch.errors import RankError, RunError, SettingError
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
-from bigbatch.recipes.engines import ENGINES, stepped_by
+from bigbatch.recipes.engines import ENGINES
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.mean_factor import mean_factor
-from bigbatch.recipes.optimizers import build_optimizer
+from bigbatch.recipes.optimizers import build_optimizer, stepped_by
 from bigbatch.recipes.ranks import from_first, from_leader, leads, rank
 from bigbatch.recipes.recipe import Batch, Data, Recipe
 from bigbatch.recipes.scores import device_of, moved
@@ -46,9 +46,7 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
     """
     with ExitStack() as held:
         from_leader(lambda: held.enter_context(run.locked()))
-        saved = from_leader(run.load_checkpoint)
-        if saved is not None:
-            training.load_state_dict(saved, run.path)
+        _load(training, run)
         report = run.path / "report.html"
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
@@ -57,6 +55,13 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
             training.to_the_end(run, view, label)
         if leads() and (unfinished or not report.exists()):
             write_report([run], report, run.name)
+
+
+def _load(training: "Training", run: RunDirectory) -> None:
+    """Brings back the latest checkpoint, of which nothing is held while it trains on."""
+    saved = from_leader(run.load_checkpoint)
+    if saved is not None:
+        training.load_state_dict(saved, run.path)
 
 
 class Training:
@@ -76,6 +81,7 @@ class Training:
         _seed(settings.seed)
         self.device = device_of(settings)
         self.model = recipe.model(settings).to(self.device)
+        _require_castable(self.model, settings.precision)
         if settings.begin_from:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
@@ -188,6 +194,15 @@ class Training:
 def autocast(device: str, precision: str) -> torch.autocast:
     """In which a model of that precision is run."""
     return torch.autocast(device, _CAST.get(precision), enabled=precision in _CAST)
+
+
+def _require_castable(model: nn.Module, precision: str) -> None:
+    """Raises SettingError where autocast would leave everything as it is."""
+    if precision in _CAST and torch.float64 in {p.dtype for p in model.parameters()}:
+        raise SettingError(
+            f"precision={precision} has no effect on a model in float64, which autocast leaves as "
+            "it is; set the model to float32"
+        )
 
 
 def _seed(seed: int) -> None:

@@ -12,6 +12,7 @@ import yaml
 from bigbatch.errors import RunError
 
 SCHEMA = 2
+BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
 CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
 
 

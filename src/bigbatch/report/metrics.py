@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError
 from bigbatch.record import StepRecord
-from bigbatch.report.config import SCHEMA
+from bigbatch.report.config import BEFORE, SCHEMA
 from bigbatch.report.run_directory import Row, RunDirectory
 
 Scores = Mapping[str, float]
@@ -99,10 +99,9 @@ class History:
     def kind(self) -> str:
         """The same for runs that differ in their seed only."""
         settings = {name: value for name, value in self.settings.items() if name != "seed"}
-        before = str(settings.get("begin_from", ""))
-        return repr(
-            {**settings, "begin_from": before.removesuffix(f"-seed{self.settings.get('seed')}")}
-        )
+        own = f"-seed{self.settings.get('seed')}"
+        before = {name: str(settings.get(name, "")).removesuffix(own) for name in BEFORE}
+        return repr({**settings, **before})
 
     @property
     def measured(self) -> bool:
@@ -209,11 +208,12 @@ def table_of(histories: list[History]) -> Table:
 
 
 def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
-    runs = [run for run in runs if run.rows]
-    if not runs:
-        return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     unfinished = sum(not run.finished for run in runs)
+    begun = [run for run in runs if run.rows]
+    if not begun:
+        return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
+    runs = begun
     last = [run.rows[-1] for run in runs]
     return (
         name,
@@ -226,11 +226,16 @@ def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str
 
 
 def score_text(scores: Sequence[float | None]) -> str:
-    """Mean and standard deviation of one score over runs: two digits from 10 on, else four."""
+    """Mean and standard deviation of one score over runs: two digits from 10 on, else four.
+
+    Says of how many where some have none, having diverged or not come so far.
+    """
     measured = [score for score in scores if score is not None]
     if not measured:
         return "not measured"
-    return spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
+    text = spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
+    few = f" ({len(measured)} of {len(scores)})"
+    return text + few * (len(measured) < len(scores))
 
 
 def spread(values: Sequence[float], digits: int) -> str:

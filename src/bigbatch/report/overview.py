@@ -75,7 +75,11 @@ class Followed:
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            self._last = json.loads(line)
+            try:
+                self._last = json.loads(line)
+            except ValueError:  # cut, and grown again beyond where we were: not a whole line
+                self._read, self._last, self.scores = 0, None, {}
+                return
             self.scores = self._last["scores"] or self.scores
 
 

@@ -34,14 +34,15 @@ def write_report(
         RunError: no run has a step yet, or the file cannot be written.
     """
     require_ending(out, (".html", *PICTURES))
-    histories = [history for history in map(history_of, runs) if history.rows]
+    every = [history_of(run) for run in runs]
+    histories = [history for history in every if history.rows]
     if not histories:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
     try:
         if out.suffix != ".html":
             curves(histories, "samples").savefig(out, dpi=130)
         else:
-            table = table_of(histories)
+            table = table_of(every)  # those that have not begun are counted there
             template = resources.files("bigbatch.report").joinpath("page.html").read_text()
             page = (
                 Environment(autoescape=True)
@@ -50,7 +51,7 @@ def write_report(
                     title=title,
                     sweeps=[(one, as_svg(sweep_figure(one))) for one in sweeps],
                     columns=table.columns,
-                    seeds=seeds_of(histories),
+                    seeds=seeds_of(every),
                     table=table.rows,
                     figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
                     maps=[as_svg(drawn) for drawn in _heat_maps(histories)],

@@ -3,9 +3,9 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -79,10 +79,15 @@ class Swept:
         for point in self.points:
             kept = {key: value for key, value in point.values.items() if key not in self.tuned}
             groups.setdefault(repr(kept), []).append(point)
-        return [max(points, key=self._merit) for points in groups.values()]
+        return [max(points, key=self._merit_on(points)) for points in groups.values()]
 
-    def _merit(self, point: SweptPoint) -> tuple[int, float]:
-        scores = point.scores(self.score)
+    def _merit_on(self, points: list[SweptPoint]) -> Callable[[SweptPoint], tuple[int, float]]:
+        """By the score that counts for these points: another task of a sweep has another."""
+        names = (run.score for point in points for run in point.runs)
+        return partial(self._merit, next((name for name in names if name), self.score))
+
+    def _merit(self, score: str, point: SweptPoint) -> tuple[int, float]:
+        scores = point.scores(score)
         if not scores:
             return -point.planned, -math.inf
         return len(scores) - point.planned, fmean(scores) * (1 if self.higher_is_better else -1)
@@ -95,10 +100,16 @@ class Swept:
 
     @property
     def front(self) -> list[SweptPoint]:
-        """Points that no other beats: none has as large a batch and as good a score, or better."""
+        """Points that no other beats: none has as large a batch and as good a score, or better.
+
+        A point of which a run diverged is not among them: its mean is that of the others.
+        """
         front: list[SweptPoint] = []
         best = -math.inf
-        for point in reversed(self.measured):
+        sound = [
+            point for point in self.measured if len(point.scores(self.score)) == len(point.runs)
+        ]
+        for point in reversed(sound):
             merit = fmean(point.scores(self.score)) * (1 if self.higher_is_better else -1)
             if merit > best:
                 best = merit
@@ -113,8 +124,10 @@ class Swept:
         if not self.tuned:
             return title
         names = " and ".join(self.tuned)
+        first = {run.score: None for point in self.points for run in point.runs if run.score}
+        chosen_on = " or ".join(first) or self.score
         return (
-            f"{title}; {names}: the best of each point, chosen on the {self.score} that is shown, "
+            f"{title}; {names}: the best of each point, chosen on the {chosen_on} that is shown, "
             "which flatters it"
         )
 

@@ -3,14 +3,15 @@
 from array import array
 from collections.abc import Sequence
 
+import numpy
 import torch
 
 
 def drawn(there: int, wanted: int) -> Sequence[int]:
     """Indices of the samples that are used: all, or so many drawn once for all seeds.
 
-    Fewer are always among more. An index takes 8 bytes; while they are drawn, each sample that is
-    there takes 8 too.
+    Fewer are always among more. An index takes 4 bytes, 8 from 2^32 samples on; while they are
+    drawn, each sample that is there takes 8 too.
 
     Args:
         there: samples of the data set.
@@ -22,7 +23,8 @@ def drawn(there: int, wanted: int) -> Sequence[int]:
     if not 0 < wanted < there:
         return range(there)
     order = torch.randperm(there, generator=torch.Generator().manual_seed(0))[:wanted]
-    return array("q", order.numpy().tobytes())  # as a list, an index takes 40 bytes
+    code, size = ("I", numpy.uint32) if there < 2**32 else ("Q", numpy.uint64)
+    return array(code, order.numpy().astype(size).tobytes())  # as a list, an index takes 40 bytes
 
 
 def some_drawn(there: int, wanted: int, most: int) -> Sequence[int]:
