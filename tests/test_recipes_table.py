@@ -81,9 +81,13 @@ def test_no_two_recipes_repeat_each_other():
 
 
 def blocks_of(file):
-    """Every run of so many lines, without imports, blank lines and indentation."""
+    """Every run of so many lines, without imports, indentation, and lines of brackets alone."""
     lines = [line.strip() for line in file.read_text().splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("import ", "from "))]
+    kept = [
+        line
+        for line in lines
+        if line.strip("()[]{},") and not line.startswith(("import ", "from "))
+    ]
     return zip(*(kept[start:] for start in range(REPEATED)), strict=False)
 
 
