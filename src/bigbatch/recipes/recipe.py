@@ -74,8 +74,7 @@ class Recipe:
         sweep, full_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
         model: the network; draws from torch's generator as it stands.
-        loss: mean loss of a micro-batch; in a model that is in training it may augment.
-        weight: what the loss is the mean over, where that is not the samples: masked tokens, say.
+        loss: mean loss over the samples of a micro-batch; it may augment where the model trains.
         data: what is read from `settings.data`, or always there.
         example: batch of so many samples on the meta device.
         without_vr: names of parameters that a VR optimizer steps as its base does.
@@ -97,7 +96,6 @@ class Recipe:
     higher_is_better: bool = True
     model: Callable[[Settings], nn.Module]
     loss: Callable[[Settings], LossOf]
-    weight: Callable[[Batch], float] | None = None
     data: Callable[[Settings], Data]
     example: Callable[[Settings, int], Batch]
     without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()

@@ -76,7 +76,6 @@ class Training:
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         self.settings = settings
-        self._weight = recipe.weight
         torch.set_num_threads(settings.threads)
         _seed(settings.seed)
         self.device = device_of(settings)
@@ -131,12 +130,10 @@ class Training:
                         self.engine.save(run)
         self.engine.save(run)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, float | None]:
-        """Of a micro-batch, and what it is the mean over."""
-        batch = moved(batch, self.device)
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean over a micro-batch's samples."""
         with self._cast():
-            loss = self.loss_of(self.joined, batch)
-        return loss, self._weight and self._weight(batch)
+            return self.loss_of(self.joined, moved(batch, self.device))
 
     def scores(self) -> dict[str, float]:
         """Of the model as it is. Collective."""

@@ -7,7 +7,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bigbatch.recipes.engines.engine import State, Weighed
+from bigbatch.recipes.engines.engine import Loss, State
 from bigbatch.recipes.loop import loop_over, virtual_ranks_of
 from bigbatch.recipes.ranks import count, gathered, joined, leads, rank
 from bigbatch.recipes.recipe import Data
@@ -37,13 +37,12 @@ class DDP:
         ranks = virtual_ranks_of(settings)
         self.train = loop_over(data, settings, self.joined, optimizer, ranks, self._scaler)
 
-    def steps(self, loss_of: Weighed) -> Iterator[StepRecord]:
+    def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
         """As `Engine` says."""
         for step in self.train:
             for batch in step:
                 try:
-                    loss, weight = loss_of(batch)
-                    step.backward(loss, weight=weight)
+                    step.backward(loss_of(batch))
                 except Exception as error:
                     step.advise(error)
                     raise

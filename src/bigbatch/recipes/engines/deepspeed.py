@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.loop import AdaptiveBatch
-from bigbatch.recipes.engines.engine import State, Weighed
+from bigbatch.recipes.engines.engine import Loss, State
 from bigbatch.recipes.launch import backend
 from bigbatch.recipes.loop import batches_of, scaling_of, virtual_ranks_of
 from bigbatch.recipes.optimizers import build_controller
@@ -67,11 +67,10 @@ class DeepSpeed:
         self.joined: Any = engine
         self.train: AdaptiveBatch = engine.bigbatch
 
-    def steps(self, loss_of: Weighed) -> Iterator[StepRecord]:
+    def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
         """As `Engine` says."""
         for batch in self.joined.batches():
-            loss, weight = loss_of(batch)
-            self.joined.backward(loss, weight=weight)
+            self.joined.backward(loss_of(batch))
             before = self.train.record
             self.joined.step()
             if self.train.record is not before and self.train.record is not None:

@@ -15,8 +15,7 @@ from bigbatch.recipes.recipe import Batch
 from bigbatch.record import StepRecord
 from bigbatch.report.run_directory import RunDirectory
 
-Weighed = Callable[[Batch], tuple[Tensor, float | None]]
-"""Mean loss of a micro-batch, and what it is the mean over where that is not the samples."""
+Loss = Callable[[Batch], Tensor]  # the mean over a micro-batch's samples
 
 State = dict[str, Any]
 
@@ -32,7 +31,7 @@ class Engine(Protocol):
     joined: nn.Module
     train: AdaptiveBatch
 
-    def steps(self, loss_of: Weighed) -> Iterator[StepRecord]:
+    def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
         """Trains through one pass over the data, or the rest of it; one record a step."""
 
     def state_dict(self) -> State:
