@@ -15,8 +15,8 @@ def test_all_are_used_where_none_or_too_many_are_asked_for():
     assert [range(5)] * 3 == [drawn(5, 0), drawn(5, 5), drawn(5, 9)]
 
 
-def test_an_index_takes_eight_bytes():
-    assert 8 * 100 == memoryview(drawn(200, 100)).nbytes  # a list of as many has 40 each
+def test_an_index_takes_four_bytes():
+    assert 4 * 100 == memoryview(drawn(200, 100)).nbytes  # a list of as many has 40 each
 
 
 @pytest.mark.parametrize("samples", [0, 4_000, 50])
