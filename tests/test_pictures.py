@@ -83,7 +83,7 @@ def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
     assert {
         "test accuracy, %": 40.0,
         "train accuracy, % (4 samples)": 75.0,
-        "train minus test accuracy, %": 35.0,
+        "train minus test, %": 35.0,
     } == scores
     assert "test accuracy, %" == next(iter(scores))
     assert {"test accuracy, %": 40.0} == accuracies(test, settings)(Counted().eval())

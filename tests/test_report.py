@@ -1,15 +1,18 @@
 """The report: one file that opens offline and shows what it should."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 
 import pytest
+from rich.console import Console
 
 from bigbatch.errors import RunError
 from bigbatch.report.layers import heat_maps
-from bigbatch.report.metrics import history_of, seeds_of, table_of
+from bigbatch.report.live import LiveView
+from bigbatch.report.metrics import Table, history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
 
@@ -66,6 +69,19 @@ def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
         ("b", "50.00", "40", "64", "2,560", "4.0 s"),
     ] == table_of(histories).rows
     assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
+
+
+@pytest.mark.parametrize("score", ["AUC", "masked pieces right, % (held out of wikipedia-2)"])
+def test_a_table_is_shown_whole_in_80_columns(score):
+    shown = io.StringIO()
+    scores = [f"{score} {number}" for number in range(3)]
+    columns = ("run", *scores, "steps", "average batch", "samples", "wall time")
+    cells = ("a-long-name", "0.0123", "1.0123", "2.0123", "469", "64", "30,000", "82.4 s")
+    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "one run a row")
+    said = shown.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(cell in said for cell in cells[1:])
+    assert "a-long-n" in said
 
 
 def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):

@@ -55,7 +55,7 @@ def _data(settings: Settings) -> Data:
 
     train = pairs(corpus.train(), int(task["draws"]), settings.seed)
     judged = spread(pairs(corpus.held_out(), 1, 0), int(task["judged"]))
-    where = f"({len(judged):,} rows held out of {corpus.name})"
+    where = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=judged, settings=settings, where=where)
     return Data(train, scores, as_it_is, kept(pieces))
 

@@ -131,6 +131,7 @@ DLRM_CRITEO = Recipe(
         "sgd": {},
         "vr-sgd": {"optimizer": "vr-sgd"},
         "vr-sgd-tables": {"optimizer": "vr-sgd", "vr_tables": True},
+        "sgd-like-vr-sgd-tables": {"lr_from": "vr-sgd-tables"},
     },
     sweep=Sweep(
         ({"arm": ARMS, "batch_size": (256, 1_024, 4_096), "lr": (0.5, 1.0, 2.0)},), tuned=("lr",)

@@ -18,7 +18,7 @@ from bigbatch.recipes.settings import Settings
 
 PictureBatch = tuple[Tensor, Tensor]
 TEST = "test accuracy, %"
-GAP = "train minus test accuracy, %"
+GAP = "train minus test, %"
 
 
 class OfBytes(nn.Module):

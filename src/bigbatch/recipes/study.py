@@ -117,7 +117,7 @@ def show_study(path: Path, view: LiveView) -> None:
         return
     sweep = read_swept(path)
     if sweep is not None:
-        view.table(sweep.table(), f"{path.name}: {sweep.title}", wraps=True)
+        view.table(sweep.table(), f"{path.name}: {sweep.title}")
     else:
         histories = [history_of(run) for run in find_runs(path)]
         view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")

@@ -16,6 +16,7 @@ from bigbatch.measure.smoothing import NoiseAverage
 from bigbatch.record import StepRecord
 from bigbatch.report.metrics import Scores, Table
 
+_ANY = 10_000  # columns, of a console that is wide enough
 _LINES = 5  # of a training, where there is no terminal
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
 
@@ -36,17 +37,13 @@ class LiveView:
         """One line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def table(self, found: Table, title: str, *, wraps: bool = False) -> None:
-        """The results, in 80 columns where names allow; `wraps` for many columns that would not."""
-        headers = [column.replace(" ", "\n") for column in found.columns]
-        table = Shown(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
-        table.columns[0].overflow, table.columns[0].min_width = "fold", 8
-        for column in table.columns[1:]:
-            column.justify, column.no_wrap = "right", not wraps
-            column.overflow = "fold" if wraps else "ellipsis"
-        for row in found.rows:
-            table.add_row(*map(escape, row))
-        self.console.print(table)
+    def table(self, found: Table, title: str) -> None:
+        """The results; where the console is too narrow for whole words, they are folded."""
+        shown = _shown(found, title, folds=False)
+        unbound = self.console.options.update(max_width=_ANY)
+        if self.console.measure(shown, options=unbound).minimum > self.console.width:
+            shown = _shown(found, title, folds=True)
+        self.console.print(shown)
 
     @contextmanager
     def training(
@@ -131,6 +128,18 @@ class TrainingView:
             f"{speed:,.0f} samples/s",
         ]
         return "  ".join(part for part in parts if part)
+
+
+def _shown(found: Table, title: str, *, folds: bool) -> Shown:
+    headers = [column.replace(" ", "\n") for column in found.columns]
+    table = Shown(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table.columns[0].overflow, table.columns[0].min_width = "fold", 8
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", not folds
+        column.overflow = "fold" if folds else "ellipsis"
+    for row in found.rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 class _Bar(Progress):
