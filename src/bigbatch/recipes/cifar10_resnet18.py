@@ -11,7 +11,7 @@ from bigbatch.recipes.data import cifar10
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
-from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.recipes.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 
 _SIMIGRAD = "SimiGrad's code"
@@ -22,6 +22,7 @@ _STEPS = "x0.1 at 80 and 120 epochs"
 _TARGETS = tuple(hundredths / 100 for hundredths in range(21))
 _LEAST = (32, 64, 128, 256, 512, 1024)
 _RATES = (0.025, 0.05, 0.1, 0.2, 0.4)
+_HELD: Grid = {"policy": ("simigrad",)}
 
 
 def _model(settings: Settings) -> nn.Module:
@@ -85,7 +86,7 @@ CIFAR10_RESNET18 = Recipe(
     },
     sweep=Sweep(
         (
-            {"target": (0.05, 0.2, 0.4), "lr": _RATES[1::2]},
+            {**_HELD, "target": (0.05, 0.2, 0.4), "lr": _RATES[1::2]},
             {
                 "policy": ("fixed",),
                 "batch_size": (128, 1024),
@@ -97,8 +98,13 @@ CIFAR10_RESNET18 = Recipe(
     ),
     full_sweep=Sweep(
         (  # 609 points of SimiGrad, then fixed batches; these with rates that are ours
-            {"target": _TARGETS, "max_batch": (1024,), "min_batch": _LEAST[:-1]},
-            {"target": _TARGETS, "max_batch": (2048, 4096, 8192, 16384), "min_batch": _LEAST},
+            {**_HELD, "target": _TARGETS, "max_batch": (1024,), "min_batch": _LEAST[:-1]},
+            {
+                **_HELD,
+                "target": _TARGETS,
+                "max_batch": (2048, 4096, 8192, 16384),
+                "min_batch": _LEAST,
+            },
             {
                 "policy": ("fixed",),
                 "batch_size": tuple(128 << power for power in range(9)),
