@@ -17,21 +17,21 @@ NAME = "noisy-digits"
 
 
 def loss(settings):
-    loss_of = digits.DIGITS.loss(settings)
+    plain = digits.DIGITS.loss(settings)
     last = int(os.environ.get("RANK", "-1")) + 1 == int(os.environ.get("WORLD_SIZE", "1"))
     mortal = last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     killed, raises = (int(os.environ.get(name, "0")) for name in ("KILLED_AT", "RAISES_AT"))
     numbers = count(1)
 
-    def counted(model, batch):
+    def loss_of(model, batch):
         number = next(numbers) * mortal
         if number and number == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if number and number == raises:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return loss_of(model, batch)
+        return plain(model, batch)
 
-    return counted
+    return loss_of
 
 
 def register():
