@@ -24,8 +24,8 @@ from bigbatch.recipes.data.masking import IGNORED, Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs
 from bigbatch.recipes.data.text import corpus_of
 from bigbatch.recipes.guesses import scores_of
-from bigbatch.recipes.training import Training
 from real_data import FOLDER, needs
+from recipe_steps import few_steps
 
 TINY = {
     "vocabulary": 500,
@@ -367,19 +367,6 @@ def test_a_vocabulary_larger_than_the_network_is_refused(bigbatch, forest):
 def test_a_length_that_bert_has_not_is_refused(forest):
     with pytest.raises(SettingError, match="length=513 must be from 16 to 512 pieces"):
         BERT_PRETRAIN.data(settings_of(forest, length=513))
-
-
-def few_steps(rank, ranks, settings):
-    """The weights after two steps, and the scores."""
-    torch.set_num_threads(1)
-    training = Training(BERT_PRETRAIN, settings)
-    for _ in training.train.epochs(1):
-        for step in training.train:
-            for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
-            step.update()
-    sums = [parameter.double().sum().item() for parameter in training.model.parameters()]
-    return sums, training.scores()
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, forest):

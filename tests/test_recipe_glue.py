@@ -11,8 +11,8 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.data.glue import TASKS, read_task
 from bigbatch.recipes.glue import GLUE
-from bigbatch.recipes.training import Training
 from real_data import FOLDER, needs
+from recipe_steps import few_steps
 
 TINY = {"vocabulary": 300, "length": 16, "samples": 0, "epochs": 3, "micro_batch": 32}
 
@@ -128,18 +128,6 @@ def test_a_training_tells_good_films_from_bad_ones(bigbatch, reviews):
     assert 0 == bigbatch(*command, *options)[0]
     *_, last = (run / "metrics.jsonl").read_text().splitlines()
     assert json.loads(last)["scores"]["accuracy, % (SST-2 dev)"] > 80
-
-
-def few_steps(rank, ranks, settings):
-    torch.set_num_threads(1)
-    training = Training(GLUE, settings)
-    for _ in training.train.epochs(1):
-        for step in training.train:
-            for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
-            step.update()
-    sums = [parameter.double().sum().item() for parameter in training.model.parameters()]
-    return sums, training.scores()
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, reviews):

@@ -23,8 +23,8 @@ from bigbatch.recipes.data.squad import (
 )
 from bigbatch.recipes.data.windows import best_spans, windows_of
 from bigbatch.recipes.squad import SQUAD
-from bigbatch.recipes.training import Training
 from real_data import FOLDER, needs
+from recipe_steps import few_steps
 
 WORDS = [f"w{n}" for n in range(40)]
 PIECES = Pieces([*SPECIAL, "who", *WORDS, "?"])
@@ -233,18 +233,6 @@ def test_a_training_learns_the_quiz(bigbatch, quiz):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["scores"]["F1, % (20 dev questions)"] > 60  # one word of eight is 1 in 8
     assert (run / "vocab.txt").read_text().startswith("[PAD]\n[UNK]\n")
-
-
-def few_steps(rank, ranks, settings):
-    torch.set_num_threads(1)
-    training = Training(SQUAD, settings)
-    for _ in training.train.epochs(1):
-        for step in training.train:
-            for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
-            step.update()
-    sums = [parameter.double().sum().item() for parameter in training.model.parameters()]
-    return sums, training.scores()
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, quiz):

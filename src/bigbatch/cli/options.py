@@ -4,7 +4,9 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from bigbatch.decide.named import POLICIES
 from bigbatch.errors import RunError, SettingError
@@ -16,6 +18,14 @@ POLICY = f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}."
 SMOOTHING = "Samples to average noise over."
 DEAD_BAND = "Hold smaller changes: 0.1 = 10 %."
 WARM_UP = "Samples before the first change."
+
+Full = Annotated[bool, typer.Option("--full", help="The paper's settings, not the small ones.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
+]
+Runs = Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")]
+Out = Annotated[Path | None, typer.Option(help="The directory itself; must be free.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show results only.")]
 
 _NOT_SET = {
     "recipe": "it is the command's first argument",

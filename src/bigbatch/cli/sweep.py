@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bigbatch.cli.options import folder_of, given, note_overruled, refuse_with, set_by
+from bigbatch.cli.options import (
+    Data,
+    Full,
+    Out,
+    Quiet,
+    Runs,
+    folder_of,
+    given,
+    note_overruled,
+    refuse_with,
+    set_by,
+)
 from bigbatch.errors import RunError
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.jobs import train_side_by_side
@@ -39,23 +50,19 @@ def sweep(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Trainings at a time [cores / threads, or GPUs].")
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="The paper's settings, not the small ones.")
-    ] = False,
+    full: Full = False,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of all trainings."),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
-    ] = None,
-    runs: Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")] = None,
-    out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
+    data: Data = None,
+    runs: Runs = None,
+    out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this sweep.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the trainings, and train nothing.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Trains a recipe at every point of a grid, several trainings at a time.
 

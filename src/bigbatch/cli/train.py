@@ -13,6 +13,11 @@ from bigbatch.cli.options import (
     POLICY,
     SMOOTHING,
     WARM_UP,
+    Data,
+    Full,
+    Out,
+    Quiet,
+    Runs,
     folder_of,
     given,
     note_overruled,
@@ -65,9 +70,7 @@ def train(
     lr_from: Annotated[
         Path | None, typer.Option(help="Run with a VR optimizer whose mean r multiplies --lr.")
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="The paper's settings, not the small ones.")
-    ] = False,
+    full: Full = False,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of config.yaml by its name."),
@@ -78,11 +81,9 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
-    ] = None,
-    runs: Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")] = None,
-    out: Annotated[Path | None, typer.Option(help="The directory itself; must be free.")] = None,
+    data: Data = None,
+    runs: Runs = None,
+    out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what it would take; needs no data.")
@@ -90,7 +91,7 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Of a dry run [1; with --full the paper's].")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show results only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Trains a recipe: its whole study, or one training where a setting is given.
 
