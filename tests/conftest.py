@@ -50,6 +50,7 @@ def trackers():
 
     def forget():
         if "wandb" in sys.modules:
+            sys.modules["wandb"].finish()
             sys.modules["wandb"].teardown()
         if "mlflow" in sys.modules:
             sys.modules["mlflow"].set_tracking_uri(None)

@@ -93,7 +93,7 @@ def test_wandb_has_every_step_offline(trackers, tmp_path, monkeypatch):
     logger = WandbLogger(save_dir=tmp_path, offline=True)
 
     watch = train(logger)
-    wandb.teardown()  # waits for the process that writes
+    wandb.finish()  # waits for the process that writes
 
     (written,) = tmp_path.rglob("*.wandb")
     rows = list(history(written))

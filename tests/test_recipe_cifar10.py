@@ -130,7 +130,7 @@ def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
     assert scores["test accuracy, %"] > 18  # chance has 10, and deviates by 1.4
     if recipe is RESNET56:
         train, gap = (
-            scores[f"train {of}"] for of in ("accuracy, % (500 samples)", "minus test accuracy, %")
+            scores[f"train {of}"] for of in ("accuracy, % (500 samples)", "minus test, %")
         )
         assert pytest.approx(train - scores["test accuracy, %"]) == gap
 
