@@ -14,7 +14,7 @@ from bigbatch.recipes.data.columns import Columns
 from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.scores import share_right
+from bigbatch.recipes.scores import share_right, sound_scores
 from bigbatch.recipes.training import Training
 
 FIXED = {"policy": "fixed:64", "epochs": 1}
@@ -267,3 +267,23 @@ def test_ranks_share_the_samples_and_all_get_the_same_score(ranks, samples):
     expected = 100 * len(range(0, samples, 3)) / samples
     assert expected == judged(0, 1, samples)
     assert [expected] * 2 == ranks(2)(judged, samples)
+
+
+def judged_strange(rank, ranks, logit):
+    """Scores of a model that gives one odd logit, for a sample of the last rank."""
+    x = torch.eye(4)
+    x[3, 3] = logit
+    data = Columns(x, torch.zeros(4, dtype=torch.long))
+    settings = DIGITS.settings().changed({"micro_batch": 4})
+
+    def scores(model):
+        return {"right": share_right(model, data, settings)}
+
+    return sound_scores(torch.nn.Identity(), scores, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
+def test_a_model_with_an_output_that_is_no_number_has_no_score(ranks, logit):
+    assert {"right": 25.0} == judged_strange(0, 1, 1.0)
+    for found in [judged_strange(0, 1, logit), *ranks(2)(judged_strange, logit)]:
+        assert math.isnan(found["right"])

@@ -139,6 +139,14 @@ def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
     assert "<svg" in (tmp_path / "page.html").read_text()
 
 
+def test_skipped_steps_are_no_updates_and_said(tmp_path):
+    lost = {"skipped": True, "signal": None, "noise": None}
+    run = run_at(tmp_path / "run", [row(1), row(2, **lost), row(3, **lost), row(4, accuracy=0.5)])
+    history = history_of(run)
+    assert (2, 2, 32.0) == (history.steps, history.skipped, history.average_batch)
+    assert "2 (2 skipped)" == table_of([history]).rows[0][2]
+
+
 def test_the_page_asks_for_nothing_from_elsewhere(runs, tmp_path):
     write_report(runs, tmp_path / "page.html", "two arms")
     page = (tmp_path / "page.html").read_text()

@@ -148,7 +148,8 @@ def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch)
         RunDirectory.create(tmp_path / "sweep" / name, {})
         (tmp_path / "sweep" / name / "config.yaml").rename(tmp_path / "sweep" / name / "lost")
     status, out, _ = bigbatch("sweep", "--resume", "sweep", "--quiet")
-    assert 2 == status
+    assert 1 == status
+    assert "no run has logged a step" in out
     for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
         assert f"{name} failed: sweep/{name}/config.yaml cannot be read as a run" in out
 
@@ -235,6 +236,43 @@ def test_a_point_of_which_a_run_diverged_is_not_on_the_front(tmp_path):
     sweep = swept(tmp_path / "sweep", scores)
     assert [0.2] == [point.values["target"] for point in sweep.front]
     assert "99.00 (1 of 2)" in {cells[2] for cells in sweep.table().rows}
+
+
+def test_of_points_with_the_same_batch_the_best_alone_is_on_the_front(tmp_path):
+    scores = {(0.1, 0.2): (0.8, 0.8), (0.2, 0.2): (0.9, 0.9)}
+    scores |= {(0.2, 0.4): (0.6, 0.6), (0.1, 0.4): (0.7, 0.7)}
+    front = swept(tmp_path / "sweep", scores, tuned=()).front
+    assert [(0.2, 0.2), (0.1, 0.4)] == [(p.values["lr"], p.values["target"]) for p in front]
+
+
+def test_a_point_of_which_a_run_failed_is_not_on_the_front(tmp_path):
+    scores = {**SCORES, (0.1, 0.4): (0.99, None), (0.2, 0.4): (0.99, None)}
+    assert [0.2] == [p.values["target"] for p in swept(tmp_path / "sweep", scores).front]
+
+
+def test_a_damaged_run_is_left_out_with_a_note(tmp_path):
+    swept(tmp_path / "sweep", SCORES)
+    (tmp_path / "sweep" / "lr=0.1,target=0.2-seed0" / "config.yaml").unlink()
+    (tmp_path / "sweep" / "lr=0.2,target=0.2-seed1" / "metrics.jsonl").write_text("{\n{}\n")
+    with pytest.warns(UserWarning, match="is left out") as notes:
+        sweep = read_swept(tmp_path / "sweep")
+    assert ["lr=0.1,target=0.2-seed0", "lr=0.2,target=0.2-seed1"] == [
+        str(note.message).partition(" ")[0] for note in notes
+    ]
+    assert [1, 2, 1, 2] == [len(point.runs) for point in sweep.points]
+    assert 6 == len(sweep.drawn)
+
+
+def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
+    settings = SETTINGS.changed({"epochs": 1})
+    found = points("target=" + ",".join(f"0.{n}" for n in range(10, 41)), settings=settings)
+    start_sweep(DIGITS, tmp_path / "sweep", found, (), 2)
+    for name, training in trainings_of(DIGITS, found, 2).items():
+        run = RunDirectory.create(tmp_path / "sweep" / name, training.as_dict())
+        run.append(row(1, batch=100, accuracy=training.target))
+    sweep = read_swept(tmp_path / "sweep")
+    assert 62 == len(sweep.begun)
+    assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
 
 
 def test_a_log_that_was_cut_and_grew_again_is_read_anew(tmp_path):

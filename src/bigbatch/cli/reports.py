@@ -47,8 +47,9 @@ def report(
     if out is None and len(paths) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
     place = paths[0] / "report.html" if out is None else out
-    runs = [run for path in paths for run in find_runs(path)]
-    sweeps = [sweep for path in paths if (sweep := read_swept(path)) is not None]
+    swept = [(path, read_swept(path)) for path in paths]
+    runs = [run for path, sweep in swept for run in (sweep.drawn if sweep else find_runs(path))]
+    sweeps = [sweep for _, sweep in swept if sweep is not None]
     write_report(runs, place, " and ".join(path.resolve().name for path in paths), sweeps)
     LiveView(Console()).say(f"report: {place}")
 

@@ -23,12 +23,11 @@ from bigbatch.errors import RunError
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.jobs import train_side_by_side
 from bigbatch.recipes.launch import Launch
-from bigbatch.recipes.study import show_study, write_study_report
+from bigbatch.recipes.study import report_study
 from bigbatch.recipes.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch.report.config import read_sweep
 from bigbatch.report.files import fresh_name
 from bigbatch.report.live import LiveView
-from bigbatch.report.run_directory import find_runs
 
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
 _SEEDS = 3
@@ -116,10 +115,7 @@ def _train(place: Path, jobs: int | None, launch: Launch, view: LiveView) -> Non
         failed = train_side_by_side(place, jobs, view)
     for name, reason in failed.items():
         view.say(f"{name} failed: {reason}")
-    if any(run.rows() for run in find_runs(place)):
-        write_study_report(place)
-        show_study(place, view)
-        view.say(f"figure: {place / 'sweep.png'}")
+    report_study(place, view)
     if failed:
         view.say(f"`bigbatch sweep --resume {place}` tries the {len(failed)} failed again")
         raise typer.Exit(1)

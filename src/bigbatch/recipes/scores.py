@@ -1,12 +1,13 @@
 """What ranks do together to judge a model: each its share, the sums over all."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from bigbatch.errors import SettingError
@@ -50,6 +51,27 @@ def share_of(
     device = device_of(settings)
     for batch in loader:
         yield moved(batch, device)
+
+
+def sound_scores(
+    model: nn.Module, measure: Callable[[nn.Module], dict[str, float]], device: torch.device
+) -> dict[str, float]:
+    """What is measured of the model; nan where an output of it is no finite number. Collective.
+
+    The largest of such outputs is the first one, which now and then is right.
+    """
+    strange = torch.zeros((), device=device)
+
+    def count_strange(_: nn.Module, __: Any, output: Any) -> None:
+        for x in tree_leaves(output):
+            strange.add_((~x.isfinite()).sum())
+
+    handle = model.register_forward_hook(count_strange)
+    try:
+        scores = measure(model)
+    finally:
+        handle.remove()
+    return dict.fromkeys(scores, math.nan) if summed(strange).item() else scores
 
 
 def summed(values: Tensor) -> Tensor:

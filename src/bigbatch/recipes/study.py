@@ -19,7 +19,7 @@ from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report, write_swept
 from bigbatch.report.run_directory import RunDirectory, find_runs
-from bigbatch.report.sweep import read_swept
+from bigbatch.report.sweep import Swept, read_swept
 
 
 def start_study(
@@ -90,38 +90,41 @@ def train_study(path: Path, view: LiveView) -> None:
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
         gc.collect()  # its model is in cycles, and a GPU has no room for two
     if leads():
-        write_study_report(path)
-    show_study(path, view)
+        report_study(path, view)
 
 
-def write_study_report(path: Path) -> None:
-    """Writes report.html of the study at `path`, and a sweep's figure and tables beside it.
+def report_study(path: Path, view: LiveView) -> None:
+    """Writes and shows what there is of the study at `path`; of a sweep a figure and tables too.
 
     Raises:
-        RunError: nothing is logged yet, or a file cannot be written.
+        RunError: nothing is logged yet, or a file is damaged or cannot be written.
     """
     sweep = read_swept(path)
-    if sweep is not None:
+    if sweep is not None and not sweep.begun:
+        view.say(f"{path.name}: no run has logged a step, so there is nothing to report")
+        return
+    if sweep is None:
+        write_report(find_runs(path), path / "report.html", path.name)
+    else:
         write_swept(sweep, path)
-    write_report(find_runs(path), path / "report.html", path.name, [sweep] if sweep else [])
+        write_report(sweep.drawn, path / "report.html", path.name, [sweep])
+    _show(path, sweep, view)
+
+
+def _show(path: Path, sweep: Swept | None, view: LiveView) -> None:
+    """The table of what is at `path`, and where its report lies."""
+    if sweep is not None:
+        view.table(sweep.table(), f"{path.name}: {sweep.title}")
+        view.say(f"figure: {path / 'sweep.png'}")
+    else:
+        histories = [history_of(run) for run in find_runs(path)]
+        view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
+    view.say(f"report: {path / 'report.html'}")
 
 
 def opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
     """The run directory at `place`, made if there is none."""
     return RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
-
-
-def show_study(path: Path, view: LiveView) -> None:
-    """The table of what is at `path`, and where its report lies."""
-    if not leads():
-        return
-    sweep = read_swept(path)
-    if sweep is not None:
-        view.table(sweep.table(), f"{path.name}: {sweep.title}")
-    else:
-        histories = [history_of(run) for run in find_runs(path)]
-        view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
-    view.say(f"report: {path / 'report.html'}")
 
 
 def resume(path: Path, view: LiveView) -> None:
@@ -151,4 +154,5 @@ def training_at(place: Path, settings: Settings) -> Training:
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
     """Trains one run and shows its table."""
     train_run(training, run, view, run.name)
-    show_study(run.path, view)
+    if leads():
+        _show(run.path, None, view)

@@ -23,7 +23,7 @@ from bigbatch.recipes.mean_factor import mean_factor
 from bigbatch.recipes.optimizers import build_optimizer, stepped_by
 from bigbatch.recipes.ranks import from_first, from_leader, leads, rank
 from bigbatch.recipes.recipe import Batch, Data, Recipe
-from bigbatch.recipes.scores import device_of, moved
+from bigbatch.recipes.scores import device_of, moved, sound_scores
 from bigbatch.recipes.settings import Settings
 from bigbatch.record import StepRecord
 from bigbatch.report.events import Events
@@ -140,7 +140,7 @@ class Training:
         from_first(self.model.buffers())
         self.model.eval()
         with torch.no_grad(), self._cast():
-            scores = self.data.scores(self.model)
+            scores = sound_scores(self.model, self.data.scores, self.device)
         self.model.train()
         return scores
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean, mean, stdev
 from typing import Any
 
 from bigbatch.decide.named import target_of
@@ -44,7 +44,7 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         "next_target": record.decision.batch_size,
         "next_lr_factor": record.decision.lr_factor,
         "reason": record.decision.reason,
-        "scores": scores and {name: _finite(score) for name, score in scores.items()},
+        "scores": scores and {name: finite(score) for name, score in scores.items()},
         "seconds": record.seconds,
     }
     if record.factors is not None:
@@ -52,10 +52,10 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
             name: [_rounded(number) for number in numbers]
             for name, numbers in record.factors.by_layer().items()
         }
-    return {name: _finite(value) for name, value in row.items()}
+    return {name: finite(value) for name, value in row.items()}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no nan and no infinity: null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -118,12 +118,18 @@ class History:
     @property
     def steps(self) -> int:
         """Updates of the weights."""
-        return self.rows[-1]["step"] - sum(row["skipped"] for row in self.rows) if self.rows else 0
+        return len(self.rows) - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were none, as their gradient was not finite."""
+        return sum(row["skipped"] for row in self.rows)
 
     @property
     def average_batch(self) -> float:
-        """Samples divided by steps."""
-        return self.rows[-1]["samples"] / max(1, self.steps) if self.rows else math.nan
+        """Samples of an update on average; nan before the first."""
+        updates = [row["batch_size"] for row in self.rows if not row["skipped"]]
+        return fmean(updates) if updates else math.nan
 
     def scored(self) -> list[Row]:
         """The steps after which scores were measured."""
@@ -218,7 +224,7 @@ def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str
     return (
         name,
         *(score_text([run.last(score) for run in runs]) for score in scores or ("",)),
-        spread([run.steps for run in runs], 0),
+        steps_text([run.steps for run in runs], [run.skipped for run in runs]),
         spread([run.average_batch for run in runs], 0),
         f"{mean(row['samples'] for row in last):,.0f}",
         f"{spread([row['seconds'] for row in last], 1)} s",
@@ -236,6 +242,12 @@ def score_text(scores: Sequence[float | None]) -> str:
     text = spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
     few = f" ({len(measured)} of {len(scores)})"
     return text + few * (len(measured) < len(scores))
+
+
+def steps_text(steps: Sequence[int], skipped: Sequence[int]) -> str:
+    """Updates, and how many more were skipped."""
+    lost = f" ({mean(skipped):,.0f} skipped)" if any(skipped) else ""
+    return spread(steps, 0) + lost
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,9 +11,41 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bigbatch.errors import RunError
 from bigbatch.report.config import read_sweep, read_trainings
-from bigbatch.report.metrics import History, Table, history_of, score_text, spread
-from bigbatch.report.run_directory import find_runs
+from bigbatch.report.metrics import (
+    History,
+    Table,
+    finite,
+    history_of,
+    score_text,
+    spread,
+    steps_text,
+)
+from bigbatch.report.run_directory import RunDirectory
+
+_DRAWN = 60  # runs at most whose curves are on one page; more would hide each other
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """What a finished run came to, without the rows of its log.
+
+    Args:
+        directory: that it lies in.
+        seed: that it was started with.
+        scores: that were measured last, by name; None for what was no finite number.
+        average_batch, steps, skipped: as of `History`.
+        seconds: that it trained.
+    """
+
+    directory: RunDirectory
+    seed: int
+    scores: Mapping[str, float | None]
+    average_batch: float
+    steps: int
+    skipped: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -29,12 +62,16 @@ class SweptPoint:
     name: str
     values: Mapping[str, Any]
     planned: int
-    runs: list[History]
+    runs: list[SweptRun]
 
     def scores(self, score: str) -> list[float]:
         """Of its runs; those without the score, or with none that is finite, are left out."""
-        found = [run.last(score) for run in self.runs]
+        found = [run.scores.get(score) for run in self.runs]
         return [one for one in found if one is not None]
+
+    def complete(self, score: str) -> bool:
+        """Whether each of its runs is finished and has the score."""
+        return len(self.scores(score)) == self.planned
 
     @property
     def average_batch(self) -> float:
@@ -47,22 +84,29 @@ class Swept:
     """What there is of a sweep.
 
     Args:
-        name: of its directory.
+        path: its directory.
+        begun: runs with a step in their log.
         points: in the order of the grids.
         tuned: settings of which each point shows the best alone.
         higher_is_better: of the score that counts.
     """
 
-    name: str
+    path: Path
+    begun: list[RunDirectory]
     points: list[SweptPoint]
     tuned: tuple[str, ...]
     higher_is_better: bool
 
     @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.path.resolve().name
+
+    @property
     def score_names(self) -> list[str]:
         """Every score that was measured; the first counts."""
         runs = [run for point in self.points for run in point.runs]
-        return list(dict.fromkeys(name for run in runs for name in run.scored()[-1]["scores"]))
+        return list(dict.fromkeys(name for run in runs for name in run.scores))
 
     @property
     def score(self) -> str:
@@ -83,8 +127,8 @@ class Swept:
 
     def _merit_on(self, points: list[SweptPoint]) -> Callable[[SweptPoint], tuple[int, float]]:
         """By the score that counts for these points: another task of a sweep has another."""
-        names = (run.score for point in points for run in point.runs)
-        return partial(self._merit, next((name for name in names if name), self.score))
+        names = (name for point in points for run in point.runs for name in run.scores)
+        return partial(self._merit, next(names, self.score))
 
     def _merit(self, score: str, point: SweptPoint) -> tuple[int, float]:
         scores = point.scores(score)
@@ -94,27 +138,35 @@ class Swept:
 
     @property
     def measured(self) -> list[SweptPoint]:
-        """The shown points that have a score, by average batch."""
-        found = [point for point in self.shown if point.scores(self.score)]
-        return sorted(found, key=lambda point: point.average_batch)
+        """The shown points that have a score, by average batch, of one batch by merit."""
+        found = [
+            point
+            for point in self.shown
+            if point.scores(self.score) and math.isfinite(point.average_batch)
+        ]
+        return sorted(found, key=lambda one: (one.average_batch, self._merit(self.score, one)))
 
     @property
     def front(self) -> list[SweptPoint]:
         """Points that no other beats: none has as large a batch and as good a score, or better.
 
-        A point of which a run diverged is not among them: its mean is that of the others.
+        A point of which a run failed or diverged is not among them: its mean is that of the others.
         """
         front: list[SweptPoint] = []
         best = -math.inf
-        sound = [
-            point for point in self.measured if len(point.scores(self.score)) == len(point.runs)
-        ]
-        for point in reversed(sound):
-            merit = fmean(point.scores(self.score)) * (1 if self.higher_is_better else -1)
+        for point in reversed([one for one in self.measured if one.complete(self.score)]):
+            _, merit = self._merit(self.score, point)
             if merit > best:
                 best = merit
                 front.insert(0, point)
         return front
+
+    @property
+    def drawn(self) -> list[RunDirectory]:
+        """The runs whose curves a page has: all that have begun, of a large sweep the front's."""
+        if len(self.begun) <= _DRAWN:
+            return self.begun
+        return [run.directory for point in self.front for run in point.runs][:_DRAWN]
 
     @property
     def title(self) -> str:
@@ -124,8 +176,8 @@ class Swept:
         if not self.tuned:
             return title
         names = " and ".join(self.tuned)
-        first = {run.score: None for point in self.points for run in point.runs if run.score}
-        chosen_on = " or ".join(first) or self.score
+        runs = [run for point in self.points for run in point.runs]
+        chosen_on = " or ".join(dict.fromkeys(next(iter(run.scores)) for run in runs)) or self.score
         return (
             f"{title}; {names}: the best of each point, chosen on the {chosen_on} that is shown, "
             "which flatters it"
@@ -150,24 +202,52 @@ class Swept:
 def read_swept(path: Path) -> Swept | None:
     """What there is of the sweep at `path`; None for another study, or a run.
 
+    A run that is damaged is left out, and a note says so.
+
     Raises:
-        RunError: nothing has begun, or a file is damaged.
+        RunError: study.yaml is damaged.
     """
     about = read_sweep(path)
     if about is None:
         return None
-    planned = [settings["arm"] for settings in read_trainings(path).values()]
-    histories = [history_of(run) for run in find_runs(path)]
+    trainings = read_trainings(path)
+    begun: list[RunDirectory] = []
+    ended: dict[str, list[SweptRun]] = {name: [] for name in about["points"]}
+    for name in trainings:
+        history = _history(path / name)
+        if history is not None and history.rows:
+            begun.append(RunDirectory.open(path / name))
+            if history.finished:
+                ended[history.label].append(_came_to(history, begun[-1]))
+    planned = [settings["arm"] for settings in trainings.values()]
     points = [
-        SweptPoint(
-            name,
-            values,
-            planned.count(name),
-            [run for run in histories if run.label == name and run.finished],
-        )
+        SweptPoint(name, values, planned.count(name), ended[name])
         for name, values in about["points"].items()
     ]
-    return Swept(path.resolve().name, points, tuple(about["tuned"]), about["higher_is_better"])
+    return Swept(path, begun, points, tuple(about["tuned"]), about["higher_is_better"])
+
+
+def _history(place: Path) -> History | None:
+    """The log at `place`; None where there is none, or it is damaged."""
+    if not place.exists():
+        return None
+    try:
+        return history_of(RunDirectory.open(place))
+    except RunError as error:
+        warnings.warn(f"{place.name} is left out: {error}", stacklevel=3)
+        return None
+
+
+def _came_to(history: History, directory: RunDirectory) -> SweptRun:
+    return SweptRun(
+        directory,
+        history.settings["seed"],
+        history.scored()[-1]["scores"],
+        history.average_batch,
+        history.steps,
+        history.skipped,
+        history.rows[-1]["seconds"],
+    )
 
 
 def keys_of(points: Iterable[SweptPoint]) -> list[str]:
@@ -189,10 +269,10 @@ def _numbers(point: SweptPoint, scores: list[str]) -> tuple[str, ...]:
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)
     return (
-        *(score_text([run.last(score) for run in runs]) for score in scores),
+        *(score_text([run.scores.get(score) for run in runs]) for score in scores),
         spread([run.average_batch for run in runs], 0),
-        spread([run.steps for run in runs], 0),
-        f"{spread([run.rows[-1]['seconds'] for run in runs], 1)} s",
+        steps_text([run.steps for run in runs], [run.skipped for run in runs]),
+        f"{spread([run.seconds for run in runs], 1)} s",
         count,
     )
 
@@ -219,14 +299,18 @@ def as_json(sweep: Swept) -> dict[str, Any]:
     }
 
 
-def _of_run(run: History) -> dict[str, Any]:
+def _of_run(run: SweptRun) -> dict[str, Any]:
     return {
-        "seed": run.settings["seed"],
-        "scores": run.scored()[-1]["scores"],
-        "average_batch": run.average_batch,
+        "seed": run.seed,
+        "scores": dict(run.scores),
+        "average_batch": finite(run.average_batch),
         "steps": run.steps,
-        "seconds": run.rows[-1]["seconds"],
+        "skipped": run.skipped,
+        "seconds": run.seconds,
     }
+
+
+_NUMBERS = ("average_batch", "steps", "skipped", "seconds")
 
 
 def as_csv(sweep: Swept) -> str:
@@ -234,11 +318,11 @@ def as_csv(sweep: Swept) -> str:
     keys, scores = keys_of(sweep.points), sweep.score_names
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
-    out.writerow(["point", *keys, "seed", *scores, "average_batch", "steps", "seconds"])
+    out.writerow(["point", *keys, "seed", *scores, *_NUMBERS])
     for point in sweep.points:
         for run in map(_of_run, point.runs):
             values = [point.values.get(key, "") for key in keys]
             measured = [run["scores"].get(score) for score in scores]
-            rest = [run["average_batch"], run["steps"], run["seconds"]]
+            rest = [run[name] for name in _NUMBERS]
             out.writerow([point.name, *values, run["seed"], *measured, *rest])
     return text.getvalue()
