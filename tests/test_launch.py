@@ -11,7 +11,7 @@ from bigbatch.errors import RankError, RunError
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.launch import Launch
 from bigbatch.recipes.study import start_study
-from bigbatch.report.files import fresh_name
+from bigbatch.report.files import reserve
 from bigbatch.report.run_directory import RunDirectory
 
 
@@ -36,6 +36,8 @@ def test_an_empty_directory_is_no_begun_run(tmp_path):
     store = dist.HashStore()
     assert (tmp_path / "run", False) == Launch(store).place(lambda: tmp_path / "run")
     (tmp_path / "run").mkdir()
+    assert (tmp_path / "run", False) == Launch(store).place(never)
+    (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(RunError, match="already in use"):
         Launch(store).place(never)
 
@@ -62,7 +64,7 @@ def study_of(path, launch):
 @pytest.mark.parametrize("begin", [run_of, study_of])
 def test_a_restart_without_the_store_knows_what_its_launch_began(tmp_path, launch, begin):
     def fresh(launch):
-        return launch.place(lambda: fresh_name(tmp_path, "run", launch.id))
+        return launch.place(lambda: reserve(tmp_path, "run", launch.id))
 
     begin(tmp_path / "run-1", launch("other"))
     place = tmp_path / "run-2"
@@ -81,7 +83,7 @@ def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
     assert "launch" not in (tmp_path / "run-1" / "config.yaml").read_text()
     with pytest.raises(RunError, match="already in use"):
         launch("none").place(lambda: tmp_path / "run-1")
-    assert tmp_path / "run-2" == fresh_name(tmp_path, "run", launch("none").id)
+    assert tmp_path / "run-2" == reserve(tmp_path, "run", launch("none").id)
 
 
 class GoneStore(dist.Store):

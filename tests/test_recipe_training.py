@@ -1,7 +1,9 @@
 """A recipe's training: the rate, clipping, types and parts of data that its settings ask for."""
 
+import itertools
 import json
 import math
+import shutil
 import weakref
 from dataclasses import replace
 
@@ -179,9 +181,41 @@ def test_a_run_that_cannot_be_begun_from_is_refused(tmp_path, bigbatch):
     recipe = replace(DIGITS, model=lambda settings: torch.nn.Linear(3, 3))
     with pytest.raises(RunError, match=r"no weight of .* fits this model"):
         trained(recipe, begin_from=str(tmp_path / "first"))
+    with (tmp_path / "first" / "metrics.jsonl").open("r+") as log:
+        whole = log.read()
+        log.truncate(whole.index("\n"))
+    with pytest.raises(RunError, match="is not finished, so nothing can begin from it"):
+        trained(begin_from=str(tmp_path / "first"))
+    (tmp_path / "first" / "metrics.jsonl").write_text(whole)
     (tmp_path / "first" / "checkpoint.pt").unlink()
     with pytest.raises(RunError, match="has no checkpoint to begin from; train it first"):
         trained(begin_from=str(tmp_path / "first"))
+
+
+def test_a_run_goes_on_where_those_that_it_needed_first_are_gone(bigbatch, tmp_path, monkeypatch):
+    first = tmp_path / "first"
+    train(bigbatch, first, "optimizer=vr-momentum")
+    needed = ("lr_schedule=cosine", f"begin_from={first}", f"lr_from={first}")
+    whole = train(bigbatch, tmp_path / "whole", *needed)
+    calls = itertools.count()
+
+    def interrupted(settings):
+        loss_of = DIGITS.loss(settings)
+
+        def loss(model, batch):
+            if next(calls) == 100:
+                raise KeyboardInterrupt
+            return loss_of(model, batch)
+
+        return loss
+
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, loss=interrupted))
+    with pytest.raises(AssertionError, match="bigbatch train --resume"):
+        train(bigbatch, tmp_path / "half", *needed, "checkpoint_every=5")
+    shutil.rmtree(first)
+    assert 0 == bigbatch("train", "--resume", tmp_path / "half")[0]
+    for expected, actual in zip(whole, rows(tmp_path / "half"), strict=True):
+        assert {**expected, "seconds": None} == {**actual, "seconds": None}
 
 
 def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_path, monkeypatch):

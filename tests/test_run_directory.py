@@ -11,7 +11,7 @@ import torch
 from bigbatch.errors import RunError
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.study import start_study
-from bigbatch.report.files import fresh_name, write_atomically
+from bigbatch.report.files import made_whole, release, reserve, write_atomically
 from bigbatch.report.run_directory import RunDirectory, find_runs
 
 
@@ -133,10 +133,32 @@ def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
         pass
 
 
-def test_fresh_names_count_on(tmp_path):
-    assert tmp_path / "digits-1" == fresh_name(tmp_path, "digits")
-    (tmp_path / "digits-1").mkdir()
-    assert tmp_path / "digits-2" == fresh_name(tmp_path, "digits")
+def test_reserves_count_on(tmp_path):
+    assert tmp_path / "digits-1" == reserve(tmp_path, "digits")
+    assert tmp_path / "digits-2" == reserve(tmp_path, "digits")
+    release(tmp_path / "digits-1")
+    assert tmp_path / "digits-1" == reserve(tmp_path, "digits")
+
+
+def test_an_empty_directory_is_a_free_place(tmp_path):
+    RunDirectory.create(reserve(tmp_path, "digits"), {})
+    assert {} == RunDirectory.open(tmp_path / "digits-1").settings
+    release(tmp_path / "digits-1")
+    assert (tmp_path / "digits-1" / "config.yaml").exists()
+
+
+def made_while_another_is(path):
+    with made_whole(path) as late:
+        (late / "late").touch()
+        with made_whole(path) as early:
+            (early / "early").touch()
+
+
+def test_of_two_that_make_the_same_directory_one_is_refused_and_the_other_whole(tmp_path):
+    with pytest.raises(RunError, match="already in use"):
+        made_while_another_is(tmp_path / "run")
+    assert ["run"] == [path.name for path in tmp_path.iterdir()]
+    assert ["early"] == [path.name for path in (tmp_path / "run").iterdir()]
 
 
 def test_a_folder_that_is_neither_run_nor_study_is_refused(tmp_path):

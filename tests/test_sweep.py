@@ -39,6 +39,10 @@ WRONG = [
     (["--grid", "min_batch=512", "--grid", "max_batch=256"], "the sweep has no point"),
     (["--grid", "lr=0.1", "--tune", "target"], "tuned target must be in the grid: lr"),
     (["--resume", "x", "--grid", "lr=0.1"], "--resume does not go together with --grid"),
+    (["--set", "lr=0.1"], "--set gives lr, of which the sweep has values of its own"),
+    (["--set", "lr=0.1", "--grid", "lr=0.1,0.2"], "--set gives lr, of which the sweep has"),
+    (["--grid", "policy=fixed", "--grid", "target=0.1,0.2"], "target has no effect at any point"),
+    (["--grid", "r_max=1,10", "--grid", "lr=0.1"], "r_max has no effect at any point"),
     (["--resume", "nowhere"], "nowhere holds no sweep"),
     (["--grid", "lr=0.1", "--jobs", "0"], "--jobs"),
 ]
@@ -91,6 +95,18 @@ def test_points_whose_least_batch_exceeds_their_largest_are_left_out():
 def test_the_same_point_of_two_grids_is_trained_once():
     sweep = Sweep(({"lr": (0.1, 0.2)}, {"lr": (0.2, 0.3), "momentum": (0.9,)}))
     assert [0.1, 0.2, 0.3] == [p.settings.lr for p in points_of(DIGITS, sweep, SETTINGS)]
+
+
+def test_what_has_no_effect_at_a_point_does_not_vary_there():
+    found = points("policy=fixed,simigrad", "target=0.2,0.4", "batch_size=32,64")
+    assert [
+        "policy=fixed,batch_size=32",
+        "policy=fixed,batch_size=64",
+        "policy=simigrad,target=0.2,batch_size=32",
+        "policy=simigrad,target=0.2,batch_size=64",
+        "policy=simigrad,target=0.4,batch_size=32",
+        "policy=simigrad,target=0.4,batch_size=64",
+    ] == [point.name for point in found]
 
 
 def test_an_arm_brings_its_changes_and_the_grid_changes_them():
@@ -314,12 +330,13 @@ def test_report_and_compare_know_a_sweep(bigbatch, tmp_path):
     assert "lr=0.2,target=0.4" in out.replace("\n", "")
 
 
-def test_a_sweep_under_torchrun_is_refused(bigbatch, tmp_path, monkeypatch):
+def test_a_sweep_under_torchrun_is_refused_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
     out = tmp_path / "sweep"
     status, _, err = bigbatch("sweep", "digits", "--grid", "lr=0.1", "--out", out)
     assert 2 == status
     assert "run it without torchrun" in err
+    assert not out.exists()
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ from bigbatch.cli.options import (
     refuse_with,
     set_by,
 )
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.jobs import train_side_by_side
-from bigbatch.recipes.launch import Launch
+from bigbatch.recipes.launch import Launch, alone
 from bigbatch.recipes.study import report_study
 from bigbatch.recipes.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch.report.config import read_sweep
-from bigbatch.report.files import fresh_name
+from bigbatch.report.files import reserve
 from bigbatch.report.live import LiveView
 
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
@@ -74,6 +74,8 @@ def sweep(
     After an interruption: [bold]bigbatch sweep --resume runs/digits-sweep-1[/]
     """
     view = LiveView(Console(), quiet=quiet)
+    if not alone():
+        raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if resume is not None:
         others = given(recipe=recipe, grid=grid, tune=tune, seeds=seeds, data=data)
         others |= given(full=full or None, set=set_, runs=runs, out=out, dry_run=dry_run or None)
@@ -89,14 +91,20 @@ def sweep(
     if not dry_run:  # which needs no data
         settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
+    if twice := sorted(names & {key for one in grids.grids for key in one}):
+        raise SettingError(
+            f"--set gives {', '.join(twice)}, of which the sweep has values of its own; leave it "
+            "out, or give a --grid of your own"
+        )
     points = points_of(chosen, grids, settings, full=full)
     if any("arm" in one for one in grids.grids):
         note_overruled(chosen, names, "--grid changes it", full=full)
     if dry_run:
         _list(points, grids.tuned, seeds or _SEEDS, view)
         return
-    place = out or fresh_name(runs or Path("runs"), f"{chosen.name}-sweep")
-    start_sweep(chosen, place, points, grids.tuned, seeds or _SEEDS)
+    place = out or reserve(runs or Path("runs"), f"{chosen.name}-sweep")
+    with context.obj.resumable(place, "sweep"):
+        start_sweep(chosen, place, points, grids.tuned, seeds or _SEEDS)
     _train(place, jobs, context.obj, view)
 
 

@@ -24,17 +24,17 @@ from bigbatch.cli.options import (
     refuse_with,
     set_by,
 )
-from bigbatch.decide.named import without_effect
 from bigbatch.errors import SettingError
 from bigbatch.recipes import EXPERIMENTS, recipe_named
 from bigbatch.recipes.launch import Launch
-from bigbatch.recipes.optimizers import OPTIMIZERS, unused_by
+from bigbatch.recipes.optimizers import OPTIMIZERS
 from bigbatch.recipes.ranks import count, from_leader
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study, training_at
-from bigbatch.report.files import fresh_name
+from bigbatch.recipes.unused import unused_by_optimizer, unused_by_policy
+from bigbatch.report.files import release, reserve
 from bigbatch.report.live import LiveView
 from bigbatch.report.run_directory import RunDirectory
 
@@ -150,7 +150,11 @@ def train(
         others |= given(dry_run=dry_run or None, ranks=ranks)
         refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
         _require_one_rank(recipe)
-        EXPERIMENTS[recipe].run(out or fresh_name(folder, recipe), seeds or 3, quiet)
+        place = out or reserve(folder, recipe)
+        try:
+            EXPERIMENTS[recipe].run(place, seeds or 3, quiet)
+        finally:
+            release(place)
         return
     chosen = recipe_named(recipe or "digits")
     changes |= given(arm=arm)
@@ -171,13 +175,14 @@ def train(
         _train_one(settings, folder, out, launch, view)
         return
     place, begun = from_leader(
-        lambda: launch.place(lambda: out or fresh_name(folder, chosen.name, launch.id))
+        lambda: launch.place(lambda: out or reserve(folder, chosen.name, launch.id))
     )
-    if not begun:
-        overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
-        note_overruled(chosen, overruled, "--arm trains one alone with it", full=full)
-        from_leader(lambda: start_study(chosen, place, settings, seeds or 3, launch.id, full=full))
     with launch.resumable(place):
+        if not begun:
+            start = partial(start_study, chosen, place, settings, seeds or 3, launch.id, full=full)
+            from_leader(start)
+            overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
+            note_overruled(chosen, overruled, "--arm trains one alone with it", full=full)
         train_study(place, view)
 
 
@@ -191,8 +196,10 @@ def _settings(
     settings, names = set_by(settings.changed(given(epochs=epochs)), sets)
     settings = settings.changed(changes)
     asked = changes.keys() | names if changes else set()  # of a study, some arm may listen
-    refuse_with(f"--policy {settings.policy}", asked & _unused(settings.policy))
-    refuse_with(f"--optimizer {settings.optimizer}", asked & unused_by(settings.optimizer))
+    refuse_with(f"--policy {settings.policy}", asked & unused_by_policy(settings.policy))
+    refuse_with(
+        f"--optimizer {settings.optimizer}", asked & unused_by_optimizer(settings.optimizer)
+    )
     return settings
 
 
@@ -218,16 +225,14 @@ def _train_one(
         if settings.arm
         else [settings.recipe, settings.policy.partition(":")[0], settings.optimizer]
     )
-    place, begun = from_leader(
-        lambda: launch.place(lambda: out or fresh_name(runs, name, launch.id))
-    )
+    place, begun = from_leader(lambda: launch.place(lambda: out or reserve(runs, name, launch.id)))
     if begun:
         with launch.resumable(place):
             resume_at(place, view)
         return
-    training = training_at(place, settings)  # before anything is written
-    run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
     with launch.resumable(place):
+        training = training_at(place, settings)  # before anything is written
+        run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
         train_one(training, run, view)
 
 
@@ -236,12 +241,3 @@ def _require_one_rank(experiment: str) -> None:
         raise SettingError(
             f"{experiment} is nothing that {count()} ranks could share; run it without torchrun"
         )
-
-
-def _unused(policy: str) -> set[str]:
-    """Options of `train` that a policy does not listen to, or says itself."""
-    unused = without_effect(policy, ("target", "min_batch", "max_batch"))
-    name, _, own = policy.partition(":")
-    if name in ("fixed", "schedule"):  # whatever was measured
-        unused |= {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
-    return unused | ({"warm_up"} if name == "fixed" else set())

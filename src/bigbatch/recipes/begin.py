@@ -8,6 +8,7 @@ from torch import nn
 
 from bigbatch.errors import RunError
 from bigbatch.recipes.ranks import from_leader, leads
+from bigbatch.report.metrics import history_of
 from bigbatch.report.run_directory import RunDirectory
 
 
@@ -15,7 +16,8 @@ def begin_from(path: Path, model: nn.Module) -> None:
     """Fills the model with the run's weights, by name; says which of them are others. Collective.
 
     Raises:
-        RunError: there is no such run, it has no checkpoint, or none of its weights fit.
+        RunError: there is no such run, it is not finished, has no checkpoint, or none
+            of its weights fit.
     """
     found = from_leader(lambda: _weights(path))
     own = model.state_dict()
@@ -36,7 +38,10 @@ def begin_from(path: Path, model: nn.Module) -> None:
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    state = RunDirectory.open(path).load_weights()
+    run = RunDirectory.open(path)
+    if not history_of(run).finished:
+        raise RunError(f"{path} is not finished, so nothing can begin from it; finish it first")
+    state = run.load_weights()
     if state is None:
         raise RunError(f"{path} has no checkpoint to begin from; train it first")
     return state

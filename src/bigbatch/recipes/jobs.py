@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from bigbatch.decide.plan import require_positive
-from bigbatch.errors import RunError, SettingError
+from bigbatch.errors import RunError
 from bigbatch.recipes.study import opened
 from bigbatch.report.config import BEFORE, read_trainings
 from bigbatch.report.live import LiveView
@@ -32,7 +32,6 @@ LOG = "log.txt"  # in a run directory: what its process said
 
 _POLL = 0.2  # seconds between two looks at the processes
 _GRACE = 10.0  # seconds that a process has to end when it is told to
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # set for ranks of one training
 
 
 def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
@@ -48,10 +47,8 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
         Why runs failed, by name.
     Raises:
         RunError: `path` holds no study, or another process runs it.
-        SettingError: fewer jobs than one, or this process is one of several ranks.
+        SettingError: fewer jobs than one.
     """
-    if any(os.environ.get(name, "1") != "1" for name in _LAUNCHERS):
-        raise SettingError("a sweep starts processes of its own; run it without torchrun")
     trainings = read_trainings(path)
     devices = [str(settings["device"]) for settings in trainings.values()]
     gpus = _gpus() if "cuda" in devices else []

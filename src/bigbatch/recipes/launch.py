@@ -16,7 +16,7 @@ from bigbatch.errors import RankError
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes import ranks
 from bigbatch.report.config import launch_of
-from bigbatch.report.files import has_begun, require_free
+from bigbatch.report.files import has_begun, release, require_free
 
 INTERRUPTED = 130
 
@@ -58,9 +58,8 @@ class Launch:
         Raises:
             RankError: the variables are incomplete, or the others are not met where they say.
         """
-        alone = os.environ.get("WORLD_SIZE", "1") == "1" and _RUN_ID not in os.environ
-        if alone or not trains:
-            if not alone and os.environ.get("RANK", "0") != "0":
+        if alone() or not trains:
+            if not alone() and os.environ.get("RANK", "0") != "0":
                 sys.exit(0)
             return cls()
         try:
@@ -132,12 +131,19 @@ class Launch:
 
     @contextmanager
     def resumable(self, place: Path, command: str = "train") -> Iterator[None]:
-        """Says by which command what is at `place` goes on, where it is interrupted."""
+        """Says by which command what is at `place` goes on, where it is interrupted.
+
+        Where nothing has begun, the place is free again afterwards.
+        """
         try:
             yield
         except KeyboardInterrupt:
+            if not has_begun(place):
+                raise
             self.tell(f"interrupted; `bigbatch {command} --resume {place}` goes on")
             sys.exit(INTERRUPTED)
+        finally:
+            release(place)
 
     def end(self, status: Any) -> NoReturn:
         """Ends the process."""
@@ -146,6 +152,11 @@ class Launch:
         if ranks.count() > 1:
             os._exit(int(status or 0))  # gloo's threads and Python's finalization do not get along
         sys.exit(status)
+
+
+def alone() -> bool:
+    """Whether neither torchrun nor what sets WORLD_SIZE has started several processes, or one."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" and _RUN_ID not in os.environ
 
 
 @contextmanager

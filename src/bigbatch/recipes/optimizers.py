@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.decide.controller import Controller
@@ -74,12 +75,10 @@ def build_optimizer(
     return VarianceReduced(base, **options)
 
 
-def unused_by(optimizer: str) -> set[str]:
-    """Settings that have no effect on the optimizer of this name."""
-    base = optimizer.removeprefix("vr-")
-    unused = set() if optimizer.startswith("vr-") else {"gamma", "r_max"}
-    unused |= set() if base in ("momentum", "lars") else {"momentum"}
-    return unused | ({"decay_all"} if base in ("lars", "lamb") else set())
+def require_trainable(settings: Settings) -> None:
+    """Raises SettingError where the policy or the optimizer that settings name cannot be built."""
+    build_controller(settings)
+    build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
 
 
 def stepped_by(optimizer: Optimizer) -> Optimizer:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from bigbatch.decide.plan import require_positive
@@ -135,6 +136,8 @@ class Settings:
     def parsed(self, text: str) -> dict[str, Value]:
         """A change that is written as KEY=VALUE, its value read in the type of the present one.
 
+        A run that is to be finished before is sought from where we are now, not from its own place.
+
         Raises:
             SettingError: no such key, or the value is none of that type.
         """
@@ -143,6 +146,8 @@ class Settings:
             raise self._unknown(key)
         if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
+        if key in BEFORE:
+            value = str(Path(value).resolve())
         now: Value = self.task[key] if key in self.task else getattr(self, key)
         try:
             return {key: _TRUTH[value.lower()] if isinstance(now, bool) else type(now)(value)}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.recipes import recipe_named
+from bigbatch.recipes.optimizers import require_trainable
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
@@ -69,8 +70,14 @@ def write_study(
         launch: of torchrun that began it.
         sweep: what `read_sweep` of report/config.py reads, where the study is one.
     Raises:
-        RunError: something is at `path` already.
+        RunError: something is at `path` already, or a run that a training needs is nowhere.
+        SettingError: a training's settings cannot work.
     """
+    for settings in trainings.values():
+        require_trainable(settings)
+        for run in settings.before.values():
+            if run not in trainings:
+                RunDirectory.open(Path(run))
     with made_whole(path) as beside:
         listed = {name: settings.as_dict() for name, settings in trainings.items()}
         about = {"trainings": listed, **({"sweep": sweep} if sweep else {})}
@@ -148,6 +155,8 @@ def training_at(place: Path, settings: Settings) -> Training:
     """A training whose run lies at `place`, beside which it looks for what it needs."""
     beside = place.resolve().parent  # as seen from where the run lies now
     before = {name: str(beside / path) for name, path in settings.before.items()}
+    if from_leader((place / "checkpoint.pt").exists):
+        before = dict.fromkeys(before, "")  # they did their part, and may be gone
     return Training(recipe_named(settings.recipe), settings.changed(before))
 
 

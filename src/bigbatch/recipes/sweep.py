@@ -7,10 +7,11 @@ from itertools import product
 from pathlib import Path
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes.optimizers import OPTIMIZERS, build_controller
+from bigbatch.recipes.optimizers import require_trainable
 from bigbatch.recipes.recipe import Grid, Recipe, Sweep
-from bigbatch.recipes.settings import Settings, Value, require_choice
+from bigbatch.recipes.settings import Settings, Value
 from bigbatch.recipes.study import write_study
+from bigbatch.recipes.unused import unused_in
 
 _NEVER = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NO_NAME = re.compile(r"[^A-Za-z0-9.+_]+")
@@ -71,25 +72,32 @@ def points_of(
 ) -> list[Point]:
     """Every combination of each grid, once; without those whose min_batch exceeds their max_batch.
 
-    An `arm` among the settings brings the arm's changes at this scale; the others come on top.
+    An `arm` among the settings brings the arm's changes at this scale; the others come on top. What
+    has no effect beside others does not vary there: a fixed batch has no target.
 
     Raises:
-        SettingError: a setting that cannot vary or work, or nothing is left.
+        SettingError: a setting that cannot vary or work, or has no effect, or nothing is left.
     """
     found: list[tuple[dict[str, Value], Settings]] = []
     for grid in sweep.grids:
         _require_sweepable(grid)
         for combination in product(*grid.values()):
-            values = dict(zip(grid, combination, strict=True))
+            asked = dict(zip(grid, combination, strict=True))
+            unused = unused_in(_changed(recipe, settings, asked, full=full))
+            values = {key: value for key, value in asked.items() if key not in unused}
             changed = _changed(recipe, settings, values, full=full)
             if changed.min_batch <= changed.max_batch and changed not in [one for _, one in found]:
                 found.append((values, changed))
     if not found:
         raise SettingError("the sweep has no point; give values, with min_batch <= max_batch")
-    for _, changed in found:  # before anything is written
-        build_controller(changed)
-        require_choice("optimizer", changed.optimizer, OPTIMIZERS)
-    return _named([values for values, _ in found], [changed for _, changed in found], sweep.tuned)
+    used = {key for values, _ in found for key in values}
+    if idle := sorted({key for grid in sweep.grids for key in grid} - used):
+        raise SettingError(
+            f"{', '.join(idle)} has no effect at any point of the grid; leave it out"
+        )
+    for _, changed in found:
+        require_trainable(changed)
+    return _named(found, sweep)
 
 
 def trainings_of(recipe: Recipe, points: Sequence[Point], seeds: int) -> dict[str, Settings]:
@@ -142,16 +150,14 @@ def _changed(
     return settings.changed({key: value for key, value in values.items() if key != "arm"})
 
 
-def _named(
-    values: Sequence[dict[str, Value]], settings: Sequence[Settings], tuned: Sequence[str]
-) -> list[Point]:
+def _named(found: Sequence[tuple[dict[str, Value], Settings]], sweep: Sweep) -> list[Point]:
     """The points, named by what is not the same in all of them."""
-    keys = dict.fromkeys(key for one in values for key in one)
-    if unknown := [key for key in tuned if key not in keys]:
+    keys = dict.fromkeys(key for grid in sweep.grids for key in grid)
+    if unknown := [key for key in sweep.tuned if key not in keys]:
         raise SettingError(f"tuned {', '.join(unknown)} must be in the grid: {', '.join(keys)}")
-    varied = [key for key in keys if len({repr(one.get(key)) for one in values}) > 1]
+    varied = [key for key in keys if len({repr(one.get(key)) for one, _ in found}) > 1]
     points: list[Point] = []
-    for one, changed in zip(values, settings, strict=True):
+    for one, changed in found:
         own = {key: one[key] for key in varied if key in one}
         name = ",".join(f"{key}={_file_name(value)}" for key, value in own.items()) or "all"
         taken = sum(point.name.partition("~")[0] == name for point in points)

@@ -20,7 +20,7 @@ from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.engines import ENGINES
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.mean_factor import mean_factor
-from bigbatch.recipes.optimizers import build_optimizer, stepped_by
+from bigbatch.recipes.optimizers import build_optimizer, require_trainable, stepped_by
 from bigbatch.recipes.ranks import from_first, from_leader, leads, rank
 from bigbatch.recipes.recipe import Batch, Data, Recipe
 from bigbatch.recipes.scores import device_of, moved, sound_scores
@@ -75,6 +75,7 @@ class Training:
     """
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
+        require_trainable(settings)  # before data are read, which may take long
         self.settings = settings
         torch.set_num_threads(settings.threads)
         _seed(settings.seed)
@@ -83,8 +84,6 @@ class Training:
         _require_castable(self.model, settings.precision)
         if settings.begin_from:
             begin_from(Path(settings.begin_from), self.model)
-        self.data: Data = recipe.data(settings)
-        self.loss_of = recipe.loss(settings)
         rate = settings.lr
         if settings.lr_from:
             sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
@@ -94,6 +93,8 @@ class Training:
             self.model.named_parameters(),
             recipe.without_vr(settings, self.model),
         )
+        self.data: Data = recipe.data(settings)
+        self.loss_of = recipe.loss(settings)
         if not leads():
             _seed((settings.seed + rank() * _APART) % 2**32)  # other dropout and augmentation
         self.engine = ENGINES[settings.engine](self.model, self.optimizer, self.data, settings)

@@ -8,6 +8,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from bigbatch.report.run_directory import Row, RunDirectory
 
+_FLUSH = 2  # seconds; it is also how long the writer's thread sleeps that an interrupt let sleep on
 _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
 
 
@@ -24,7 +25,8 @@ class Events:
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         self._writer: SummaryWriter | None = None
         with self._or_without():
-            self._writer = SummaryWriter(str(run.events), purge_step=first_step)
+            path = str(run.events)
+            self._writer = SummaryWriter(path, purge_step=first_step, flush_secs=_FLUSH)
 
     def __enter__(self) -> "Events":
         return self

@@ -3,9 +3,10 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+from uuid import uuid4
 
 from bigbatch.errors import RunError
 from bigbatch.report.config import CONFIGS, launch_of
@@ -39,21 +40,41 @@ def made_whole(path: Path) -> Iterator[Path]:
         RunError: there is something at `path` already.
     """
     require_free(path)
-    beside = path.with_name(f".{path.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = path.with_name(f".{path.name}.{uuid4().hex[:8]}")  # another command may fill its own
     beside.mkdir(parents=True)
-    yield beside
-    beside.rename(path)
+    try:
+        yield beside
+        try:
+            beside.rename(path)
+        except OSError:
+            require_free(path)
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
-def fresh_name(folder: Path, name: str, launch: str | None = None) -> Path:
-    """The first of name-1, name-2, ... in `folder` that is free, or that this launch began."""
+def reserve(folder: Path, name: str, launch: str | None = None) -> Path:
+    """The first of name-1, name-2, ... in `folder` that is free, or that this launch began.
+
+    A free one is an empty directory from now on, so that no other command takes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     number = 1
-    while (place := folder / f"{name}-{number}").exists():
+    while True:
+        place = folder / f"{name}-{number}"
+        with suppress(FileExistsError):
+            place.mkdir()
+            return place
         if launch is not None and launch_of(place) == launch:
-            break
+            return place
         number += 1
-    return place
+
+
+def release(place: Path) -> None:
+    """Gives a reserved place back, and a folder that held no other, if nothing has begun there."""
+    with suppress(OSError):  # what is not empty stays
+        place.rmdir()
+        place.parent.rmdir()
 
 
 def has_begun(path: Path) -> bool:
@@ -62,8 +83,8 @@ def has_begun(path: Path) -> bool:
 
 
 def require_free(path: Path) -> None:
-    """Raises RunError where something is at `path` already."""
-    if path.exists():
+    """Raises RunError where something is at `path` already; an empty directory is nothing."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise RunError(
             f"{path} is already in use; nothing was overwritten: choose another --out"
             + f", or go on with --resume {path}" * has_begun(path)

@@ -8,9 +8,7 @@ results.json   every number
 
 import json
 import platform
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from bigbatch.recipes.linear_regression.laws import LAWS
 from bigbatch.recipes.linear_regression.study import PASSES, LawFindings, study
 from bigbatch.recipes.linear_regression.tables import Table, details_of, numbers_of, tables_of
 from bigbatch.report.figures import as_svg
-from bigbatch.report.files import require_free, write_atomically
+from bigbatch.report.files import made_whole, write_atomically
 
 _WIDE = 200  # columns of a file
 _DPI = 90
@@ -44,25 +42,11 @@ def run(place: Path, seeds: int, quiet: bool) -> None:
     Raises:
         RunError: something is at `place` already.
     """
-    with _whole(place) as folder:
+    with made_whole(place) as folder:
         findings = _measured(seeds, quiet)
         write(findings, folder, place.name)
     show(tables_of(findings), Console())
     Console().print(f"report: {place / 'report.html'}", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _whole(place: Path) -> Iterator[Path]:
-    """A folder that becomes `place` if all goes well, and is gone if not."""
-    require_free(place)
-    beside = place.with_name(f".{place.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        yield beside
-        beside.rename(place)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _measured(seeds: int, quiet: bool) -> list[LawFindings]:
