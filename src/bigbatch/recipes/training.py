@@ -85,14 +85,15 @@ class Training:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
-        rate = settings.lr
+        share = 1.0
         if settings.lr_from:
             sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
-            rate *= mean_factor(Path(settings.lr_from), sizes)
+            share = mean_factor(Path(settings.lr_from), sizes)
         self.optimizer = build_optimizer(
-            settings.changed({"lr": rate}),
+            settings,
             self.model.named_parameters(),
             recipe.without_vr(settings, self.model),
+            share,
         )
         if not leads():
             _seed((settings.seed + rank() * _APART) % 2**32)  # other dropout and augmentation
