@@ -30,7 +30,9 @@ def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
     said = " ".join(out.split())
     assert 0 == status
     assert " ".join(f"{name}: {recipe.summary}".split()) in said
-    assert all(f"{arm}: " in said for arm in recipe.arms)
+    for arm, changes in recipe.arms_at(full=False).items():
+        listed = ", ".join(f"{key}={value}" for key, value in changes.items())
+        assert f"{arm}: {listed}" in said
     assert f"bigbatch train {name} --dry-run" in said
     assert f"minutes {recipe.minutes:g}" in said
     for pattern in recipe.origin.files:
