@@ -180,10 +180,23 @@ def test_each_setting_says_whose_it_is():
     asked = DIGITS.arm("simigrad-vr", settings(lr=0.5))
     found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked, full=False)
     assert (0.5, "given here") == dataclasses.astuple(found["lr"])
-    assert ("vr-momentum", "arm simigrad-vr") == dataclasses.astuple(found["optimizer"])
+    assert ("vr-momentum", "arm simigrad-vr, ours") == dataclasses.astuple(found["optimizer"])
     assert (25, "small scale, ours") == dataclasses.astuple(found["epochs"])
     assert (32, "ours") == dataclasses.astuple(found["base_batch"])
     assert (0.0, "default, ours") == dataclasses.astuple(found["clip"])
+
+
+def test_what_an_arm_changes_says_whose_it_is():
+    recipe = RECIPES["bert-pretrain"]
+    arm = recipe.arm("simigrad-long", recipe.settings(full=True), full=True)
+    found = sources(recipe, arm, full=True)
+    code = "SimiGrad's code, BERT-Large, rows of 512"
+    assert (0.002, f"arm simigrad-long, {code}") == dataclasses.astuple(found["lr"])
+    assert (16, "arm simigrad-long, ours") == dataclasses.astuple(found["micro_batch"])
+    lamb = recipe.arm("lamb-short", recipe.settings(full=True), full=True)
+    batch = sources(recipe, lamb, full=True)["batch_size"]
+    assert (65_536, "arm lamb-short, VRGD") == dataclasses.astuple(batch)
+    assert 65_536 == recipe.arms_at(full=True)["lamb-short"]["batch_size"]
 
 
 @pytest.mark.parametrize(

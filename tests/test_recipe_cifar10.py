@@ -10,6 +10,7 @@ from bigbatch.recipes import RECIPES
 from bigbatch.recipes.data import cifar10
 from bigbatch.recipes.data.drawn import drawn
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
+from bigbatch.recipes.sweep import points_of, trainings_of
 from bigbatch.recipes.training import Training
 from cifar_files import write_few
 from real_data import needs
@@ -78,6 +79,14 @@ def test_the_full_sweep_of_simigrad_is_its_grid_of_609_runs():
     assert expected == found
 
 
+def test_a_small_sweep_of_simigrad_has_targets_and_bounds():
+    swept = [point for point in points(RESNET18.sweep.grids) if "target" in point]
+    found = {(point["target"], point["min_batch"]) for point in swept}
+    targets, bounds = ({pair[place] for pair in found} for place in (0, 1))
+    assert set(itertools.product(targets, bounds)) == found
+    assert min(len(targets), len(bounds)) > 1
+
+
 def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
     for recipe, batches in ((RESNET18, 9), (RESNET56, 6)):
         fixed = [p for p in points(recipe.full_sweep.grids) if "batch_size" in p]
@@ -94,21 +103,47 @@ def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
 @pytest.mark.parametrize("recipe", PICTURES[:2], ids=NAMES[:2])
 def test_every_point_of_a_sweep_can_be_trained(recipe):
     for full, sweep in ((False, recipe.sweep), (True, recipe.full_sweep)):
-        settings = recipe.settings(full=full)
-        for point in points(sweep.grids):
-            changed = settings.changed(point)
-            assert changed.min_batch < changed.max_batch
-            build_controller(changed)
+        for point in points_of(recipe, sweep, recipe.settings(full=full), full=full):
+            assert point.settings.min_batch < point.settings.max_batch
 
 
-def test_a_base_and_its_twins_are_swept_over_the_same_rates():
-    rates = {}
-    for point in points(RESNET56.full_sweep.grids):
-        key = (point["optimizer"], point.get("r_max"))
-        rates.setdefault(key, set()).add((point["lr"], point["weight_decay"]))
-    for base in ("momentum", "adam", "lars", "lamb"):
-        assert rates[base, None] == rates[f"vr-{base}", 1.0] == rates[f"vr-{base}", 10.0]
-        assert 5 == len(rates[base, None])
+SWEPT = ("lr", "batch_size", "lr_schedule", "weight_decay", "momentum")
+
+
+def swept(*, full):
+    """Of each optimizer with its upper clip: the rest of each of its points."""
+    sweep = RESNET56.full_sweep if full else RESNET56.sweep
+    found = {}
+    for point in points_of(RESNET56, sweep, RESNET56.settings(full=full), full=full):
+        one = point.settings
+        key = (one.optimizer, one.r_max if one.optimizer.startswith("vr-") else one.lr_from)
+        found.setdefault(key, set()).add(tuple(getattr(one, name) for name in SWEPT))
+    return found
+
+
+@pytest.mark.parametrize(("full", "bases"), [(False, 2), (True, 4)])
+def test_a_base_and_its_twins_are_swept_over_the_same_values(full, bases):
+    found = swept(full=full)
+    plain = [optimizer for optimizer, other in found if other == ""]
+    assert bases == len(plain)
+    for base in plain:
+        assert found[base, ""] == found[f"vr-{base}", 1.0] == found[f"vr-{base}", 10.0]
+    assert 5 * 6 * 2 == len(swept(full=True)["momentum", ""])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(full):
+    sweep = RESNET56.full_sweep if full else RESNET56.sweep
+    found = points_of(RESNET56, sweep, RESNET56.settings(full=full), full=full)
+    trainings = trainings_of(RESNET56, found, 1)
+    twins = {name for name, one in trainings.items() if one.optimizer == "vr-momentum"}
+    controls = [one for one in trainings.values() if one.lr_from]
+    assert twins
+    assert twins == {control.lr_from for control in controls}
+    for control in controls:
+        twin = trainings[control.lr_from]
+        assert "momentum" == control.optimizer
+        assert all(getattr(twin, name) == getattr(control, name) for name in SWEPT)
 
 
 @needs("cifar10")

@@ -295,6 +295,34 @@ def test_vr_leaves_the_tables_alone_unless_they_are_asked_for():
         assert {adapted} == of_tables
 
 
+@pytest.mark.parametrize("twin", ["vr-sgd", "vr-sgd-10"])
+def test_a_control_has_its_twins_mean_rate_in_the_networks_and_its_rate_in_the_tables(
+    bigbatch, tmp_path, twin
+):
+    changes = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
+    changes += ["--set", "samples=512", "--quiet"]
+    run = tmp_path / "run"
+    assert 0 == bigbatch("train", "dlrm", "--arm", twin, *changes, "--out", run)[0]
+    control = DLRM_CRITEO.arm(f"sgd-like-{twin}", tiny(lr=0.5, lr_schedule="constant"))
+    training = Training(DLRM_CRITEO, control.changed({"lr_from": str(run)}))
+    found = {
+        name: group["lr"]
+        for group in training.optimizer.param_groups
+        for name in group["param_names"]
+    }
+    tables = {name for name in found if name.startswith("tables.")}
+    steps = [json.loads(row)["factors"] for row in (run / "metrics.jsonl").read_text().splitlines()]
+    sizes = {name: p.numel() for name, p in training.model.named_parameters()}
+    layers = [(r[0], sizes[name]) for row in steps for name, r in row.items() if name not in tables]
+    share = sum(r * size for r, size in layers) / sum(size for _, size in layers)
+    assert 0.1 < share < (1 if twin == "vr-sgd" else 2)
+    assert 26 == len(tables)
+    assert {0.5} == {found[name] for name in tables}
+    assert [pytest.approx(0.5 * share)] * (len(found) - 26) == [
+        lr for name, lr in found.items() if name not in tables
+    ]
+
+
 def train_some(rank, ranks):
     settings = DLRM_CRITEO.arm("vr-sgd-tables", tiny(batch_size=64, micro_batch=8, lr=0.5))
     training = Training(DLRM_CRITEO, settings)

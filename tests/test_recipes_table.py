@@ -30,7 +30,9 @@ def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
     said = " ".join(out.split())
     assert 0 == status
     assert " ".join(f"{name}: {recipe.summary}".split()) in said
-    assert all(f"{arm}: " in said for arm in recipe.arms)
+    for arm, changes in recipe.arms_at(full=False).items():
+        listed = ", ".join(f"{key}={value}" for key, value in changes.items())
+        assert f"{arm}: {listed}" in said
     assert f"bigbatch train {name} --dry-run" in said
     assert f"minutes {recipe.minutes:g}" in said
     for pattern in recipe.origin.files:
@@ -62,7 +64,22 @@ def test_an_unknown_recipe_is_refused(bigbatch):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_number_of_the_paper_has_a_source(recipe):
-    assert {} == {name: one for name, one in recipe.full.items() if not one[1].strip()}
+    tables = [recipe.full, *recipe.arm_tables(full=False).values()]
+    tables += recipe.arm_tables(full=True).values()
+    assert [] == [one for table in tables for one in table.items() if not one[1][1].strip()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_with_variance_reduction_has_the_clips_of_the_paper(recipe):
+    arms = [*recipe.arms_at(full=False).values(), *recipe.arms_at(full=True).values()]
+    assert any(str(arm.get("optimizer")).startswith("vr-") for arm in arms)
+    clips = {"gamma": (0.1, "VRGD"), "r_max": (1.0, "VRGD, equation 9")}
+    assert clips == {name: recipe.full.get(name) for name in clips}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_virtual_ranks_of_the_paper_can_be_dealt_to_its_ranks(recipe):
+    assert 0 == recipe.settings(full=True).virtual_ranks % recipe.full_ranks
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

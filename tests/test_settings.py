@@ -112,6 +112,14 @@ def test_a_vr_optimizer_steps_the_excluded_as_its_base_does():
     assert {"0.weight": False, "0.bias": True, "1.weight": True, "1.bias": True} == found
 
 
+def test_a_share_of_the_rate_is_not_for_what_a_vr_optimizer_steps_as_its_base_does():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    settings = DEFAULT.changed({"optimizer": "sgd", "lr": 0.5})
+    built = build_optimizer(settings, model.named_parameters(), frozenset({"0.weight"}), 0.25)
+    rates = {name: group["lr"] for group in built.param_groups for name in group["param_names"]}
+    assert {"0.weight": 0.5, "0.bias": 0.125, "1.weight": 0.125, "1.bias": 0.125} == rates
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_rate_and_decay_of_the_settings(name):
     (group,) = build_optimizer(

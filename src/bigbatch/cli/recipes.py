@@ -13,7 +13,7 @@ from bigbatch.errors import MissingPackageError, RunError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.recipes.data.origin import HERE, Origin
 from bigbatch.recipes.footprint import parameters_of
-from bigbatch.recipes.recipe import Recipe
+from bigbatch.recipes.recipe import Changes, Recipe
 from bigbatch.recipes.sweep import points_of
 from bigbatch.report.live import LiveView
 
@@ -77,7 +77,7 @@ def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
         f"minutes  {recipe.minutes:g}, one training at the small scale on two cores",
         f"sweep    {sweeps[0]:,} points at the small scale, {sweeps[1]:,} at the full one",
         "arms",
-        *(f"  {arm}: {_changes(changes)}" for arm, changes in recipe.arms.items()),
+        *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(full=False).items()),
         "commands",
         f"  {with_data}",
         f"  {with_data} --arm {next(iter(recipe.arms))} --set epochs=1",
@@ -86,9 +86,8 @@ def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
     ]
 
 
-def _changes(changes: object) -> str:
-    listed = dict(changes).items()  # type: ignore[call-overload]
-    return ", ".join(f"{key}={value}" for key, value in listed) or "the recipe as it is"
+def _changes(changes: Changes) -> str:
+    return ", ".join(f"{key}={value}" for key, value in changes.items()) or "the recipe as it is"
 
 
 def _place(origin: Origin, given: Path | None) -> str:

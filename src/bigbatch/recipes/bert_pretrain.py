@@ -12,35 +12,37 @@ from pathlib import Path
 
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.masking import Masking
-from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
-from bigbatch.recipes.data.text import corpus_of
+from bigbatch.recipes.data.text import ORIGIN, corpus_of
 from bigbatch.recipes.guesses import example, loss_of, scores_of
 from bigbatch.recipes.models.bert import bert, frame_of, kept, pieces_of
-from bigbatch.recipes.recipe import OURS, Changes, Data, Recipe
+from bigbatch.recipes.recipe import OURS, Arm, Data, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS, VRGD
 
-SIMIGRAD = "SimiGrad's code, BERT-Large, rows of 128"
-
-# Batches as in the VRGD paper, the decay as in the code that its runs build on; the rest is ours.
-_SHORT: Changes = {
-    "policy": "fixed",
-    "batch_size": 65_536,
+SIMIGRAD, LONG = (f"SimiGrad's code, BERT-Large, rows of {length}" for length in (128, 512))
+STEPS = f"{VRGD}: 8,599 steps in all"
+_LAMB: Arm = {
+    "policy": ("fixed", VRGD),
+    "batch_size": (65_536, VRGD),
     "base_batch": 32_768,
     "lr": 0.005,
-    "lr_schedule": "warm-up 0.2 epochs; polynomial 0.5",
-    "samples": 461_000_000,
+    "lr_schedule": ("warm-up 0.2 epochs; polynomial 0.5", "NVIDIA's BERT; the warm-up is ours"),
+    "samples": (461_000_000, STEPS),
 }
-_LONG: Changes = {"length": 512, "predictions": 80, "micro_batch": 16, "samples": 51_200_000}
-_LAMB_LONG: Changes = {**_SHORT, **_LONG, "batch_size": 32_768}
-# SimiGrad's code: 150 steps of warm-up, then 0.9 each 150 steps.
-_SIMIGRAD_LONG: Changes = {
+_ROWS: Arm = {"length": (512, "Devlin et al."), "predictions": (80, LONG), "micro_batch": 16}
+_LAMB_LONG: Arm = {**_LAMB, **_ROWS, "batch_size": (32_768, VRGD), "samples": (51_200_000, STEPS)}
+_SIMIGRAD_LONG: Arm = {
     **_LAMB_LONG,
-    "lr": 0.002,
-    "lr_schedule": "warm-up 4915200 samples power 2; x0.9 every 4915200 samples",
+    "batch_size": (32_768, LONG),
+    "base_batch": (32_768, LONG),
+    "policy": ("fixed", LONG),
+    "lr": (0.002, LONG),  # 150 steps of warm-up, then 0.9 each 150 steps
+    "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", LONG),
 }
-_SMALL_LONG: Changes = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
-_VR: Changes = {"optimizer": "vr-lamb"}
+_SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
+_VR: Arm = {"optimizer": ("vr-lamb", VRGD)}
+_SHORT = ("lamb-short", "vr-lamb-short")
 
 
 def _data(settings: Settings) -> Data:
@@ -74,6 +76,7 @@ BERT_PRETRAIN = Recipe(
         "batch_size": (128, SIMIGRAD),
         "base_batch": (128, SIMIGRAD),
         "micro_batch": (64, OURS),
+        "virtual_ranks": (16, OURS),
         "optimizer": ("lamb", SIMIGRAD),
         "lr": (0.0006, SIMIGRAD),
         "lr_schedule": ("polynomial 1 over 400M samples", SIMIGRAD),
@@ -81,6 +84,7 @@ BERT_PRETRAIN = Recipe(
         "weight_decay": (0.01, SIMIGRAD),
         "decay_all": (False, SIMIGRAD),
         "clip": (1.0, SIMIGRAD),
+        **CLIPS,
         "seed": (42, SIMIGRAD),
         "device": ("cuda", OURS),
         "precision": ("float16", SIMIGRAD),
@@ -102,6 +106,7 @@ BERT_PRETRAIN = Recipe(
         "batch_size": 64,
         "base_batch": 64,
         "micro_batch": 32,
+        "virtual_ranks": 1,
         "lr": 0.01,
         "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
         "samples": 30_000,
@@ -118,14 +123,7 @@ BERT_PRETRAIN = Recipe(
     full_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
     full_ranks=16,
     minutes=1.5,
-    origin=Origin(
-        "plain text",
-        ("wikitext-2", "wikitext-103", "text"),
-        ("*.txt", "*.txt.gz", "wiki.train.tokens"),
-        "any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
-        size="any amount",
-        otherwise="the documentation of Python's standard library",
-    ),
+    origin=ORIGIN,
     arms={
         "simigrad-short": {},
         "simigrad-long": {"begin_from": "simigrad-short", **_SMALL_LONG},
@@ -137,11 +135,13 @@ BERT_PRETRAIN = Recipe(
     full_arms={
         "simigrad-short": {},
         "simigrad-long": {"begin_from": "simigrad-short", **_SIMIGRAD_LONG},
-        "lamb-short": _SHORT,
+        "lamb-short": _LAMB,
         "lamb-long": {"begin_from": "lamb-short", **_LAMB_LONG},
-        "vr-lamb-short": {**_SHORT, **_VR},
+        "vr-lamb-short": {**_LAMB, **_VR},
         "vr-lamb-long": {"begin_from": "vr-lamb-short", **_LAMB_LONG, **_VR},
     },
+    sweep=Sweep(({"arm": ("simigrad-short", *_SHORT), "lr": (0.005, 0.01, 0.02)},), ("lr",)),
+    full_sweep=Sweep(({"arm": _SHORT, "lr": (0.0025, 0.005, 0.01)},), ("lr",)),
     model=lambda settings: bert(settings, "Pretraining"),
     loss=lambda settings: loss_of,
     data=_data,

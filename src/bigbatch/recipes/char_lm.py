@@ -19,9 +19,10 @@ from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.stdlib_text import stdlib_text
 from bigbatch.recipes.models.char_transformer import CharTransformer
-from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
+from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import device_of, share_of, summed
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS
 
 NANOGPT = "nanoGPT's shakespeare_char"
 _TRAINED = 0.9  # of the characters
@@ -94,6 +95,7 @@ CHAR_LM = Recipe(
         "weight_decay": (0.1, NANOGPT),
         "decay_all": (False, NANOGPT),
         "clip": (1.0, NANOGPT),
+        **CLIPS,
         "device": ("cuda", OURS),
         "precision": ("bfloat16", NANOGPT),
         "target": (0.3, OURS),
@@ -131,6 +133,10 @@ CHAR_LM = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-adam"},
     },
+    sweep=Sweep(({"arm": ("fixed", "simigrad"), "lr": (1e-3, 3e-3, 1e-2)},), tuned=("lr",)),
+    full_sweep=Sweep(
+        ({"arm": ("fixed", "simigrad", "simigrad-vr"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)
+    ),
     higher_is_better=False,
     model=_model,
     loss=_loss,

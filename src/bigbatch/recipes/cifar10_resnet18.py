@@ -13,6 +13,7 @@ from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
 from bigbatch.recipes.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS
 
 _SIMIGRAD = "SimiGrad's code"
 _GRID = "SimiGrad's grid"
@@ -57,6 +58,7 @@ CIFAR10_RESNET18 = Recipe(
         "momentum": (0.9, _SIMIGRAD),
         "weight_decay": (5e-4, _SIMIGRAD),
         "decay_all": (True, _SIMIGRAD),
+        **CLIPS,
         "lr_scaling": ("sqrt", _SIMIGRAD),
         "lr_schedule": (_STEPS, _SIMIGRAD),
         "precision": ("float32", _SIMIGRAD),
@@ -86,7 +88,7 @@ CIFAR10_RESNET18 = Recipe(
     },
     sweep=Sweep(
         (
-            {**_HELD, "target": (0.05, 0.2, 0.4), "lr": _RATES[1::2]},
+            {**_HELD, "target": (0.1, 0.4), "min_batch": (64, 256), "lr": _RATES[1::2]},
             {
                 "policy": ("fixed",),
                 "batch_size": (128, 1024),

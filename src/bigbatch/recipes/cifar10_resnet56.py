@@ -3,7 +3,7 @@
 Source: Jiang et al., arXiv 2309.13681. Its table of rates, warm-ups and k is not public.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
@@ -13,53 +13,53 @@ from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.drawn import some_drawn
 from bigbatch.recipes.models.resnet import resnet_of_three_stages
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
-from bigbatch.recipes.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
+from bigbatch.recipes.recipe import OURS, Arm, Arms, Data, Grid, LossOf, Recipe, Rows, Sweep
 from bigbatch.recipes.settings import Settings, Value
+from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
 
-_VRGD = "VRGD"
-_TABLE = "VRGD, table 5"
+_TABLE = f"{VRGD}, table 5"
 _TENSORFLOW = "TensorFlow's official ResNet"
 _STEPS = "warm-up 5 epochs; x0.1 at 91 and 136 epochs"
 _COSINE = "warm-up 5 epochs; cosine"
 
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times those of the bases
 
-# each base with its rate for the base batch and its weight decay, all ours; a twin has the same
-_BASES = {
-    "momentum": {"lr": 0.1, "weight_decay": 2e-4},
-    "adam": {"lr": 0.001, "weight_decay": 0.01},
-    "lars": {"lr": 4.0, "weight_decay": 2e-4},
-    "lamb": {"lr": 0.004, "weight_decay": 0.01},
+# of each base for the base batch, ours, and of its twin too
+_LR = {"momentum": 0.1, "adam": 0.001, "lars": 4.0, "lamb": 0.004}
+_DECAY: Rows = {
+    "momentum": (2e-4, _TENSORFLOW),
+    "adam": (0.01, OURS),
+    "lars": (2e-4, _TENSORFLOW),
+    "lamb": (0.01, OURS),
 }
 
 
-def _arms() -> dict[str, dict[str, Value]]:
-    """Each base, its twin with both upper clips, and momentum at the mean rates of its twins.
+def _arms(base: str) -> Arms:
+    """A base, its twin with both upper clips, and momentum at the mean rates of its twins.
 
     Momentum at the same rate and momentum at the mean rate are the two controls for a twin whose
     factors shorten its steps; the other three bases do not see a factor that all weights share.
     """
-    arms: dict[str, dict[str, Value]] = {}
-    for base, own in _BASES.items():
-        arms[base] = {"optimizer": base, **own}
-        arms[f"vr-{base}"] = {"optimizer": f"vr-{base}", "r_max": 1.0, **own}
-        arms[f"vr-{base}-10"] = {"optimizer": f"vr-{base}", "r_max": 10.0, **own}
-    for twin in ("vr-momentum", "vr-momentum-10"):
-        arms[f"momentum-like-{twin}"] = {**arms["momentum"], "lr_from": twin}
-    return arms
+    own: Arm = {"lr": _LR[base], "weight_decay": _DECAY[base]}
+    plain: Arm = {"optimizer": (base, _TABLE), **own}
+    twin: Arm = {"optimizer": (f"vr-{base}", _TABLE), **own}
+    twins: Arms = {
+        f"vr-{base}": {**twin, "r_max": CLIPS["r_max"]},
+        f"vr-{base}-10": {**twin, "r_max": TO_TEN},
+    }
+    controlled = twins if base == "momentum" else ()
+    controls: Arms = {f"{base}-like-{name}": {**plain, "lr_from": name} for name in controlled}
+    return {base: plain, **twins, **controls}
 
 
 def _grids(
-    bases: Sequence[str], rates: Sequence[float], **others: tuple[Value, ...]
+    bases: Iterable[str], rates: Iterable[float], **others: tuple[Value, ...]
 ) -> tuple[Grid, ...]:
-    """For each base its rates, without r and with it under both upper clips."""
-    grids: list[Grid] = []
-    for base in bases:
-        lr, decay = _BASES[base]["lr"], _BASES[base]["weight_decay"]
-        own = {"lr": tuple(lr * rate for rate in rates), "weight_decay": (decay,), **others}
-        grids.append({"optimizer": (base,), **own})
-        grids.append({"optimizer": (f"vr-{base}",), "r_max": (1.0, 10.0), **own})
-    return tuple(grids)
+    """For each base its arms, all over the same rates."""
+    return tuple(
+        {"arm": tuple(_arms(base)), "lr": tuple(_LR[base] * rate for rate in rates), **others}
+        for base in bases
+    )
 
 
 def _model(settings: Settings) -> nn.Module:
@@ -84,7 +84,7 @@ CIFAR10_RESNET56 = Recipe(
     paper="VRGD",
     full={
         "epochs": (182, _TENSORFLOW),
-        "policy": ("fixed", _VRGD),
+        "policy": ("fixed", VRGD),
         "min_batch": (256, _TABLE),
         "max_batch": (8192, _TABLE),
         "batch_size": (8192, _TABLE),
@@ -93,17 +93,16 @@ CIFAR10_RESNET56 = Recipe(
         "virtual_ranks": (8, "VRGD: at least 8 devices"),
         "optimizer": ("momentum", _TABLE),
         "lr": (0.1, OURS),
-        "momentum": (0.9, _VRGD),
+        "momentum": (0.9, VRGD),
         "weight_decay": (2e-4, _TENSORFLOW),
         "decay_all": (True, _TENSORFLOW),
-        "gamma": (0.1, _VRGD),
-        "r_max": (1.0, "VRGD, equation 9"),
-        "lr_scaling": ("sqrt", _VRGD),
+        **CLIPS,
+        "lr_scaling": ("sqrt", VRGD),
         "lr_schedule": (_STEPS, "VRGD; the warm-up's length is ours"),
         "precision": ("float32", OURS),
         "device": ("cuda", OURS),
         "label_smoothing": (0.1, "VRGD; the amount is ours"),
-        "depth": (56, _VRGD),
+        "depth": (56, VRGD),
         "width": (16, "He et al. 2015"),
     },
     small={
@@ -119,11 +118,11 @@ CIFAR10_RESNET56 = Recipe(
     full_ranks=8,
     minutes=1.6,
     origin=cifar10.ORIGIN,
-    arms=_arms(),
+    arms={name: arm for base in _LR for name, arm in _arms(base).items()},
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
     full_sweep=Sweep(
         _grids(
-            tuple(_BASES),
+            _LR,
             _RATES,
             batch_size=(256, 512, 1024, 2048, 4096, 8192),
             lr_schedule=(_STEPS, _COSINE),

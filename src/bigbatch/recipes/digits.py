@@ -19,6 +19,7 @@ from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import share_right
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS
 
 _TEST_SHARE = 0.25
 _SPLIT_SEED = 0  # one split for every seed and arm
@@ -89,6 +90,7 @@ DIGITS = Recipe(
         "micro_batch": (128, OURS),
         "virtual_ranks": (4, OURS),
         "lr": (0.02, OURS),
+        **CLIPS,
         "dropout": (0.0, OURS),
         "double": (True, OURS),  # so that the curves are the same on 1, 2 and 4 ranks
     },

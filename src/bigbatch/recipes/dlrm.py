@@ -18,12 +18,21 @@ from bigbatch.recipes.data.clicks import CATEGORIES, NUMBERS, Batch, Clicks
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.criteo import CRITEO, read_criteo, split
 from bigbatch.recipes.models.dlrm import DLRM
-from bigbatch.recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch.recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
 
-VRGD = "VRGD"
-CODE = "DLRM's code, terabyte"
-ARMS = ("sgd", "vr-sgd", "vr-sgd-tables")
+CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
+_ARMS: Arms = {
+    "sgd": {},
+    "vr-sgd": {"optimizer": ("vr-sgd", VRGD)},
+    "vr-sgd-10": {"optimizer": ("vr-sgd", VRGD), "r_max": TO_TEN},
+    "vr-sgd-tables": {"optimizer": ("vr-sgd", VRGD), "vr_tables": True},
+    "sgd-like-vr-sgd": {"lr_from": "vr-sgd"},
+    "sgd-like-vr-sgd-10": {"lr_from": "vr-sgd-10"},
+}
+_ALL: Grid = {"arm": tuple(_ARMS)}
+_BATCHES = (32_768, 65_536, 131_072, 262_144, 524_288)
 
 
 def _model(settings: Settings) -> nn.Module:
@@ -92,13 +101,13 @@ DLRM_CRITEO = Recipe(
         "micro_batch": (4_096, OURS),  # 8 groups of the smallest batch, 128 of the largest
         "virtual_ranks": (8, OURS),
         "optimizer": ("sgd", VRGD),
-        "gamma": (0.1, VRGD),
-        "lr": (1.6, OURS),  # the code's 0.1 of batch 128, by the square root
+        **CLIPS,
+        "lr": (0.4, f"{CODE}: 0.1 at 2,048, by the square root"),
         "lr_scaling": ("sqrt", VRGD),
         "lr_schedule": ("warm-up 0.043 epochs; polynomial 2", "VRGD's shape; its numbers ours"),
         "bottom": ("512-256-64", CODE),
         "top": ("512-512-256-1", CODE),
-        "table_rows": (100_000, OURS),  # the code has up to 40M, by sparse gradients
+        "table_rows": (100_000, OURS),  # the code has at most 10M, by sparse gradients
         "vr_tables": (False, OURS),
         "log_rows": (2_000_000, OURS),
         "device": ("cuda", OURS),
@@ -127,16 +136,9 @@ DLRM_CRITEO = Recipe(
     full_ranks=8,
     minutes=0.3,
     origin=CRITEO,
-    arms={
-        "sgd": {},
-        "vr-sgd": {"optimizer": "vr-sgd"},
-        "vr-sgd-tables": {"optimizer": "vr-sgd", "vr_tables": True},
-        "sgd-like-vr-sgd-tables": {"lr_from": "vr-sgd-tables"},
-    },
-    sweep=Sweep(
-        ({"arm": ARMS, "batch_size": (256, 1_024, 4_096), "lr": (0.5, 1.0, 2.0)},), tuned=("lr",)
-    ),
-    full_sweep=Sweep(({"arm": ARMS, "batch_size": (32_768, 65_536, 131_072, 262_144, 524_288)},)),
+    arms=_ARMS,
+    sweep=Sweep(({**_ALL, "batch_size": (256, 1_024, 4_096), "lr": (0.5, 1.0, 2.0)},), ("lr",)),
+    full_sweep=Sweep(({**_ALL, "batch_size": _BATCHES, "lr": (0.2, 0.4, 0.8)},), ("lr",)),
     model=_model,
     loss=lambda _: click_loss,
     data=_data,

@@ -101,11 +101,12 @@ def sources(recipe: Recipe, settings: Settings, *, full: bool) -> dict[str, Stat
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     scale, values = recipe.settings(full=full), _values(settings)
     listed = [*recipe.full, *recipe.small, *values]
-    before, arm = _values(scale), recipe.arms_at(full=full).get(settings.arm, {})
+    before, arm = _values(scale), recipe.arm_tables(full=full).get(settings.arm, {})
 
     def source(name: str) -> str:
         if values[name] != before[name]:
-            return f"arm {settings.arm}" if arm.get(name) == values[name] else "given here"
+            value, of_arm = arm.get(name, (None, ""))
+            return f"arm {settings.arm}, {of_arm}" if value == values[name] else "given here"
         if name in recipe.small and not full:
             return f"small scale, {OURS}"
         return recipe.full[name][1] if name in recipe.full else f"default, {OURS}"

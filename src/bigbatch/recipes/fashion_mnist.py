@@ -14,8 +14,9 @@ from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.models.resnet import resnet_of_three_stages
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples
-from bigbatch.recipes.recipe import OURS, Data, Recipe
+from bigbatch.recipes.recipe import OURS, Data, Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS
 
 _MEAN, _STD = (0.2860,), (0.3530,)  # of the training pictures
 
@@ -28,6 +29,13 @@ def _model(settings: Settings) -> nn.Module:
 def _data(settings: Settings) -> Data:
     train, test = idx.read_pictures(Path(settings.data))
     return Data(train, accuracies(test, settings), as_it_is)
+
+
+def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
+    """Batches held at targets, and fixed ones, over the same rates."""
+    rates = (0.05, 0.1, 0.2)
+    held: Grid = {"policy": ("simigrad",), "target": targets, "lr": rates}
+    return Sweep((held, {"policy": ("fixed",), "batch_size": sizes, "lr": rates}), tuned=("lr",))
 
 
 FASHION_MNIST = Recipe(
@@ -45,6 +53,7 @@ FASHION_MNIST = Recipe(
         "virtual_ranks": (4, OURS),
         "lr": (0.1, OURS),
         "weight_decay": (5e-4, OURS),
+        **CLIPS,
         "lr_schedule": ("warm-up 1 epoch; cosine", OURS),
         "device": ("cuda", OURS),
         "depth": (20, OURS),
@@ -74,6 +83,8 @@ FASHION_MNIST = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
+    sweep=_sweep((0.1, 0.3), (64, 1024)),
+    full_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
     model=_model,
     loss=lambda _: class_loss(),
     data=_data,

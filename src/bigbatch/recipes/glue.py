@@ -19,9 +19,10 @@ from bigbatch.recipes.data.frame import Frame, Numbers
 from bigbatch.recipes.data.glue import TASKS, Rows, read_task
 from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
-from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
+from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import collected, share_of
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS
 
 _OFFICIAL = {  # the first counts
     "SST-2": {"accuracy, %": accuracy_score},
@@ -101,6 +102,7 @@ GLUE = Recipe(
         "weight_decay": (0.01, OURS),
         "decay_all": (False, OURS),
         "clip": (1.0, OURS),
+        **CLIPS,
         "device": ("cuda", OURS),
         "precision": ("float16", OURS),
         "size": ("large", OURS),
@@ -130,6 +132,8 @@ GLUE = Recipe(
         "SST-2, CoLA, MRPC and RTE",
     ),
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
+    sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
     model=lambda settings: bert(settings, "Classifier"),
     loss=_loss,
     data=_data,

@@ -20,19 +20,21 @@ from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.models.resnet import resnet_of_bottlenecks
 from bigbatch.recipes.pictures import OfBytes, PictureBatch, accuracies, class_loss, examples
-from bigbatch.recipes.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
-from bigbatch.recipes.settings import Settings, Value
+from bigbatch.recipes.recipe import OURS, Arm, Data, Grid, LossOf, Recipe, Sweep
+from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
 
 _SIMIGRAD = "SimiGrad's code"
 _JABAS = "JABAS's example of SimiGrad"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_LARS: dict[str, Value] = {"policy": "fixed", "lr": 8.0, "momentum": 0.9}  # the rate is ours
 _HELD: Grid = {"policy": ("simigrad",)}
 _FIXED: Grid = {"policy": ("fixed",)}
+_LARS: Arm = {"policy": ("fixed", VRGD), "lr": 8.0, "momentum": (0.9, VRGD)}
+_VR_LARS: Arm = {"optimizer": ("vr-lars", VRGD), **_LARS}
 _LARS_GRID: Grid = {
-    **{name: (value,) for name, value in _LARS.items()},
-    "lr": (4.0, 8.0, 16.0),
+    "arm": ("lars", "vr-lars", "vr-lars-10"),
     "batch_size": tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96)),
+    "lr": (4.0, 8.0, 16.0),
 }
 
 
@@ -83,8 +85,7 @@ IMAGENET_RESNET50 = Recipe(
         "momentum": (0.875, _SIMIGRAD),
         "weight_decay": (2**-15, _SIMIGRAD),
         "decay_all": (False, _SIMIGRAD),
-        "gamma": (0.1, "VRGD"),
-        "r_max": (1.0, "VRGD, equation 9"),
+        **CLIPS,
         "lr_scaling": ("sqrt", "both papers"),
         "lr_schedule": ("warm-up 8 epochs; cosine", _SIMIGRAD),
         "label_smoothing": (0.1, _SIMIGRAD),
@@ -129,16 +130,15 @@ IMAGENET_RESNET50 = Recipe(
     arms={
         "fixed": {"policy": "fixed"},
         "simigrad": {"policy": "simigrad"},
-        "lars": {"optimizer": "lars", **_LARS},
-        "vr-lars": {"optimizer": "vr-lars", "r_max": 1.0, **_LARS},
-        "vr-lars-10": {"optimizer": "vr-lars", "r_max": 10.0, **_LARS},
+        "lars": {"optimizer": ("lars", VRGD), **_LARS},
+        "vr-lars": {"r_max": CLIPS["r_max"], **_VR_LARS},
+        "vr-lars-10": {"r_max": TO_TEN, **_VR_LARS},
     },
     sweep=Sweep(({**_HELD, "target": (0.05, 0.1, 0.2)}, {**_FIXED, "batch_size": (128, 512)})),
     full_sweep=Sweep(
         (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
             {**_HELD, "target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
-            {"optimizer": ("lars",), **_LARS_GRID},
-            {"optimizer": ("vr-lars",), "r_max": (1.0, 10.0), **_LARS_GRID},
+            _LARS_GRID,
         ),
         tuned=("lr",),
     ),

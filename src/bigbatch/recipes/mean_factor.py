@@ -13,8 +13,9 @@ from bigbatch.report.run_directory import RunDirectory
 def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:
     """The mean of r over the steps and weights of a run.
 
-    A VR optimizer with r_max = 1 shortens every step by r; its base at this share of the rate takes
-    steps of that length in all weights alike. Collective.
+    Its base at this share of the rate has the mean rate of the weights that were stepped with r, in
+    all of them alike. The run's own steps are longer, as r is larger where the gradient is.
+    Collective.
 
     Args:
         path: of the run.

@@ -42,7 +42,10 @@ def build_controller(settings: Settings) -> Controller:
 
 
 def build_optimizer(
-    settings: Settings, parameters: Iterable[Named], without_vr: frozenset[str] = frozenset()
+    settings: Settings,
+    parameters: Iterable[Named],
+    without_vr: frozenset[str] = frozenset(),
+    share: float = 1.0,
 ) -> Optimizer:
     """The optimizer that the settings name, over a model's named parameters.
 
@@ -53,6 +56,7 @@ def build_optimizer(
         settings: its name and numbers.
         parameters: by name.
         without_vr: names of those that a VR optimizer steps as its base does.
+        share: of lr that all the others have.
     Raises:
         SettingError: an unknown name, or a value out of range.
     """
@@ -65,6 +69,7 @@ def build_optimizer(
     adapted = settings.optimizer.startswith("vr-")
     for (decays, vr), group in groups.items():
         group |= {} if decays else {"weight_decay": 0.0}
+        group |= {"lr": share * settings.lr} if vr else {}
         group |= {} if vr or not adapted else {"vr": False}
     base = _BASES[settings.optimizer.removeprefix("vr-")](list(groups.values()), settings)
     if not adapted:

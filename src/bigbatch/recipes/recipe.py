@@ -15,6 +15,8 @@ LossOf = Callable[[nn.Module, Batch], Tensor]
 Rows = Mapping[str, tuple[Value, str]]
 Grid = Mapping[str, tuple[Value, ...]]
 Changes = Mapping[str, Value]
+Arm = Mapping[str, Value | tuple[Value, str]]
+Arms = Mapping[str, Arm]
 
 OURS = "ours"  # the source of a number that no paper gives
 
@@ -68,8 +70,8 @@ class Recipe:
         full_ranks: of that training.
         minutes: that one training takes at the small scale on two cores.
         origin: the data.
-        arms: what its study compares, as changes of the settings; a `begin_from` or `lr_from` among
-            them names an earlier arm.
+        arms: what its study compares, as changes of the settings, a value with its source where
+            that is not `OURS`; a `begin_from` or `lr_from` among them names an earlier arm.
         full_arms: the same at the paper's scale, where it differs; the names are those of `arms`.
         sweep, full_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
@@ -89,8 +91,8 @@ class Recipe:
     full_ranks: int = 1
     minutes: float
     origin: Origin
-    arms: Mapping[str, Changes]
-    full_arms: Mapping[str, Changes] = field(default_factory=dict)
+    arms: Arms
+    full_arms: Arms = field(default_factory=dict)
     sweep: Sweep = Sweep(())
     full_sweep: Sweep = Sweep(())
     higher_is_better: bool = True
@@ -119,7 +121,16 @@ class Recipe:
 
     def arms_at(self, *, full: bool) -> Mapping[str, Changes]:
         """What the study compares at a scale."""
-        return (full and self.full_arms) or self.arms
+        tables = self.arm_tables(full=full)
+        return {arm: {name: one for name, (one, _) in rows.items()} for arm, rows in tables.items()}
+
+    def arm_tables(self, *, full: bool) -> Mapping[str, Rows]:
+        """The same, each value with its source."""
+        arms = (full and self.full_arms) or self.arms
+        return {
+            arm: {name: one if isinstance(one, tuple) else (one, OURS) for name, one in own.items()}
+            for arm, own in arms.items()
+        }
 
 
 _FIELDS = Settings.__dataclass_fields__

@@ -25,7 +25,8 @@ class Settings:
         data: folder of the real data; "" for what a recipe always has.
         samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
         begin_from: run whose weights the model begins with; a relative one is beside this run.
-        lr_from: run with a VR optimizer whose mean r multiplies lr; "" for none.
+        lr_from: run with a VR optimizer whose mean r multiplies lr, but not of weights that the
+            recipe steps without r; "" for none.
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of decide/named.py with its values.
         target, min_batch, max_batch: of a policy that has such and does not give its own.

@@ -84,14 +84,15 @@ class Training:
         _require_castable(self.model, settings.precision)
         if settings.begin_from:
             begin_from(Path(settings.begin_from), self.model)
-        rate = settings.lr
+        share = 1.0
         if settings.lr_from:
             sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
-            rate *= mean_factor(Path(settings.lr_from), sizes)
+            share = mean_factor(Path(settings.lr_from), sizes)
         self.optimizer = build_optimizer(
-            settings.changed({"lr": rate}),
+            settings,
             self.model.named_parameters(),
             recipe.without_vr(settings, self.model),
+            share,
         )
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)

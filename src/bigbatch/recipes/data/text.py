@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import RunError
+from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.stdlib_text import stdlib_text
 
+ORIGIN = Origin(
+    "plain text",
+    folders=("wikitext-2", "wikitext-103", "text"),
+    files=("*.txt", "*.txt.gz", "wiki.train.tokens"),
+    source="any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
+    size="any amount",
+    otherwise="the documentation of Python's standard library",
+)
 _TITLE = re.compile(r" = [^=].* = ")  # of an article; its parts have " = = ... = = "
 _JOINT = re.compile(r" @([-,.])@ ")  # WikiText's way to part "1 @,@ 000"
 _HELD_OUT_EVERY = 50  # documents of a corpus that has no split of its own
