@@ -87,11 +87,12 @@ def test_a_file_of_another_format_is_one_clear_error(tmp_path, text):
 
 
 def test_missing_files_are_named(bigbatch, tmp_path):
-    with pytest.raises(RunError, match=r"has no train-v1.1.json or train-v1.1.json.gz, nor"):
+    with pytest.raises(RunError, match=r"train-v1.1.json is missing; .*SQuAD-explorer"):
         train_file(tmp_path)
     status, _, said = bigbatch("train", "squad", "--data", tmp_path)
     assert 2 == status
-    assert "dev-v1.1.json or dev-v1.1.json.gz of rajpurkar.github.io/SQuAD-explorer" in said
+    both = "dev-v1.1.json or dev-v1.1.json.gz, and train-v1.1.json or train-v1.1.json.gz"
+    assert f"{both} of rajpurkar.github.io/SQuAD-explorer" in said
 
 
 @needs("squad-v1.1")

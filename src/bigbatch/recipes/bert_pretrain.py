@@ -12,9 +12,8 @@ from pathlib import Path
 
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.masking import Masking
-from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
-from bigbatch.recipes.data.text import corpus_of
+from bigbatch.recipes.data.text import TEXT, corpus_of
 from bigbatch.recipes.guesses import example, loss_of, scores_of
 from bigbatch.recipes.models.bert import bert, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Changes, Data, Recipe
@@ -49,12 +48,13 @@ def _data(settings: Settings) -> Data:
     frame = frame_of(pieces, settings)
     masking = Masking(pieces.mask, pieces.ordinary, int(task["predictions"]))
 
-    def pairs(documents: Iterable[str], draws: int, seed: int) -> SentencePairs:
-        book = Book.of(pieces.numbers(documents))
+    def pairs(documents: Iterable[str], part: str, draws: int, seed: int) -> SentencePairs:
+        book = Book.of(pieces.numbers(documents), part)
         return SentencePairs(book, frame, masking, pieces.special, draws=draws, seed=seed)
 
-    train = pairs(corpus.train(), int(task["draws"]), settings.seed)
-    judged = spread(pairs(corpus.held_out(), 1, 0), int(task["judged"]))
+    train = pairs(corpus.train(), "the text to train on", int(task["draws"]), settings.seed)
+    held_out = pairs(corpus.held_out(), f"the text held out ({corpus.rule})", draws=1, seed=0)
+    judged = spread(held_out, int(task["judged"]))
     where = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=judged, settings=settings, where=where)
     return Data(train, scores, as_it_is, kept(pieces))
@@ -118,14 +118,7 @@ BERT_PRETRAIN = Recipe(
     full_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
     full_ranks=16,
     minutes=1.5,
-    origin=Origin(
-        "plain text",
-        ("wikitext-2", "wikitext-103", "text"),
-        ("*.txt", "*.txt.gz", "wiki.train.tokens"),
-        "any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
-        size="any amount",
-        otherwise="the documentation of Python's standard library",
-    ),
+    origin=TEXT,
     arms={
         "simigrad-short": {},
         "simigrad-long": {"begin_from": "simigrad-short", **_SMALL_LONG},

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.frame import Frame, Numbers
-from bigbatch.recipes.data.glue import TASKS, Rows, read_task
-from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.glue import ORIGIN, Rows, read_task
 from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
 from bigbatch.recipes.scores import collected, share_of
@@ -122,13 +121,7 @@ GLUE = Recipe(
     },
     full_samples=67_349,
     minutes=0.8,
-    origin=Origin(
-        "GLUE",
-        ("glue",),
-        ("glue.tar.gz", *(f"{name}/train.tsv" for name in TASKS)),
-        "gluebenchmark.com",
-        "SST-2, CoLA, MRPC and RTE",
-    ),
+    origin=ORIGIN,
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
     model=lambda settings: bert(settings, "Classifier"),
     loss=_loss,

@@ -14,13 +14,7 @@ from torch.nn import functional
 
 from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.columns import as_it_is
-from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.data.squad import (
-    Question,
-    dev_file,
-    read_questions,
-    train_file,
-)
+from bigbatch.recipes.data.squad import ORIGIN, Question, dev_file, read_questions, train_file
 from bigbatch.recipes.data.windows import Windows, windows_of
 from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
@@ -109,13 +103,7 @@ SQUAD = Recipe(
     },
     full_samples=87_599,
     minutes=1.8,
-    origin=Origin(
-        "SQuAD 1.1",
-        ("squad-v1.1", "squad"),
-        ("dev-v1.1.json", "dev-v1.1.json.gz"),
-        "rajpurkar.github.io/SQuAD-explorer, with train-v1.1.json beside it",
-        "87,599 and 10,570 questions",
-    ),
+    origin=ORIGIN,
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
     model=lambda settings: bert(settings, "SpanFinder"),
     loss=_loss,

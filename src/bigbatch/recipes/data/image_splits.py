@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.data.readable import text_of
 from bigbatch.recipes.data.tar_members import SUFFIXES, Place, in_shards, in_tar, name_at
 
 FILES = ("train/*/*", "train.tar", "*train-[0-9]*.tar")
@@ -63,7 +64,7 @@ def splits_of(folder: Path, classes: int) -> tuple[Split, Split]:
     """
     table = folder / "classes.tsv"
     if table.is_file():
-        known = [line.split("\t")[0] for line in table.read_text("utf-8").splitlines() if line]
+        known = [line.split("\t")[0] for line in text_of(table).splitlines() if line]
     else:
         known = []
     train = _split_of(folder, "train", known, classes)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.data.frame import Frame
+from bigbatch.recipes.data.readable import text_of
 from bigbatch.recipes.data.text import VOCAB
 from bigbatch.recipes.ranks import from_leader
 from bigbatch.recipes.settings import Settings
@@ -52,7 +53,7 @@ def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces
         file = _file(settings)
         if file is None:
             return train_pieces(texts, room).vocabulary
-        vocabulary = tuple(file.read_text(encoding="utf-8").splitlines())
+        vocabulary = tuple(text_of(file).splitlines())
         if len(vocabulary) > room:
             raise SettingError(
                 f"{file} has {len(vocabulary)} pieces and the network room for vocabulary={room}; "
