@@ -84,11 +84,7 @@ def _split_of(folder: Path, split: str, known: list[str], classes: int) -> Split
         return Split(_InTars([tar], places), _numbered(named, known, classes, tar))
     if shards:
         labels, places = in_shards(shards)
-        if max(labels) >= classes:
-            raise SettingError(
-                f"class {max(labels)} is in {folder}/{shards[0].name} or one of its likes, and "
-                f"classes={classes} has numbers below that alone; set classes to what there are"
-            )
+        _require_classes(labels, classes, shards[0], all_of_them=split == "train")
         return Split(_InTars(shards, places), labels)
     raise RunError(
         f"{folder} has no {split} pictures; a folder {split}/CLASS, {split}.tar or shards "
@@ -117,6 +113,21 @@ def _numbered(named: list[str], known: list[str], classes: int, place: Path) -> 
         raise RunError(f"{place} has a class {strange[0]}, which is none of those to train on")
     number = {name: at for at, name in enumerate(known)}
     return [number[name] for name in named]
+
+
+def _require_classes(labels: list[int], classes: int, shard: Path, *, all_of_them: bool) -> None:
+    """Raises SettingError where shards have other classes than there must be."""
+    if max(labels) >= classes:
+        raise SettingError(
+            f"class {max(labels)} is in {shard} or one of its likes, and classes={classes} has "
+            "numbers below that alone; set classes to what there are"
+        )
+    different = len(set(labels))
+    if all_of_them and different != classes:
+        raise SettingError(
+            f"{shard} and its likes have {different} classes, not {classes}; set classes to that, "
+            "or put the shards there that are missing"
+        )
 
 
 class _InFolders:
