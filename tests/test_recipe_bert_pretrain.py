@@ -24,6 +24,9 @@ from bigbatch.recipes.data.masking import IGNORED, Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs
 from bigbatch.recipes.data.text import corpus_of
 from bigbatch.recipes.guesses import scores_of
+from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.study import training_at
+from bigbatch.report.run_directory import RunDirectory
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
@@ -345,6 +348,17 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     (name, *_), scores = zip(*rows_of(long)[-1]["scores"].items(), strict=True)
     assert f"masked pieces right, % (held out of {forest.name})" == name
     assert all(score >= 0 for score in scores)
+
+
+def test_a_run_that_goes_on_keeps_its_vocabulary_whatever_became_of_the_text(bigbatch, forest):
+    run = forest / "run"
+    train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
+    assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--out", run)[0]
+    vocabulary = (run / "vocab.txt").read_text()
+    (forest / "more.txt").write_text("\n\n".join(tree(n) for n in range(100)))
+    settings = Settings.from_dict(RunDirectory.open(run).settings)
+    assert vocabulary == training_at(run, settings).data.keeps["vocab.txt"]
+    assert vocabulary != training_at(forest / "other", settings).data.keeps["vocab.txt"]
 
 
 def test_scores_are_shares_of_hidden_pieces_and_of_pairs():

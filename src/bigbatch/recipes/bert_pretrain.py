@@ -15,7 +15,7 @@ from bigbatch.recipes.data.masking import Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
 from bigbatch.recipes.data.text import TEXT, corpus_of
 from bigbatch.recipes.guesses import example, loss_of, scores_of
-from bigbatch.recipes.models.bert import bert, frame_of, kept, pieces_of
+from bigbatch.recipes.models.bert import KEPT_AS, bert, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Changes, Data, Recipe
 from bigbatch.recipes.settings import Settings
 
@@ -139,4 +139,5 @@ BERT_PRETRAIN = Recipe(
     loss=lambda settings: loss_of,
     data=_data,
     example=example,
+    kept_as=KEPT_AS,
 )

@@ -16,7 +16,7 @@ from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.squad import ORIGIN, Question, dev_file, read_questions, train_file
 from bigbatch.recipes.data.windows import Windows, windows_of
-from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe
 from bigbatch.recipes.settings import Settings
 
@@ -109,4 +109,5 @@ SQUAD = Recipe(
     loss=_loss,
     data=_data,
     example=_example,
+    kept_as=KEPT_AS,
 )

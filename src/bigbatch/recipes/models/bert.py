@@ -38,8 +38,9 @@ def bert(settings: Settings, head: str) -> nn.Module:
 def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces":
     """The vocabulary of a training: the first that there is of these four.
 
-    The file that the setting `vocab` names; the one in the run that this begins from; the one
-    beside the data; one of at most `vocabulary` pieces, trained on the texts. Collective.
+    The file that the setting `vocab` names, which is the run's own where it goes on; the one in the
+    run that this begins from; the one beside the data; one of at most `vocabulary` pieces, trained
+    on the texts. Collective.
 
     Raises:
         RunError: `vocab` names no file.
@@ -78,6 +79,9 @@ def _file(settings: Settings) -> Path | None:
 def kept(pieces: "Pieces") -> dict[str, str]:
     """The vocabulary as a run keeps it, for another that begins from it."""
     return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
+
+
+KEPT_AS = {"vocab": VOCAB}  # of each recipe with pieces
 
 
 def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
