@@ -257,6 +257,19 @@ def test_another_number_of_classes_is_refused(folder):
         splits_of(folder, 1)
 
 
+def test_fewer_classes_than_are_trained_on_are_refused(folder):
+    with pytest.raises(SettingError, match="2 classes, not 3; set classes to that"):
+        splits_of(folder, 3)
+
+
+def test_shards_to_judge_by_may_lack_a_class(tmp_path):
+    in_shards(tmp_path, "train")
+    in_shards(tmp_path, "val")
+    for path in sorted(tmp_path.glob("*-val-*"))[2:]:
+        path.unlink()
+    assert [0, 0] == list(splits_of(tmp_path, 2)[1].labels)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_a_class_that_is_not_trained_on_is_refused(tmp_path, layout):
     for split in ("train", "val"):

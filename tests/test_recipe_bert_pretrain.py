@@ -24,6 +24,9 @@ from bigbatch.recipes.data.masking import IGNORED, Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs
 from bigbatch.recipes.data.text import corpus_of
 from bigbatch.recipes.guesses import scores_of
+from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.study import training_at
+from bigbatch.report.run_directory import RunDirectory
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
@@ -109,11 +112,26 @@ def test_wikitext_2_has_its_600_and_60_articles():
     assert not any("@-@" in article or "<unk>" in article for article in train)
 
 
+@pytest.mark.parametrize(
+    ("there", "lost"),
+    [
+        ("train.txt", "valid.txt"),
+        ("valid.txt.gz", "train.txt.gz"),
+        ("wiki.train.tokens", "wiki.valid.tokens"),
+    ],
+)
+def test_wikitext_without_one_of_its_files_is_no_other_text(tmp_path, there, lost):
+    for name in (there, "test.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(RunError, match=f"{there} is WikiText's by its name, and {lost} is not"):
+        corpus_of(tmp_path)
+
+
 def test_a_folder_without_text_and_a_damaged_file_are_named(tmp_path):
-    with pytest.raises(RunError, match=r"no \*.txt or \*.txt.gz in"):
+    with pytest.raises(RunError, match=r"no \*.txt or \*.txt.gz or .* in"):
         corpus_of(tmp_path)
     (tmp_path / "a.txt.gz").write_bytes(b"no gzip")
-    with pytest.raises(RunError, match=r"a.txt.gz cannot be read .*; fetch it again"):
+    with pytest.raises(RunError, match=r"a.txt.gz cannot be read .*; fetch it again, whole"):
         list(corpus_of(tmp_path).train())
 
 
@@ -193,7 +211,7 @@ def counted(draws=1, seed=0):
     documents = [
         numpy.arange(1_000 + 100 * n, 1_100 + 100 * n, dtype=numpy.int32) for n in range(10)
     ]
-    return SentencePairs(Book.of(documents), FRAME, MASKING, [0, 2, 3, 4], draws, seed)
+    return SentencePairs(Book.of(documents, "ten"), FRAME, MASKING, [0, 2, 3, 4], draws, seed)
 
 
 def original(row):
@@ -231,8 +249,16 @@ def test_a_row_is_drawn_by_seed_and_number_alone():
 
 
 def test_one_document_is_no_book():
-    with pytest.raises(RunError, match="the text has 1 documents of 16 pieces or more"):
-        Book.of([numpy.arange(20, dtype=numpy.int32), numpy.arange(3, dtype=numpy.int32)])
+    long_and_short = [numpy.arange(size, dtype=numpy.int32) for size in (20, 3)]
+    with pytest.raises(RunError, match="poems: it has 1 documents of 16 pieces or more"):
+        Book.of(long_and_short, "poems")
+
+
+def test_of_too_few_documents_the_part_is_named_and_how_many_it_takes(tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(wood(n) for n in range(60)))
+    wanted = r"held out \(each 50th document, so that two take 100\): it has 1 documents"
+    with pytest.raises(RunError, match=wanted):
+        BERT_PRETRAIN.data(settings_of(tmp_path))
 
 
 # network and loss
@@ -322,6 +348,17 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     (name, *_), scores = zip(*rows_of(long)[-1]["scores"].items(), strict=True)
     assert f"masked pieces right, % (held out of {forest.name})" == name
     assert all(score >= 0 for score in scores)
+
+
+def test_a_run_that_goes_on_keeps_its_vocabulary_whatever_became_of_the_text(bigbatch, forest):
+    run = forest / "run"
+    train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
+    assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--out", run)[0]
+    vocabulary = (run / "vocab.txt").read_text()
+    (forest / "more.txt").write_text("\n\n".join(tree(n) for n in range(100)))
+    settings = Settings.from_dict(RunDirectory.open(run).settings)
+    assert vocabulary == training_at(run, settings).data.keeps["vocab.txt"]
+    assert vocabulary != training_at(forest / "other", settings).data.keeps["vocab.txt"]
 
 
 def test_scores_are_shares_of_hidden_pieces_and_of_pairs():

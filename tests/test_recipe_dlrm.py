@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -100,7 +101,7 @@ def test_packed_rows_hold_logarithms_and_lie_beside_their_file(tmp_path):
     file = log_at(tmp_path / "train.txt", line("0", ["", "-2", "9", *INTEGERS[3:]]))
     rows = packed(file)
     assert isinstance(rows, numpy.memmap)
-    assert 157 == (tmp_path / "train.txt.packed").stat().st_size
+    assert 157 + 16 == (tmp_path / "train.txt.packed").stat().st_size
     assert [0, 0, numpy.log(10).astype("float32")] == rows["numbers"][0, :3].tolist()
     assert rows.tobytes() == packed(file).tobytes()
 
@@ -110,6 +111,34 @@ def test_a_file_that_changed_is_packed_again(tmp_path):
     packed(file)
     log_at(file, line(), line())
     assert 2 == len(packed(file))
+
+
+@pytest.mark.parametrize("year", [1980, 2100])
+def test_a_file_of_another_date_is_packed_again(tmp_path, year):
+    """An archive keeps the dates of what is in it; the lines are of one length."""
+    file = log_at(tmp_path / "train.txt", line())
+    assert [1] == packed(file)["label"].tolist()
+    log_at(file, line("0"))
+    seconds = (year - 1970) * 365 * 86_400
+    os.utime(file, (seconds, seconds))
+    assert [0] == packed(file)["label"].tolist()
+
+
+def test_a_file_that_did_not_change_is_packed_once(tmp_path):
+    file = log_at(tmp_path / "train.txt", line())
+    packed(file)
+    written = (tmp_path / "train.txt.packed").stat().st_ino
+    packed(file)
+    assert written == (tmp_path / "train.txt.packed").stat().st_ino
+
+
+@pytest.mark.parametrize("kept", [0, 10, 157, 157 + 16, 2 * 157, 2 * 157 + 15])
+def test_rows_that_were_cut_short_are_packed_again(tmp_path, kept):
+    file = log_at(tmp_path / "train.txt", line(), line("0"))
+    whole = packed(file).tobytes()
+    beside = tmp_path / "train.txt.packed"
+    beside.write_bytes(beside.read_bytes()[:kept])
+    assert whole == packed(file).tobytes()
 
 
 def test_a_folder_that_nobody_may_write_is_left_as_it_is(tmp_path):

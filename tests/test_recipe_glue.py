@@ -68,7 +68,7 @@ def test_rows_are_read_from_a_folder_and_from_the_archive(tmp_path, name):
 def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(SettingError, match="GLUE task 'QQP' is unknown; choose one of: SST-2,"):
         read_task(tmp_path, "QQP", "dev")
-    with pytest.raises(RunError, match=r"RTE/dev.tsv is neither in .* nor readable from glue.tar"):
+    with pytest.raises(RunError, match=r"RTE/dev.tsv is missing; .* from gluebenchmark.com"):
         read_task(tmp_path, "RTE", "dev")
     written(tmp_path, "SST-2", "dev", "sentence\tlabel\ngood\t1\nbad\t2\n")
     with pytest.raises(RunError, match=r"SST-2/dev.tsv in .*, row 1, is \['bad', '2'\]; need 2"):
@@ -79,7 +79,8 @@ def test_the_missing_data_are_named(bigbatch, tmp_path):
     status, _, said = bigbatch("train", "glue", "--data", tmp_path)
     assert 2 == status
     assert "GLUE is not in" in said
-    assert "glue.tar.gz or SST-2/train.tsv" in said
+    assert "SST-2/train.tsv or CoLA/train.tsv or MRPC/train.tsv or RTE/train.tsv or" in said
+    assert "and dev.tsv in the same folder of TASK.zip from gluebenchmark.com, unpacked" in said
 
 
 @needs("glue")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -196,6 +197,18 @@ def test_another_number_of_classes_is_said(bigbatch, pictures, tmp_path):
     status, _, said = bigbatch(*command, "--out", tmp_path / "run")
     assert 2 == status
     assert "train has 2 classes, not 20; set classes to that" in said
+
+
+def test_a_damaged_picture_is_one_line_from_a_worker_too(bigbatch, pictures, tmp_path):
+    folder = shutil.copytree(pictures, tmp_path / "pictures")
+    for path in (folder / "train" / "red").iterdir():
+        path.write_bytes(b"no picture")
+    options = [*options_of({**TINY, "workers": 2}), "--arm", "simigrad", "--quiet"]
+    train = ["train", "imagenet-resnet50", "--data", folder, "--out", tmp_path / "run"]
+    status, _, said = bigbatch(*train, *options)
+    assert (2, 1) == (status, len(said.splitlines()))
+    assert said.startswith(f"bigbatch: {folder.resolve()}/train/red/")
+    assert said.endswith("; replace it by a good copy\n")
 
 
 def test_no_pictures_in_the_folder_are_said(bigbatch, tmp_path):

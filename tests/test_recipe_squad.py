@@ -21,7 +21,7 @@ from bigbatch.recipes.data.squad import (
     read_questions,
     train_file,
 )
-from bigbatch.recipes.data.windows import best_spans, windows_of
+from bigbatch.recipes.data.windows import best_spans, most_context, windows_of
 from bigbatch.recipes.squad import SQUAD
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
@@ -87,11 +87,12 @@ def test_a_file_of_another_format_is_one_clear_error(tmp_path, text):
 
 
 def test_missing_files_are_named(bigbatch, tmp_path):
-    with pytest.raises(RunError, match=r"has no train-v1.1.json or train-v1.1.json.gz, nor"):
+    with pytest.raises(RunError, match=r"train-v1.1.json is missing; .*SQuAD-explorer"):
         train_file(tmp_path)
     status, _, said = bigbatch("train", "squad", "--data", tmp_path)
     assert 2 == status
-    assert "dev-v1.1.json or dev-v1.1.json.gz of rajpurkar.github.io/SQuAD-explorer" in said
+    both = "dev-v1.1.json or dev-v1.1.json.gz, and train-v1.1.json or train-v1.1.json.gz"
+    assert f"{both} of rajpurkar.github.io/SQuAD-explorer" in said
 
 
 @needs("squad-v1.1")
@@ -151,13 +152,14 @@ def test_a_window_without_room_or_stride_is_refused():
 def test_the_likeliest_span_is_that_of_trying_all():
     draw = torch.Generator().manual_seed(0)
     first, last = torch.randn(2, 5, 40, generator=draw)
-    inside = torch.arange(40).expand(5, -1) >= torch.tensor([[0], [3], [10], [20], [39]])
-    for row, (logit, begin, end) in enumerate(best_spans(first, last, inside).tolist()):
+    inside = torch.arange(40).expand(5, -1) >= torch.tensor([[0], [3], [10], [20], [38]])
+    begins = inside & (torch.arange(40) % 3 != 0)
+    for row, (logit, begin, end) in enumerate(best_spans(first, last, begins, inside).tolist()):
         expected = max(
             (float(first[row, a] + last[row, b]), a, b)
             for a in range(40)
             for b in range(a, min(a + 30, 40))
-            if inside[row, a]
+            if begins[row, a]
         )
         assert pytest.approx(expected) == (logit, begin, end)
 
@@ -194,6 +196,36 @@ def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
         return logits, logits
 
     found = scores_of(sure_of_w9, windowed(asked), asked, SQUAD.settings(), "here")
+    assert {"F1, % here": 100, "exact match, % here": 100} == found
+
+
+def test_a_piece_has_most_context_in_one_window_the_first_of_equal_ones():
+    windows = windowed([Question("who", " ".join(WORDS[:20]), ("w0",), 0)])
+    owned = [numpy.flatnonzero(row) - 3 for row in windows.begins]  # 3 pieces before the window
+    here = [(begin + row).tolist() for begin, row in zip((0, 4, 8, 12), owned, strict=True)]
+    assert [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13], [14, 15, 16, 17, 18, 19]] == here
+    # of (0, 4) and (2, 5): piece 2 has 1 of 4 and 0 of 3, piece 3 has 0 of 4 and 1 of 3
+    uneven = [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
+    assert uneven == most_context([(0, 4), (2, 5)]).astype(int).tolist()
+    # of (0, 4) and (3, 6): piece 3 has 0 of both, and the longer window counts for more
+    assert [1, 0] == most_context([(0, 4), (3, 6)])[:, 3].astype(int).tolist()
+    assert [0, 1] == most_context([(0, 4), (3, 8)])[:, 3].astype(int).tolist()
+
+
+@pytest.mark.parametrize("golden", ["w3", "w9 w10"])
+def test_an_answer_begins_where_its_window_has_most_context_and_ends_anywhere(golden):
+    context = " ".join(WORDS[:20])
+    asked = [Question("who", context, (golden,), context.index(golden))]
+    begin, *_, end = (PIECES.vocabulary.index(word) for word in 2 * golden.split())
+    w9 = PIECES.vocabulary.index("w9")
+
+    def sure(pieces, segments, real):
+        """Of the answer; and most of w9 where it is the second piece of a window."""
+        first, last = 5.0 * (pieces == begin), 5.0 * (pieces == end)
+        second = 9.0 * (pieces == w9) * (torch.arange(12) == 4)
+        return first + second, last + second
+
+    found = scores_of(sure, windowed(asked), asked, SQUAD.settings(), "here")
     assert {"F1, % here": 100, "exact match, % here": 100} == found
 
 

@@ -56,10 +56,18 @@ def _line_of(error: Exception) -> str:
     if isinstance(error, TyperException):
         return error.format_message()
     if isinstance(error, OSError) and error.strerror is None:  # a damaged picture, say
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {_said(error)}"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
-    return str(error)
+    return _said(error)
+
+
+def _said(error: Exception) -> str:
+    """What an error says; raised in a loader's worker, it has torch's traceback around that."""
+    text, name = str(error), type(error).__name__
+    if text.startswith(f"Caught {name} in DataLoader worker process"):
+        return text.rpartition(f"{name}: ")[2]
+    return text
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

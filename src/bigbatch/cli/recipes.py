@@ -58,7 +58,7 @@ def _table(data: Path | None) -> Table:
 def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
     origin = recipe.origin
     weights = [_weights(recipe, full=one) for one in (False, True)]
-    files = f"{' or '.join(origin.files)} of {origin.source}" if origin.files else "none"
+    files = origin.needed if origin.files else "none"
     sweeps = [
         len(points_of(recipe, sweep, settings, full=whole)) if sweep.grids else 0
         for sweep, settings, whole in (

@@ -1,5 +1,6 @@
 """Criteo's click logs, as they are published: label, I1..I13, C1..C26, tab separated."""
 
+import gzip
 import re
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ pandas = required("pandas", "criteo")
 
 INTEGERS, CATEGORIES = 13, 26
 
+_DAMAGES = (ValueError, EOFError, gzip.BadGzipFile, zlib.error, pandas.errors.ParserError)
 _CODE = re.compile(r"[0-9a-fA-F]{1,8}")
 _COLUMNS = 1 + INTEGERS + CATEGORIES
 _READ_AT_ONCE = 200_000  # rows; 26 columns of words take about 400 MB as pandas has them
@@ -52,7 +54,7 @@ def read_clicks(file: Path, rows: int = _READ_AT_ONCE) -> Iterator[Rows]:
         ) as chunks:
             for chunk in chunks:
                 yield _rows(chunk)
-    except (ValueError, EOFError, zlib.error, pandas.errors.ParserError) as error:
+    except _DAMAGES as error:
         reason = " ".join(str(error).split())
         raise RunError(
             f"{file} is no click log of Criteo ({reason}); needed are {_COLUMNS} columns between "

@@ -26,11 +26,11 @@ def scores_of(
     """
     numbers = torch.arange(len(windows.question))
     inside = torch.from_numpy(windows.texts[:, :, 0] >= 0)
-    shared = Columns(numbers, inside, *windows.rows.columns[:3])
+    shared = Columns(numbers, torch.from_numpy(windows.begins), inside, *windows.rows.columns[:3])
     found = []
-    for number, within, *rows in share_of(shared, settings):
+    for number, begins, within, *rows in share_of(shared, settings):
         first, last = model(*rows)
-        found.append(torch.cat([number[:, None], best_spans(first, last, within)], 1))
+        found.append(torch.cat([number[:, None], best_spans(first, last, begins, within)], 1))
     spans = collected(torch.cat(found)).double().numpy()
     answers = _answers(spans, windows, questions)
     golden = [question.answers for question in questions]

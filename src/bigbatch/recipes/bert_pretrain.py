@@ -1,9 +1,7 @@
 """BERT pre-training: masked pieces and next sentences, short rows first, then long ones.
 
 SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one batch each phase, as
-the VRGD paper does: 64k, then 32k. A long arm begins with the weights of the short one before it.
-
-Source of the task: J. Devlin et al., BERT, 2018.
+the VRGD paper does: 64k, then 32k. A long arm begins from the short one. Task: J. Devlin et al.
 """
 
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ from bigbatch.recipes.data.masking import Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
 from bigbatch.recipes.data.text import ORIGIN, corpus_of
 from bigbatch.recipes.guesses import example, loss_of, scores_of
-from bigbatch.recipes.models.bert import bert, frame_of, kept, pieces_of
+from bigbatch.recipes.models.bert import KEPT_AS, bert, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Arm, Data, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS, VRGD
@@ -37,7 +35,7 @@ _SIMIGRAD_LONG: Arm = {
     "batch_size": (32_768, LONG),
     "base_batch": (32_768, LONG),
     "policy": ("fixed", LONG),
-    "lr": (0.002, LONG),  # 150 steps of warm-up, then 0.9 each 150 steps
+    "lr": (0.002, LONG),
     "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", LONG),
 }
 _SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
@@ -51,12 +49,13 @@ def _data(settings: Settings) -> Data:
     frame = frame_of(pieces, settings)
     masking = Masking(pieces.mask, pieces.ordinary, int(task["predictions"]))
 
-    def pairs(documents: Iterable[str], draws: int, seed: int) -> SentencePairs:
-        book = Book.of(pieces.numbers(documents))
+    def pairs(documents: Iterable[str], part: str, draws: int, seed: int) -> SentencePairs:
+        book = Book.of(pieces.numbers(documents), part)
         return SentencePairs(book, frame, masking, pieces.special, draws=draws, seed=seed)
 
-    train = pairs(corpus.train(), int(task["draws"]), settings.seed)
-    judged = spread(pairs(corpus.held_out(), 1, 0), int(task["judged"]))
+    train = pairs(corpus.train(), "the text to train on", int(task["draws"]), settings.seed)
+    held_out = pairs(corpus.held_out(), f"the text held out ({corpus.rule})", draws=1, seed=0)
+    judged = spread(held_out, int(task["judged"]))
     where = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=judged, settings=settings, where=where)
     return Data(train, scores, as_it_is, kept(pieces))
@@ -146,4 +145,5 @@ BERT_PRETRAIN = Recipe(
     loss=lambda settings: loss_of,
     data=_data,
     example=example,
+    kept_as=KEPT_AS,
 )

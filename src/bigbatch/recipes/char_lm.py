@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.recipes.data.characters import CHARACTERS, first_and_rest, read_text, windows_of
+from bigbatch.recipes.data.characters import CHARACTERS, first_and_rest, windows_of
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.readable import text_of
 from bigbatch.recipes.data.stdlib_text import stdlib_text
 from bigbatch.recipes.models.char_transformer import CharTransformer
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
@@ -53,7 +54,7 @@ def _loss(settings: Settings) -> LossOf:
 
 
 def _data(settings: Settings) -> Data:
-    documents = [read_text(Path(settings.data) / "input.txt")] if settings.data else stdlib_text()
+    documents = [text_of(Path(settings.data) / "input.txt")] if settings.data else stdlib_text()
     length = int(settings.task["length"])
     train, test = (windows_of(codes, length) for codes in first_and_rest(documents, _TRAINED))
     text = "Shakespeare" if settings.data else "Python's texts"

@@ -18,6 +18,14 @@ from bigbatch.recipes.recipe import OURS, Data, Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS
 
+_ORIGIN = Origin(
+    name="Fashion-MNIST",
+    folders=("fashion-mnist", "FashionMNIST/raw"),
+    files=("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),
+    beside=("train-labels-idx1-ubyte.gz", "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+    source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
+    size="70,000 pictures of 28 x 28 in 10 classes, 29 MiB",
+)
 _MEAN, _STD = (0.2860,), (0.3530,)  # of the training pictures
 
 
@@ -27,7 +35,7 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    train, test = idx.read_pictures(Path(settings.data))
+    train, test = idx.read_pictures(Path(settings.data), _ORIGIN)
     return Data(train, accuracies(test, settings), as_it_is)
 
 
@@ -70,13 +78,7 @@ FASHION_MNIST = Recipe(
     },
     full_samples=60_000,
     minutes=0.7,
-    origin=Origin(
-        name="Fashion-MNIST",
-        folders=("fashion-mnist", "FashionMNIST/raw"),
-        files=("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),
-        source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
-        size="70,000 pictures of 28 x 28 in 10 classes, 29 MiB",
-    ),
+    origin=_ORIGIN,
     arms={
         "fixed-64": {"policy": "fixed"},
         "fixed-1024": {"policy": "fixed", "batch_size": 1024},

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.frame import Frame, Numbers
-from bigbatch.recipes.data.glue import TASKS, Rows, read_task
-from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.recipes.data.glue import ORIGIN, Rows, read_task
+from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import collected, share_of
 from bigbatch.recipes.settings import Settings
@@ -124,13 +123,7 @@ GLUE = Recipe(
     },
     full_samples=67_349,
     minutes=0.8,
-    origin=Origin(
-        "GLUE",
-        ("glue",),
-        ("glue.tar.gz", *(f"{name}/train.tsv" for name in TASKS)),
-        "gluebenchmark.com",
-        "SST-2, CoLA, MRPC and RTE",
-    ),
+    origin=ORIGIN,
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
     sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
     full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
@@ -138,4 +131,5 @@ GLUE = Recipe(
     loss=_loss,
     data=_data,
     example=_example,
+    kept_as=KEPT_AS,
 )

@@ -80,6 +80,8 @@ class Recipe:
         data: what is read from `settings.data`, or always there.
         example: batch of so many samples on the meta device.
         without_vr: names of parameters that a VR optimizer steps as its base does.
+        kept_as: by a setting that names a file, what the run keeps a copy of it as, which it reads
+            when it goes on.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Recipe:
     data: Callable[[Settings], Data]
     example: Callable[[Settings, int], Batch]
     without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
+    kept_as: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, *, full: bool = False) -> Settings:
         """Those of the paper's scale, or of the small one."""

@@ -14,15 +14,9 @@ from torch.nn import functional
 
 from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.columns import as_it_is
-from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.data.squad import (
-    Question,
-    dev_file,
-    read_questions,
-    train_file,
-)
+from bigbatch.recipes.data.squad import ORIGIN, Question, dev_file, read_questions, train_file
 from bigbatch.recipes.data.windows import Windows, windows_of
-from bigbatch.recipes.models.bert import bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS
@@ -111,13 +105,7 @@ SQUAD = Recipe(
     },
     full_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
     minutes=1.8,
-    origin=Origin(
-        "SQuAD 1.1",
-        ("squad-v1.1", "squad"),
-        ("dev-v1.1.json", "dev-v1.1.json.gz"),
-        "rajpurkar.github.io/SQuAD-explorer, with train-v1.1.json beside it",
-        "87,599 and 10,570 questions",
-    ),
+    origin=ORIGIN,
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
     sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
     full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
@@ -125,4 +113,5 @@ SQUAD = Recipe(
     loss=_loss,
     data=_data,
     example=_example,
+    kept_as=KEPT_AS,
 )

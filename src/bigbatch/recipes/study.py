@@ -152,12 +152,14 @@ def _training(run: RunDirectory) -> Training:
 
 
 def training_at(place: Path, settings: Settings) -> Training:
-    """A training whose run lies at `place`, beside which it looks for what it needs."""
-    beside = place.resolve().parent  # as seen from where the run lies now
+    """A training whose run lies at `place`: what it needs is beside that, what it kept in there."""
+    recipe, beside = recipe_named(settings.recipe), place.resolve().parent  # where it lies now
     before = {name: str(beside / path) for name, path in settings.before.items()}
+    own = {name: place / file for name, file in recipe.kept_as.items()}
+    kept = {name: str(file) for name, file in own.items() if file.is_file()}
     if from_leader((place / "checkpoint.pt").exists):
         before = dict.fromkeys(before, "")  # they did their part, and may be gone
-    return Training(recipe_named(settings.recipe), settings.changed(before))
+    return Training(recipe, settings.changed({**before, **kept}))
 
 
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:

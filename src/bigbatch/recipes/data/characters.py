@@ -1,12 +1,11 @@
 """Texts as character codes, cut into windows."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bigbatch.errors import RunError, SettingError
+from bigbatch.errors import SettingError
 from bigbatch.recipes.data.columns import Columns
 
 CHARACTERS = 128  # codes of ASCII; any other character is read as "?"
@@ -42,18 +41,6 @@ def windows_of(codes: Tensor, length: int) -> Columns:
             "character; choose a length from 1 to what it has"
         )
     return Columns(codes.unfold(0, length + 1, length))
-
-
-def read_text(file: Path) -> str:
-    """The text of a file in UTF-8.
-
-    Raises:
-        RunError: it cannot be read, or is in another encoding.
-    """
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{file} cannot be read as UTF-8 text ({error})") from error
 
 
 def first_and_rest(documents: Sequence[str], share: float) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Clicks: 13 numbers and 26 categories a row, packed on disk or in memory."""
 
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ NUMBERS, CATEGORIES = 13, 26
 CLICK = numpy.dtype(
     [("label", "u1"), ("numbers", "<f4", (NUMBERS,)), ("codes", "<u4", (CATEGORIES,))]
 )  # 157 bytes, side by side: a row is read at one place
+
+_END = struct.Struct("<Qq")  # of packed rows: the bytes of their file, and when it was changed
 
 Packed = NDArray[numpy.void]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -77,8 +80,9 @@ class Clicks(Dataset[Batch]):
 def packed(file: Path) -> Packed:
     """The rows of one of Criteo's files.
 
-    They are written beside it as `FILE.packed`, once for all processes, and mapped into memory;
-    where the folder cannot be written they are held in memory, by each process.
+    They are written beside it as `FILE.packed`, once for all processes, and mapped into memory; its
+    end says of which file, so that of another one, or cut short, it is written anew. Where the
+    folder cannot be written the rows are held in memory, by each process.
 
     Raises:
         RunError: the file is no click log.
@@ -88,11 +92,25 @@ def packed(file: Path) -> Packed:
     if not (os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222):
         return numpy.concatenate([numpy.empty(0, CLICK), *_packed_rows(file)])
     with FileLock(folder / f".{file.name}.lock"):
-        if not beside.exists() or beside.stat().st_mtime < file.stat().st_mtime:
+        now = file.stat()
+        end = _END.pack(now.st_size, now.st_mtime_ns)
+        if not beside.exists() or _end_of(beside) != end:
             with replacing(beside) as out:
                 for rows in _packed_rows(file):
                     out.write(rows.tobytes())
-    return numpy.memmap(beside, CLICK, "r")
+                out.write(end)
+    count = (beside.stat().st_size - _END.size) // CLICK.itemsize
+    return numpy.memmap(beside, CLICK, "r", shape=(count,))
+
+
+def _end_of(packed: Path) -> bytes:
+    """What stands after the rows; nothing where these are not whole."""
+    size = packed.stat().st_size
+    if size % CLICK.itemsize != _END.size:
+        return b""
+    with packed.open("rb") as file:
+        file.seek(-_END.size, os.SEEK_END)
+        return file.read()
 
 
 def _packed_rows(file: Path) -> Iterator[Packed]:

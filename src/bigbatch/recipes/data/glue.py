@@ -1,12 +1,15 @@
 """Four tasks of GLUE in their official layout: one text or two, and a class."""
 
 import csv
+import gzip
 import io
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.readable import UTF_8, readable, text_of
 
 _ARCHIVE = "glue.tar.gz"
 _PLAIN = {"0": 0, "1": 1}
@@ -38,6 +41,15 @@ TASKS = {
     "RTE": Task(4, (1, 2), 3, {"not_entailment": 0, "entailment": 1}),
 }
 
+ORIGIN = Origin(
+    "GLUE",
+    folders=("glue",),
+    files=(*(f"{name}/train.tsv" for name in TASKS), _ARCHIVE),
+    beside=("dev.tsv in the same folder",),
+    source=f"TASK.zip from gluebenchmark.com, unpacked ({_ARCHIVE}: a folder glue of these)",
+    size=", ".join(TASKS),
+)
+
 Rows = list[tuple[tuple[str, ...], int]]
 
 
@@ -45,7 +57,7 @@ def read_task(folder: Path, name: str, part: str) -> Rows:
     """Texts and class of each row.
 
     Args:
-        folder: with glue.tar.gz, or with a folder of each task.
+        folder: with a folder of each task, or with glue.tar.gz, in which glue/ has these.
         name: of `TASKS`.
         part: "train" or "dev".
     Raises:
@@ -66,19 +78,19 @@ def read_task(folder: Path, name: str, part: str) -> Rows:
 
 
 def _text(folder: Path, file: str) -> str:
-    """Of a file in the folder, or in the archive there; a mark of the byte order is taken off."""
-    try:
-        if (folder / file).exists():
-            return (folder / file).read_text(encoding="utf-8-sig")
-        with tarfile.open(folder / _ARCHIVE) as archive:
-            member = archive.extractfile(f"glue/{file}")
-            assert member is not None, "a folder of that name"
-            return member.read().decode("utf-8-sig")
-    except (AssertionError, EOFError, KeyError, OSError, ValueError, tarfile.TarError) as error:
-        raise RunError(
-            f"{file} is neither in {folder} nor readable from {_ARCHIVE} there ({error}); fetch "
-            "it again"
-        ) from error
+    """Of a file in the folder, or in the archive there."""
+    plain, archive = folder / file, folder / _ARCHIVE
+    if plain.exists():
+        return text_of(plain)
+    if archive.exists():
+        with readable(archive):
+            packed = io.BytesIO(gzip.decompress(archive.read_bytes()))  # all, for its checksum
+            with tarfile.open(fileobj=packed) as tar:
+                member = f"glue/{file}"
+                inside = tar.extractfile(member) if member in tar.getnames() else None
+                if inside is not None:
+                    return inside.read().decode(UTF_8)
+    raise ORIGIN.lacking(plain)
 
 
 def _row(row: list[str], task: Task, where: str) -> tuple[tuple[str, ...], int]:

@@ -1,7 +1,6 @@
 """IDX, the form of MNIST and of those that took its place: a header, then bytes; gzip or plain."""
 
 import gzip
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,25 +9,28 @@ from torch import Tensor
 
 from bigbatch.errors import RunError
 from bigbatch.recipes.data.columns import Columns
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.readable import readable
 
 _BYTES = 8  # the type's number in the header
 
 
-def read_pictures(folder: Path) -> tuple[Columns, Columns]:
+def read_pictures(folder: Path, origin: Origin) -> tuple[Columns, Columns]:
     """Training and test set of a folder in MNIST's form: pictures (N, 1, H, W) and labels.
 
     Args:
         folder: with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of t10k; each
             with .gz at its end, or without.
+        origin: where they come from.
     Raises:
         RunError: one is missing, is no IDX, or there are more pictures than labels, or less.
     """
-    return _set(folder, "train"), _set(folder, "t10k")
+    return _set(folder, origin, "train"), _set(folder, origin, "t10k")
 
 
-def _set(folder: Path, part: str) -> Columns:
-    pictures = read_idx(_file(folder, f"{part}-images-idx3-ubyte"), dimensions=3)
-    labels = read_idx(_file(folder, f"{part}-labels-idx1-ubyte"), dimensions=1)
+def _set(folder: Path, origin: Origin, part: str) -> Columns:
+    pictures = read_idx(_file(folder, origin, f"{part}-images-idx3-ubyte"), dimensions=3)
+    labels = read_idx(_file(folder, origin, f"{part}-labels-idx1-ubyte"), dimensions=1)
     if len(pictures) != len(labels):
         raise RunError(
             f"{folder} has {len(pictures)} pictures and {len(labels)} labels of {part}; take both "
@@ -37,11 +39,11 @@ def _set(folder: Path, part: str) -> Columns:
     return Columns(pictures[:, None], labels.long())
 
 
-def _file(folder: Path, name: str) -> Path:
+def _file(folder: Path, origin: Origin, name: str) -> Path:
     for file in (folder / f"{name}.gz", folder / name):
         if file.exists():
             return file
-    raise RunError(f"{folder / name}.gz is missing; put all four files there")
+    raise origin.lacking(folder / f"{name}.gz")
 
 
 def read_idx(file: Path, dimensions: int) -> Tensor:
@@ -56,11 +58,9 @@ def read_idx(file: Path, dimensions: int) -> Tensor:
     Raises:
         RunError: it is no such file.
     """
-    raw = file.read_bytes()
-    try:
+    with readable(file):
+        raw = file.read_bytes()
         content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (EOFError, OSError, zlib.error) as error:
-        raise RunError(f"{file} is a damaged gzip ({error}); fetch it anew") from None
     start = 4 + 4 * dimensions
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     size = int(np.prod(shape))

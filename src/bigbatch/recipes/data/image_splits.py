@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes.data.readable import text_of
 from bigbatch.recipes.data.tar_members import SUFFIXES, Place, in_shards, in_tar, name_at
 
 FILES = ("train/*/*", "train.tar", "*train-[0-9]*.tar")
@@ -63,7 +64,7 @@ def splits_of(folder: Path, classes: int) -> tuple[Split, Split]:
     """
     table = folder / "classes.tsv"
     if table.is_file():
-        known = [line.split("\t")[0] for line in table.read_text("utf-8").splitlines() if line]
+        known = [line.split("\t")[0] for line in text_of(table).splitlines() if line]
     else:
         known = []
     train = _split_of(folder, "train", known, classes)
@@ -83,11 +84,7 @@ def _split_of(folder: Path, split: str, known: list[str], classes: int) -> Split
         return Split(_InTars([tar], places), _numbered(named, known, classes, tar))
     if shards:
         labels, places = in_shards(shards)
-        if max(labels) >= classes:
-            raise SettingError(
-                f"class {max(labels)} is in {folder}/{shards[0].name} or one of its likes, and "
-                f"classes={classes} has numbers below that alone; set classes to what there are"
-            )
+        _require_classes(labels, classes, shards[0], all_of_them=split == "train")
         return Split(_InTars(shards, places), labels)
     raise RunError(
         f"{folder} has no {split} pictures; a folder {split}/CLASS, {split}.tar or shards "
@@ -116,6 +113,21 @@ def _numbered(named: list[str], known: list[str], classes: int, place: Path) -> 
         raise RunError(f"{place} has a class {strange[0]}, which is none of those to train on")
     number = {name: at for at, name in enumerate(known)}
     return [number[name] for name in named]
+
+
+def _require_classes(labels: list[int], classes: int, shard: Path, *, all_of_them: bool) -> None:
+    """Raises SettingError where shards have other classes than there must be."""
+    if max(labels) >= classes:
+        raise SettingError(
+            f"class {max(labels)} is in {shard} or one of its likes, and classes={classes} has "
+            "numbers below that alone; set classes to what there are"
+        )
+    different = len(set(labels))
+    if all_of_them and different != classes:
+        raise SettingError(
+            f"{shard} and its likes have {different} classes, not {classes}; set classes to that, "
+            "or put the shards there that are missing"
+        )
 
 
 class _InFolders:

@@ -16,10 +16,11 @@ class Origin:
     Args:
         name: what people call it.
         folders: names its folder has; the folder given may be it, or hold it.
-        files: that must be in it, one of the patterns at least; () for what needs no files.
+        files: by which it is known, one of the patterns at least; () for what needs no files.
         source: who publishes it, and where.
         size: in words.
         otherwise: what is used where no folder is given; "" for nothing.
+        beside: the files that are needed too.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Origin:
     source: str = ""
     size: str = ""
     otherwise: str = ""
+    beside: Sequence[str] = ()
 
     def find(self, given: Path | None) -> Path | None:
         """The folder with the files, below the one that is given, or below `data`.
@@ -45,10 +47,19 @@ class Origin:
         if given is None and self.otherwise:
             return None
         raise RunError(
-            f"{self.name} is not in {given or HERE}: {' or '.join(self.files)} of {self.source} "
-            f"must be there, or in a folder {' or '.join(self.folders)} of it; name the place by "
-            "--data"
+            f"{self.name} is not in {given or HERE}: {self.needed} must be there, or in a folder "
+            f"{' or '.join(self.folders)} of it; name the place by --data"
         )
+
+    @property
+    def needed(self) -> str:
+        """Which files, and where they come from."""
+        files = " or ".join(self.files)
+        return f"{', and '.join((files, *self.beside))} of {self.source}"
+
+    def lacking(self, file: Path) -> RunError:
+        """What to raise where one of the files is not in the folder."""
+        return RunError(f"{file} is missing; needed are {self.needed}")
 
     def is_in(self, folder: Path) -> bool:
         """Whether the files are in this very folder."""

@@ -36,17 +36,21 @@ class Book:
     starts: NDArray[numpy.int64]
 
     @classmethod
-    def of(cls, documents: Iterable[Numbers]) -> "Book":
+    def of(cls, documents: Iterable[Numbers], part: str) -> "Book":
         """Documents too short to be parted are left out.
 
+        Args:
+            documents: by their pieces.
+            part: what of the text they are, for people.
         Raises:
             RunError: fewer than two are left.
         """
         kept = [document for document in documents if len(document) >= _SHORTEST]
         if len(kept) < 2:
             raise RunError(
-                f"the text has {len(kept)} documents of {_SHORTEST} pieces or more, and the next "
-                "sentence of another one is needed; give it two at least, blank lines between them"
+                f"{part}: it has {len(kept)} documents of {_SHORTEST} pieces or more, and needs "
+                "two, since half of the next sentences are another one's; give the text more, with "
+                "blank lines between them"
             )
         lengths = [0, *(len(document) for document in kept)]
         return cls(numpy.concatenate(kept), numpy.cumsum(lengths, dtype=numpy.int64))

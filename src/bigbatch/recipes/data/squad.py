@@ -1,6 +1,5 @@
 """SQuAD 1.1: its questions, and its official measure of answers."""
 
-import gzip
 import json
 import re
 import string
@@ -11,10 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.readable import text_of
 
 _TRAIN = "train-v1.1.json"
 _PART = "train-subset-tokenized.json"  # 5 % of the questions, cut into words
 _DEV = "dev-v1.1.json"
+ORIGIN = Origin(
+    "SQuAD 1.1",
+    folders=("squad-v1.1", "squad"),
+    files=(_DEV, f"{_DEV}.gz"),
+    beside=(f"{_TRAIN} or {_TRAIN}.gz",),
+    source="rajpurkar.github.io/SQuAD-explorer",
+    size="87,599 and 10,570 questions",
+)
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -37,21 +47,29 @@ class Question:
 
 
 def train_file(folder: Path) -> tuple[Path, str]:
-    """The official training questions, or the part of them; and what a score has to say of it."""
+    """The official training questions, or the part of them; and what a score has to say of it.
+
+    Raises:
+        RunError: neither is there.
+    """
     whole = _packed_or_not(folder, _TRAIN)
     if whole is not None:
         return whole, ""
     part = _packed_or_not(folder, _PART)
     if part is not None:
         return part, "; trained on a tokenised 5 % of the questions"
-    raise RunError(f"{folder} has no {_TRAIN} or {_TRAIN}.gz, nor {_PART}[.gz]; put it there")
+    raise ORIGIN.lacking(folder / _TRAIN)
 
 
 def dev_file(folder: Path) -> Path:
-    """The official development questions."""
+    """The official development questions.
+
+    Raises:
+        RunError: they are not there.
+    """
     found = _packed_or_not(folder, _DEV)
     if found is None:
-        raise RunError(f"{folder} has no {_DEV} or {_DEV}.gz; put it there")
+        raise ORIGIN.lacking(folder / _DEV)
     return found
 
 
@@ -65,17 +83,15 @@ def read_questions(file: Path) -> list[Question]:
     Raises:
         RunError: the file is damaged, or of another format.
     """
-    opened = gzip.open if file.suffix == ".gz" else open
+    text = text_of(file)
     try:
-        with opened(file, "rt", encoding="utf-8") as text:
-            articles = json.load(text)["data"]
         found = [
             _question(asked, paragraph["context"])
-            for article in articles
+            for article in json.loads(text)["data"]
             for paragraph in article["paragraphs"]
             for asked in paragraph["qas"]
         ]
-    except (EOFError, OSError, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"{file} is no SQuAD 1.1 JSON ({type(error).__name__}: {error}); fetch it again"
         ) from error

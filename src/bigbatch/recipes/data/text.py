@@ -1,6 +1,5 @@
 """Documents of plain text: WikiText, a folder in BERT's layout, or Python's documentation."""
 
-import gzip
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,21 +7,23 @@ from pathlib import Path
 
 from bigbatch.errors import RunError
 from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.data.readable import opened
 from bigbatch.recipes.data.stdlib_text import stdlib_text
 
-ORIGIN = Origin(
-    "plain text",
-    folders=("wikitext-2", "wikitext-103", "text"),
-    files=("*.txt", "*.txt.gz", "wiki.train.tokens"),
-    source="any corpus, blank lines between documents, such as Wikipedia and BooksCorpus",
-    size="any amount",
-    otherwise="the documentation of Python's standard library",
-)
 _TITLE = re.compile(r" = [^=].* = ")  # of an article; its parts have " = = ... = = "
 _JOINT = re.compile(r" @([-,.])@ ")  # WikiText's way to part "1 @,@ 000"
 _HELD_OUT_EVERY = 50  # documents of a corpus that has no split of its own
 VOCAB = "vocab.txt"  # may lie beside the text
 _WIKITEXT = ("train", "valid")
+
+ORIGIN = Origin(
+    "plain text",
+    folders=("wikitext-2", "wikitext-103", "text"),
+    files=("*.txt", "*.txt.gz", "wiki.train.tokens"),
+    source="any corpus, blank lines between documents; or of WikiText, with its valid file",
+    size="any amount",
+    otherwise="the documentation of Python's standard library",
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Corpus:
     Args:
         name: as the names of scores say it.
         train, held_out: give the documents anew on each call, one at a time.
+        rule: which documents are held out.
     """
 
     name: str
     train: Callable[[], Iterable[str]]
     held_out: Callable[[], Iterable[str]]
+    rule: str
 
 
 def corpus_of(folder: Path | None) -> Corpus:
@@ -46,25 +49,41 @@ def corpus_of(folder: Path | None) -> Corpus:
     out.
 
     Raises:
-        RunError: the folder holds no text.
+        RunError: the folder holds no text, or a file of it is missing or damaged.
     """
     if folder is None:
         return _split("Python's documentation", stdlib_text)
-    wikitext = [_named(folder, name) for name in _WIKITEXT]
-    if all(wikitext):
-        train, valid = (file for file in wikitext if file)
-        return Corpus(folder.name, lambda: _articles(train), lambda: _articles(valid))
+    if wikitext := _wikitext(folder):
+        train, valid = wikitext
+        name = folder.name
+        return Corpus(name, lambda: _articles(train), lambda: _articles(valid), "its valid file")
     either = [*folder.glob("*.txt.gz"), *folder.glob("*.txt")]  # packed, or the same unpacked
     once = {path.name.removesuffix(".gz"): path for path in either}
     files = [path for name, path in sorted(once.items()) if name != VOCAB]
     if not files:
-        raise RunError(f"there is no *.txt or *.txt.gz in {folder}; put the text there")
+        raise RunError(f"there is no {ORIGIN.needed} in {folder}; put it there")
     return _split(folder.name, lambda: (one for file in files for one in _blocks(file)))
 
 
-def _named(folder: Path, name: str) -> Path | None:
-    """WikiText's file of this part, packed or not."""
-    places = (folder / f"{name}.txt.gz", folder / f"{name}.txt", folder / f"wiki.{name}.tokens")
+def _wikitext(folder: Path) -> list[Path]:
+    """WikiText's files to train and to judge by, packed or not; none where it is other text.
+
+    Raises:
+        RunError: one is there without the other.
+    """
+    files = [file for part in _WIKITEXT if (file := _named(folder, part))]
+    if len(files) == 1:
+        name = files[0].name
+        part, other = _WIKITEXT if _WIKITEXT[0] in name else _WIKITEXT[::-1]
+        raise RunError(
+            f"{files[0]} is WikiText's by its name, and {name.replace(part, other)} is not beside "
+            "it; put it there, or give other text another name"
+        )
+    return files
+
+
+def _named(folder: Path, part: str) -> Path | None:
+    places = (folder / f"{part}.txt.gz", folder / f"{part}.txt", folder / f"wiki.{part}.tokens")
     return next((place for place in places if place.exists()), None)
 
 
@@ -74,22 +93,15 @@ def _split(name: str, documents: Callable[[], Iterable[str]]) -> Corpus:
             if held_out == (number % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1):
                 yield document
 
-    return Corpus(name, lambda: of(False), lambda: of(True))
+    rule = f"each {_HELD_OUT_EVERY}th document, so that two take {2 * _HELD_OUT_EVERY}"
+    return Corpus(name, lambda: of(False), lambda: of(True), rule)
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Without their ends.
-
-    Raises:
-        RunError: the file is damaged, or no UTF-8.
-    """
-    opened = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opened(file, "rt", encoding="utf-8") as text:
-            for line in text:
-                yield line.rstrip("\n")
-    except (EOFError, OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{file} cannot be read ({error}); fetch it again") from error
+    """Without their ends."""
+    with opened(file) as text:
+        for line in text:
+            yield line.rstrip("\n")
 
 
 def _blocks(file: Path) -> Iterator[str]:

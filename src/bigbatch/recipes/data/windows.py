@@ -19,6 +19,7 @@ Located = tuple[Numbers, Numbers]  # pieces, and where each begins and ends in t
 
 _LONGEST_QUESTION = 64  # pieces
 _LONGEST_ANSWER = 30  # pieces
+_PER_PIECE = 0.01  # of a window, in the context of a piece
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class Windows:
         question: of each row.
         texts: where in the paragraph each place of a row begins and ends, (rows, length, 2); -1
             outside the window.
+        begins: where a row's answer may begin, (rows, length): at the pieces of the paragraph that
+            have most context in this window.
     """
 
     rows: Columns
     question: NDArray[numpy.int64]
     texts: Numbers
+    begins: NDArray[numpy.bool_]
 
 
 def windows_of(
@@ -69,16 +73,42 @@ def windows_of(
                 f"pieces; set length={_LONGEST_QUESTION + stride} or more"
             )
         answer = _answer(question, places)
-        begin = 0
-        while True:
-            end = min(begin + room, len(pieces))
-            rows.append(_row(words, pieces[begin:end], places[begin:end], answer, begin, frame))
+        spans = _spans(len(pieces), room, stride)
+        for (begin, end), most in zip(spans, most_context(spans), strict=True):
+            here = slice(begin, end)
+            window = pieces[here], places[here], most[here]
+            rows.append(_row(words, window, answer, begin, frame))
             owners.append(number)
-            if end == len(pieces):
-                break
-            begin += min(stride, room)
-    *columns, texts = (numpy.stack(column) for column in zip(*rows, strict=True))
-    return Windows(Columns(*map(torch.from_numpy, columns)), numpy.array(owners), texts)
+    *columns, texts, begins = (numpy.stack(column) for column in zip(*rows, strict=True))
+    return Windows(Columns(*map(torch.from_numpy, columns)), numpy.array(owners), texts, begins)
+
+
+def _spans(pieces: int, room: int, stride: int) -> list[tuple[int, int]]:
+    """Where each window begins and ends; the last one is the first that reaches the end."""
+    begins = range(0, max(pieces - room, 0) + min(stride, room), min(stride, room))
+    return [(begin, min(begin + room, pieces)) for begin in begins]
+
+
+def most_context(spans: Sequence[tuple[int, int]]) -> NDArray[numpy.bool_]:
+    """Which pieces have most context in each window: (windows, pieces), one window a piece.
+
+    The context of a piece is the less of what lies before it and after it in the window, and a
+    hundredth of the window's length; of equal ones the first window has it.
+
+    Args:
+        spans: where each window begins and ends.
+    Source:
+        `token_is_max_context` of BERT's run_squad.py.
+    Example:
+        >>> most_context([(0, 5), (3, 8)]).astype(int).tolist()
+        [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]]
+    """
+    begin, end = numpy.array(spans).T[:, :, None]
+    piece = numpy.arange(end.max())
+    least = numpy.minimum(piece - begin, end - 1 - piece)
+    context = numpy.where(least >= 0, least + _PER_PIECE * (end - begin), -1.0)
+    most: NDArray[numpy.bool_] = context.argmax(0) == numpy.arange(len(spans))[:, None]
+    return most
 
 
 def _answer(question: Question, places: Numbers) -> tuple[int, int]:
@@ -90,27 +120,31 @@ def _answer(question: Question, places: Numbers) -> tuple[int, int]:
 
 def _row(
     words: Numbers,
-    window: Numbers,
-    places: Numbers,
+    window: tuple[Numbers, Numbers, NDArray[numpy.bool_]],
     answer: tuple[int, int],
     begin: int,
     frame: Frame,
 ) -> tuple[NDArray[numpy.generic], ...]:
+    """Of a window's pieces, their places in the text, and which have most context in it."""
+    pieces, places, most = window
     before = len(words) + 2  # [CLS], the question, [SEP]
     first, last = (before + piece - begin for piece in answer)
-    if not (begin <= answer[0] and answer[1] < begin + len(window)):
+    if not (begin <= answer[0] and answer[1] < begin + len(pieces)):
         first = last = 0
     texts = numpy.full((frame.length, 2), -1, dtype=numpy.int32)
-    texts[before : before + len(window)] = places
+    begins = numpy.zeros(frame.length, dtype=bool)
+    inside = slice(before, before + len(pieces))
+    texts[inside], begins[inside] = places, most
     return (
-        *frame.around(words, window),
+        *frame.around(words, pieces),
         numpy.array(first, dtype=numpy.int64),
         numpy.array(last, dtype=numpy.int64),
         texts,
+        begins,
     )
 
 
-def best_spans(first: Tensor, last: Tensor, inside: Tensor) -> Tensor:
+def best_spans(first: Tensor, last: Tensor, begins: Tensor, inside: Tensor) -> Tensor:
     """The likeliest span of each row: its logit, its first place, its last place, (rows, 3).
 
     Where no logit is a number, as of a model that diverged, the logit is -inf and the span (0, 0).
@@ -120,14 +154,16 @@ def best_spans(first: Tensor, last: Tensor, inside: Tensor) -> Tensor:
     Args:
         first: logits of each place to be the first, (rows, length).
         last: and the last.
+        begins: places where the span may begin, all of them inside.
         inside: places of the window.
     Example:
         >>> first = torch.tensor([[9.0, 1.0, 2.0]])
         >>> last = torch.tensor([[9.0, 3.0, 0.0]])
-        >>> best_spans(first, last, torch.tensor([[False, True, True]])).tolist()
+        >>> inside = torch.tensor([[False, True, True]])
+        >>> best_spans(first, last, inside, inside).tolist()
         [[4.0, 1.0, 1.0]]
     """
-    first = first.float().masked_fill(~inside, float("-inf"))
+    first = first.float().masked_fill(~begins, float("-inf"))
     last = last.float().masked_fill(~inside, float("-inf"))
     length = first.shape[1]
     best = torch.tensor([[float("-inf"), 0.0, 0.0]], device=first.device).repeat(len(first), 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.data.frame import Frame
+from bigbatch.recipes.data.readable import text_of
 from bigbatch.recipes.data.text import VOCAB
 from bigbatch.recipes.ranks import from_leader
 from bigbatch.recipes.settings import Settings
@@ -37,8 +38,9 @@ def bert(settings: Settings, head: str) -> nn.Module:
 def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces":
     """The vocabulary of a training: the first that there is of these four.
 
-    The file that the setting `vocab` names; the one in the run that this begins from; the one
-    beside the data; one of at most `vocabulary` pieces, trained on the texts. Collective.
+    The file that the setting `vocab` names, which is the run's own where it goes on; the one in the
+    run that this begins from; the one beside the data; one of at most `vocabulary` pieces, trained
+    on the texts. Collective.
 
     Raises:
         RunError: `vocab` names no file.
@@ -52,7 +54,7 @@ def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces
         file = _file(settings)
         if file is None:
             return train_pieces(texts, room).vocabulary
-        vocabulary = tuple(file.read_text(encoding="utf-8").splitlines())
+        vocabulary = tuple(text_of(file).splitlines())
         if len(vocabulary) > room:
             raise SettingError(
                 f"{file} has {len(vocabulary)} pieces and the network room for vocabulary={room}; "
@@ -77,6 +79,9 @@ def _file(settings: Settings) -> Path | None:
 def kept(pieces: "Pieces") -> dict[str, str]:
     """The vocabulary as a run keeps it, for another that begins from it."""
     return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
+
+
+KEPT_AS = {"vocab": VOCAB}  # of each recipe with pieces
 
 
 def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
