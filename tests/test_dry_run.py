@@ -14,6 +14,9 @@ from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.dry_run import dry_run, sent, sources
 from bigbatch.recipes.optimizers import OPTIMIZERS
+from bigbatch.recipes.recipe import Sweep
+from bigbatch.recipes.study import start_study
+from bigbatch.recipes.sweep import points_of
 from bigbatch.recipes.training import Training
 
 ARMS = [
@@ -194,6 +197,8 @@ def test_each_setting_says_whose_it_is():
         ({"min_batch": 1024}, "min_batch=1024 exceeds max_batch=512"),
         ({"lr_scaling": "sqrt", "policy": "schedule: 32, x2 at 5 epochs, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
+        ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
+        ({"engine": "deepspeed"}, "engine=deepspeed makes float32 of parameters"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
@@ -202,6 +207,49 @@ def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
     with pytest.raises(SettingError) as actual:
         dry_run(DIGITS, settings(**changes))
     assert str(expected.value) == str(actual.value)
+
+
+REFUSED = [
+    ("digits", "precision=bfloat16", "has no effect on a model in float64"),
+    ("imagenet-resnet50", "size=512", "size=512 must be above 0 and at most resize="),
+    ("glue", "glue_task=X", "GLUE task 'X' is unknown; choose one of: SST-2, CoLA, MRPC, RTE"),
+    ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 pieces"),
+    ("bert-pretrain", "predictions=0", "predictions=0"),
+    ("squad", "stride=0", "stride=0"),
+    ("char-lm", "length=0", "length=0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"), REFUSED, ids=[f"{r[0]}-{r[1]}" for r in REFUSED]
+)
+def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(name, change, said, tmp_path):
+    """Before data are read, which are not there, and before anything is written."""
+    recipe, place = RECIPES[name], tmp_path / "new"
+    asked = recipe.settings().changed({**recipe.settings().parsed(change), "data": "nowhere"})
+    lines = {
+        str(pytest.raises(SettingError, refusing, recipe, asked).value)
+        for refusing in (
+            Training,
+            dry_run,
+            lambda recipe, asked: start_study(recipe, place, asked, seeds=1),
+            lambda recipe, asked: points_of(recipe, Sweep(({"lr": (0.1,)},)), asked),
+        )
+    }
+    (line,) = lines
+    assert said in line
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
+def test_float16_at_full_scale_is_for_ddp_and_bfloat16_for_deepspeed(bigbatch, name):
+    on_deepspeed = ("train", name, "--dry-run", "--full", "--set", "engine=deepspeed")
+    status, out, err = bigbatch(*on_deepspeed)
+    assert (2, "") == (status, out)
+    assert "engine=deepspeed with precision=float16" in err
+    assert "set precision=bfloat16" in err
+    status, _, err = bigbatch(*on_deepspeed, "--set", "precision=bfloat16")
+    assert (0, "") == (status, err)
 
 
 def test_the_command_shows_both_scales_and_writes_nothing(bigbatch, tmp_path, monkeypatch):

@@ -122,7 +122,10 @@ def refusal(rank, ranks, asked):
     ("changes", "said"),
     [
         ({"double": True}, "engine=deepspeed makes float32 of parameters, and torch.float64"),
-        ({"precision": "float16"}, "fp16: at stage 0 DeepSpeed divides by a loss scale"),
+        (
+            {"precision": "float16"},
+            "engine=deepspeed with precision=float16: DeepSpeed's loss",
+        ),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused_in_one_line(deepspeed_ranks, changes, said):

@@ -15,6 +15,7 @@ from bigbatch.optim import VarianceReduced
 from bigbatch.recipes.optimizers import build_optimizer
 from bigbatch.recipes.recipe import Batch, Recipe
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.trainable import on_paper
 from bigbatch.recipes.training import autocast
 
 _DOUBLE, _BFLOAT = 8, 2  # bytes
@@ -79,12 +80,6 @@ def footprint(recipe: Recipe, settings: Settings) -> Footprint:
 def parameters_of(recipe: Recipe, settings: Settings) -> int:
     """Weights of the model, each once where it is shared."""
     return sum(p.numel() for p in on_paper(recipe, settings).parameters())
-
-
-def on_paper(recipe: Recipe, settings: Settings) -> nn.Module:
-    """The model, its tensors without memory."""
-    with torch.device("meta"):
-        return recipe.model(settings)
 
 
 class _Imagined(nn.Module):

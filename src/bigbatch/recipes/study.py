@@ -12,6 +12,7 @@ from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.trainable import require_trainable
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.config import describe, read_trainings
 from bigbatch.report.files import made_whole, write_atomically
@@ -43,6 +44,7 @@ def start_study(
 
     Raises:
         RunError: something is at `path` already.
+        SettingError: an arm cannot be trained with these settings.
     """
     arms = recipe.arms_at(full=full)
 
@@ -51,6 +53,7 @@ def start_study(
         before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
         return asked.changed({"seed": seed, **before})
 
+    require_trainable(recipe, *(trained(arm, 0) for arm in arms))
     trainings = {f"{arm}-seed{seed}": trained(arm, seed) for seed in range(seeds) for arm in arms}
     write_study(path, trainings, launch)
 

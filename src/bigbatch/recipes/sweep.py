@@ -11,6 +11,7 @@ from bigbatch.recipes.optimizers import OPTIMIZERS, build_controller
 from bigbatch.recipes.recipe import Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings, Value, require_choice
 from bigbatch.recipes.study import write_study
+from bigbatch.recipes.trainable import require_trainable
 
 _NEVER = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NO_NAME = re.compile(r"[^A-Za-z0-9.+_]+")
@@ -89,6 +90,7 @@ def points_of(
     for _, changed in found:  # before anything is written
         build_controller(changed)
         require_choice("optimizer", changed.optimizer, OPTIMIZERS)
+    require_trainable(recipe, *(changed for _, changed in found))
     return _named([values for values, _ in found], [changed for _, changed in found], sweep.tuned)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.decide.named import target_of
-from bigbatch.errors import RankError, RunError, SettingError
+from bigbatch.errors import RankError, RunError
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.engines import ENGINES
@@ -25,6 +25,7 @@ from bigbatch.recipes.ranks import from_first, from_leader, leads, rank
 from bigbatch.recipes.recipe import Batch, Data, Recipe
 from bigbatch.recipes.scores import device_of, moved
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.trainable import CAST, require_trainable
 from bigbatch.record import StepRecord
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
@@ -35,7 +36,6 @@ from bigbatch.report.run_directory import RunDirectory
 Log = Callable[[StepRecord, Scores | None], None]
 
 _APART = 1_000_003  # between the seeds of two ranks
-_CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
@@ -75,12 +75,12 @@ class Training:
     """
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
+        require_trainable(recipe, settings)
         self.settings = settings
         torch.set_num_threads(settings.threads)
         _seed(settings.seed)
         self.device = device_of(settings)
         self.model = recipe.model(settings).to(self.device)
-        _require_castable(self.model, settings.precision)
         if settings.begin_from:
             begin_from(Path(settings.begin_from), self.model)
         self.data: Data = recipe.data(settings)
@@ -190,16 +190,7 @@ class Training:
 
 def autocast(device: str, precision: str) -> torch.autocast:
     """In which a model of that precision is run."""
-    return torch.autocast(device, _CAST.get(precision), enabled=precision in _CAST)
-
-
-def _require_castable(model: nn.Module, precision: str) -> None:
-    """Raises SettingError where autocast would leave everything as it is."""
-    if precision in _CAST and torch.float64 in {p.dtype for p in model.parameters()}:
-        raise SettingError(
-            f"precision={precision} has no effect on a model in float64, which autocast leaves as "
-            "it is; set the model to float32"
-        )
+    return torch.autocast(device, CAST.get(precision), enabled=precision in CAST)
 
 
 def _seed(seed: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -44,7 +43,6 @@ class DeepSpeed:
     ) -> None:
         from bigbatch.connect import deepspeed
 
-        _require_float32(model)
         if not dist.is_initialized():  # one process, whom DeepSpeed wants in a group too
             os.environ.setdefault("LOCAL_RANK", "0")  # which it asks for
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -126,11 +124,3 @@ def _config_of(settings: Settings) -> State:
     if settings.precision != "float32":
         config["torch_autocast"] = {"enabled": True, "dtype": settings.precision}
     return config
-
-
-def _require_float32(model: nn.Module) -> None:
-    if others := {p.dtype for p in model.parameters()} - {torch.float32}:
-        raise SettingError(
-            f"engine=deepspeed makes float32 of parameters, and {others.pop()} is asked for; leave "
-            "engine out, or set the model to float32"
-        )
