@@ -90,7 +90,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     require_positive(ranks=ranks)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.full_samples, recipe.full_samples)
-    keeps = footprint(recipe, settings)
+    keeps = footprint(recipe, settings, ranks)
     loop = _loop(recipe, settings, samples, ranks)
     plans = {
         name: _planned(settings, loop.planned(size), keeps, samples, ranks)

@@ -105,13 +105,9 @@ class Training:
         if self.settings.lr_schedule == "constant":
             return None
         schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
-        factor, total = schedule.over(self.settings.epochs, samples), self.settings.epochs * samples
-        if leads() and (reach := schedule.reach(samples)) > total:
-            warnings.warn(
-                f"lr_schedule {schedule.text!r} goes on for {reach:,.0f} samples, and the training "
-                f"ends after {total:,}; raise epochs (or samples, draws), or shorten the schedule",
-                stacklevel=2,
-            )
+        factor = schedule.over(self.settings.epochs, samples)
+        if leads() and (note := schedule.note(self.settings.epochs, samples)):
+            warnings.warn(note, stacklevel=2)
         base = self.settings.base_batch
         return LambdaLR(stepped_by(self.optimizer), lambda tick: factor((tick + 0.5) * base))
 

@@ -84,14 +84,22 @@ class DeepSpeed:
         return {"model": self._model.state_dict(), "folder": place, "ranks": count()}
 
     def save(self, run: RunDirectory) -> None:
-        """As `Engine` says; the folder before is taken away when nothing names it any more."""
+        """As `Engine` says; a folder that nothing names is taken away.
+
+        On several ranks an error of writing is raised: the others wait for this one in DeepSpeed.
+        """
         state, folder = self.state_dict(), run.path / _FOLDER
-        self.joined.save_checkpoint(str(folder), state["folder"], save_latest=False)
+        try:
+            self.joined.save_checkpoint(str(folder), state["folder"], save_latest=False)
+        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
+            if count() > 1:
+                raise
+            run.say_unsaved(error)
+            shutil.rmtree(folder / state["folder"], ignore_errors=True)
+            return
         dist.barrier()
-        if leads() and run.save_checkpoint(state):
-            for old in folder.iterdir():
-                if old.is_dir() and old.name != state["folder"]:
-                    shutil.rmtree(old, ignore_errors=True)
+        if leads():
+            _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
     def load_state_dict(self, state: State, path: Path) -> None:
         """As `Engine` says.
@@ -110,6 +118,13 @@ class DeepSpeed:
                 f"{folder / state['folder']} is gone; delete checkpoint.pt to start the run anew"
             )
         self.joined.load_checkpoint(str(folder), state["folder"])
+
+
+def _keep_one(folder: Path, name: str, *, newest: bool) -> None:
+    """Takes away the folders before the one of that name, or that one alone."""
+    for one in folder.iterdir():
+        if one.is_dir() and (one.name != name) == newest:
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def _config_of(settings: Settings) -> State:
