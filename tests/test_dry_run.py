@@ -1,6 +1,8 @@
 """What a training would take, said beforehand; held to real trainings where they fit here."""
 
 import dataclasses
+import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.recipes.dry_run import dry_run, sent, sources
 from bigbatch.recipes.optimizers import OPTIMIZERS
+from bigbatch.recipes.recipe import Sweep
+from bigbatch.recipes.study import start_study
+from bigbatch.recipes.sweep import points_of
 from bigbatch.recipes.training import Training
 
 ARMS = [
@@ -77,6 +82,45 @@ def test_memory_is_that_of_a_real_step(optimizer):
     assert weights == keeps.parameters == 71_754
 
 
+def alive(model):
+    """Bytes of every tensor in this process that is shaped like a weight, each memory once."""
+    gc.collect()
+    shapes = {p.shape for p in model.parameters()}
+    found = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if type(one) in (torch.Tensor, nn.Parameter)
+        and one.is_floating_point()
+        and one.shape in shapes
+    }
+    return sum(found.values())
+
+
+def train_a_step(training, clip):
+    step = next(iter(training.train))
+    for batch in step:
+        step.backward(training.loss(batch))
+    del batch
+    if clip:
+        step.clip_grad_norm_(clip)
+    step.update()
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip": 1.0}, {"precision": "float16"}], ids=str)
+@pytest.mark.parametrize("optimizer", ["vr-sgd", "vr-adam"])
+def test_memory_of_vr_in_the_first_step_and_later_is_that_of_real_steps(optimizer, changes):
+    """What stays when gradients are zeroed: state, M2 and, for a while or for good, the sum."""
+    asked = settings(optimizer=optimizer, double=False, policy="fixed", **changes)
+    keeps, training = dry_run(DIGITS, asked).keeps, Training(DIGITS, asked)
+    before = alive(training.model)
+    for own in keeps.sums:
+        train_a_step(training, asked.clip)
+        expected = alive(training.model) - before
+        assert pytest.approx(expected, abs=100) == keeps.state + keeps.second_moment + own
+    assert 4 * 71_754 == keeps.sums[0]
+    assert bool(changes) == (keeps.sums[1] > 0)
+
+
 def size(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -125,6 +169,18 @@ def test_operations_of_a_sample_are_those_of_its_layers():
     first, second, hidden, last = 64 * 9 * 16, 64 * 9 * 16 * 32, 512 * 128, 128 * 10
     forward = 2 * (first + second + hidden + last)
     assert 3 * forward - 2 * first == dry_run(DIGITS, settings()).keeps.flops
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_operations_of_attention_count_whichever_kernel_does_it(dropout):
+    """Of a causal transformer: four weights of attention, two of its MLP, and the last layer."""
+    recipe = RECIPES["char-lm"]
+    asked = recipe.settings().changed({"dropout": dropout})
+    length, width, depth = (asked.task[name] for name in ("length", "width", "depth"))
+    weights = depth * (4 + 2 * 4) * width**2 + width * 128
+    attention = depth * 2 * length**2 * width  # scores, and what they weigh
+    forward = 2 * (length * weights + attention)
+    assert 3 * forward == dry_run(recipe, asked).keeps.flops
 
 
 def test_a_loss_whose_shapes_depend_on_the_data_is_not_known():
@@ -207,6 +263,8 @@ def test_what_an_arm_changes_says_whose_it_is():
         ({"min_batch": 1024}, "min_batch=1024 exceeds max_batch=512"),
         ({"lr_scaling": "sqrt", "policy": "schedule: 32, x2 at 5 epochs, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
+        ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
+        ({"engine": "deepspeed"}, "engine=deepspeed makes float32 of parameters"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
@@ -215,6 +273,52 @@ def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
     with pytest.raises(SettingError) as actual:
         dry_run(DIGITS, settings(**changes))
     assert str(expected.value) == str(actual.value)
+
+
+REFUSED = [
+    ("digits", "precision=bfloat16", "has no effect on a model in float64"),
+    ("imagenet-resnet50", "size=512", "size=512 must be above 0 and at most resize="),
+    ("glue", "glue_task=X", "GLUE task 'X' is unknown; choose one of: SST-2, CoLA, MRPC, RTE"),
+    ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 pieces"),
+    ("bert-pretrain", "predictions=0", "predictions=0"),
+    ("squad", "stride=0", "stride=0"),
+    ("char-lm", "length=0", "length=0"),
+]
+
+
+REFUSING = [
+    Training,
+    dry_run,
+    lambda recipe, asked: points_of(recipe, Sweep(({"lr": (0.1,)},)), asked),
+    lambda recipe, asked: start_study(recipe, Path("new"), asked, seeds=1),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), REFUSED)
+def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(
+    name, change, said, tmp_path, monkeypatch
+):
+    """Before data are read, which are not there, and before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    own = RECIPES[name].settings()
+    asked, lines = own.changed({**own.parsed(change), "data": "nowhere"}), set()
+    for refusing in REFUSING:
+        with pytest.raises(SettingError, match=said) as raised:
+            refusing(RECIPES[name], asked)
+        lines.add(str(raised.value))
+    assert 1 == len(lines)
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
+def test_float16_at_full_scale_is_for_ddp_and_bfloat16_for_deepspeed(bigbatch, name):
+    on_deepspeed = ("train", name, "--dry-run", "--full", "--set", "engine=deepspeed")
+    status, out, err = bigbatch(*on_deepspeed)
+    assert (2, "") == (status, out)
+    assert "engine=deepspeed with precision=float16" in err
+    assert "set precision=bfloat16" in err
+    status, _, err = bigbatch(*on_deepspeed, "--set", "precision=bfloat16")
+    assert (0, "") == (status, err)
 
 
 def test_the_command_shows_both_scales_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
@@ -254,6 +358,17 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(bigbatch, optio
     assert (2, "") == (status, out)
     assert said in err
     assert 1 == len(err.splitlines())
+
+
+def test_a_schedule_that_is_not_reached_is_said_as_by_the_training(bigbatch):
+    schedule = "x0.1 at 2 and 9 epochs"
+    with pytest.warns(UserWarning, match="goes on for 12,123 samples") as said:
+        Training(DIGITS, settings(lr_schedule=schedule, epochs=8))
+    asked = ("--set", f"lr_schedule={schedule}", "--epochs", "8")
+    _, out, _ = bigbatch("train", "digits", "--dry-run", *asked)
+    assert 1 == " ".join(out.split()).count(str(said[0].message))
+    _, out, _ = bigbatch("train", "digits", "--dry-run", *asked[:2], "--epochs", "9")
+    assert "goes on for" not in out
 
 
 def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):

@@ -189,7 +189,7 @@ def test_two_ranks_have_the_same_weights_and_scores(ranks, pictures):
 
 def test_a_part_larger_than_the_picture_is_refused(pictures):
     with pytest.raises(SettingError, match="size=32 must be above 0 and at most resize=16"):
-        RECIPE.data(settings_of(pictures, size=32))
+        RECIPE.example(settings_of(pictures, size=32), 1)
 
 
 def test_another_number_of_classes_is_said(bigbatch, pictures, tmp_path):

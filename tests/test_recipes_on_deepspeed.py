@@ -1,6 +1,8 @@
 """A recipe on DeepSpeed: the run that DDP would give, its checkpoints, and what is refused."""
 
 import itertools
+import resource
+import warnings
 from functools import partial
 
 import pytest
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.dry_run import dry_run
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.live import LiveView
 from bigbatch.report.run_directory import RunDirectory
@@ -67,6 +70,11 @@ def test_two_ranks_on_deepspeed_draw_the_curve_of_ddp(deepspeed_ranks, stage):
             assert torch.allclose(one, other, atol=1e-5)
 
 
+def folders_of(run):
+    """Names of DeepSpeed's own checkpoints."""
+    return [path.name for path in (run.path / "deepspeed").iterdir() if path.is_dir()]
+
+
 def left_and_resumed(rank, ranks, folder, asked):
     """Rows of a run that is left after some steps, and resumed by another training."""
     quiet()
@@ -91,8 +99,7 @@ def test_a_run_that_was_left_goes_on_where_it_was(deepspeed_ranks, tmp_path, sta
     assert [row[:3] for row in expected[CUT:]] == written
     for one, other in zip(weights, resumed, strict=True):
         assert torch.equal(one, other)
-    kept = [path.name for path in (run.path / "deepspeed").iterdir() if path.is_dir()]
-    assert [f"epoch{asked.epochs}-step{len(expected)}"] == kept
+    assert [f"epoch{asked.epochs}-step{len(expected)}"] == folders_of(run)
     assert set(run.load_weights()) == set(DIGITS.model(asked).state_dict())
 
 
@@ -122,13 +129,85 @@ def refusal(rank, ranks, asked):
     ("changes", "said"),
     [
         ({"double": True}, "engine=deepspeed makes float32 of parameters, and torch.float64"),
-        ({"precision": "float16"}, "fp16: at stage 0 DeepSpeed divides by a loss scale"),
+        (
+            {"precision": "float16"},
+            "engine=deepspeed with precision=float16: DeepSpeed's loss",
+        ),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused_in_one_line(deepspeed_ranks, changes, said):
     for found in deepspeed_ranks(2)(refusal, on_zero(0, **changes)):
         assert said in found
         assert "\n" not in found
+
+
+def sums_kept(rank, ranks, asked):
+    """How many parameters have a sum of their own after a real step."""
+    quiet()
+    training = Training(DIGITS, asked)
+    next(training.engine.steps(training.loss))
+    moments = training.optimizer.moments
+    watched = [p for p in training.model.parameters() if moments.reached(p)]
+    return len(watched), sum(map(moments.keeps_sum, watched))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
+def test_vr_keeps_no_sums_on_ranks_or_on_deepspeed_as_a_dry_run_says(deepspeed_ranks, engine):
+    ranks = 2 if engine == "ddp" else 1
+    asked = settings(optimizer="vr-sgd", engine=engine, clip=1.0, batch_size=64)
+    for found in deepspeed_ranks(ranks)(sums_kept, asked):
+        assert (8, 0) == found
+    assert (0, 0) == dry_run(DIGITS, asked, ranks).keeps.sums
+
+
+def saved_on_a_full_disk(rank, ranks, folder, asked):
+    """What is said of two saves for which there is no room, after one for which there was."""
+    quiet()
+    run, training = RunDirectory(folder / "run", asked.as_dict()), Training(DIGITS, asked)
+    steps, room = training.engine.steps(training.loss), resource.getrlimit(resource.RLIMIT_FSIZE)
+    next(steps)
+    training.engine.save(run)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, room[1]))  # bytes of a file
+        with warnings.catch_warnings(record=True, action="always") as said:
+            for _ in range(2):
+                next(steps)
+                training.engine.save(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    return [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_full_disk_leaves_the_checkpoint_before_and_is_said_once(
+    deepspeed_ranks, tmp_path, stage
+):
+    asked = on_zero(stage)
+    run = RunDirectory.create(tmp_path / "run", asked.as_dict())
+    (said,) = deepspeed_ranks(1)(saved_on_a_full_disk, tmp_path, asked)
+    about = [one for one in said if "checkpoint" in one]
+    assert 1 == len(about)
+    assert about[0].startswith("the checkpoint could not be written (")
+    assert about[0].endswith("; training goes on")
+    assert ["epoch0-step1"] == folders_of(run)
+    assert "epoch0-step1" == run.load_checkpoint()["folder"]
+
+
+def saved_where_nothing_can_name_it(rank, ranks, folder, asked):
+    """DeepSpeed writes its folder, and then checkpoint.pt cannot be replaced."""
+    quiet()
+    run, training = RunDirectory(folder / "run", asked.as_dict()), Training(DIGITS, asked)
+    for _ in itertools.islice(training.engine.steps(training.loss), 2):
+        training.engine.save(run)
+        (run.path / ".checkpoint.pt.new").mkdir(exist_ok=True)
+
+
+def test_a_folder_that_no_checkpoint_names_is_taken_away(deepspeed_ranks, tmp_path):
+    asked = on_zero(0)
+    run = RunDirectory.create(tmp_path / "run", asked.as_dict())
+    deepspeed_ranks(1)(saved_where_nothing_can_name_it, tmp_path, asked)
+    assert ["epoch0-step1"] == folders_of(run)
+    assert "epoch0-step1" == run.load_checkpoint()["folder"]
 
 
 def gone(rank, ranks, folder, state):

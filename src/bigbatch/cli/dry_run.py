@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigbatch.recipes.dry_run import MOMENTS, DryRun, Planned, Stated, dry_run, sources
+from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
 
@@ -50,6 +51,7 @@ def facts(run: DryRun) -> Rows:
         "DDP's buckets": keeps.gradients if run.ranks > 1 else 0,
         "optimizer state": keeps.state,
         "second moment of VR": keeps.second_moment,
+        f"VR's own sum, {'every' if keeps.sums[1] else 'first'} step": keeps.sums[0],
         "a micro-batch": keeps.sample * run.settings.micro_batch,
     }
     acts = keeps.activations
@@ -63,7 +65,7 @@ def facts(run: DryRun) -> Rows:
         "memory: its activations": UNKNOWN if acts is None else in_bytes(acts),
         "memory: in all": UNKNOWN if acts is None else in_bytes(sum(memory.values()) + acts),
         "operations a sample": UNKNOWN if keeps.flops is None else f"{keeps.flops:.3g}",
-        "data read an epoch": in_bytes(keeps.sample * run.samples),
+        "inputs of the model, an epoch": in_bytes(keeps.sample * run.samples),
         **{
             f"{name}: {fact}": value
             for name, planned in run.plans.items()
@@ -143,6 +145,12 @@ def _notes(
     }
     lines = ["* of the small scale, ours." for full in settings if not full]
     lines += [line for line, is_so in holds.items() if any(map(is_so, settings.values()))]
+    if any(run.keeps.sums[0] for run in runs.values()):
+        lines.append(
+            "VR on one process sums gradients by itself in its first step; the next one frees "
+            "that, and .grad holds the sum, but where clip or float16 write to .grad."
+        )
+    lines += dict.fromkeys(note for run in runs.values() if (note := _note_of_schedule(run)))
     if not all(one.samples for one in settings.values()):
         lines.append(
             f"Samples: the paper's {recipe.full_samples:,}, where the settings say none; a data "
@@ -157,6 +165,11 @@ def _notes(
         lines.append(f"{UNKNOWN}: shapes in the loss depend on the data.")
     arms = ", ".join(recipe.arms)
     return [*lines, f"Arms of the study, each by --arm: {arms}"]
+
+
+def _note_of_schedule(run: DryRun) -> str:
+    """What a training would say of its own."""
+    return LRSchedule(run.settings.lr_schedule).note(run.settings.epochs, run.samples)
 
 
 _SCALES = {False: "small", True: "full"}

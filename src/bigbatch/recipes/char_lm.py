@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bigbatch.decide.plan import require_positive
 from bigbatch.recipes.data.characters import CHARACTERS, first_and_rest, windows_of
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.origin import Origin
@@ -74,6 +75,7 @@ def _bits(model: nn.Module, test: Columns, settings: Settings) -> float:
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor]:
     length = int(settings.task["length"])
+    require_positive(length=length)
     return (torch.empty(samples, length + 1, dtype=torch.uint8, device="meta"),)
 
 

@@ -20,6 +20,7 @@ from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.optimizers import build_optimizer
 from bigbatch.recipes.recipe import OURS, Data, Recipe
 from bigbatch.recipes.settings import Settings, Value
+from bigbatch.recipes.trainable import require_trainable
 
 _JOINED = 8  # backwards of a rank, each joined with the others', that VR compares on DeepSpeed
 _PLACES = 1_000  # of a schedule that are looked at for its least and largest batch
@@ -87,8 +88,9 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
         SettingError: the settings cannot work, as a training would say.
     """
     require_positive(ranks=ranks)
+    require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.full_samples, recipe.full_samples)
-    keeps = footprint(recipe, settings)
+    keeps = footprint(recipe, settings, ranks)
     loop = _loop(recipe, settings, samples, ranks)
     plans = {
         name: _planned(settings, loop.planned(size), keeps, samples, ranks)

@@ -1,5 +1,6 @@
 """What a training keeps and computes, without doing it: shapes alone go through the model."""
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +17,10 @@ from bigbatch.optim import VarianceReduced
 from bigbatch.recipes.optimizers import build_optimizer
 from bigbatch.recipes.recipe import Batch, Recipe
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.trainable import on_paper
 from bigbatch.recipes.training import autocast
+
+Shape = tuple[int, ...]
 
 _DOUBLE, _BFLOAT = 8, 2  # bytes
 _TOY = 24  # weights of a parameter that stands for a larger one
@@ -33,6 +38,8 @@ class Footprint:
         state: bytes of what the optimizer saves: momenta, a VR optimizer's average of r.
         second_moment: bytes of a VR optimizer's M2; 0 without one.
         m2_sent: bytes of the same as a rank hands it to the others: bfloat16, unless float64.
+        sums: bytes of the sums of gradients that a VR optimizer keeps beside `.grad`, in the first
+            step and in later ones; on one process without DeepSpeed alone.
         sample: bytes of one sample as the model is given it.
         activations: bytes that the forward of a micro-batch keeps for its backward, with the
             kernels of a CPU; None where the shapes depend on the data.
@@ -47,13 +54,14 @@ class Footprint:
     state: int
     second_moment: int
     m2_sent: int
+    sums: tuple[int, int]
     sample: int
     activations: int | None
     flops: int | None
 
 
-def footprint(recipe: Recipe, settings: Settings) -> Footprint:
-    """Of the recipe's model, optimizer and loss, with these settings.
+def footprint(recipe: Recipe, settings: Settings, ranks: int = 1) -> Footprint:
+    """Of the recipe's model, optimizer and loss, with these settings on so many ranks.
 
     Raises:
         SettingError: the settings cannot work.
@@ -61,15 +69,17 @@ def footprint(recipe: Recipe, settings: Settings) -> Footprint:
     model = on_paper(recipe, settings)
     activations, flops = _of_micro_batch(recipe, settings, model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    state, m2 = _of_optimizer(settings, trained, recipe.without_vr(settings, model))
+    kept = _of_optimizer(settings, trained, recipe.without_vr(settings, model))
+    lent = ranks > 1 or settings.engine == "deepspeed"  # there the sums are read where they arise
     return Footprint(
         parameters=sum(p.numel() for p in model.parameters()),
         tensors=len(trained),
         weights=_bytes([*model.parameters(), *model.buffers()]),
         gradients=_bytes(trained.values()),
-        state=state,
-        second_moment=sum(size * count for size, count in m2),
-        m2_sent=sum((size if size == _DOUBLE else _BFLOAT) * count for size, count in m2),
+        state=kept.state,
+        second_moment=sum(size * count for size, count in kept.m2),
+        m2_sent=sum((size if size == _DOUBLE else _BFLOAT) * count for size, count in kept.m2),
+        sums=(0, 0) if lent else kept.sums,
         sample=_bytes(_tensors(recipe.example(settings, 1))),
         activations=activations,
         flops=flops,
@@ -79,12 +89,6 @@ def footprint(recipe: Recipe, settings: Settings) -> Footprint:
 def parameters_of(recipe: Recipe, settings: Settings) -> int:
     """Weights of the model, each once where it is shared."""
     return sum(p.numel() for p in on_paper(recipe, settings).parameters())
-
-
-def on_paper(recipe: Recipe, settings: Settings) -> nn.Module:
-    """The model, its tensors without memory."""
-    with torch.device("meta"):
-        return recipe.model(settings)
 
 
 class _Imagined(nn.Module):
@@ -122,7 +126,7 @@ def _of_micro_batch(
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with FakeTensorMode(), FlopCounterMode(display=False) as counted:
+    with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counted:
         imagined = _Imagined(model)
         batch = tree_map(lambda x: _here(x) if isinstance(x, Tensor) else x, example)
         given = {_place(x) for x in [*imagined.tensors.values(), *_tensors(batch)]}
@@ -137,23 +141,50 @@ def _of_micro_batch(
     return held, counted.get_total_flops() // settings.micro_batch
 
 
+def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
+    """Of the two products of a CPU's own kernel, which torch counts in any other form."""
+    *heads, queries, width = query
+    return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1])
+
+
+def _attention_backward(_: Shape, *given: Any, **__: object) -> int:
+    """Twice as many, as of any product; that the kernel forms the first anew is not counted."""
+    return 2 * _attention(*given)
+
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes that an optimizer keeps.
+
+    Args:
+        state: of what it saves.
+        m2: of each M2, bytes a weight and how many.
+        sums: of a VR optimizer's own sums, in the first step and in the second.
+    """
+
+    state: int
+    m2: list[tuple[int, int]]
+    sums: tuple[int, int]
+
+
 def _of_optimizer(
     settings: Settings, trained: dict[str, nn.Parameter], without_vr: frozenset[str]
-) -> tuple[int, list[tuple[int, int]]]:
-    """(bytes of state, of each M2 bytes a weight and how many), seen after a real step of toys."""
+) -> _Kept:
+    """Seen after two real steps of toys."""
     toys = {
         name: nn.Parameter(torch.zeros(*[1] * (p.ndim - 1), *[_TOY] * (p.ndim > 0), dtype=p.dtype))
         for name, p in trained.items()
     }
     with warnings.catch_warnings(action="ignore"):  # of two micro-batches being few
         optimizer = build_optimizer(settings, toys.items(), without_vr)
-        for power in (1, 2):
-            losses = [
-                (toy * torch.linspace(1, 2, toy.numel()).view_as(toy) ** power).sum()
-                for toy in toys.values()
-            ]
-            torch.autograd.backward(losses)
-        optimizer.step()
+        first = _sums_after_a_step(settings, optimizer, toys, trained)
+        later = _sums_after_a_step(settings, optimizer, toys, trained)
     packed = optimizer.state_dict()["state"]
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     state = sum(
@@ -163,12 +194,44 @@ def _of_optimizer(
         if isinstance(value, Tensor)
     )
     if not isinstance(optimizer, VarianceReduced):
-        return state, []
-    return state, [
+        return _Kept(state, [], (0, 0))
+    m2 = [
         (optimizer.moments.of(toys[name])[1].element_size(), trained[name].numel())
-        for group in optimizer.param_groups
-        for name in (group["param_names"] if group["vr"] else ())
+        for name in _with_vr(optimizer)
     ]
+    return _Kept(state, m2, (first, later))
+
+
+def _sums_after_a_step(
+    settings: Settings,
+    optimizer: Optimizer,
+    toys: dict[str, nn.Parameter],
+    trained: dict[str, nn.Parameter],
+) -> int:
+    """Bytes of the sums that a VR optimizer kept for itself in a step of two backwards."""
+    optimizer.zero_grad()
+    for power in (1, 2):
+        losses = [
+            (toy * torch.linspace(1, 2, toy.numel()).view_as(toy) ** power).sum()
+            for toy in toys.values()
+        ]
+        torch.autograd.backward(losses)
+    if settings.clip or settings.precision == "float16":  # and its GradScaler: they write to .grad
+        nn.utils.clip_grad_norm_(toys.values(), settings.clip or 1.0)
+    optimizer.step()
+    if not isinstance(optimizer, VarianceReduced):
+        return 0
+    return sum(
+        optimizer.moments.of(toys[name])[0].element_size() * trained[name].numel()
+        for name in _with_vr(optimizer)
+        if optimizer.moments.keeps_sum(toys[name])
+    )
+
+
+def _with_vr(optimizer: VarianceReduced) -> list[str]:
+    """The names of what it scales."""
+    groups = optimizer.param_groups
+    return [name for group in groups if group["vr"] for name in group["param_names"]]
 
 
 def _here(x: Tensor) -> Tensor:

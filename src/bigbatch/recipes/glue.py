@@ -20,7 +20,7 @@ from bigbatch.recipes.data.glue import ORIGIN, Rows, read_task
 from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import collected, share_of
-from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.settings import Settings, require_choice
 from bigbatch.recipes.vrgd import CLIPS
 
 _OFFICIAL = {  # the first counts
@@ -79,6 +79,7 @@ def _scores(model: nn.Module, dev: Columns, name: str, settings: Settings) -> di
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
+    require_choice("GLUE task", str(settings.task["glue_task"]), TASKS)
     classes = torch.empty(samples, dtype=torch.long, device="meta")
     return (*example_rows(settings, samples), classes)
 

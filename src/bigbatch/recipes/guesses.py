@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from bigbatch.decide.plan import require_positive
 from bigbatch.recipes.data.masking import IGNORED
 from bigbatch.recipes.data.sentences import Pairs
 from bigbatch.recipes.models.bert import example_rows
@@ -50,7 +51,9 @@ def scores_of(
 
 def example(settings: Settings, samples: int) -> Pairs:
     """So many rows on the meta device."""
-    shape = (samples, int(settings.task["predictions"]))
+    predictions = int(settings.task["predictions"])
+    require_positive(predictions=predictions)
+    shape = (samples, predictions)
     number = torch.empty(shape, dtype=torch.int32, device="meta")
     random = torch.empty(samples, dtype=torch.long, device="meta")
     return (*example_rows(settings, samples), number, number, random)

@@ -20,7 +20,7 @@ from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.models.resnet import resnet_of_bottlenecks
 from bigbatch.recipes.pictures import OfBytes, PictureBatch, accuracies, class_loss, examples
-from bigbatch.recipes.recipe import OURS, Arm, Data, Grid, LossOf, Recipe, Sweep
+from bigbatch.recipes.recipe import OURS, Arm, Data, Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
 
@@ -43,14 +43,8 @@ def _model(settings: Settings) -> nn.Module:
     return OfBytes(resnet_of_bottlenecks(depth, width, classes), _MEAN, _STD)
 
 
-def _loss(settings: Settings) -> LossOf:
-    return class_loss(float(settings.task["label_smoothing"]))
-
-
 def _data(settings: Settings) -> Data:
     size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
-    if not 0 < size <= resize:
-        raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
     part = partial(part_of, size=size, smallest=float(settings.task["smallest_part"]))
     middle = partial(middle_of, resize=resize, size=size)
     train, val = splits_of(Path(settings.data), classes)
@@ -64,7 +58,10 @@ def _data(settings: Settings) -> Data:
 
 
 def _example(settings: Settings, samples: int) -> PictureBatch:
-    return examples(3, int(settings.task["size"]))(settings, samples)
+    size, resize = int(settings.task["size"]), int(settings.task["resize"])
+    if not 0 < size <= resize:
+        raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
+    return examples(3, size)(settings, samples)
 
 
 IMAGENET_RESNET50 = Recipe(
@@ -143,7 +140,7 @@ IMAGENET_RESNET50 = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=_loss,
+    loss=lambda settings: class_loss(float(settings.task["label_smoothing"])),
     data=_data,
     example=_example,
 )

@@ -82,6 +82,16 @@ class LRSchedule:
             return max(float(epoch) for epoch in found["epochs"].split(" and ")) * samples
         return self.warm_up(samples)
 
+    def note(self, epochs: int, samples: int) -> str:
+        """What to say of a training that ends before the text is at its end; "" for nothing."""
+        reach, total = self.reach(samples), epochs * samples
+        if reach <= total:
+            return ""
+        return (
+            f"lr_schedule {self.text!r} goes on for {reach:,.0f} samples, and the training ends "
+            f"after {total:,}; raise epochs (or samples, draws), or shorten the schedule"
+        )
+
     def over(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
         first = self.warm_up(samples)

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.decide.controller import Controller
@@ -78,12 +77,6 @@ def build_optimizer(
     watch = settings.engine == "ddp"  # DeepSpeed lays the weights into pieces without names
     options = Options(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
     return VarianceReduced(base, **options)
-
-
-def require_trainable(settings: Settings) -> None:
-    """Raises SettingError where the policy or the optimizer that settings name cannot be built."""
-    build_controller(settings)
-    build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
 
 
 def stepped_by(optimizer: Optimizer) -> Optimizer:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bigbatch.decide.plan import require_positive
 from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.squad import ORIGIN, Question, dev_file, read_questions, train_file
@@ -59,6 +60,7 @@ def _data(settings: Settings) -> Data:
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
+    require_positive(stride=int(settings.task["stride"]))
     end = torch.empty(samples, dtype=torch.long, device="meta")
     return (*example_rows(settings, samples), end, end)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.recipes import recipe_named
-from bigbatch.recipes.optimizers import require_trainable
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.trainable import require_trainable
 from bigbatch.recipes.training import Training, train_run
 from bigbatch.report.config import describe, read_trainings
 from bigbatch.report.files import made_whole, write_atomically
@@ -44,6 +44,7 @@ def start_study(
 
     Raises:
         RunError: something is at `path` already.
+        SettingError: an arm cannot be trained with these settings.
     """
     arms = recipe.arms_at(full=full)
 
@@ -52,6 +53,7 @@ def start_study(
         before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
         return asked.changed({"seed": seed, **before})
 
+    require_trainable(recipe, *(trained(arm, 0) for arm in arms))
     trainings = {f"{arm}-seed{seed}": trained(arm, seed) for seed in range(seeds) for arm in arms}
     write_study(path, trainings, launch)
 
@@ -71,10 +73,8 @@ def write_study(
         sweep: what `read_sweep` of report/config.py reads, where the study is one.
     Raises:
         RunError: something is at `path` already, or a run that a training needs is nowhere.
-        SettingError: a training's settings cannot work.
     """
     for settings in trainings.values():
-        require_trainable(settings)
         for run in settings.before.values():
             if run not in trainings:
                 RunDirectory.open(Path(run))

@@ -7,10 +7,10 @@ from itertools import product
 from pathlib import Path
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes.optimizers import require_trainable
 from bigbatch.recipes.recipe import Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings, Value
 from bigbatch.recipes.study import write_study
+from bigbatch.recipes.trainable import require_trainable
 from bigbatch.recipes.unused import unused_in
 
 _NEVER = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
@@ -95,8 +95,7 @@ def points_of(
         raise SettingError(
             f"{', '.join(idle)} has no effect at any point of the grid; leave it out"
         )
-    for _, changed in found:
-        require_trainable(changed)
+    require_trainable(recipe, *(changed for _, changed in found))
     return _named(found, sweep)
 
 

@@ -9,22 +9,23 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.act.advice import is_out_of_memory
 from bigbatch.decide.named import target_of
-from bigbatch.errors import RankError, RunError, SettingError
+from bigbatch.errors import RankError, RunError
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes.begin import begin_from
 from bigbatch.recipes.engines import ENGINES
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.recipes.mean_factor import mean_factor
-from bigbatch.recipes.optimizers import build_optimizer, require_trainable, stepped_by
+from bigbatch.recipes.optimizers import build_optimizer, stepped_by
 from bigbatch.recipes.ranks import from_first, from_leader, leads, rank
 from bigbatch.recipes.recipe import Batch, Data, Recipe
 from bigbatch.recipes.scores import device_of, moved, sound_scores
 from bigbatch.recipes.settings import Settings
+from bigbatch.recipes.trainable import CAST, require_trainable
 from bigbatch.record import StepRecord
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
@@ -35,7 +36,6 @@ from bigbatch.report.run_directory import RunDirectory
 Log = Callable[[StepRecord, Scores | None], None]
 
 _APART = 1_000_003  # between the seeds of two ranks
-_CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
@@ -75,13 +75,12 @@ class Training:
     """
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
-        require_trainable(settings)  # before data are read, which may take long
+        require_trainable(recipe, settings)  # before data are read, which may take long
         self.settings = settings
         torch.set_num_threads(settings.threads)
         _seed(settings.seed)
         self.device = device_of(settings)
         self.model = recipe.model(settings).to(self.device)
-        _require_castable(self.model, settings.precision)
         if settings.begin_from:
             begin_from(Path(settings.begin_from), self.model)
         share = 1.0
@@ -107,13 +106,9 @@ class Training:
         if self.settings.lr_schedule == "constant":
             return None
         schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
-        factor, total = schedule.over(self.settings.epochs, samples), self.settings.epochs * samples
-        if leads() and (reach := schedule.reach(samples)) > total:
-            warnings.warn(
-                f"lr_schedule {schedule.text!r} goes on for {reach:,.0f} samples, and the training "
-                f"ends after {total:,}; raise epochs (or samples, draws), or shorten the schedule",
-                stacklevel=2,
-            )
+        factor = schedule.over(self.settings.epochs, samples)
+        if leads() and (note := schedule.note(self.settings.epochs, samples)):
+            warnings.warn(note, stacklevel=2)
         base = self.settings.base_batch
         return LambdaLR(stepped_by(self.optimizer), lambda tick: factor((tick + 0.5) * base))
 
@@ -192,16 +187,7 @@ class Training:
 
 def autocast(device: str, precision: str) -> torch.autocast:
     """In which a model of that precision is run."""
-    return torch.autocast(device, _CAST.get(precision), enabled=precision in _CAST)
-
-
-def _require_castable(model: nn.Module, precision: str) -> None:
-    """Raises SettingError where autocast would leave everything as it is."""
-    if precision in _CAST and torch.float64 in {p.dtype for p in model.parameters()}:
-        raise SettingError(
-            f"precision={precision} has no effect on a model in float64, which autocast leaves as "
-            "it is; set the model to float32"
-        )
+    return torch.autocast(device, CAST.get(precision), enabled=precision in CAST)
 
 
 def _seed(seed: int) -> None:

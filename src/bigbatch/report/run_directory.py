@@ -3,8 +3,10 @@
     config.yaml      what to repeat: the settings, and the versions that ran
     metrics.jsonl    one JSON object a step
     checkpoint.pt    the latest checkpoint
+    deepspeed/       what DeepSpeed keeps of it, where it joins the ranks
     events/          the same numbers for TensorBoard
     report.html      the report
+    log.txt          what it said, where a sweep trained it
     vocab.txt        what a run that begins from this one needs, where there is such a thing
 
 A folder of runs is a study; it has a study.yaml instead.
@@ -143,9 +145,13 @@ class RunDirectory:
             with replacing(self.path / "checkpoint.pt") as file:
                 torch.save({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            self._say("the checkpoint could not be written", error)
+            self.say_unsaved(error)
             return False
         return True
+
+    def say_unsaved(self, error: Exception) -> None:
+        """Says, once, that a checkpoint could not be written and why."""
+        self._say("the checkpoint could not be written", error)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The latest checkpoint, or None before the first; cuts off metrics that lie past it.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -44,7 +43,6 @@ class DeepSpeed:
     ) -> None:
         from bigbatch.connect import deepspeed
 
-        _require_float32(model)
         if not dist.is_initialized():  # one process, whom DeepSpeed wants in a group too
             os.environ.setdefault("LOCAL_RANK", "0")  # which it asks for
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -86,14 +84,22 @@ class DeepSpeed:
         return {"model": self._model.state_dict(), "folder": place, "ranks": count()}
 
     def save(self, run: RunDirectory) -> None:
-        """As `Engine` says; the folder before is taken away when nothing names it any more."""
+        """As `Engine` says; a folder that nothing names is taken away.
+
+        On several ranks an error of writing is raised: the others wait for this one in DeepSpeed.
+        """
         state, folder = self.state_dict(), run.path / _FOLDER
-        self.joined.save_checkpoint(str(folder), state["folder"], save_latest=False)
+        try:
+            self.joined.save_checkpoint(str(folder), state["folder"], save_latest=False)
+        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
+            if count() > 1:
+                raise
+            run.say_unsaved(error)
+            shutil.rmtree(folder / state["folder"], ignore_errors=True)
+            return
         dist.barrier()
-        if leads() and run.save_checkpoint(state):
-            for old in folder.iterdir():
-                if old.is_dir() and old.name != state["folder"]:
-                    shutil.rmtree(old, ignore_errors=True)
+        if leads():
+            _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
     def load_state_dict(self, state: State, path: Path) -> None:
         """As `Engine` says.
@@ -114,6 +120,13 @@ class DeepSpeed:
         self.joined.load_checkpoint(str(folder), state["folder"])
 
 
+def _keep_one(folder: Path, name: str, *, newest: bool) -> None:
+    """Takes away the folders before the one of that name, or that one alone."""
+    for one in folder.iterdir():
+        if one.is_dir() and (one.name != name) == newest:
+            shutil.rmtree(one, ignore_errors=True)
+
+
 def _config_of(settings: Settings) -> State:
     """DeepSpeed's; batch sizes follow the plan from the first step on."""
     config: State = {
@@ -126,11 +139,3 @@ def _config_of(settings: Settings) -> State:
     if settings.precision != "float32":
         config["torch_autocast"] = {"enabled": True, "dtype": settings.precision}
     return config
-
-
-def _require_float32(model: nn.Module) -> None:
-    if others := {p.dtype for p in model.parameters()} - {torch.float32}:
-        raise SettingError(
-            f"engine=deepspeed makes float32 of parameters, and {others.pop()} is asked for; leave "
-            "engine out, or set the model to float32"
-        )

@@ -90,17 +90,26 @@ def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
     Raises:
         SettingError: BERT has fewer positions, or a pair does not fit.
     """
-    length = int(settings.task["length"])
-    if not _SHORTEST <= length <= _POSITIONS:
-        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} pieces")
-    return Frame(pieces.begin, pieces.end, pieces.pad, length)
-
-
-_SHORTEST, _POSITIONS = 16, 512
+    return Frame(pieces.begin, pieces.end, pieces.pad, _length(settings))
 
 
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(pieces, segments, real) on the meta device."""
-    shape = (samples, int(settings.task["length"]))
+    """(pieces, segments, real) on the meta device.
+
+    Raises:
+        SettingError: BERT has fewer positions, or a pair does not fit.
+    """
+    shape = (samples, _length(settings))
     number = torch.empty(shape, dtype=torch.int32, device="meta")
     return number, number, torch.empty(shape, dtype=torch.bool, device="meta")
+
+
+def _length(settings: Settings) -> int:
+    """Pieces of a row."""
+    length = int(settings.task["length"])
+    if not _SHORTEST <= length <= _POSITIONS:
+        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} pieces")
+    return length
+
+
+_SHORTEST, _POSITIONS = 16, 512
