@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.frame import Frame, Numbers
-from bigbatch.recipes.data.glue import ORIGIN, Rows, read_task
+from bigbatch.recipes.data.glue import ORIGIN, TASKS, Rows, read_task
 from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import collected, share_of
