@@ -86,6 +86,15 @@ def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
     assert tmp_path / "run-2" == reserve(tmp_path, "run", launch("none").id)
 
 
+def test_a_lost_rank_is_told_once_with_the_way_to_go_on(capsys):
+    store = dist.HashStore()
+    for _ in range(2):
+        Launch(store).tell_failure(dist.DistNetworkError("Connection closed by peer. At gloo."))
+    err = capsys.readouterr().err
+    assert 1 == err.count("another rank was lost (Connection closed by peer)")
+    assert "--max-restarts" in err
+
+
 class GoneStore(dist.Store):
     """As a client's is when the process that kept it has ended."""
 
