@@ -91,7 +91,7 @@ CIFAR10_RESNET18 = Recipe(
             {**_HELD, "target": (0.1, 0.4), "min_batch": (64, 256), "lr": _RATES[1::2]},
             {
                 "policy": ("fixed",),
-                "batch_size": (128, 1024),
+                "batch_size": (128, 256, 512, 1024),
                 "lr_scaling": ("sqrt", "linear"),
                 "lr": _RATES[1::2],
             },
