@@ -42,6 +42,7 @@ WRONG = [
     (["--set", "lr=0.1"], "--set gives lr, of which the sweep has values of its own"),
     (["--set", "lr=0.1", "--grid", "lr=0.1,0.2"], "--set gives lr, of which the sweep has"),
     (["--grid", "policy=fixed", "--grid", "target=0.1,0.2"], "target has no effect at any point"),
+    (["--grid", "dropout=0.0,2.0"], "cannot be built with dropout=2.0, double=True: dropout prob"),
     (["--grid", "r_max=1,10", "--grid", "lr=0.1"], "r_max has no effect at any point"),
     (["--resume", "nowhere"], "nowhere holds no sweep"),
     (["--grid", "lr=0.1", "--jobs", "0"], "--jobs"),
@@ -344,22 +345,20 @@ def test_a_sweep_under_torchrun_is_refused_and_writes_nothing(bigbatch, tmp_path
 @pytest.mark.slow
 def test_a_failing_point_stops_no_other_and_is_named_with_its_reason(bigbatch, tmp_path):
     place = tmp_path / "sweep"
-    grid = ("--grid", "dropout=0.0,2.0", "--seeds", "1", *SHORT)
+    grid = ("--grid", "samples=3,300", "--seeds", "1", *SHORT)
     status, out, _ = bigbatch("sweep", "digits", *grid, "--out", place, "--quiet")
     assert 1 == status
-    assert (
-        "dropout=2-seed0 failed: ValueError: dropout probability has to be between 0 and 1" in out
-    )
+    assert "samples=3-seed0 failed: 3 samples of an epoch are too few for 4 (virtual) ranks" in out
     assert f"`bigbatch sweep --resume {place}` tries the 1 failed again" in out
-    assert (place / "dropout=0-seed0" / "report.html").exists()
+    assert (place / "samples=300-seed0" / "report.html").exists()
     assert {"sweep.png", "sweep.csv", "sweep.json", "report.html"} <= {
         path.name for path in place.iterdir()
     }
-    before = (place / "dropout=0-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    before = (place / "samples=300-seed0" / "metrics.jsonl").stat().st_mtime_ns
     status, out, _ = bigbatch("sweep", "--resume", place)
     assert 1 == status
-    assert "dropout=2-seed0 failed" in out
-    assert before == (place / "dropout=0-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    assert "samples=3-seed0 failed" in out
+    assert before == (place / "samples=300-seed0" / "metrics.jsonl").stat().st_mtime_ns
 
 
 def sweeping(*arguments):

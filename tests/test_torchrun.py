@@ -183,6 +183,7 @@ def test_a_run_of_two_ranks_goes_on_alone_with_the_same_samples(one_process, tmp
 def test_an_error_is_said_once_and_ends_all(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
+    Path("mine/notes.txt").touch()
     result = torchrun(2, *DIGITS, *options)
     assert 0 != result.returncode
     (line,) = said(result)

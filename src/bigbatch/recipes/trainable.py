@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.recipes.optimizers import build_controller, build_optimizer
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
@@ -28,11 +28,22 @@ def require_trainable(recipe: Recipe, *asked: Settings) -> None:
         build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
     unlike = {repr((one.task, one.precision, one.engine)): one for one in asked}
     for settings in unlike.values():
-        recipe.example(settings, 1)
-        kinds = {p.dtype for p in on_paper(recipe, settings).parameters()}
+        kinds = {p.dtype for p in _built(recipe, settings).parameters()}
         _require_castable(kinds, settings.precision)
         if settings.engine == "deepspeed":
             _require_for_deepspeed(kinds, settings.precision)
+
+
+def _built(recipe: Recipe, settings: Settings) -> nn.Module:
+    """The model on paper, after an example for it; what torch refuses there is said as ours."""
+    try:
+        recipe.example(settings, 1)
+        return on_paper(recipe, settings)
+    except BigbatchError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        own = ", ".join(f"{name}={value}" for name, value in settings.task.items())
+        raise SettingError(f"recipe {recipe.name!r} cannot be built with {own}: {error}") from error
 
 
 def _require_castable(kinds: set[torch.dtype], precision: str) -> None:
