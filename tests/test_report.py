@@ -145,6 +145,10 @@ def test_skipped_steps_are_no_updates_and_said(tmp_path):
     history = history_of(run)
     assert (2, 2, 32.0) == (history.steps, history.skipped, history.average_batch)
     assert "2 (2 skipped)" == table_of([history]).rows[0][2]
+    gap = history_of(
+        run_at(tmp_path / "gap", [row(1), row(2, **lost), row(5)])
+    )  # two were not logged
+    assert (4, 32.0) == (gap.steps, gap.average_batch)
 
 
 def test_the_page_asks_for_nothing_from_elsewhere(runs, tmp_path):

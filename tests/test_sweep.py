@@ -292,6 +292,11 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     sweep = read_swept(tmp_path / "sweep")
     assert 62 == len(sweep.begun)
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
+    for run in sweep.begun[::2]:  # one of each point diverged
+        run.metrics.write_text("")
+        run.append(row(1, batch=100, scores={"test accuracy, %": None}))
+    half = read_swept(tmp_path / "sweep")
+    assert ([], 60) == (half.front, len(half.drawn))
 
 
 def test_a_log_that_was_cut_and_grew_again_is_read_anew(tmp_path):

@@ -77,7 +77,7 @@ def write_study(
     for settings in trainings.values():
         for run in settings.before.values():
             if run not in trainings:
-                RunDirectory.open(Path(run))
+                RunDirectory.open(path / run)
     with made_whole(path) as beside:
         listed = {name: settings.as_dict() for name, settings in trainings.items()}
         about = {"trainings": listed, **({"sweep": sweep} if sweep else {})}

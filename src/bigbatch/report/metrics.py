@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, mean, stdev
+from statistics import mean, stdev
 from typing import Any
 
 from bigbatch.decide.named import target_of
@@ -118,7 +118,7 @@ class History:
     @property
     def steps(self) -> int:
         """Updates of the weights."""
-        return len(self.rows) - self.skipped
+        return self.rows[-1]["step"] - self.skipped if self.rows else 0
 
     @property
     def skipped(self) -> int:
@@ -128,8 +128,10 @@ class History:
     @property
     def average_batch(self) -> float:
         """Samples of an update on average; nan before the first."""
-        updates = [row["batch_size"] for row in self.rows if not row["skipped"]]
-        return fmean(updates) if updates else math.nan
+        if not self.steps:
+            return math.nan
+        lost = sum(row["batch_size"] for row in self.rows if row["skipped"])
+        return float((self.rows[-1]["samples"] - lost) / self.steps)
 
     def scored(self) -> list[Row]:
         """The steps after which scores were measured."""

@@ -166,7 +166,8 @@ class Swept:
         """The runs whose curves a page has: all that have begun, of a large sweep the front's."""
         if len(self.begun) <= _DRAWN:
             return self.begun
-        return [run.directory for point in self.front for run in point.runs][:_DRAWN]
+        of_front = [run.directory for point in self.front for run in point.runs]
+        return (of_front or self.begun)[:_DRAWN]
 
     @property
     def title(self) -> str:
@@ -213,12 +214,12 @@ def read_swept(path: Path) -> Swept | None:
     trainings = read_trainings(path)
     begun: list[RunDirectory] = []
     ended: dict[str, list[SweptRun]] = {name: [] for name in about["points"]}
-    for name in trainings:
+    for name, settings in trainings.items():
         history = _history(path / name)
         if history is not None and history.rows:
             begun.append(RunDirectory.open(path / name))
             if history.finished:
-                ended[history.label].append(_came_to(history, begun[-1]))
+                ended[settings["arm"]].append(_came_to(history, begun[-1]))
     planned = [settings["arm"] for settings in trainings.values()]
     points = [
         SweptPoint(name, values, planned.count(name), ended[name])
