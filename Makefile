@@ -5,7 +5,7 @@ READY := .venv/.ready
 RUNS ?= runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow check bench picture clean
+.PHONY: help setup run test test-all test-release check bench picture clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -23,19 +23,24 @@ $(READY): pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 run: $(READY)  ## train the digits study and write its report
 	$(BIN)/bigbatch train --runs $(RUNS)
 
-test test-slow: export OMP_NUM_THREADS = 1  # two test processes, each with ranks, on two cores
+# two test processes on two cores, each with ranks of its own
+test test-all test-release: export OMP_NUM_THREADS = 1
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(AREA),tests/$(AREA))
 
-test: $(READY)  ## the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+test: $(READY)  ## every promise once, in four minutes; AREA=optim for one folder of tests
+	$(PYTEST) -m "not thorough and not release"
 
-test-slow: $(READY)  ## the slow tests: kill and resume, whole studies
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+test-all: $(READY)  ## what CI runs: pairs of engine, precision, ranks, rule; kill and resume
+	$(PYTEST) -m "not release"
+
+test-release: $(READY)  ## the rest: full products, studies, elastic runs, chaos, fuzz
+	$(PYTEST) -m release
 
 check: $(READY)  ## style, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/project/test_architecture.py
 
 bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
 	$(BIN)/bigbatch bench measure

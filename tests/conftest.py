@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""What all tests share: processes, the command, which tests run, and what they proved."""
 
 import os
 import shutil
@@ -8,23 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 
+from areas import report_areas
 from bigbatch.cli import main
-from ranks import Ranks
+from ranks import forking, ranks_of
+from tiers import is_on_ranks, mark_products
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(items):
-    """DeepSpeed compiles a part of itself when it is first used."""
+    mark_products(items)
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        skip = pytest.mark.skip(reason="DeepSpeed needs a C++ compiler, and there is none")
+        skip = pytest.mark.skip(reason="DeepSpeed compiles itself and finds no C++ compiler")
         for item in items:
-            if any(name in item.nodeid for name in ("deepspeed", "one_trajectory", "ZeRO")):
+            if "deepspeed_ranks" in item.fixturenames or item.get_closest_marker("deepspeed"):
                 item.add_marker(skip)
+    items.sort(key=lambda item: not is_on_ranks(item))  # the long ones first
+
+
+def pytest_terminal_summary(terminalreporter):
+    report_areas(terminalreporter)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     """Two test processes on two cores; sums then also come in one order."""
     torch.set_num_threads(1)
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
+    forking()  # before the library asks the server for a process
 
 
 @pytest.fixture
@@ -62,17 +72,8 @@ def trackers():
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(n)` gives n real processes, made on first use and again after a failure."""
-    pools = {}
-
-    def of_size(count):
-        if count not in pools or not pools[count].alive:
-            pools[count] = Ranks(count)
-        return pools[count]
-
-    yield of_size
-    for pool in pools.values():
-        pool.kill()
+    """`ranks(n)(function, *arguments)` calls it on n real processes of its own."""
+    return ranks_of
 
 
 @pytest.fixture(scope="session")
@@ -80,21 +81,5 @@ def deepspeed_ranks(ranks):
     """`ranks`, once there is what DeepSpeed compiles on first use, for up to a minute."""
     from deepspeed.accelerator import get_accelerator
 
-    beside_python = Path(sys.executable).parent  # ninja may be there, and not on the path
-    os.environ["PATH"] += os.pathsep + str(beside_python)
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     return ranks
-
-
-@pytest.fixture
-def fresh_ranks(deepspeed_ranks):
-    """Processes of its own for a test: some of what DeepSpeed sets stays for a process's life."""
-    pools = []
-
-    def of_size(count):
-        pools.append(Ranks(count))
-        return pools[-1]
-
-    yield of_size
-    for pool in pools:
-        pool.kill()

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import bigbatch as bb
-from test_ranks_loop import SEED, Numbered, whole, wrapped
+from numbered_samples import SEED, Numbered, whole, wrapped
 
 DEFAULTS = {"engine": "ddp", "updates": 24, "every": 5, "timeout": 60, "fault": "", "at": 13}
 FAULTY = 1  # the rank that is struck

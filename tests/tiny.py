@@ -2,7 +2,7 @@
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 WORDS = 40
 LENGTH = 10
@@ -79,3 +79,15 @@ def logged(trainer, *names):
         for line in trainer.state.log_history
         if "loss" in line
     ]
+
+
+class Gradients(TrainerCallback):
+    """What the optimizer has stepped by; still there after its step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **others):
+        self.before = [p.grad.clone() for p in model.parameters()]
+
+    def on_optimizer_step(self, args, state, control, model, **others):
+        self.found = [p.grad.clone() for p in model.parameters()]
+        for before, found in zip(self.before, self.found, strict=True):
+            torch.testing.assert_close(before, found, rtol=0, atol=0)

@@ -1,5 +1,6 @@
 """Real processes on gloo for benches, whose groups all count what is sent."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -26,7 +27,9 @@ def on_ranks(count: int, work: Work) -> Iterator[Any]:
     Raises:
         RuntimeError: one of them failed.
     """
-    context = multiprocessing.get_context("spawn")
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    get = multiprocessing.get_context
+    context = get("forkserver") if forks else get("spawn")
     results, ours = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -64,6 +67,7 @@ def _received(results: Connection, processes: list[Any]) -> Iterator[Any]:
 
 
 def _serve(rank: int, count: int, store: Path, results: Connection, work: Work) -> None:
+    gc.freeze()  # collections, which `peak` asks for, leave out what was imported
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # other data on each
     os.environ["LOCAL_RANK"] = str(rank)  # which DeepSpeed asks for

@@ -1,4 +1,4 @@
-"""What ranks send and keep, by formula; held to what is counted by tests/test_bench_engines.py."""
+"""What ranks send and keep, by formula; tests/bench/test_bench_engines.py holds it to counts."""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -1,0 +1,72 @@
+"""The example of docs/deepspeed.md runs, however it is launched."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "deepspeed_fashion_mnist.py"
+FASHION_MNIST = ROOT.parent / "shared" / "data" / "fashion-mnist"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+LAUNCHER = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port"]
+SECONDS = 240  # far more than needed: a hang ends as a failure
+
+pytestmark = [
+    pytest.mark.usefixtures("deepspeed_ranks"),  # what it compiles once would count here
+]
+
+
+def free_port():
+    """The one of the last launch may be kept for a while."""
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        return opened.getsockname()[1]
+
+
+def epochs_of(launcher, *arguments):
+    """(samples, batch size, accuracy) of each epoch."""
+    if launcher is LAUNCHER:
+        launcher = [*LAUNCHER, str(free_port())]
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLE), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    said = re.findall(r"steps, (\d+) samples, batch (\d+), accuracy ([\d.]+)", ended.stdout)
+    return [(int(samples), int(batch), float(accuracy)) for samples, batch, accuracy in said]
+
+
+def assert_learnt_digits(epochs):
+    assert [1400, 2800, 4200] == [samples for samples, _, _ in epochs]
+    assert epochs[-1][-1] > 0.8
+
+
+def test_it_runs_by_plain_python():
+    assert_learnt_digits(epochs_of([], "--data", "digits", "--epochs", 3))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("launcher", [TORCHRUN, LAUNCHER], ids=["torchrun", "deepspeed"])
+def test_it_runs_on_two_ranks_by_either_launcher(launcher, stage):
+    options = ["--data", "digits", "--epochs", 3, "--stage", stage]
+    assert_learnt_digits(epochs_of(launcher, *options))
+
+
+@pytest.mark.thorough
+def test_it_learns_fashion_mnist_in_one_epoch_on_two_ranks():
+    if not FASHION_MNIST.exists():
+        pytest.skip(f"{FASHION_MNIST} is not there")
+    ((samples, batch, accuracy),) = epochs_of(TORCHRUN, "--data", FASHION_MNIST)
+    assert samples == 60_000
+    assert batch > 64
+    assert accuracy > 0.8

@@ -1,0 +1,331 @@
+"""A recipe's training: the rate, clipping, types and parts of data that its settings ask for."""
+
+import itertools
+import json
+import math
+import shutil
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.data.columns import Columns
+from bigbatch.recipes.data.drawn import drawn
+from bigbatch.recipes.data.origin import Origin
+from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.scores import share_right, sound_scores
+from bigbatch.recipes.training import Training
+
+FIXED = {"policy": "fixed:64", "epochs": 1}
+
+
+def trained(recipe=DIGITS, **changes):
+    """A training of one epoch, and the rate of each step."""
+    training = Training(recipe, recipe.settings().changed({**FIXED, **changes}))
+    rates = []
+    for _ in training.train.epochs(1):
+        for step in training.train:
+            for batch in step:
+                step.backward(training.loss_of(training.joined, batch))
+            rates += step.update().lr
+    return training, rates
+
+
+def test_the_rate_follows_the_schedule_over_base_batches():
+    _, rates = trained(lr_schedule="polynomial 1", batch_size=32, lr_scaling="none")
+    total = 1347
+    seen = [64 * step // 32 * 32 + 16 for step in range(len(rates))]  # the middle of a base batch
+    assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
+
+
+@pytest.mark.parametrize("text", ["warm-up 1348 samples; cosine", "x0.1 at 2 epochs"])
+def test_a_schedule_that_the_training_does_not_reach_is_said(text):
+    with pytest.warns(UserWarning, match=r"goes on for .* and the training ends after 1,347"):
+        Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
+
+
+@pytest.mark.parametrize("text", ["warm-up 1347 samples; cosine", "x0.1 at 1 epochs"])
+def test_a_schedule_that_fits_is_not_spoken_of(text, recwarn):
+    Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
+    assert [] == [one for one in recwarn if "lr_schedule" in str(one.message)]
+
+
+def pictures_of(training):
+    """The samples of one more epoch, in their order."""
+    seen = []
+    for _ in training.train.epochs(2):
+        for step in training.train:
+            for x, y in step:
+                seen += [tuple(one.flatten().tolist()) for one in x]
+                step.backward(training.loss_of(training.joined, (x, y)))
+            step.update()
+    return seen
+
+
+def test_a_part_of_the_data_is_the_same_for_every_seed():
+    (one, _), (other, _) = trained(samples=100), trained(samples=100, seed=1)
+    orders = [pictures_of(training) for training in (one, other)]
+    assert [100, 100] == [len(order) for order in orders]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_more_samples_than_there_are_is_all_of_them():
+    training, _ = trained(samples=10_000)
+    assert 1347 == training.train.samples
+
+
+def rows(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(bigbatch, place, *options):
+    first = ("epochs=2", "policy=fixed:64", "lr=0.1")
+    settings = [f"--set={option}" for option in (*first, *options)]
+    status, out, err = bigbatch("train", "digits", "--seed=0", *settings, "--out", place, "--quiet")
+    assert 0 == status, out + err
+    return rows(place)
+
+
+@pytest.mark.thorough
+def test_a_clipped_training_is_another(bigbatch, tmp_path):
+    plain = train(bigbatch, tmp_path / "plain")
+    loose = train(bigbatch, tmp_path / "loose", "clip=1e6")
+    tight = train(bigbatch, tmp_path / "tight", "clip=1e-3")
+    assert pytest.approx(plain[-1]["loss"]) == loose[-1]["loss"]
+    assert plain[-1]["loss"] < 1.5
+    assert abs(tight[-1]["loss"] - math.log(10)) < 0.1
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_training_in_half_precision_is_that_of_float32_but_for_rounding(
+    bigbatch, tmp_path, precision
+):
+    small = ("double=no", "epochs=1", "samples=256")
+    whole = train(bigbatch, tmp_path / "whole", *small)
+    half = train(bigbatch, tmp_path / "half", *small, f"precision={precision}")
+    losses, rounded = ([row["loss"] for row in rows] for rows in (whole, half))
+    assert pytest.approx(losses, rel=0.02) == rounded
+    assert losses != rounded
+    saved = torch.load(tmp_path / "half" / "checkpoint.pt", weights_only=True)["state"]
+    assert (precision == "float16") == (saved["scaler"] is not None)
+
+
+def test_a_precision_that_a_model_in_float64_would_not_have_is_refused():
+    with pytest.raises(
+        SettingError, match="precision=bfloat16 has no effect on a model in float64"
+    ):
+        Training(DIGITS, DIGITS.settings().changed({"precision": "bfloat16"}))
+
+
+def test_indices_of_a_part_take_few_bytes():
+    """Four each, and not the forty of a list of numbers; datasets get Python's own."""
+    chosen = drawn(400_000, 300_000)
+    held = chosen.buffer_info()[1] * chosen.itemsize
+    assert 300_000 * 4 == held
+    assert 300_000 == len(set(chosen))
+    assert int is type(chosen[0])
+
+
+def test_data_from_workers_is_the_same_training(bigbatch, tmp_path):
+    alone = train(bigbatch, tmp_path / "a", "epochs=1")
+    workers = train(bigbatch, tmp_path / "b", "epochs=1", "workers=2")
+    assert [row["loss"] for row in alone] == [row["loss"] for row in workers]
+
+
+def test_measuring_scores_draws_no_random_number():
+    training, _ = trained()
+    before = torch.get_rng_state()
+    training.scores()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_gpu_that_is_not_there_is_said():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SettingError, match="device='cuda' is not there; write --set device=cpu"):
+        Training(DIGITS, DIGITS.settings().changed({"device": "cuda"}))
+
+
+# beginning from another run
+
+
+def test_a_run_begins_with_the_weights_of_another(bigbatch, tmp_path):
+    train(bigbatch, tmp_path / "first")
+    changes = {**FIXED, "begin_from": str(tmp_path / "first")}
+    second = Training(DIGITS, DIGITS.settings().changed(changes))
+    saved = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["state"]["model"]
+    assert all(torch.equal(saved[name], now) for name, now in second.model.state_dict().items())
+
+
+@pytest.mark.thorough
+def test_weights_of_another_shape_begin_anew_which_is_said(bigbatch, tmp_path):
+    train(bigbatch, tmp_path / "first")
+
+    def wider(settings):
+        model = DIGITS.model(settings)
+        model[9] = torch.nn.Linear(128, 12).double()
+        return model
+
+    changes = {**FIXED, "begin_from": str(tmp_path / "first")}
+    recipe = replace(DIGITS, model=wider)
+    with pytest.warns(UserWarning, match=r"6 of 8 tensors begin as .* new are 9.bias, 9.weight"):
+        Training(recipe, DIGITS.settings().changed(changes))
+
+
+@pytest.mark.thorough
+def test_a_run_that_cannot_be_begun_from_is_refused(tmp_path, bigbatch):
+    with pytest.raises(RunError, match="there is no run directory"):
+        trained(begin_from=str(tmp_path / "nowhere"))
+    train(bigbatch, tmp_path / "first")
+    recipe = replace(DIGITS, model=lambda settings: torch.nn.Linear(3, 3))
+    with pytest.raises(RunError, match=r"no weight of .* fits this model"):
+        trained(recipe, begin_from=str(tmp_path / "first"))
+    with (tmp_path / "first" / "metrics.jsonl").open("r+") as log:
+        whole = log.read()
+        log.truncate(whole.index("\n"))
+    with pytest.raises(RunError, match="is not finished, so nothing can begin from it"):
+        trained(begin_from=str(tmp_path / "first"))
+    (tmp_path / "first" / "metrics.jsonl").write_text(whole)
+    (tmp_path / "first" / "checkpoint.pt").unlink()
+    with pytest.raises(RunError, match="has no checkpoint to begin from; train it first"):
+        trained(begin_from=str(tmp_path / "first"))
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_where_those_that_it_needed_first_are_gone(bigbatch, tmp_path, monkeypatch):
+    first = tmp_path / "first"
+    train(bigbatch, first, "optimizer=vr-momentum")
+    needed = ("lr_schedule=cosine", f"begin_from={first}", f"lr_from={first}")
+    whole = train(bigbatch, tmp_path / "whole", *needed)
+    calls = itertools.count()
+
+    def interrupted(settings):
+        loss_of = DIGITS.loss(settings)
+
+        def loss(model, batch):
+            if next(calls) == 100:
+                raise KeyboardInterrupt
+            return loss_of(model, batch)
+
+        return loss
+
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, loss=interrupted))
+    with pytest.raises(AssertionError, match="bigbatch train --resume"):
+        train(bigbatch, tmp_path / "half", *needed, "checkpoint_every=5")
+    shutil.rmtree(first)
+    assert 0 == bigbatch("train", "--resume", tmp_path / "half")[0]
+    for expected, actual in zip(whole, rows(tmp_path / "half"), strict=True):
+        assert {**expected, "seconds": None} == {**actual, "seconds": None}
+
+
+@pytest.mark.thorough
+def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_path, monkeypatch):
+    def data(settings):
+        return replace(DIGITS.data(settings), keeps={"words.txt": settings.begin_from})
+
+    arms = {"one": FIXED, "two": {**FIXED, "lr": 0.0, "begin_from": "one"}}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, data=data))
+    study = tmp_path / "study"
+    few = ("--epochs=1", "--seeds=2", "--set", "samples=100")
+    status, out, err = bigbatch("train", "digits", *few, "--out", study)
+    assert 0 == status, out + err
+    for seed in (0, 1):
+        first, second = (rows(study / f"{arm}-seed{seed}") for arm in arms)
+        assert first[-1]["scores"] == second[-1]["scores"]  # the rate is 0
+        kept = (study / f"two-seed{seed}" / "words.txt").read_text()
+        assert str((study / f"one-seed{seed}").resolve()) == kept
+    assert "2 seeds" in out
+    study.rename(tmp_path / "moved")
+    (tmp_path / "moved" / "two-seed1" / "checkpoint.pt").unlink()
+    assert 0 == bigbatch("train", "--resume", tmp_path / "moved")[0]
+
+
+@pytest.mark.thorough
+def test_a_study_holds_one_model_at_a_time(bigbatch, tmp_path, monkeypatch):
+    made, alive = [], []
+
+    def model(settings):
+        alive.append(sum(one() is not None for one in made))
+        network = DIGITS.model(settings)
+        made.append(weakref.ref(network))
+        return network
+
+    arms = {"one": FIXED, "two": FIXED, "three": FIXED}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, model=model))
+    own = ("--epochs=1", "--seeds=1", "--set=samples=64")
+    assert 0 == bigbatch("train", "digits", *own, "--out", tmp_path / "study")[0]
+    assert {0} == set(alive)
+
+
+# data
+
+
+def test_data_are_found_in_the_folder_or_in_a_named_one_of_it(tmp_path):
+    origin = Origin("letters", ("letters", "abc"), ("*.txt",), "the alphabet", otherwise="")
+    (tmp_path / "abc").mkdir()
+    (tmp_path / "abc" / "a.txt").write_text("a")
+    assert (tmp_path / "abc").resolve() == origin.find(tmp_path)
+    assert (tmp_path / "abc").resolve() == origin.find(tmp_path / "abc")
+
+
+def test_missing_data_are_one_line_that_says_which_files_from_where(tmp_path, monkeypatch):
+    origin = Origin("letters", ("abc",), ("*.txt",), "the alphabet (alphabet.org)")
+    wanted = r"letters is not in .*: \*.txt of the alphabet \(alphabet.org\) must be there, or in a"
+    with pytest.raises(RunError, match=wanted):
+        origin.find(tmp_path)
+    with pytest.raises(RunError, match=r"\*.txt, and a key, and a lock of the alphabet"):
+        replace(origin, beside=("a key", "a lock")).find(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="letters is not in data"):
+        origin.find(None)
+    assert replace(origin, otherwise="numbers").find(None) is None
+    (tmp_path / "data" / "abc").mkdir(parents=True)
+    (tmp_path / "data" / "abc" / "a.txt").write_text("a")
+    assert (tmp_path / "data" / "abc").resolve() == origin.find(None)
+
+
+def test_columns_of_unequal_length_are_refused():
+    with pytest.raises(SettingError, match=r"columns of \[2, 3\] rows"):
+        Columns(torch.ones(2), torch.ones(3))
+
+
+# ranks
+
+
+def judged(rank, ranks, samples):
+    """Accuracy of a model that is right on every third of so many samples."""
+    x = torch.arange(samples)
+    data = Columns(torch.nn.functional.one_hot((x % 3 == 0).long(), 2).double(), x * 0 + 1)
+    settings = DIGITS.settings().changed({"micro_batch": 4})
+    return share_right(torch.nn.Identity(), data, settings)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 30])
+def test_ranks_share_the_samples_and_all_get_the_same_score(ranks, samples):
+    expected = 100 * len(range(0, samples, 3)) / samples
+    assert expected == judged(0, 1, samples)
+    assert [expected] * 2 == ranks(2)(judged, samples)
+
+
+def judged_strange(rank, ranks, logit):
+    """Scores of a model that gives one odd logit, for a sample of the last rank."""
+    x = torch.eye(4)
+    x[3, 3] = logit
+    data = Columns(x, torch.zeros(4, dtype=torch.long))
+    settings = DIGITS.settings().changed({"micro_batch": 4})
+
+    def scores(model):
+        return {"right": share_right(model, data, settings)}
+
+    return sound_scores(torch.nn.Identity(), scores, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
+def test_a_model_with_an_output_that_is_no_number_has_no_score(ranks, logit):
+    assert {"right": 25.0} == judged_strange(0, 1, 1.0)
+    for found in [judged_strange(0, 1, logit), *ranks(2)(judged_strange, logit)]:
+        assert math.isnan(found["right"])

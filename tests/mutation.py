@@ -1,0 +1,338 @@
+"""Changes the library in one place at a time, and tells which changes no test notices.
+
+    python tests/mutation.py map      runs the tests, notes which functions each of them calls
+    python tests/mutation.py run      makes 200 mutants, runs what calls each; lists the survivors
+
+A mutant is one comparison, operation, condition, constant or statement that is another or gone. The
+tests that call its function run, cheapest first, until one fails. Functions called on ranks count
+too. What lies in a message, an annotation or a docstring is left alone.
+"""
+
+import argparse
+import ast
+import copy
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "bigbatch"
+KEPT = ROOT / ".mutation"
+FOLDERS = {"measure": 45, "decide": 35, "act": 45, "optim": 45, "connect/deepspeed": 30}
+SECONDS = 60  # of tests, as `map` timed them, that one mutant gets before it counts as a survivor
+
+SWAPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One piece of a file, as lines and columns, and what stands there instead."""
+
+    file: str
+    function: str
+    start: tuple[int, int]
+    end: tuple[int, int]
+    before: str
+    after: str
+
+    def source(self) -> str:
+        lines = (SOURCE / self.file).read_text().splitlines(keepends=True)
+        (first, left), (last, right) = self.start, self.end
+        whole = lines[first - 1][:left] + self.after + lines[last - 1][right:]
+        return "".join([*lines[: first - 1], whole, *lines[last:]])
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.start[0]} `{_short(self.before)}` -> `{_short(self.after)}`"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+# mutants
+
+
+def mutants_of(file: Path) -> list[Mutant]:
+    """Every mutant of the functions in one file."""
+    name, text = str(file.relative_to(SOURCE)), file.read_text()
+    found = []
+    for function, node in _nodes(ast.parse(text), None):
+        before = ast.get_source_segment(text, node)
+        for after in _others(node):
+            end = (node.end_lineno, node.end_col_offset)
+            start = (node.lineno, node.col_offset)
+            found.append(Mutant(name, function, start, end, before, after))
+    return found
+
+
+def _nodes(node, function):
+    """Nodes inside functions with the function's key, but for what is only said."""
+    said = ast.JoinedStr | ast.arguments | ast.AnnAssign | ast.Assert
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, said):
+            continue
+        inside = function
+        if isinstance(child, ast.FunctionDef):
+            first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+            inside = f"{first}:{child.name}"
+        if function is not None:
+            yield function, child
+        if not isinstance(child, ast.Raise):
+            yield from _nodes(child, inside)
+
+
+def _others(node):
+    """What may stand instead of a node, as text."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in SWAPPED:
+            yield _unparsed(node, ops=[SWAPPED[type(op)]()])
+        case ast.BinOp(op=op, left=left) if type(op) in SWAPPED and not _is_text(left):
+            yield _unparsed(node, op=SWAPPED[type(op)]())
+        case ast.BoolOp(op=op):
+            yield _unparsed(node, op=SWAPPED[type(op)]())
+        case ast.UnaryOp(op=ast.Not()):
+            yield f"bool({ast.unparse(node.operand)})"
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield str(value + 1)
+        case ast.IfExp():
+            yield _unparsed(node, body=node.orelse, orelse=node.body)
+        case ast.Call(func=ast.Name(id=name)) if name in OTHER_NAME:
+            yield _unparsed(node, func=ast.Name(OTHER_NAME[name]))
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise():
+            yield "pass"
+
+
+def _unparsed(node, **changes) -> str:
+    other = copy.copy(node)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return f"({ast.unparse(other)})"
+
+
+def _is_text(node) -> bool:
+    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """So many mutants, of each folder its share."""
+    chosen, whole = [], sum(FOLDERS.values())
+    for folder, share in FOLDERS.items():
+        files = sorted((SOURCE / folder).rglob("*.py"))
+        everything = [mutant for file in files for mutant in mutants_of(file)]
+        chosen += random.Random(seed).sample(everything, round(count * share / whole))
+    return chosen
+
+
+# which tests call a function: this module is a plugin of pytest, too
+
+
+class Calls:
+    """The functions of the library that are called while it is set as a trace."""
+
+    def __init__(self):
+        self._codes = set()
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename.startswith(f"{SOURCE}/"):
+            self._codes.add(frame.f_code)
+
+    @property
+    def names(self) -> set[str]:
+        skipped = len(f"{SOURCE}/")
+        return {f"{c.co_filename[skipped:]}:{c.co_firstlineno}:{c.co_name}" for c in self._codes}
+
+
+class OnRank:
+    """A function of a test on ranks, which leaves what it called in a file of its process."""
+
+    def __init__(self, function, folder):
+        self.function, self.folder = function, folder
+
+    def __call__(self, *arguments):
+        calls = Calls()
+        sys.settrace(calls)
+        try:
+            return self.function(*arguments)
+        finally:
+            sys.settrace(None)
+            (self.folder / str(os.getpid())).write_text(json.dumps(sorted(calls.names)))
+
+
+class Recorder:
+    """The plugin of `map`."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        import ranks
+
+        folder, plain = Path(tempfile.mkdtemp()), ranks._start
+        ranks._start = lambda rank, count, store, function, arguments: plain(
+            rank, count, store, OnRank(function, folder), arguments
+        )
+        calls, begun = Calls(), time.monotonic()
+        sys.settrace(calls)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            ranks._start = plain
+            names = calls.names.union(*(json.loads(f.read_text()) for f in folder.iterdir()))
+            shutil.rmtree(folder)
+            tiers = {mark.name for mark in item.iter_markers()} & {"thorough", "release"}
+            row = [item.nodeid, time.monotonic() - begun, sorted(tiers), sorted(names)]
+            worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+            with (KEPT / f"map.{worker}").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+class Ordered:
+    """The plugin of a mutant's tests: as they were asked for, cheapest first."""
+
+    def __init__(self, names):
+        self._place = {name: place for place, name in enumerate(names)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self._place[item.nodeid])
+
+
+def pytest_configure(config):
+    if os.environ.get("MUTATION_MAP"):
+        config.pluginmanager.register(Recorder())
+
+
+def record(arguments) -> None:
+    """`map`: one run of the tests."""
+    shutil.rmtree(KEPT, ignore_errors=True)
+    KEPT.mkdir()
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "pytest", "-p", "mutation", "-n", "2", "--dist", "worksteal"]
+    marks = [] if arguments.everything else ["-m", "not release"]
+    variables = {"MUTATION_MAP": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, *marks], cwd=ROOT, env=os.environ | variables, check=False)
+
+
+# a mutant and its tests
+
+
+def tests_by_function(excluded: set[str]):
+    """(seconds, test) for each function, but for tests of these tiers."""
+    found = defaultdict(list)
+    for file in KEPT.glob("map.*"):
+        for line in file.read_text().splitlines():
+            test, seconds, tiers, names = json.loads(line)
+            if not excluded & set(tiers):
+                for name in names:
+                    found[name].append((seconds, test))
+    return found
+
+
+def chosen_tests(candidates, seconds: float) -> list[str]:
+    """The cheapest of each file in turn, up to so many seconds."""
+    files = defaultdict(list)
+    for cost, test in sorted(candidates):
+        files[test.partition("::")[0]].append((cost, test))
+    chosen, left = [], seconds
+    for row in itertools.zip_longest(*files.values()):
+        for cost, test in filter(None, row):
+            if cost <= left or not chosen:
+                chosen.append(test)
+                left -= cost
+    return chosen
+
+
+def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
+    """What becomes of the tests: "killed", "survived", or "killed, hanging"."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "bigbatch"
+        shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
+        (source / mutant.file).write_text(mutant.source())
+        child = os.fork()
+        if not child:
+            _run(Path(folder), tests)
+        until = time.monotonic() + 60 + 5 * seconds
+        while time.monotonic() < until:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+            time.sleep(0.05)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "killed, hanging"
+
+
+def _run(folder: Path, tests: list[str]) -> None:
+    """In a process of its own: ends with pytest's exit status."""
+    os.setsid()
+    log = os.open(KEPT / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    paths = [str(folder), str(ROOT / "tests")]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.chdir(ROOT)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    os._exit(pytest.main([*options, *tests], plugins=[Ordered(tests)]))
+
+
+def run(arguments) -> None:
+    """`run`: a line for each mutant, then the count."""
+    import torch  # noqa: F401  what every mutant's process has then imported
+    import transformers  # noqa: F401
+
+    tests = tests_by_function(set(arguments.without))
+    survivors, mutants = 0, drawn(arguments.count, arguments.seed)
+    mutants = mutants[arguments.part :: arguments.parts]
+    for mutant in mutants:
+        candidates = tests[f"{mutant.file}:{mutant.function}"]
+        chosen = chosen_tests(candidates, arguments.seconds)
+        result = outcome(mutant, chosen, arguments.seconds) if chosen else "survived, not called"
+        survivors += result.startswith("survived")
+        line = f"{result:16} {mutant}  ({len(chosen)} of {len(candidates)} tests)\n"
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    sys.stdout.write(f"{survivors} of {len(mutants)} survived\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    mapped = commands.add_parser("map")
+    mapped.add_argument("--everything", action="store_true", help="tests of a release too")
+    mapped.set_defaults(do=record)
+    tried = commands.add_parser("run")
+    tried.add_argument("--count", type=int, default=200)
+    tried.add_argument("--seed", type=int, default=0)
+    tried.add_argument("--seconds", type=float, default=SECONDS)
+    tried.add_argument("--without", nargs="*", default=["release"], help="tiers left out")
+    tried.add_argument("--part", type=int, default=0, help="one of --parts, from 0")
+    tried.add_argument("--parts", type=int, default=1, help="side by side")
+    tried.set_defaults(do=run)
+    arguments = parser.parse_args()
+    arguments.do(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The optimizers that tests on ranks step, and how far two lists of weights are apart."""
+
+from functools import partial
+
+import torch
+from torch.optim import AdamW
+
+from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
+
+MAKE = {
+    "VRSGD": partial(VRSGD, lr=0.1),
+    "VRMomentum": partial(VRSGD, lr=0.02, momentum=0.9),
+    "VRAdam": partial(VRAdam, lr=0.01, weight_decay=0.01),
+    "VRLARS": partial(VRLARS, lr=1.0, trust_coefficient=0.02, weight_decay=0.01),
+    "VRLAMB": partial(VRLAMB, lr=0.01),
+    "VarianceReduced(AdamW)": lambda parameters, **own: VarianceReduced(
+        AdamW(parameters, lr=0.01, fused=True), **own
+    ),
+    "LARS": partial(LARS, lr=1.0, trust_coefficient=0.02, weight_decay=0.01),
+    "LAMB": partial(LAMB, lr=0.01),
+}
+
+VR = [name for name in MAKE if name.startswith("V")]
+
+
+def difference(expected, actual):
+    """Largest difference of any element over the largest element of its tensor; nan stays nan."""
+    errors = [
+        ((b.double() - a.double()).abs().max() / a.double().abs().max()).item()
+        for a, b in zip(expected, actual, strict=True)
+    ]
+    return torch.tensor(errors).max().item()

@@ -1,0 +1,34 @@
+"""What the README says is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+LOOP = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+
+
+def test_the_loop_runs_as_printed_and_is_twenty_lines():
+    result = subprocess.run(
+        [sys.executable, "-c", LOOP], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert ["epoch=0", "epoch=1", "epoch=2"] == re.findall(r"epoch=\d", result.stdout)
+    assert len(LOOP.splitlines()) <= 20
+
+
+def test_every_file_of_the_tree_exists():
+    tree = README.split("## The house")[1].split("Imports go")[0]
+    folders = ["src/bigbatch"]
+    for line in tree.strip().splitlines()[1:]:
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders = folders[: depth - 2]
+        path = ROOT / "/".join([*folders, name.rstrip("/")])
+        assert path.exists(), path
+        folders.append(name.rstrip("/"))
+
+
+def test_every_link_leads_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target

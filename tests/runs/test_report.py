@@ -1,0 +1,216 @@
+"""The report: one file that opens offline and shows what it should."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from bigbatch.errors import RunError
+from bigbatch.report.layers import heat_maps
+from bigbatch.report.live import LiveView
+from bigbatch.report.metrics import Table, history_of, seeds_of, table_of
+from bigbatch.report.page import write_report
+from bigbatch.report.run_directory import RunDirectory
+from log_rows import row
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
+
+
+def run_at(path, rows, **settings):
+    run = RunDirectory.create(path, {**SETTINGS, **settings})
+    for one in rows:
+        run.append(one)
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    def rows(batch, accuracy):
+        return [row(s, batch=batch, accuracy=accuracy if s == 40 else None) for s in range(1, 41)]
+
+    return [
+        run_at(tmp_path / "a0", rows(32, 0.90), arm="a", seed=0),
+        run_at(tmp_path / "a1", rows(32, 0.94), arm="a", seed=1),
+        run_at(tmp_path / "b0", rows(64, 0.50), arm="b", policy="fixed"),
+    ]
+
+
+def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
+    histories = [history_of(run) for run in runs]
+    assert [
+        ("a", "92.00 ± 2.83", "40", "32", "1,280", "4.0 s"),
+        ("b", "50.00", "40", "64", "2,560", "4.0 s"),
+    ] == table_of(histories).rows
+    assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
+
+
+@pytest.mark.parametrize("score", ["AUC", "masked pieces right, % (held out of wikipedia-2)"])
+def test_a_table_is_shown_whole_in_80_columns(score):
+    shown = io.StringIO()
+    scores = [f"{score} {number}" for number in range(3)]
+    columns = ("run", *scores, "steps", "average batch", "samples", "wall time")
+    cells = ("a-long-name", "0.0123", "1.0123", "2.0123", "469", "64", "30,000", "82.4 s")
+    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "one run a row")
+    said = shown.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(cell in said for cell in cells[1:])
+    assert "a-long-n" in said
+
+
+def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
+    one = run_at(tmp_path / "s1" / "x", [row(1, accuracy=0.5)], arm="a")
+    other = run_at(tmp_path / "s2" / "x", [row(1, accuracy=0.9)], arm="a", epochs=2)
+    histories = [history_of(run) for run in (one, other, one)]
+    names = [line[0] for line in table_of(histories).rows]
+    assert ["s1/a", "s2/a (1 of 1 unfinished)"] == names
+    assert "one run a row" == seeds_of(histories)
+
+
+def test_runs_of_one_seed_are_said_to_be_of_one(tmp_path):
+    def histories(*seeds):
+        paths = [tmp_path / f"{number}-{seeds}" for number in range(len(seeds))]
+        made = zip(paths, seeds, strict=True)
+        return [history_of(run_at(path, [row(1)], arm="a", seed=seed)) for path, seed in made]
+
+    over = "mean ± standard deviation over"
+    assert f"{over} 2 runs of 1 seed" == seeds_of(histories(0, 0))
+    assert f"{over} 3 runs of 2 seeds" == seeds_of(histories(0, 0, 1))
+    assert f"{over} 2 seeds" == seeds_of(histories(0, 1))
+
+
+def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
+    run = run_at(tmp_path / "empty", [], arm="late")
+    assert ["late", "nothing yet"] == list(table_of([history_of(run)]).rows[0][:2])
+    with pytest.raises(RunError, match="nothing to report"):
+        write_report([run], tmp_path / "page.html", "empty")
+
+
+def test_runs_that_begin_from_those_of_their_seed_are_seeds_of_each_other(tmp_path):
+    for name in ("begin_from", "lr_from"):
+        runs = [
+            run_at(tmp_path / f"{name}{s}", [row(1)], arm="b", seed=s, **{name: f"/x/a-seed{s}"})
+            for s in (0, 1)
+        ]
+        assert 1 == len(table_of([history_of(run) for run in runs]).rows), name
+
+
+def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
+    runs = [run_at(tmp_path / "s0", [row(1, accuracy=0.5)], arm="a", seed=0)]
+    runs += [run_at(tmp_path / "s1", [row(1, scores={"test accuracy, %": None})], arm="a", seed=1)]
+    runs += [run_at(tmp_path / "s2", [], arm="a", seed=2)]
+    ((name, score, *_),) = table_of([history_of(run) for run in runs]).rows
+    assert "a (1 of 3 unfinished)" == name
+    assert "50.00 (1 of 2)" == score
+    write_report(runs, tmp_path / "page.html", "three")
+    assert "a (1 of 3 unfinished)" in (tmp_path / "page.html").read_text()
+
+
+def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
+    gaps = {"signal": None, "noise": None, "similarity": None, "noise_scale": None, "loss": None}
+    run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, signal=-5.0)])
+    write_report([run], tmp_path / "page.html", "gaps")
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_skipped_steps_are_no_updates_and_said(tmp_path):
+    lost = {"skipped": True, "signal": None, "noise": None}
+    run = run_at(tmp_path / "run", [row(1), row(2, **lost), row(3, **lost), row(4, accuracy=0.5)])
+    history = history_of(run)
+    assert (2, 2, 32.0) == (history.steps, history.skipped, history.average_batch)
+    assert "2 (2 skipped)" == table_of([history]).rows[0][2]
+    gap = history_of(
+        run_at(tmp_path / "gap", [row(1), row(2, **lost), row(5)])
+    )  # two were not logged
+    assert (4, 32.0) == (gap.steps, gap.average_batch)
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(runs, tmp_path):
+    write_report(runs, tmp_path / "page.html", "two arms")
+    page = (tmp_path / "page.html").read_text()
+    assert [] == re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", page)
+    assert [] == re.findall(r"url\((?!#)[^)]*\)|@import", page)
+    assert "<script" not in page
+
+
+def test_a_name_with_markup_is_shown_and_not_run(runs, tmp_path):
+    write_report(runs, tmp_path / "page.html", "<script>alert(1)</script>")
+    assert "<script" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium (Debian: apt install chromium)")
+def test_a_browser_shows_the_table_and_every_panel_of_the_chosen_axis(runs, tmp_path):
+    """Headless Chromium measures what it laid out; a probe script writes that into the page."""
+    write_report(runs, tmp_path / "page.html", "two arms")
+    probe = """<script>addEventListener('load', () => {
+      const shown = e => e.getBoundingClientRect().width > 0;
+      const found = tab => { document.getElementById(tab).checked = true;
+        const svg = [...document.querySelectorAll('.tabs svg')].filter(shown);
+        return {figures: svg.length, width: svg[0].getBoundingClientRect().width,
+                panels: svg[0].querySelectorAll('g[id^=axes_]').length,
+                text: svg[0].textContent.replace(/\\s+/g, ' ')}; };
+      const out = {rows: [...document.querySelectorAll('tbody tr')].filter(shown).length,
+                   tabs: ['tab1', 'tab2', 'tab3'].map(found)};
+      document.body.innerHTML = '<pre id=out>' + JSON.stringify(out) + '</pre>'; });</script>"""
+    page = tmp_path / "page.html"
+    page.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    offline = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 0.0.0.0"]
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    dumped = subprocess.run(
+        [
+            BROWSER,
+            *offline,
+            *quiet,
+            "--no-first-run",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    seen = json.loads(re.search(r'<pre id="out">(.*?)</pre>', dumped, re.DOTALL)[1])
+    assert 2 == seen["rows"]
+    for tab, axis in zip(seen["tabs"], ("samples", "optimizer steps", "seconds"), strict=True):
+        assert 1 == tab["figures"]
+        assert 6 == tab["panels"]
+        assert tab["width"] > 500
+        for words in (axis, "training loss", "batch size", "similarity", "target 0.25", "noise"):
+            assert words in tab["text"]
+
+
+def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
+    def factors(step):
+        return {"0.weight": [0.5, 0.2, 0.3, 0.9], "9.bias": [step / 10, 0.0, 1.0, None]}
+
+    rows = [row(step, factors=factors(step)) for step in range(1, 6)]
+    watched = run_at(tmp_path / "vr", rows, arm="vr")
+    out = tmp_path / "report.html"
+    write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
+    page = out.read_text()
+    assert 1 == page.count('class="map"')
+    for text in ("0.weight", "9.bias", "mean r", "share of weights at gamma"):
+        assert text in page
+
+
+def test_a_run_that_tells_nothing_of_r_has_no_heat_map(runs, tmp_path):
+    out = tmp_path / "report.html"
+    write_report(runs, out, "plain")
+    assert "How far each layer is let go" not in out.read_text()
+
+
+def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):
+    """Of 100 steps two make a column; a number that was never known stays blank."""
+    rows = [row(s, factors={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
+    history = history_of(run_at(tmp_path / "vr", rows))
+    mean, *_, factor = [axes.images[0].get_array() for axes in heat_maps(history).axes[:4]]
+    assert (1, 50) == mean.shape
+    assert [0.015, 0.035] == pytest.approx(mean[0, :2].tolist())
+    assert factor.mask.all()

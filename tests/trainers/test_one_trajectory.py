@@ -1,0 +1,92 @@
+"""The same seed, data, settings and virtual ranks: the same batches, whatever trains them."""
+
+from functools import cache
+from itertools import islice
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import bigbatch as bb
+from deepspeed_training import (
+    BATCH,
+    HIGHEST,
+    LOWEST,
+    MICRO,
+    TARGET,
+    batches_of,
+    by_itself,
+    decaying,
+    endless,
+    engine_of,
+    loss_of,
+    network,
+    optimizer_of,
+    seen,
+    train_steps,
+)
+
+STEPS = 40
+ENGINES = [
+    ("DDP", 2),
+    ("DDP", 3),
+    ("FSDP2", 2),
+    ("FSDP2", 3),
+    ("DeepSpeed 0", 1),
+    ("DeepSpeed 1", 3),
+    ("DeepSpeed 2", 2),
+    ("DeepSpeed 3", 3),
+]
+
+
+def wrapped(engine):
+    model = network()
+    if engine == "DDP":
+        return DistributedDataParallel(model)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def trained(rank, ranks, engine):
+    if engine.startswith("DeepSpeed"):
+        adaptive, _, loader, _ = engine_of(rank, ranks, engine[-1])
+        return seen(train_steps(adaptive, loader, STEPS))
+    model = wrapped(engine)
+    optimizer = optimizer_of(model)
+    train = bb.AdaptiveBatch(
+        model,
+        optimizer,
+        batches_of(rank, ranks),
+        policy=bb.SimiGrad(TARGET, min_batch=LOWEST, max_batch=HIGHEST),
+        batch_size=BATCH,
+        micro_batch=MICRO,
+        scheduler=decaying(optimizer),
+    )
+    records = []
+    for step in islice(endless(train), STEPS):
+        for x, y in step:
+            step.backward(loss_of(model(x), y))
+        records.append(step.update())
+    return seen(records)
+
+
+@cache
+def in_one_process():
+    records, _ = by_itself(STEPS)
+    return records
+
+
+@pytest.mark.parametrize(("engine", "count"), ENGINES)
+def test_the_trajectory_is_that_of_one_process(deepspeed_ranks, engine, count):
+    torch.set_num_threads(1)
+    expected = in_one_process()
+    assert len(set(expected["batch_size"])) > 5
+    for actual in deepspeed_ranks(count)(trained, engine):
+        for name in ("batch_size", "samples", "epoch"):
+            assert expected[name] == actual[name]
+        for name in ("similarity", "loss"):
+            assert pytest.approx(expected[name], abs=1e-5) == actual[name]
+        for mine, theirs in zip(expected["lr"], actual["lr"], strict=True):
+            assert pytest.approx(max(mine), rel=1e-12) == max(theirs)
