@@ -1,56 +1,27 @@
 """bigbatch: measure how much micro-batches agree; decide the batch size; scale the step.
 
-The names follow the data: measure, decide, act, and the loop around them.
+The names follow the data: measure, decide, act, and the loop around them. They are imported, and
+torch with them, when the first is asked for: `bigbatch --help` asks for none.
 """
 
-from bigbatch.act.batches import Batches
-from bigbatch.act.ledger import SampleLedger
-from bigbatch.act.memory import largest_micro_batch
-from bigbatch.checkpoint import RankStates
-from bigbatch.decide.controller import Controller
-from bigbatch.decide.plan import BatchPlan
-from bigbatch.decide.policy import (
-    Advise,
-    Decision,
-    Fixed,
-    NoiseScale,
-    NormTest,
-    Policy,
-    Progress,
-    SimiGrad,
-)
-from bigbatch.decide.schedule import Schedule
-from bigbatch.errors import BigbatchError
-from bigbatch.loop import AdaptiveBatch
-from bigbatch.measure.meter import GradientMeter
-from bigbatch.measure.noise import GradientNoise
-from bigbatch.measure.smoothing import NoiseAverage
-from bigbatch.record import StepRecord
-from bigbatch.step import Step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bigbatch.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdaptiveBatch",
-    "Advise",
-    "BatchPlan",
-    "Batches",
-    "BigbatchError",
-    "Controller",
-    "Decision",
-    "Fixed",
-    "GradientMeter",
-    "GradientNoise",
-    "NoiseAverage",
-    "NoiseScale",
-    "NormTest",
-    "Policy",
-    "Progress",
-    "RankStates",
-    "SampleLedger",
-    "Schedule",
-    "SimiGrad",
-    "Step",
-    "StepRecord",
-    "largest_micro_batch",
-]
+
+def __getattr__(name: str) -> Any:
+    public = import_module("bigbatch.public")
+    globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+    try:
+        return globals()[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    __getattr__("__all__")
+    return sorted(globals())

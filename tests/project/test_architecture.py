@@ -12,7 +12,7 @@ import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
 # errors, kernels < measure < decide < act, optim < record < step < update < loop
-# < checkpoint < connect, report < recipes < bench < cli
+# < checkpoint < public, connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
@@ -25,6 +25,7 @@ LEVELS = {
     "update": 6,
     "loop": 7,
     "checkpoint": 8,
+    "public": 9,
     "connect": 9,
     "report": 9,
     "recipes": 10,
@@ -32,7 +33,10 @@ LEVELS = {
     "cli": 12,
     "__main__": 13,
 }
-LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["loop"]} | {"checkpoint"}
+LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["loop"]} | {
+    "checkpoint",
+    "public",
+}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -110,7 +114,7 @@ def test_optional_packages_are_imported_in_connect_alone_each_in_its_rooms():
 def test_importing_bigbatch_brings_no_package_that_torch_does_not():
     code = (
         "import sys, torch, numpy, torch.utils.data; before = set(sys.modules)\n"
-        "import bigbatch, bigbatch.optim\n"
+        "import bigbatch, bigbatch.public, bigbatch.optim\n"
         "roots = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(roots - set(sys.stdlib_module_names)))"
     )
@@ -118,6 +122,18 @@ def test_importing_bigbatch_brings_no_package_that_torch_does_not():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert "['bigbatch']" == result.stdout.strip()
+
+
+def test_names_are_imported_when_the_first_is_asked_for():
+    code = (
+        "import sys, bigbatch\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not hasattr(bigbatch, 'nonsense')\n"
+        "from bigbatch import *\n"
+        "assert bigbatch.AdaptiveBatch is AdaptiveBatch is bigbatch.loop.AdaptiveBatch\n"
+        "assert {*bigbatch.__all__, 'optim', 'errors'} <= set(dir(bigbatch))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_public_names_are_these():

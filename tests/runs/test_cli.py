@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from bigbatch.cli import _COMMANDS
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.report.run_directory import RunDirectory
@@ -126,7 +127,31 @@ def test_help_teaches_by_example(bigbatch):
     status, out, _ = bigbatch("train", "--help")
     assert 0 == status
     assert "bigbatch train --resume runs/digits-1" in out
-    assert 0 == bigbatch("--help")[0]
+
+
+def test_the_list_of_commands_needs_no_torch():
+    code = "import sys; from bigbatch.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    for arguments, status in ([], 2), (["--help"], 0):
+        shown = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        listed, _, modules = shown.stdout.rstrip().rpartition("\n")
+        assert (status, "") == (shown.returncode, shown.stderr)
+        assert {*_COMMANDS} <= {*listed.split()}
+        assert not {"torch", "numpy", "bigbatch.errors"} & set(modules.split())
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_the_list_says_of_each_command_what_its_own_help_says(bigbatch, name):
+    status, out, _ = bigbatch(name, "--help")
+    assert 0 == status
+    assert f"bigbatch {name} " in out
+    assert _COMMANDS[name][1] in " ".join(out.split())
+
+
+def test_ranks_but_the_first_do_not_list_the_commands(bigbatch, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert (0, "", "") == bigbatch("--help")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ from bigbatch.bench import (
 )
 from bigbatch.bench.timing import COLUMNS
 
-app = typer.Typer(help="Measure what things cost on this machine, as ratios.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure what things cost on this machine, as ratios.", no_args_is_help=True
+)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")]
 Trials = Annotated[int, typer.Option(min=2, help="Steps drawn for each row.")]
@@ -45,7 +47,7 @@ _R = TypeVar("_R", bound=_Row)
 _WIDE = 200  # columns of a file
 
 
-@app.command("measure")
+@bench.command("measure")
 def measure_(
     rounds: Rounds = 7,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
@@ -58,7 +60,7 @@ def measure_(
     _show("beside time", measure.BESIDE, measure.beside(), total=len(measure.KINDS))
 
 
-@app.command("optim")
+@bench.command("optim")
 def optim(
     rounds: Rounds = 7,
     over: Annotated[
@@ -78,7 +80,7 @@ def optim(
     _show("median of 3 rounds", COLUMNS, [optimizers.import_cost(rounds=3)])
 
 
-@app.command("loop")
+@bench.command("loop")
 def loop_(rounds: Rounds = 15) -> None:
     """What the adaptive loop costs beside a plain one, in Python, in copies, in waiting samples."""
     _show(
@@ -86,7 +88,7 @@ def loop_(rounds: Rounds = 15) -> None:
     )
 
 
-@app.command("engines")
+@bench.command("engines")
 def engines_(
     rounds: Rounds = 5,
     ranks: Annotated[
@@ -103,21 +105,21 @@ def engines_(
     _show(title, trainers.COLUMNS, trainers.costs(rounds), total=trainers.ROWS)
 
 
-@app.command("twins")
+@bench.command("twins")
 def twins_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
     """Variance-reduced optimizers and their bases on the digits, each at its best rate."""
     title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
     _show(title, twins.COLUMNS, twins.run(seeds), total=3 * len(twins.GRIDS) + 1)
 
 
-@app.command("coverage")
+@bench.command("coverage")
 def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = None) -> None:
     """How often nominal 90 % intervals hold the truth, where the truth is known."""
     rows = coverage.run(seed, trials, data)
     _show(f"coverage of nominal 90 % intervals, {trials} trials", coverage.COLUMNS, rows)
 
 
-@app.command("halves")
+@bench.command("halves")
 def halves_(
     trials: Trials = halves.TRIALS,
     seed: Seed = 0,

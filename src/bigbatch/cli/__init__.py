@@ -1,22 +1,59 @@
-"""The command line: train, sweep, compare, report, replay, recipes, bench."""
+"""The command line: train, sweep, compare, report, replay, recipes, bench.
 
+Its help lists the commands without importing them: torch and what else one needs takes seconds.
+"""
+
+import os
 import sys
-import warnings
+from importlib import import_module
 from typing import Any
 
 import typer
-from typer.exceptions import TyperException
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from bigbatch.bench.commands import app as bench
-from bigbatch.cli.recipes import recipes
-from bigbatch.cli.reports import compare, replay, report
-from bigbatch.cli.sweep import sweep
-from bigbatch.cli.train import train
-from bigbatch.errors import BigbatchError
-from bigbatch.recipes.launch import INTERRUPTED, Launch, heard_if_leading
-from bigbatch.recipes.ranks import leads
+_COMMANDS = {  # where each is, and the first line of its help
+    "train": (
+        "bigbatch.cli.train",
+        "Trains a recipe: its whole study, or one training where a setting is given.",
+    ),
+    "sweep": (
+        "bigbatch.cli.sweep",
+        "Trains a recipe at every point of a grid, several trainings at a time.",
+    ),
+    "compare": ("bigbatch.cli.reports", "Shows runs and studies in one table."),
+    "report": ("bigbatch.cli.reports", "Writes the report of runs and studies side by side."),
+    "replay": (
+        "bigbatch.cli.reports",
+        "Shows what other policies would have chosen on a finished run's log, and at what cost.",
+    ),
+    "recipes": (
+        "bigbatch.cli.recipes",
+        "Lists what can be trained; of one, its arms, data and commands.",
+    ),
+    "bench": ("bigbatch.bench.commands", "Measure what things cost on this machine, as ratios."),
+}
+
+
+class _Late(TyperGroup):
+    """Its help lists the commands; the one that is asked for is imported."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, _imported(name) if name else listed, rest
+
+
+def _imported(name: str) -> Any:
+    command = getattr(import_module(_COMMANDS[name][0]), name)
+    if not isinstance(command, typer.Typer):
+        one = typer.Typer(rich_markup_mode="rich", add_completion=False)
+        one.command()(command)
+        command = one
+    return get_command(command)
+
 
 app = typer.Typer(
+    cls=_Late,
     help="Train PyTorch models with a batch size that follows the gradient's noise.",
     epilog="Begin with: bigbatch train",
     no_args_is_help=True,
@@ -24,52 +61,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _command in (train, sweep, compare, report, replay, recipes):
-    app.command()(_command)
-app.add_typer(bench, name="bench")
+for _name, (_, _help) in _COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
 
 
 def main() -> None:
-    """Runs the command; what goes wrong on purpose is one line and exit status 2."""
-    warnings.showwarning = _one_line_warning
-    launch = Launch()
-    try:
-        launch = Launch.join(trains=sys.argv[1:2] == ["train"])
-        with heard_if_leading():
-            status = app(standalone_mode=False, obj=launch) or 0
-    except (BigbatchError, TyperException, OSError) as error:
-        launch.tell(_line_of(error))
-        status = 2
-    except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-    except Exception as error:
-        launch.tell_failure(error)
-        status = 1
-    except SystemExit as ending:
-        launch.end(ending.code)
-    if status == INTERRUPTED:  # typer returns it too
-        launch.tell("interrupted")
-    launch.end(status)
+    """Runs the command; where none is named, shows them."""
+    if sys.argv[1:2] not in ([], ["--help"]):
+        from bigbatch.cli.run import run  # and torch with it
 
-
-def _line_of(error: Exception) -> str:
-    if isinstance(error, TyperException):
-        return error.format_message()
-    if isinstance(error, OSError) and error.strerror is None:  # a damaged picture, say
-        return f"{type(error).__name__}: {_said(error)}"
-    if isinstance(error, OSError):
-        return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
-    return _said(error)
-
-
-def _said(error: Exception) -> str:
-    """What an error says; raised in a loader's worker, it has torch's traceback around that."""
-    text, name = str(error), type(error).__name__
-    if text.startswith(f"Caught {name} in DataLoader worker process"):
-        return text.rpartition(f"{name}: ")[2]
-    return text
-
-
-def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    if leads():
-        sys.stderr.write(f"bigbatch: note: {message}\n")
+        run(app)
+    elif os.environ.get("RANK", "0") == "0":
+        app()

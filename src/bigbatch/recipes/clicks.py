@@ -3,7 +3,6 @@
 import math
 
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -29,6 +28,8 @@ def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) ->
         settings: how many at once, and where.
         of: which data, for the names of the scores.
     """
+    from sklearn.metrics import roc_auc_score  # two seconds
+
     mine = [
         torch.stack([model(numbers, rows).float(), labels], 1)
         for numbers, rows, labels in share_of(test, settings)

@@ -9,8 +9,6 @@ Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritte
 from functools import partial
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -58,6 +56,9 @@ def _loss(settings: Settings) -> LossOf:
 
 
 def _data(settings: Settings) -> Data:
+    from sklearn.datasets import load_digits  # two seconds
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)

@@ -7,7 +7,6 @@ is that of DLRM's published code for the terabyte log, or ours.
 from pathlib import Path
 
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from bigbatch.decide.plan import require_positive
@@ -62,6 +61,8 @@ def _data(settings: Settings) -> Data:
         train, test = read_criteo(Path(settings.data), table_rows)
         of = f"of {len(train) + len(test):,} Criteo rows"
         return Data(train, lambda model: click_scores(model, test, settings, of), as_it_is)
+    from sklearn.metrics import roc_auc_score  # two seconds
+
     log = click_log(_count(settings, "log_rows"))
     first, last = split(len(log.rows))
     drawn = Clicks([log.rows], table_rows, last)
