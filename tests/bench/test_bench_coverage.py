@@ -109,6 +109,7 @@ def test_the_intervals_are_those_of_a_meter_asked_for_nine_tenths():
 # intervals of windows
 
 
+@pytest.mark.thorough
 def test_a_still_window_holds_its_truth_most_of_the_time():
     row = coverage.of_window(population(seed=3), trials=60)
     assert 60 == len(row.intervals)

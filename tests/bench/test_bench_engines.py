@@ -41,6 +41,7 @@ def handed(ranks, engine, what):
     return Counter({collective: size for (collective, _), size in row.handed.items()})
 
 
+@pytest.mark.thorough
 @every_count
 def test_plain_steps_send_what_the_formulas_say(ranks):
     assert scaling.plain_ddp(MODEL) == handed(ranks, "DDP", "plain")

@@ -335,8 +335,10 @@ def experts():
 
 
 def pipeline():
+    from deepspeed import init_distributed
     from deepspeed.pipe import PipelineModule
 
+    init_distributed("gloo")
     return PipelineModule([nn.Linear(5, 6), nn.Linear(6, 3)], num_stages=1)
 
 
@@ -819,6 +821,7 @@ def test_training_data_of_any_form_is_read_once_an_epoch(deepspeed_ranks, form):
     assert_read_once(*deepspeed_ranks(1)(epoch_of, form)[0])
 
 
+@pytest.mark.thorough
 def test_a_data_set_is_loaded_as_deepspeed_loads_it_by_two_workers(deepspeed_ranks):
     """In a process of its own, which may have others."""
     read, write = multiprocessing.Pipe(duplex=False)

@@ -50,6 +50,7 @@ def assert_learnt_digits(epochs):
     assert epochs[-1][-1] > 0.8
 
 
+@pytest.mark.thorough
 def test_it_runs_by_plain_python():
     assert_learnt_digits(epochs_of([], "--data", "digits", "--epochs", 3))
 

@@ -214,6 +214,7 @@ def sixty_steps_alone(ranks):
     return weights(model), norms
 
 
+@pytest.mark.thorough
 def test_collectives_of_many_buckets_meet_their_own_on_every_rank(ranks):
     expected, norms = sixty_steps_alone(3)
     results = ranks(3)(sixty_steps)

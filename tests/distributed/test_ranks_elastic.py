@@ -64,7 +64,8 @@ def assert_as_undisturbed(undisturbed, folder):
         torch.testing.assert_close(expected, weight, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_worker_killed_in_the_middle_of_a_step_costs_no_sample(undisturbed, tmp_path, engine):
     status, said = torchrun(tmp_path, [*ALONE, 2, "--max-restarts", 1], engine=engine, fault="kill")
     assert 0 == status, said
@@ -97,7 +98,8 @@ def test_a_rank_that_stays_away_is_named_as_what_was_waited_for(tmp_path):
     assert "bigbatch: the ranks were to compare where the run stands" in said
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_rank_without_memory_ends_the_run_and_is_named_with_the_size_to_set(tmp_path, engine):
     status, said = torchrun(tmp_path, [*ALONE, 2], engine=engine, fault="memory", timeout=20)
     assert 1 == status

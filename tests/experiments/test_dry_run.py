@@ -23,7 +23,11 @@ from bigbatch.recipes.training import Training
 
 ARMS = [
     pytest.param(
-        recipe, arm, full, id=f"{recipe.name}-{arm or 'none'}-{'full' if full else 'small'}"
+        recipe,
+        arm,
+        full,
+        id=f"{recipe.name}-{arm or 'none'}-{'full' if full else 'small'}",
+        marks=() if full and not arm else pytest.mark.thorough,
     )
     for recipe in RECIPES.values()
     for arm in ("", *recipe.arms)
@@ -51,6 +55,7 @@ def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, fu
 IN_ALL = {"squad": 2 * 87_599, "glue": 3 * 67_349, "cifar10-resnet18": 200 * 50_000}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", IN_ALL)
 def test_the_paper_sees_its_samples_once_an_epoch(name):
     asked = RECIPES[name].settings(full=True)
@@ -310,6 +315,7 @@ def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(
     assert [] == list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
 def test_float16_at_full_scale_is_for_ddp_and_bfloat16_for_deepspeed(bigbatch, name):
     on_deepspeed = ("train", name, "--dry-run", "--full", "--set", "engine=deepspeed")

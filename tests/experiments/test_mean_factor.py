@@ -58,6 +58,7 @@ def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkey
     assert pytest.approx(0.5 * scaling * mean_r(twin)) == rows_of(run)[0]["lr"][0]
 
 
+@pytest.mark.thorough
 def test_a_study_takes_the_mean_r_of_the_same_seed(bigbatch, tmp_path, monkeypatch):
     fixed = {"policy": "fixed:64", "micro_batch": 16}
     arms = {

@@ -141,6 +141,7 @@ def test_a_model_that_knows_nothing_needs_seven_bits():
 # trainings
 
 
+@pytest.mark.thorough
 def test_the_command_trains_on_pythons_own_texts_and_says_so(bigbatch, tmp_path):
     place = tmp_path / "run"
     changes = {**TINY, "samples": 4_000, "base_batch": 16, "batch_size": 16, "lr": 0.01}

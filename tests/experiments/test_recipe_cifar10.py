@@ -100,6 +100,7 @@ def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
     assert 45 == len(by_scaling["sqrt"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", PICTURES[:2], ids=NAMES[:2])
 def test_every_point_of_a_sweep_can_be_trained(recipe):
     for full, sweep in ((False, recipe.sweep), (True, recipe.full_sweep)):
@@ -121,6 +122,7 @@ def swept(*, full):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("full", "bases"), [(False, 2), (True, 4)])
 def test_a_base_and_its_twins_are_swept_over_the_same_values(full, bases):
     found = swept(full=full)

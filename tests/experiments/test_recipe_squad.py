@@ -256,6 +256,7 @@ def test_the_example_is_like_a_batch(quiz):
     assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in example]
 
 
+@pytest.mark.thorough
 def test_a_training_learns_the_quiz(bigbatch, quiz):
     changes = {**TINY, "samples": 0, "epochs": 8, "micro_batch": 24}
     options = [text for name, value in changes.items() for text in ("--set", f"{name}={value}")]

@@ -100,6 +100,7 @@ def test_a_clipped_training_is_another(bigbatch, tmp_path):
     assert abs(tight[-1]["loss"] - math.log(10)) < 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_a_training_in_half_precision_is_that_of_float32_but_for_rounding(
     bigbatch, tmp_path, precision
@@ -130,6 +131,7 @@ def test_indices_of_a_part_take_few_bytes():
     assert int is type(chosen[0])
 
 
+@pytest.mark.thorough
 def test_data_from_workers_is_the_same_training(bigbatch, tmp_path):
     alone = train(bigbatch, tmp_path / "a", "epochs=1")
     workers = train(bigbatch, tmp_path / "b", "epochs=1", "workers=2")

@@ -118,6 +118,7 @@ def test_an_arm_brings_its_changes_and_the_grid_changes_them():
     assert "vr-momentum" == second.settings.optimizer
 
 
+@pytest.mark.thorough
 def test_every_recipe_sweeps_what_it_can_train():
     for recipe in RECIPES.values():
         for full in (False, True):
@@ -282,6 +283,7 @@ def test_a_damaged_run_is_left_out_with_a_note(tmp_path):
     assert 6 == len(sweep.drawn)
 
 
+@pytest.mark.thorough
 def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     settings = SETTINGS.changed({"epochs": 1})
     found = points("target=" + ",".join(f"0.{n}" for n in range(10, 41)), settings=settings)

@@ -364,6 +364,7 @@ def momenta(train: bb.AdaptiveBatch) -> list[list[Any]]:
     return seen
 
 
+@pytest.mark.thorough
 @may_end
 @kinds
 @every_schedule
@@ -386,6 +387,7 @@ def test_the_rate_over_the_samples_is_that_of_the_base_batch_times_the_square_ro
         assert expected_momenta[tick] == seen[-1]
 
 
+@pytest.mark.thorough
 @may_end
 @pytest.mark.parametrize("order", ["set before loading", "set after loading"])
 @kinds
@@ -443,6 +445,7 @@ def test_a_rate_that_was_set_by_hand_is_not_undone_by_loading():
     assert [0.03] == rates(resumed.optimizer)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     samples=st.integers(24, 90),
