@@ -10,8 +10,14 @@ import torch
 
 from areas import report_areas
 from bigbatch.cli import main
+from properties import try_fewer
 from ranks import forking, ranks_of
-from tiers import is_on_ranks, mark_products
+from tiers import THOROUGH, is_on_ranks, mark_products
+
+
+def pytest_configure(config):
+    if f"not {THOROUGH}" in config.option.markexpr:
+        try_fewer()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out

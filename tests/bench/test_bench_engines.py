@@ -50,6 +50,7 @@ def test_plain_steps_send_what_the_formulas_say(ranks):
     assert scaling.plain_fsdp2(MODEL, ranks, 4) == handed(ranks, "FSDP2", "plain, a = 4")
 
 
+@pytest.mark.thorough
 @every_count
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_measuring_adds_scalars(ranks, engine):

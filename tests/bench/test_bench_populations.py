@@ -115,6 +115,7 @@ def test_the_samples_for_a_similarity_have_it_and_the_pull_acts_as_samples_do(ph
 # what is drawn
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "population", [small(seed=3), small(5, seed=4), kept(30, seed=5)], ids=["normal", "t", "kept"]
 )
@@ -142,6 +143,7 @@ def test_elements_of_recorded_gradients_vary_together_as_the_samples_do():
     assert torch.allclose(-2 * g[:, 0], g[:, 1], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_micro_batches_of_a_step_are_independent():
     for population in (small(5, seed=9), kept(30, seed=10)):
         deviations = drawn(population, [2, 2], 6000) - population.mean
@@ -240,6 +242,7 @@ def test_the_first_stage_is_the_network_before_training():
     assert [p.shape for p in model.parameters()] == [p.shape for p in population.parameters()]
 
 
+@pytest.mark.thorough
 def test_training_does_not_depend_on_what_was_drawn_between():
     x, y = pictures(70, seed=23)
     plain, interrupted = recorded(x, y, seed=24), recorded(x, y, seed=24)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -20,10 +20,11 @@ import bigbatch as bb
 from bigbatch import Batches, BatchPlan
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError, SettingError, StateError
+from properties import property_test
 
 torch.set_num_threads(1)
 SEED = 20
-property_test = settings(deadline=None, derandomize=True, max_examples=150)
+often = property_test(150)
 
 Steps = list[list[list[int]]]  # steps of micro-batches of sample numbers
 
@@ -142,7 +143,7 @@ def own_order(make: Callable[[], Any]) -> list[int]:
 # each sample once
 
 
-@property_test
+@often
 @given(make=loaders(), plans=some_plans, tail=st.sampled_from(["share", "step"]))
 def test_every_sample_comes_once_and_in_the_loaders_order(make, plans, tail):
     expected = own_order(make)
@@ -150,7 +151,7 @@ def test_every_sample_comes_once_and_in_the_loaders_order(make, plans, tail):
     assert expected == flat(one_pass(Batches(make(), tail=tail), plans))
 
 
-@property_test
+@often
 @given(make=loaders(), plans=some_plans)
 def test_a_second_epoch_is_complete_too(make, plans):
     batches = Batches(make())
@@ -196,7 +197,7 @@ def test_the_loader_is_not_read_to_the_end_of_a_large_step_before_it_begins():
 # the shape of a step
 
 
-@property_test
+@often
 @given(make=loaders(), plans=some_plans, tail=st.sampled_from(["share", "step", "drop"]))
 def test_no_micro_batch_exceeds_the_plan_and_a_step_has_as_many_as_planned(make, plans, tail):
     for number, step in enumerate(one_pass(Batches(make(), tail=tail), plans)):
@@ -205,7 +206,7 @@ def test_no_micro_batch_exceeds_the_plan_and_a_step_has_as_many_as_planned(make,
         assert min(plan.accumulation, sum(map(len, step))) <= len(step)
 
 
-@property_test
+@often
 @given(make=loaders(), plans=some_plans)
 def test_every_step_but_the_last_is_as_planned_where_the_tail_is_a_step(make, plans):
     taken = sizes(one_pass(Batches(make(), tail="step"), plans))
@@ -214,7 +215,7 @@ def test_every_step_but_the_last_is_as_planned_where_the_tail_is_a_step(make, pl
     assert taken[-1:] <= planned[-1:]
 
 
-@property_test
+@often
 @given(make=loaders(), plans=some_plans)
 def test_dropping_the_tail_leaves_only_steps_as_planned(make, plans):
     expected = own_order(make)
@@ -235,7 +236,7 @@ def test_equal_micro_batches_are_cut_where_the_plan_divides():
 # the tail of an epoch
 
 
-@settings(deadline=None, derandomize=True, max_examples=600)
+@property_test(600)
 @given(
     bounds=st.tuples(st.integers(1, 30), st.integers(0, 40)),
     wanted=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 5)), min_size=1, max_size=4),
@@ -299,7 +300,7 @@ def padded(sizes_and_widths: list[tuple[int, int]]) -> list[Tensor]:
     return found
 
 
-@property_test
+@often
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=10),
     plans=some_plans,
@@ -326,7 +327,7 @@ def sequence_first(batch: list[int]) -> Tensor:
     return torch.tensor(batch).reshape(1, -1, 1).expand(5, -1, 2)
 
 
-@property_test
+@often
 @given(n=st.integers(1, 40), size=st.integers(1, 9), plans=some_plans)
 def test_sequence_first_batches_are_cut_by_a_split_of_ones_own(n, size, plans):
     batches = Batches(
@@ -524,7 +525,7 @@ def interrupted(
     return whole, before + list(rest_of_pass(batches, plans, first=len(before), **more))
 
 
-@property_test
+@often
 @given(make=loaders(), plans=some_plans, stop=st.integers(0, 12), least=st.integers(1, 6))
 def test_a_killed_pass_goes_on_with_exactly_the_rest(make, plans, stop, least):
     whole, resumed = interrupted(make, plans, stop, least=least)
@@ -565,7 +566,7 @@ class Augmented:
         return noise + index + 1e3 * random.random() + 1e6 * numpy.random.rand()  # noqa: NPY002
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@property_test(60)
 @given(
     shuffle=st.booleans(),
     generator=st.booleans(),

@@ -7,15 +7,16 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bigbatch import Batches, BatchPlan, SampleLedger
 from bigbatch.act.agreement import Agreement, part
 from bigbatch.errors import SettingError
+from properties import property_test
 
-property_test = settings(deadline=None, derandomize=True, max_examples=120)
+often = property_test(120)
 SEED = 11
 
 
@@ -133,7 +134,7 @@ def runs(draw):
     return samples, virtual, plans, legs, tail, least, most
 
 
-@property_test
+@often
 @given(runs())
 def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_restarts(drawn):
     samples, virtual, plans, legs, tail, least, most = drawn
@@ -157,7 +158,7 @@ def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_resta
     assert samples == at
 
 
-@property_test
+@often
 @given(runs())
 def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
     samples, virtual, plans, legs, tail, least, most = drawn
@@ -169,7 +170,7 @@ def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
     assert all(found[0] == other for other in found)
 
 
-@property_test
+@often
 @given(runs())
 def test_dropping_the_tail_leaves_whole_steps_on_every_rank(drawn):
     samples, virtual, plans, legs, _, least, _ = drawn

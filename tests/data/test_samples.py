@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bigbatch.act.samples import count_samples, cut_samples, deal_samples, glue_samples
 from bigbatch.errors import BatchError
+from properties import property_test
 
 torch.set_num_threads(1)
 
@@ -95,7 +96,7 @@ def test_a_cut_leaves_the_batch_as_it_was(build):
 
 
 @every_nesting
-@settings(deadline=None, derandomize=True, max_examples=10)
+@property_test(10)
 @given(ends=st.lists(st.integers(0, 9), max_size=4).map(sorted))
 def test_what_was_cut_glues_to_what_it_was(build, ends):
     batch = build(list(range(9)))
@@ -201,7 +202,7 @@ def test_a_field_that_a_batch_makes_itself_is_made_anew():
     assert ([1, 2], 3) == (part.x.tolist(), part.total.item())
 
 
-@settings(deadline=None, derandomize=True)
+@property_test(100)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
 def test_dealt_samples_are_those_of_every_turn(counts, turns):
     whole = torch.arange(sum(counts))

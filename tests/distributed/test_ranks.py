@@ -61,7 +61,6 @@ def measured(rank, ranks, *, wrapper, sizes, loss="weighted", **how):
 # right numbers
 
 
-@pytest.mark.early
 @pytest.mark.parametrize("always_sync", [False, True], ids=["no_sync", "sync"])
 @pytest.mark.parametrize(("wrapper", "count"), possible(WRAPPERS))
 def test_every_engine_measures_what_one_process_would(ranks, wrapper, count, always_sync):

@@ -124,7 +124,6 @@ def trained(rank, ranks, name, hybrid, dtype):
     return whole(model.parameters()), [p.to_local().numel() for p in model.parameters()]
 
 
-@pytest.mark.early
 @meshes
 @every_optimizer
 def test_ranks_step_as_one_process_does(ranks, name, count, hybrid, dtype):

@@ -1,11 +1,13 @@
 """Pictures on their way through a recipe: normalised, shifted and flipped, scored."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from bigbatch.recipes.data.columns import Columns
 from bigbatch.recipes.digits import DIGITS
+from bigbatch.recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
 
 PICTURES = torch.arange(1, 2 * 3 * 6 * 5 + 1).to(torch.uint8).reshape(2, 3, 6, 5)
@@ -22,6 +24,18 @@ def test_a_network_sees_pictures_less_their_mean_in_units_of_their_deviation():
     )
     assert torch.allclose(expected, network(PICTURES), atol=1e-6)
     assert {} == network.state_dict()
+
+
+@pytest.mark.parametrize(("width", "last"), [(4, False), (7, False), (8, True)])
+def test_channels_lie_last_where_onednn_can_take_them_so(width, last):
+    """Of the narrow ones oneDNN's backward writes past its arrays, and the process may end."""
+    network = OfBytes(resnet_of_basic_blocks(18, width, 10), (0.5,) * 3, (0.2,) * 3)
+    weight = network.network[0][0].weight
+    assert last == weight.is_contiguous(memory_format=torch.channels_last)
+    x = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8)
+    for _ in range(3):
+        network(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in network.parameters())
 
 
 def crops(picture, padding):

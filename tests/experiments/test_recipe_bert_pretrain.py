@@ -337,6 +337,7 @@ def rows_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     short, long = forest / "short", forest / "long"
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
@@ -350,6 +351,7 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     assert all(score >= 0 for score in scores)
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_keeps_its_vocabulary_whatever_became_of_the_text(bigbatch, forest):
     run = forest / "run"
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]

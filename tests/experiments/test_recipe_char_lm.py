@@ -128,6 +128,7 @@ def test_bits_are_the_mean_over_all_characters_of_what_each_takes_alone(tmp_path
     assert pytest.approx(sum(bits) / len(bits), rel=1e-5) == found
 
 
+@pytest.mark.thorough
 def test_a_model_that_knows_nothing_needs_seven_bits():
     settings = settings_of()
     model = CHAR_LM.model(settings)

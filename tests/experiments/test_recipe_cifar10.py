@@ -133,6 +133,7 @@ def test_a_base_and_its_twins_are_swept_over_the_same_values(full, bases):
     assert 5 * 6 * 2 == len(swept(full=True)["momentum", ""])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("full", [False, True])
 def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(full):
     sweep = RESNET56.full_sweep if full else RESNET56.sweep
@@ -148,6 +149,7 @@ def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(full):
         assert all(getattr(twin, name) == getattr(control, name) for name in SWEPT)
 
 
+@pytest.mark.thorough
 @needs("cifar10")
 @pytest.mark.parametrize(
     ("recipe", "arm"), [(RESNET18, "simigrad"), (RESNET56, "vr-lamb-10")], ids=NAMES[:2]

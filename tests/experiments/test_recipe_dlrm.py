@@ -324,6 +324,7 @@ def test_vr_leaves_the_tables_alone_unless_they_are_asked_for():
         assert {adapted} == of_tables
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("twin", ["vr-sgd", "vr-sgd-10"])
 def test_a_control_has_its_twins_mean_rate_in_the_networks_and_its_rate_in_the_tables(
     bigbatch, tmp_path, twin
@@ -370,6 +371,7 @@ def test_two_ranks_train_the_same_weights(ranks):
     assert weights == others
 
 
+@pytest.mark.thorough
 @needs("criteo")
 def test_a_training_on_real_rows_learns(bigbatch, tmp_path):
     arguments = ("--arm", "sgd", "--set", "samples=6000", "--set", "micro_batch=256")

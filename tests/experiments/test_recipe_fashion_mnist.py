@@ -14,6 +14,7 @@ def accuracy(run):
     return json.loads(last)["scores"]["test accuracy, %"]
 
 
+@pytest.mark.thorough
 def test_a_tiny_training_learns(bigbatch, tmp_path):
     place = tmp_path / "run"
     tiny = ("--set", "samples=3000", "--set", "width=4", "--epochs", "1", "--quiet")

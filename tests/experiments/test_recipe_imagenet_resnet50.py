@@ -139,6 +139,7 @@ def test_the_score_is_the_share_of_whole_pictures_whose_largest_logit_is_right(p
     assert "train accuracy, % (14 samples) of 2 classes" in scores  # as many as are tested on
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("samples", [0, 40])
 def test_a_training_that_goes_on_sees_the_same_crops(pictures, tmp_path, workers, samples):

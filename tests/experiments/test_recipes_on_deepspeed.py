@@ -86,6 +86,7 @@ def left_and_resumed(rank, ranks, folder, asked):
     return rows, weights_of(again)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_run_that_was_left_goes_on_where_it_was(deepspeed_ranks, tmp_path, stage):
     asked = on_zero(stage, optimizer="vr-momentum" if stage else "momentum")

@@ -39,6 +39,7 @@ def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
         assert pattern in said
 
 
+@pytest.mark.thorough
 def test_data_that_is_found_is_said_and_where(bigbatch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for recipe in RECIPES.values():

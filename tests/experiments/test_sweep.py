@@ -328,6 +328,7 @@ def test_a_sweep_leaves_a_picture_a_csv_and_a_json(tmp_path):
     assert [True, False, False, True] == [point["on_front"] for point in points]
 
 
+@pytest.mark.thorough
 def test_report_and_compare_know_a_sweep(bigbatch, tmp_path):
     swept(tmp_path / "sweep", SCORES)
     assert 0 == bigbatch("report", tmp_path / "sweep")[0]

@@ -169,8 +169,18 @@ if importlib.util.find_spec("pytorch_optimizer"):
     ROWS["VR(AdaBelief)"] = wrapped(AdaBelief, lr=0.02, copies=False, refused=())
 
 SCALED = {name: row for name, row in ROWS.items() if row.base is not None}
-every_row = pytest.mark.parametrize("name", ROWS)
-scaled_rows = pytest.mark.parametrize("name", SCALED)
+FIRST = {"VRSGD", "VRAdam", "VRLARS", "VRLAMB", "LARS", "VR(AdamW-fused)"}
+
+
+def cases(rows: dict[str, Row]) -> list[Any]:
+    """Their names; the first of the three commands runs the contracts of `FIRST`."""
+    return [
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.thorough) for name in rows
+    ]
+
+
+every_row = pytest.mark.parametrize("name", cases(ROWS))
+scaled_rows = pytest.mark.parametrize("name", cases(SCALED))
 float_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
@@ -1089,12 +1099,13 @@ def test_a_graph_from_before_the_step_is_not_differentiated_again(name: str) -> 
         losses[0].backward()
 
 
+@pytest.mark.parametrize("shape", [(12, 8), (8, 10)], ids=["larger", "transposed"])
 @every_row
-def test_a_state_of_another_shape_is_refused(name: str) -> None:
+def test_a_state_of_another_shape_is_refused(name: str, shape: tuple[int, int]) -> None:
     """By StateError, or by torch at the step; what is written has to be the parameter's own."""
     optimizers, weights = [], []
-    for rows in (10, 12):
-        weights.append(nn.Parameter(torch.ones(rows, 8)))
+    for own in ((10, 8), shape):
+        weights.append(nn.Parameter(torch.ones(own)))
         optimizers.append(make(name, weights[-1:]))
     for weight, optimizer in zip(weights, optimizers, strict=True):
         for row in torch.randn(3, *weight.shape):

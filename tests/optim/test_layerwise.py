@@ -195,6 +195,21 @@ def test_twenty_steps_equal_the_oracle(rule: str, k: int, r_max: float) -> None:
     assert difference(oracle.params, params) < CLOSE
 
 
+@main_rules
+@pytest.mark.parametrize("fused", [False, None], ids=["torch", "default"])
+def test_a_layer_that_comes_later_counts_its_own_steps(rule: str, fused: bool | None) -> None:
+    params = layers()
+    optimizer, oracle = pair(rule, params, fused=fused)
+    for begun in range(1, len(params) + 1):
+        gradients = micro_gradients(params, 8, seed=begun)
+        rows = rows_of(gradients)
+        oracle.step([*rows[:begun], *([None] for _ in rows[begun:])])
+        backwards(params[:begun], gradients[:begun])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert difference(oracle.params, params) < CLOSE
+
+
 @pytest.mark.parametrize("rule", OTHER_FACTORS)
 def test_the_other_factors_equal_the_oracle(rule: str) -> None:
     params = layers()
@@ -697,6 +712,7 @@ def by_torch_only(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, 
     return place, child.stderr, values(params)
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_without_kernels_everything_runs_by_torch(
     by_torch_only: tuple[Path, str, list[Tensor]],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import f as f_distribution
 from scipy.stats import kstest
@@ -18,6 +18,7 @@ from bigbatch.measure.source import PlainSource
 from bigbatch.optim import rules
 from bigbatch.optim.fold import How, Layer, fold
 from oracles import vr
+from properties import property_test
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 
@@ -263,7 +264,7 @@ numbers = st.floats(-1e3, 1e3, allow_subnormal=False).map(
 
 
 @given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None)
+@property_test(25)
 def test_r_lies_between_its_bounds_and_says_the_same_of_minus_g(rows: list[list[float]]) -> None:
     gradients = torch.tensor(rows, dtype=torch.float64)
     for factor in rules.FACTORS:

@@ -229,6 +229,7 @@ def test_after_the_step_grad_holds_what_the_base_stepped_along() -> None:
     assert difference([expected_fold(gradients)], [folded(gradients)]) < CLOSE
 
 
+@pytest.mark.thorough
 @every_rule
 def test_float32_stays_close_to_the_float64_oracle(rule: str) -> None:
     model = network(dtype=torch.float32)
@@ -1119,6 +1120,7 @@ def train_epoch_both(loop: bb.AdaptiveBatch, oracle: vr.VRSGD | vr.VRAdam) -> li
     return sizes
 
 
+@pytest.mark.thorough
 @every_rule
 def test_unequal_micro_batches_have_weights_in_the_loop(rule: str) -> None:
     model = network()

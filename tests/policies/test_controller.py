@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import bigbatch as bb
@@ -32,6 +32,7 @@ from bigbatch import (
 from bigbatch.decide.cutting import Cutting
 from bigbatch.errors import SettingError
 from bigbatch.measure.interval import Interval
+from properties import property_test
 
 
 def low(samples=64):
@@ -291,7 +292,7 @@ def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, st
     target=st.floats(0.1, 0.9),
     quantum=st.integers(1, 3),
 )
-@settings(max_examples=50, deadline=None)
+@property_test(50)
 def test_simigrad_comes_to_rest_where_batches_are_cut_too(noise_scale, start, target, quantum):
     assume(noise_scale * 2 * target / (1 - target) > 40 * quantum)  # so whole numbers matter little
     controller = Controller(SimiGrad(target), start, dead_band=0.25)
@@ -575,7 +576,7 @@ def for_every_pair(test):
 
 @for_every_pair
 @given(noises=steps_seen, start=st.integers(1, 2000))
-@settings(max_examples=20, deadline=None)
+@property_test(20)
 def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start):
     controller = Controller(policy, start, min_batch=50, max_batch=400, **options)
     sizes = [controller.decision.batch_size]
@@ -590,7 +591,7 @@ def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start)
 
 @for_every_pair
 @given(noises=steps_seen, data=st.data())
-@settings(max_examples=20, deadline=None)
+@property_test(20)
 def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noises, data):
     stop = data.draw(st.integers(0, len(noises)))
     unbroken, before, after = (Controller(policy, 128, **options) for _ in range(3))

@@ -3,11 +3,12 @@
 from itertools import count, pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bigbatch import BatchPlan, Controller, GradientNoise, SimiGrad
 from bigbatch.errors import BigbatchError, SettingError
+from properties import property_test
 
 LOW, HIGH = GradientNoise(-1.0, 80.0, 80, 8), GradientNoise(1.0, 0.0, 80, 8)  # phi -1 and 1
 
@@ -39,7 +40,7 @@ settings_of_a_fit = {
 
 @given(**settings_of_a_fit)
 @example(6001, 4, 40, 1, 1, 6001, 2)
-@settings(deadline=None, max_examples=400)
+@property_test(400)
 def test_a_plan_is_the_nearest_of_the_least_accumulation_inside_the_bounds(
     batch_size, ranks, max_micro, min_micro_batches, min_accumulation, min_batch, width
 ):
@@ -65,7 +66,7 @@ def test_a_plan_is_the_nearest_of_the_least_accumulation_inside_the_bounds(
 
 
 @given(**settings_of_a_fit, micro=st.integers(1, 40))
-@settings(deadline=None, max_examples=200)
+@property_test(200)
 def test_a_plan_of_a_given_micro_batch_is_the_nearest_inside_the_bounds(
     batch_size, ranks, max_micro, min_micro_batches, min_accumulation, min_batch, width, micro
 ):
@@ -89,6 +90,10 @@ def test_a_plan_of_a_given_micro_batch_is_the_nearest_inside_the_bounds(
 def test_the_plan_of_the_readme_is_three_backwards_of_500():
     plan = BatchPlan.fit(batch_size=6000, ranks=4, max_micro=512)
     assert (3, 500, 4, 6000) == (plan.accumulation, plan.micro, plan.ranks, plan.batch_size)
+
+
+def test_a_plan_may_need_more_backwards_than_the_batch_that_was_asked_for():
+    assert BatchPlan(3, 1, 3) == BatchPlan.fit(7, 3, max_micro=2, min_batch=7, max_batch=9)
 
 
 def test_a_batch_halfway_between_two_plans_takes_the_smaller():

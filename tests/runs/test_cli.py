@@ -288,6 +288,7 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
     assert "samples/s" not in quiet
 
 
+@pytest.mark.thorough
 def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(

@@ -112,6 +112,14 @@ def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
     assert "a (1 of 3 unfinished)" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("scores", [None, {"test accuracy, %": 50.0}])
+def test_a_run_has_finished_where_its_last_epoch_has_a_score(tmp_path, scores):
+    run = run_at(tmp_path / "run", [row(1), row(2, scores=scores)])
+    assert (scores is not None) == history_of(run).finished
+    before = run_at(tmp_path / "before", [row(1), row(2, scores=scores)], epochs=2)
+    assert not history_of(before).finished
+
+
 def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
     gaps = {"signal": None, "noise": None, "similarity": None, "noise_scale": None, "loss": None}
     run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, signal=-5.0)])

@@ -171,10 +171,11 @@ def test_rows_hold_no_number_that_json_lacks(run):
         run.append({"loss": float("nan")})
 
 
-def test_a_log_shorter_than_its_checkpoint_is_refused(run):
+@pytest.mark.parametrize("lost", [1, None], ids=["a byte", "all"])
+def test_a_log_shorter_than_its_checkpoint_is_refused(run, lost):
     run.append({"step": 1})
     run.save_checkpoint({})
-    run.metrics.write_text("")
+    run.metrics.write_bytes(run.metrics.read_bytes()[: -lost if lost else 0])
     with pytest.raises(RunError, match="shorter than its checkpoint"):
         run.load_checkpoint()
 

@@ -68,6 +68,7 @@ def test_losses_of_the_other_convention_are_named_once_within_a_few_dozen_steps(
 
 
 # of noisy labels, and of classes that can be told apart, where gradients get heavy tails
+@pytest.mark.thorough
 @pytest.mark.parametrize(("noise", "lr"), [(3.0, 0.05), (1.0, 0.05), (0.0, 0.05), (0.0, 0.5)])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("loss", ["weighted", "mean"])

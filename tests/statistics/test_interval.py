@@ -461,6 +461,7 @@ def test_a_slow_drift_is_no_noise():
     assert actual.high - actual.low < 0.01  # against .5 by the scatter about the window's mean
 
 
+@pytest.mark.thorough
 def test_the_more_steps_a_window_holds_the_narrower_its_interval():
     steps = steps_of(draw(2000, 2, seed=3), [64] * 2000)
     widths = []

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch import GradientNoise
 from bigbatch.errors import GradientError
 from bigbatch.measure.noise import from_mean_losses, from_weighted_losses
 from oracles import noise as oracle
+from properties import property_test
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 UNEQUAL = [3, 17, 8, 1, 11]
@@ -153,7 +154,7 @@ VECTORS = st.lists(
 
 @pytest.mark.parametrize("form", [weighted, mean])
 @given(micro_batches=VECTORS)
-@settings(deadline=None, max_examples=200)
+@property_test(200)
 def test_similarity_is_a_cosine_and_the_noise_scale_is_never_negative(form, micro_batches):
     gradients, sizes = zip(*micro_batches, strict=True)
     step = form(torch.tensor(gradients), list(sizes))
@@ -175,6 +176,12 @@ def test_a_mean_loss_step_of_very_unequal_sizes_keeps_its_similarity_a_cosine():
 def test_sizes_that_are_no_whole_numbers_keep_their_sum(sizes):
     g = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
     assert pytest.approx(oracle.weighted(g, sizes).similarity) == weighted(g, sizes).similarity
+
+
+def test_weights_that_stand_for_whole_samples_give_a_whole_number():
+    g = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
+    samples = weighted(g, [0.1 + 0.2, 2.7]).samples
+    assert (3, int) == (samples, type(samples))
 
 
 # where the ratios are not defined

@@ -1,11 +1,13 @@
 """What stands in `.grad` against what was seen: found for any number of ranks, or refused."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
 
 from bigbatch.errors import GradientError
+from bigbatch.measure.health import Health
 from bigbatch.measure.totals import Totals
 
 PROBES, ELEMENTS = 8, 4096
@@ -13,14 +15,22 @@ CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (2
 EPS = {torch.float32: 1.2e-7, torch.bfloat16: 2**-7}
 
 
-def totals_of(gradients, grad):
-    """Of gradients (ranks, k, elements) and what stands in `.grad`."""
-    _, k, _ = gradients.shape
+def totals_of(gradients, grad, counts=None, of_grads=None):
+    """Of gradients (ranks, k, elements) and what stands in `.grad`.
+
+    `counts` and `of_grads` are what each rank says of k and |.grad|^2 instead.
+    """
+    ranks, k, _ = gradients.shape
+    counts = counts or [k] * ranks
+    of_grads = of_grads or [float(grad.double().square().sum())] * ranks
     draw = torch.Generator().manual_seed(1)
     signs = torch.randint(2, (PROBES, ELEMENTS), generator=draw).double() * 2 - 1
     projected = gradients.double() @ signs.t()
     squares = gradients.double().square().sum((1, 2))
-    slots = [[k, k, 0, float(q), float(q), 0, float(grad.double().square().sum())] for q in squares]
+    slots = [
+        [count, count, 0, float(q), float(q), 0, of_grad]
+        for count, q, of_grad in zip(counts, squares, of_grads, strict=True)
+    ]
     return Totals(
         {
             **{name: [1.0] for name in ("over_sizes", "squares", "of_sum", "inverse_sizes")},
@@ -77,6 +87,37 @@ def test_a_float32_gradient_clipped_a_little_is_refused_on_any_number_of_ranks(r
     least = 0.999 if ranks == 1 else 1 - 3 * 2**-8 * (1 + ranks**0.5)
     with pytest.raises(GradientError, match="not the sum"):
         totals_of(gradients, grad * least).reduction(EPS[torch.float32], True)
+
+
+def test_the_rank_with_most_micro_batches_says_how_much_rounding_there_may_be():
+    gradients, grad = step(2, 8, 1.0, torch.float32)
+    bfloat16, off = EPS[torch.bfloat16], 0.96
+    assert 1 / 2 == totals_of(gradients, grad * off, [1, 64]).reduction(bfloat16, True)
+    with pytest.raises(GradientError, match="not the sum"):
+        totals_of(gradients, grad * off, [1, 1]).reduction(bfloat16, True)
+
+
+def test_replicas_whose_grad_differs_by_more_than_their_kernels_do_are_refused():
+    gradients, grad = step(2, 8, 1.0, torch.float32)
+    of_grad, eps = float(grad.double().square().sum()), EPS[torch.float32]
+    alike = totals_of(gradients, grad, of_grads=[of_grad, of_grad * (1 - 0.9e-3)])
+    assert 1 / 2 == alike.reduction(eps, replicated=True)
+    other = totals_of(gradients, grad, of_grads=[of_grad, of_grad * (1 - 1.1e-3)])
+    assert 1 / 2 == other.reduction(eps, replicated=False)  # shards of one gradient
+    with pytest.raises(GradientError, match="differs between ranks"):
+        other.reduction(eps, replicated=True)
+
+
+def test_a_rank_is_called_far_off_in_its_twentieth_step_on_end():
+    gradients, grad = step(3, 8, 1.0, torch.float32)
+    gradients[2] *= 100
+    health, totals = Health("weighted"), totals_of(gradients, grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(19):
+            health.examine(totals, speak=True, may_overflow=False)
+    with pytest.warns(UserWarning, match="the gradients of rank 2 are 99.2 x as long"):
+        health.examine(totals, speak=True, may_overflow=False)
 
 
 def test_gradients_that_cancel_are_no_edit():

@@ -87,6 +87,7 @@ def test_mlflow_has_every_step(trackers, tmp_path, monkeypatch):
     assert expected_of(watch, "bigbatch/batch_size") == sorted(written)
 
 
+@pytest.mark.thorough
 def test_wandb_has_every_step_offline(trackers, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -73,17 +73,21 @@ FIGURES = ("loss", "grad_norm", "learning_rate", "epoch", "step")
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32, whose sums come in another order
 
 
+def thorough(settings):
+    return pytest.param(settings, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"max_grad_norm": 0.0},
+        thorough({"max_grad_norm": 0.0}),
         {"bf16": True},
         {"lr_scheduler_type": "cosine", "warmup_steps": 3},
-        {"max_steps": 11},
-        {"num_train_epochs": 1.5},
-        {"label_smoothing_factor": 0.1},
-        {"train_sampling_strategy": "group_by_length"},
+        thorough({"max_steps": 11}),
+        thorough({"num_train_epochs": 1.5}),
+        thorough({"label_smoothing_factor": 0.1}),
+        thorough({"train_sampling_strategy": "group_by_length"}),
     ],
     ids=lambda settings: next(iter(settings), "default"),
 )

@@ -61,7 +61,9 @@ def weights(trainer):
 STEPS = {"save_strategy": "steps", "save_steps": 1}
 
 
-@pytest.mark.parametrize("step", [4, 6, 7, 8])
+@pytest.mark.parametrize(
+    "step", [6, *(pytest.param(step, marks=pytest.mark.thorough) for step in (4, 7, 8))]
+)
 def test_a_run_goes_on_from_any_update(tmp_path, step):
     expected, whole = uninterrupted(tmp_path / "whole")
     actual, halves = interrupted(tmp_path / "halves", step)
@@ -121,6 +123,7 @@ def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path):
 # on two processes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduced", [False, True], ids=["adamw", "vr-adam"])
 def test_two_processes_go_on(ranks, tmp_path, reduced):
     whole = ranks(2)(run, uninterrupted, str(tmp_path / "whole"), (reduced,))

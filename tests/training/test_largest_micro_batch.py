@@ -90,6 +90,7 @@ def seeded():
 # the answer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fitting", [1, 7, 8, pytest.param(100, marks=pytest.mark.thorough)])
 def test_the_answer_is_what_fits_less_a_tenth(fitting):
     model = Network()

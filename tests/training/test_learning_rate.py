@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,9 +20,10 @@ from bigbatch.act.learning_rate import (
     unscaled,
 )
 from bigbatch.errors import LoopError, SettingError
+from properties import property_test
 
 torch.set_num_threads(1)
-property_test = settings(deadline=None, derandomize=True, max_examples=200)
+often = property_test(200)
 batch_sizes = st.integers(1, 2**20)
 positive = st.floats(1e-9, 1e9)
 
@@ -66,7 +67,7 @@ def test_an_unknown_rule_is_refused_with_its_name(name):
         scaling_named(name, 128)
 
 
-@property_test
+@often
 @given(base=batch_sizes, signal=positive, noise=positive)
 def test_the_base_batch_itself_is_never_scaled(base, signal, noise):
     for name in ("sqrt", "linear", "adascale", None):
@@ -79,20 +80,20 @@ def test_the_base_batch_itself_is_never_scaled(base, signal, noise):
 rounding = 1e-9
 
 
-@property_test
+@often
 @given(batch_size=batch_sizes, base=batch_sizes, signal=positive)
 def test_adascale_without_noise_gains_nothing(batch_size, base, signal):
     assert 1.0 == AdaScale(base)(batch_size, base, noise_of(signal, 0.0))
 
 
-@property_test
+@often
 @given(batch_size=batch_sizes, base=batch_sizes, signal=st.floats(-1e9, 0.0), noise=positive)
 def test_adascale_with_noise_alone_is_linear(batch_size, base, signal, noise):
     gain = AdaScale(base)(batch_size, base, noise_of(signal, noise))
     assert pytest.approx(linear(batch_size, base), rel=rounding) == gain
 
 
-@property_test
+@often
 @given(batch_size=batch_sizes, base=batch_sizes, signal=positive, noise=positive)
 def test_adascale_gains_between_nothing_and_linear(batch_size, base, signal, noise):
     gain = AdaScale(base)(batch_size, base, noise_of(signal, noise))
@@ -155,7 +156,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float | Tensor]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-@property_test
+@often
 @given(rates=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=3), factor=st.floats(0.0, 1e6))
 def test_inside_the_rates_are_multiplied_and_afterwards_the_very_same(rates, factor):
     optimizer = optimizer_with(*rates)
@@ -171,7 +172,7 @@ def test_the_rates_come_back_after_an_error():
     assert [0.1, 0.3] == rates_of(optimizer)
 
 
-@property_test
+@often
 @given(rate=st.floats(0.0, 1024.0, width=32), factor=st.floats(0.0, 1e6))
 def test_a_tensor_rate_is_multiplied_in_place_and_comes_back_to_the_last_bit(rate, factor):
     tensor = torch.tensor(rate)

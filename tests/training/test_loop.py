@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import GradientError, LoopError, SettingError, StateError
 from bigbatch.optim import VRSGD, VRAdam
+from properties import property_test
 
 torch.set_num_threads(1)
 SEED = 7
@@ -123,7 +124,7 @@ def handed_over(train: bb.AdaptiveBatch) -> list[list[Tensor]]:
     return seen
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@property_test(60)
 @given(
     own=st.lists(st.integers(1, 20), min_size=1, max_size=8).filter(lambda own: sum(own) >= 4),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
@@ -403,7 +404,7 @@ def test_the_target_is_remembered_before_rounding_so_growth_does_not_stall(least
     assert 24 < found[-1].batch_size
 
 
-@pytest.mark.parametrize("least", [2, 4])
+@pytest.mark.parametrize("least", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_batch_shrinks_although_the_accumulation_is_as_low_as_it_may_be(least):
     train = adaptive(2000, policy=SHRINK, batch_size=64, micro_batch=64, min_micro_batches=least)
     found = list(records(train))
@@ -413,7 +414,7 @@ def test_the_batch_shrinks_although_the_accumulation_is_as_low_as_it_may_be(leas
 
 
 @pytest.mark.filterwarnings("ignore:min_batch=:UserWarning")
-@settings(deadline=None, derandomize=True, max_examples=60)
+@property_test(60)
 @given(
     start=st.integers(1, 300),
     micro=st.integers(1, 40),
@@ -1069,7 +1070,7 @@ def test_a_controller_brings_its_own_start_and_options():
             adaptive(policy=bb.Controller(GROW, 32), **again)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@property_test(25)
 @given(
     micro=st.integers(1, 9),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
@@ -1192,6 +1193,8 @@ def test_a_pass_that_goes_on_with_another_order_says_so():
 def test_fewer_samples_than_virtual_ranks_are_refused():
     with pytest.raises(SettingError, match=r"3 samples of an epoch are too few for 4 \(virtual"):
         adaptive(loader=bb.Batches(DataLoader(data(3), 2), virtual_ranks=4))
+    one_each = adaptive(loader=bb.Batches(DataLoader(data(4), 2), virtual_ranks=4))
+    assert 4 == one_each.plan.batch_size
 
 
 # steps that are left, failed or taken back

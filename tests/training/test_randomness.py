@@ -6,11 +6,12 @@ import sys
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.act.randomness import RandomReader, restorable, restore_random_state
 from bigbatch.errors import SettingError
+from properties import property_test
 
 DRAWS = {
     "python": random.random,
@@ -35,7 +36,7 @@ def alike(one, two):
     return python and numbers and torch.equal(one["torch"], two["torch"])
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@property_test(60)
 @given(st.lists(st.sampled_from([*DRAWS]), max_size=12), st.integers(0, 3))
 def test_every_state_that_was_read_brings_the_same_numbers_again(kinds, seed):
     numpy.random.seed(seed)  # noqa: NPY002

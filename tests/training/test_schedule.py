@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
@@ -36,6 +36,7 @@ import bigbatch as bb
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim import VRSGD
+from properties import property_test
 
 torch.set_num_threads(1)
 BASE, END = 8, 24  # samples of a base batch; base batches until the schedules below end
@@ -121,7 +122,7 @@ def test_every_scheduler_of_torch_is_classified_here():
 # ticks
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@property_test(100)
 @given(base=st.integers(1, 50), steps=st.lists(st.integers(1, 200), max_size=20))
 def test_a_scheduler_ticks_once_for_every_base_batch_consumed(base, steps):
     scheduler = ExponentialLR(optimizer(), 0.9)
@@ -368,7 +369,7 @@ def momenta(train: bb.AdaptiveBatch) -> list[list[Any]]:
 @may_end
 @kinds
 @every_schedule
-@settings(deadline=None, derandomize=True, max_examples=5)
+@property_test(5)
 @given(sizes=st.lists(st.integers(1, 64), min_size=1, max_size=6))
 def test_the_rate_over_the_samples_is_that_of_the_base_batch_times_the_square_root(
     build, kind, sizes
@@ -446,7 +447,7 @@ def test_a_rate_that_was_set_by_hand_is_not_undone_by_loading():
 
 
 @pytest.mark.thorough
-@settings(deadline=None, derandomize=True, max_examples=60)
+@property_test(60)
 @given(
     samples=st.integers(24, 90),
     base=st.integers(4, 24),
