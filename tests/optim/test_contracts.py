@@ -1124,6 +1124,17 @@ def test_a_state_of_another_shape_is_refused(name: str, shape: tuple[int, int]) 
         load_and_step()
 
 
+@pytest.mark.parametrize("shape", [(12, 8), (8, 10)], ids=["larger", "transposed"])
+def test_an_average_of_another_shape_is_refused_when_it_is_loaded(shape: tuple[int, int]) -> None:
+    weights = [nn.Parameter(torch.ones(own)) for own in ((10, 8), shape)]
+    one, other = (VRSGD([weight], lr=0.1, beta3=0.9) for weight in weights)
+    for row in torch.randn(3, 10, 8):
+        torch.autograd.backward(weights[:1], [row])
+    one.step()
+    with pytest.raises(StateError, match=r"was saved for a parameter of shape \(10, 8\)"):
+        other.load_state_dict(one.state_dict())
+
+
 @scaled_rows
 def test_a_refused_step_has_never_been(name: str) -> None:
     """What is refused in the second group leaves the first one's p, and both gradients."""

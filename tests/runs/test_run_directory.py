@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,13 +190,14 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_goes_on(
     assert {"step": 1} == run.load_checkpoint()
 
 
-def test_events_of_a_run_that_began_anew_show_each_step_once(run):
+def test_events_of_a_run_that_began_again_show_each_step_once(run, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from bigbatch.report.events import Events
 
     values = dict.fromkeys(("loss", "similarity", "noise_scale", "scores"))
     for attempt, steps in ((1, 5), (2, 3)):
+        monkeypatch.setattr(time, "time", lambda second=attempt: second)  # files sort by it
         with Events(run, 1) as events:
             for step in range(1, steps + 1):
                 events.append({**values, "step": step, "batch_size": attempt, "lr": [0.1]})

@@ -152,5 +152,5 @@ class StepBatches:
             self._left = rows
 
     def _unmade(self) -> int:
-        """Micro-batches of the plan that are still to come, of each virtual rank."""
-        return max(0, self._plan.accumulation - self._given)
+        """Micro-batches that the plan still has, of each virtual rank; below 0 where more came."""
+        return self._plan.accumulation - self._given

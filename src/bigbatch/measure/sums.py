@@ -120,7 +120,7 @@ class StepSums:
             "over_sizes": (squares / n[:, None]).sum(0),
             "squares": squares.sum(0),
             "of_sum": of_grad / source.replicas,
-            "inverse_sizes": (1 / n).sum(),
+            "inverse_sizes": (1 / n).sum() * bool(sizes),
             "slope": _slope(n, of_each),
             "seen": self._probe.seen,
             "in_grad": self._probe.of_grad() / source.replicas,
@@ -140,7 +140,7 @@ class StepSums:
         bad = torch.where(of_each.isfinite(), k + 1, numbers).amin()
         mine = [
             torch.full_like(n[0], len(sizes or ())),
-            n.sum(),
+            n.sum() * bool(sizes),
             torch.full_like(n[0], sizes is None),
             of_each.sum(),
             (numbers * of_each).sum(),
