@@ -3,9 +3,9 @@
 A test function without parameters is in the first. Of a function over several lists of parameters
 the first command runs every value of every list once, the second every pair of values of two lists
 once, and the third the whole product. A test on ranks costs a hundred times as much and comes one
-command later: one case of it, every value, the product; the mark `early` treats it as any other.
-The marks `thorough` and `release` move a test, or one of its parameters, to the second or the
-third command.
+command later: one case of it, every value, the product; the mark `early` treats it as any other,
+and the mark `late` any other as it. The marks `thorough` and `release` move a test, or one of its
+parameters, to the second or the third command.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ def mark_products(items) -> None:
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
-        late = is_on_ranks(cases[0]) and not cases[0].get_closest_marker("early")
+        late = _is_late(cases[0])
         in_all = [case for case in cases if not case.get_closest_marker(RELEASE)]
         first = [case for case in in_all if not case.get_closest_marker(THOROUGH)]
         first = _cover(first, together=0 if late else 1)
@@ -35,6 +35,11 @@ def mark_products(items) -> None:
                 case.add_marker(RELEASE)
             elif case not in first:
                 case.add_marker(THOROUGH)
+
+
+def _is_late(item) -> bool:
+    said = item.get_closest_marker
+    return bool(said("late") or (is_on_ranks(item) and not said("early")))
 
 
 def _params(item) -> dict:

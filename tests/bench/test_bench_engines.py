@@ -20,9 +20,10 @@ from bigbatch.bench.wire import Wire
 WIDTH = 96  # 2, 3 and 4 divide it
 MODEL = replace(kinds("DDP", 2)[0], width=WIDTH).size
 LAYERS = 16
-later = pytest.mark.thorough  # twenty kinds of steps, each on so many ranks
+THOROUGH, RELEASE = pytest.mark.thorough, pytest.mark.release
+# each runs twenty kinds of steps on so many ranks
 every_count = pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=later), pytest.param(4, marks=later)]
+    "ranks", [2, pytest.param(3, marks=THOROUGH), pytest.param(4, marks=RELEASE)]
 )
 
 
@@ -123,7 +124,7 @@ def levels(row):
     )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=later)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=RELEASE)])
 def test_re_creations_send_what_their_originals_do(ranks):
     simigrad = counted(ranks)["DDP", "SimiGrad, re-created"].sent
     scalar = 2 * 4

@@ -56,14 +56,20 @@ def test_it_runs_by_plain_python():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("launcher", [TORCHRUN, LAUNCHER], ids=["torchrun", "deepspeed"])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.release), 3])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.release),
+        pytest.param(LAUNCHER, id="deepspeed"),
+    ],
+)
 def test_it_runs_on_two_ranks_by_either_launcher(launcher, stage):
     options = ["--data", "digits", "--epochs", 3, "--stage", stage]
     assert_learnt_digits(epochs_of(launcher, *options))
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_it_learns_fashion_mnist_in_one_epoch_on_two_ranks():
     if not FASHION_MNIST.exists():
         pytest.skip(f"{FASHION_MNIST} is not there")

@@ -65,7 +65,7 @@ def assert_as_undisturbed(undisturbed, folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.release)])
 def test_a_worker_killed_in_the_middle_of_a_step_costs_no_sample(undisturbed, tmp_path, engine):
     status, said = torchrun(tmp_path, [*ALONE, 2, "--max-restarts", 1], engine=engine, fault="kill")
     assert 0 == status, said
@@ -73,7 +73,7 @@ def test_a_worker_killed_in_the_middle_of_a_step_costs_no_sample(undisturbed, tm
     assert [(0, 2), (10, 2)] == applied(tmp_path)[1]  # step 13 was never done the first time
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_fewer_workers_go_on_from_the_checkpoint(undisturbed, tmp_path):
     status, said = torchrun(tmp_path, [*ALONE, 2], fault="kill")
     assert 1 == status, said
@@ -83,14 +83,14 @@ def test_fewer_workers_go_on_from_the_checkpoint(undisturbed, tmp_path):
     assert [(0, 2), (10, 1)] == applied(tmp_path)[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_rank_that_starts_late_is_waited_for(undisturbed, tmp_path):
     status, said = torchrun(tmp_path, [*ALONE, 2], engine="fsdp2", fault="starts late")
     assert 0 == status, said
     assert_as_undisturbed(undisturbed, tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_rank_that_stays_away_is_named_as_what_was_waited_for(tmp_path):
     status, said = torchrun(tmp_path, [*ALONE, 2], fault="stays away", timeout=15)
     assert 1 == status
@@ -99,7 +99,7 @@ def test_a_rank_that_stays_away_is_named_as_what_was_waited_for(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.release)])
 def test_a_rank_without_memory_ends_the_run_and_is_named_with_the_size_to_set(tmp_path, engine):
     status, said = torchrun(tmp_path, [*ALONE, 2], engine=engine, fault="memory", timeout=20)
     assert 1 == status

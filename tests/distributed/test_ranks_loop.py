@@ -39,10 +39,10 @@ def groups(answers):
 @pytest.mark.parametrize("virtual_ranks", [4, 8])
 @pytest.mark.parametrize(("engine", "count"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("ddp", 4)])
 def test_the_run_is_the_same_on_one_two_and_four_ranks(ranks, engine, count, virtual_ranks):
-    updates = 100
+    updates = 60
     alone = run(0, 1, "plain", virtual_ranks, updates)
     trajectory = [record.batch_size for record in alone[1]]
-    assert len(set(trajectory)) > 20
+    assert len(set(trajectory)) > 15
     answers = ranks(count)(run, engine, virtual_ranks, updates)
     assert groups([alone]) == groups(answers)
     for _, records, weights in answers:

@@ -53,19 +53,19 @@ def run(rank, ranks, engine, name, updates, clip=None):
 
 
 @pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
+@pytest.mark.parametrize(("engine", "count"), [("ddp", 2), ("ddp-static", 2), ("ddp", 4)])
 @every_vr_optimizer
-def test_a_loop_on_ddp_ranks_is_that_of_one_process(ranks, name, clip):
+def test_a_loop_on_ddp_ranks_is_that_of_one_process(ranks, name, engine, count, clip):
     alone = run(0, 1, "plain", name, 40, clip)
     assert len({record.batch_size for record in alone[1]}) > 5
-    for count, engine in ((2, "ddp"), (2, "ddp-static"), (4, "ddp")):
-        answers = ranks(count)(run, engine, name, 40, clip)
-        assert together([alone]) == together(answers)
-        for _, records, weights in answers:
-            for mine, theirs in zip(alone[1], records, strict=True):
-                assert mine.batch_size == theirs.batch_size
-                assert pytest.approx(mine.similarity, abs=1e-9) == theirs.similarity
-            for mine, theirs in zip(alone[2], weights, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+    answers = ranks(count)(run, engine, name, 40, clip)
+    assert together([alone]) == together(answers)
+    for _, records, weights in answers:
+        for mine, theirs in zip(alone[1], records, strict=True):
+            assert mine.batch_size == theirs.batch_size
+            assert pytest.approx(mine.similarity, abs=1e-9) == theirs.similarity
+        for mine, theirs in zip(alone[2], weights, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
 
 
 # fully_shard: micro-batch j of all ranks is one observation
@@ -119,21 +119,9 @@ def one_process(name, weight, steps, samples=SAMPLES):
     return [p.detach() for p in model.parameters()]
 
 
-SHARDED = [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)]
-ALWAYS = [("VRSGD", "fsdp2"), ("VRAdam", "fsdp2"), ("VRLAMB", "hsdp")]  # the others are slow
-
-
 @pytest.mark.parametrize("weight", WEIGHT)
-@pytest.mark.parametrize(
-    ("name", "engine", "count"),
-    [
-        pytest.param(
-            name, engine, count, marks=[] if (name, engine) in ALWAYS else [pytest.mark.thorough]
-        )
-        for name in VR
-        for engine, count in SHARDED
-    ],
-)
+@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)])
+@every_vr_optimizer
 def test_a_loop_on_shards_is_that_of_one_process_with_its_groups(
     ranks, name, engine, count, weight
 ):

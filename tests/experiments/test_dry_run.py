@@ -25,13 +25,11 @@ ARMS = [
     pytest.param(
         recipe,
         arm,
-        full,
-        id=f"{recipe.name}-{arm or 'none'}-{'full' if full else 'small'}",
-        marks=() if recipe is DIGITS and not arm else pytest.mark.thorough,
+        id=f"{recipe.name}-{arm or 'none'}",
+        marks=() if place < 2 else pytest.mark.release,
     )
     for recipe in RECIPES.values()
-    for arm in ("", *recipe.arms)
-    for full in (False, True)
+    for place, arm in enumerate(("", *recipe.arms))
 ]
 
 
@@ -39,7 +37,9 @@ def settings(**changes):
     return DIGITS.settings().changed(changes)
 
 
-@pytest.mark.parametrize(("recipe", "arm", "full"), ARMS)
+@pytest.mark.late
+@pytest.mark.parametrize("full", [False, True], ids=["small", "full"])
+@pytest.mark.parametrize(("recipe", "arm"), ARMS)
 def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, full):
     asked = recipe.settings(full=full)
     run = dry_run(recipe, recipe.arm(arm, asked, full=full) if arm else asked, recipe.full_ranks)

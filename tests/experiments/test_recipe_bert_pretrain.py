@@ -418,7 +418,7 @@ def test_two_ranks_agree_on_weights_and_scores(ranks, forest):
     assert alone_scores.keys() == scores.keys()
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @needs("wikitext-2")
 def test_it_learns_more_than_the_most_frequent_piece(bigbatch, tmp_path):
     train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--out", tmp_path / "run")
@@ -431,7 +431,7 @@ def test_it_learns_more_than_the_most_frequent_piece(bigbatch, tmp_path):
     assert accuracy > 130 * float(most_frequent)
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_torchrun_on_two_ranks_leaves_one_run_with_its_vocabulary(tmp_path, forest):
     place = tmp_path / "run"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

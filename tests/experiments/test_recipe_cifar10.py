@@ -213,7 +213,7 @@ def test_two_ranks_hold_the_same_weights(ranks, few, name):
 
 
 @needs("cifar10")
-@pytest.mark.thorough
+@pytest.mark.release
 def test_two_ranks_of_torchrun_train_to_the_end(few, tmp_path):
     place = tmp_path / "run"
     command = ("-m", "bigbatch", "train", "cifar10-resnet56", "--data", few, "--arm", "vr-lars")

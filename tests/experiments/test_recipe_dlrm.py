@@ -394,7 +394,7 @@ def test_the_generated_log_says_so_beside_every_score(bigbatch, tmp_path):
     assert last["scores"]["best reachable AUC (generated log)"] > 0.75
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @needs("criteo")
 def test_two_ranks_under_torchrun_draw_the_curve_of_one(tmp_path):
     options = ["train", "dlrm", "--data", FOLDER, "--arm", "vr-sgd", "--set", "samples=2048"]

@@ -23,7 +23,7 @@ def test_a_tiny_training_learns(bigbatch, tmp_path):
     assert accuracy(place) > 25  # chance has 10
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_the_small_scale_is_right_for_85_pictures_of_100(bigbatch, tmp_path):
     place = tmp_path / "run"
     options = ("--arm", "fixed-64", "--quiet", "--out", place)

@@ -111,7 +111,8 @@ def test_every_arm_and_every_point_can_be_built(full):
 
 
 def test_the_command_learns_to_tell_red_from_blue(bigbatch, pictures, tmp_path):
-    options = options_of({**TINY, "epochs": 6})
+    # that ends at 100 % with each of six seeds; at a constant rate of 0.1 it was luck
+    options = options_of({**TINY, "epochs": 12, "lr": 0.02, "lr_schedule": "polynomial 1"})
     place = tmp_path / "run"
     status, *said = bigbatch(
         "train", RECIPE.name, "--data", pictures, "--arm", "simigrad", *options, "--out", place
@@ -221,7 +222,7 @@ def test_no_pictures_in_the_folder_are_said(bigbatch, tmp_path):
 # slow
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @needs("tiny-imagenet-20")
 def test_twenty_real_classes_are_told_apart_far_better_than_by_chance(bigbatch, tmp_path):
     options = [*options_of({"epochs": 2}), "--arm", "fixed", "--out", tmp_path / "run"]
@@ -230,7 +231,7 @@ def test_twenty_real_classes_are_told_apart_far_better_than_by_chance(bigbatch, 
     assert 10 < last_scores(tmp_path / "run")["test accuracy, % of 20 classes"]  # by chance 5
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
     place = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -400,7 +400,9 @@ GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", "--set", "epochs=6",
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.release), signal.SIGINT]
+)
 def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(tmp_path, number):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert 0 == sweeping(*GRID, "--out", whole).wait(SECONDS)

@@ -176,7 +176,7 @@ def compiled_and_not(make, dtype, device="cpu", shapes=SHAPES):
     return models
 
 
-@pytest.mark.thorough
+@pytest.mark.late
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("own", [{}, {"watch": True}], ids=["plain", "watch"])
 @every_vr_optimizer

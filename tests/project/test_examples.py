@@ -37,7 +37,7 @@ def test_an_example_learns_on_what_is_always_there(name, tmp_path):
     assert run(name, tmp_path / "nothing", tmp_path, *few) < EXAMPLES[name][2]
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns_on_the_data_of_its_name(name, tmp_path):
     folder = SHARED / EXAMPLES[name][0]

@@ -18,7 +18,6 @@ from noisy_digits import NAME
 
 pytestmark = pytest.mark.thorough
 
-KILLS = 10
 TRAIN = [sys.executable, str(Path(__file__).parents[1] / "noisy_digits.py"), "train"]
 SETTINGS = [NAME, "--policy", "simigrad", "--optimizer", "vr-momentum", "--target", "0.2"]
 LENGTH = ["--epochs", "12", "--max-batch", "96", "--checkpoint-every", "9", "--quiet"]
@@ -62,20 +61,21 @@ def kill_after(process, run, lines):
     return False
 
 
-def test_a_run_killed_ten_times_ends_as_if_never_killed(tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.release)])
+def test_a_run_that_is_killed_often_ends_as_if_never_killed(tmp_path, kills):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*TRAIN, *SETTINGS, *LENGTH, "--out", str(whole)], check=True)
     steps = len(rows_of(whole))
     chance = random.Random(0)
-    points = sorted(chance.sample(range(1, steps - 20), KILLS))
-    kills = 0
+    points = sorted(chance.sample(range(1, steps - 20), kills))
+    killed_before_its_end = 0
     for lines in points:
         existing = (killed / "config.yaml").exists()
         command = ["--resume", str(killed), "--quiet"]
         command = command if existing else [*SETTINGS, *LENGTH, "--out", str(killed)]
         process = subprocess.Popen([*TRAIN, *command])
-        kills += kill_after(process, killed, lines)
-    assert KILLS == kills
+        killed_before_its_end += kill_after(process, killed, lines)
+    assert kills == killed_before_its_end
     subprocess.run([*TRAIN, "--resume", str(killed), "--quiet"], check=True)
     assert rows_of(whole) == rows_of(killed)
     assert_same(state_of(whole), state_of(killed))

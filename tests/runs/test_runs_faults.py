@@ -63,7 +63,7 @@ def test_events_that_cannot_be_written_are_said_once_and_training_goes_on(tmp_pa
                 events.append({**row, "step": step, "lr": [0.1]})
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_run_that_is_terminated_goes_on_from_its_checkpoint(tmp_path):
     """SIGTERM, as before a preemption, is a kill: what stands on disk is whole at any moment."""
     whole, ended = tmp_path / "whole", tmp_path / "ended"

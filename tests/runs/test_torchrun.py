@@ -63,7 +63,7 @@ def one_process(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.release)])
 def test_ranks_leave_what_one_process_leaves(one_process, tmp_path, ranks):
     place = tmp_path / "run"
     result = torchrun(ranks, *DIGITS, *LENGTH, "--out", place)
@@ -75,6 +75,7 @@ def test_ranks_leave_what_one_process_leaves(one_process, tmp_path, ranks):
     assert_same_curve(rows_of(one_process), rows_of(place))
 
 
+@pytest.mark.release
 def test_three_ranks_share_the_samples_of_twelve(tmp_path):
     settings = ["--epochs", "1", "--min-batch", "64", "--batch-size", "64", "--quiet"]
     result = torchrun(3, *DIGITS, *settings, "--out", tmp_path / "three")
@@ -98,6 +99,7 @@ def test_after_a_kill_the_other_workers_go_on_as_if_there_was_none(tmp_path):
     assert leaves_of(whole) == leaves_of(place)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_restart_goes_on_where_no_store_outlives_the_workers(tmp_path, ranks):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
@@ -109,6 +111,7 @@ def test_a_restart_goes_on_where_no_store_outlives_the_workers(tmp_path, ranks):
     assert 2694 == rows_of(place)[-1]["samples"]
 
 
+@pytest.mark.release
 def test_one_rank_that_is_killed_goes_on(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     result = torchrun(1, *settings, "--out", tmp_path / "run", restarts=1, killed_at=KILLED_AT)

@@ -45,7 +45,7 @@ def test_on_digits(devices, tmp_path):
     assert {64.0} <= sizes(events)
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @pytest.mark.skipif(not FASHION.exists(), reason=f"{FASHION} is not there")
 def test_on_fashion_mnist(tmp_path):
     accuracy, _, events = run(tmp_path, "--data", FASHION)

@@ -365,7 +365,7 @@ def momenta(train: bb.AdaptiveBatch) -> list[list[Any]]:
     return seen
 
 
-@pytest.mark.thorough
+@pytest.mark.late
 @may_end
 @kinds
 @every_schedule
@@ -388,7 +388,7 @@ def test_the_rate_over_the_samples_is_that_of_the_base_batch_times_the_square_ro
         assert expected_momenta[tick] == seen[-1]
 
 
-@pytest.mark.thorough
+@pytest.mark.late
 @may_end
 @pytest.mark.parametrize("order", ["set before loading", "set after loading"])
 @kinds
