@@ -1,7 +1,7 @@
 """Changes the library in one place at a time, and tells which changes no test notices.
 
-    python tests/mutation.py map      runs the tests, notes which functions each of them calls
-    python tests/mutation.py run      makes 200 mutants, runs what calls each; lists the survivors
+    python tests/mutation.py map [TESTS]    notes which functions each test calls
+    python tests/mutation.py run            makes 200 mutants, lists those that no test notices
 
 A mutant is one comparison, operation, condition, constant or statement that is another or gone. The
 tests that call its function run, cheapest first, until one fails. Functions called on ranks count
@@ -231,7 +231,7 @@ def record(arguments) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "mutation", "-n", "2", "--dist", "worksteal"]
     marks = [] if arguments.everything else ["-m", "not release"]
     variables = {"MUTATION_MAP": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *marks], cwd=ROOT, env=os.environ | variables, check=False)
+    subprocess.run([*command, *marks, *arguments.tests], cwd=ROOT, env=os.environ | variables, check=False)
 
 
 # a mutant and its tests
@@ -320,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
     mapped = commands.add_parser("map")
+    mapped.add_argument("tests", nargs="*", help="files or folders; all where none is named")
     mapped.add_argument("--everything", action="store_true", help="tests of a release too")
     mapped.set_defaults(do=record)
     tried = commands.add_parser("run")
