@@ -231,7 +231,9 @@ def record(arguments) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "mutation", "-n", "2", "--dist", "worksteal"]
     marks = [] if arguments.everything else ["-m", "not release"]
     variables = {"MUTATION_MAP": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *marks, *arguments.tests], cwd=ROOT, env=os.environ | variables, check=False)
+    subprocess.run(
+        [*command, *marks, *arguments.tests], cwd=ROOT, env=os.environ | variables, check=False
+    )
 
 
 # a mutant and its tests

@@ -62,6 +62,7 @@ def test_the_paper_sees_its_samples_once_an_epoch(name):
     assert IN_ALL[name] == asked.epochs * dry_run(RECIPES[name], asked).samples
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_small_training_is_small_beside_data_of_any_size(recipe):
     asked = recipe.settings()

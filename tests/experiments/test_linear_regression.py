@@ -261,7 +261,7 @@ def test_the_recipe_is_listed(bigbatch):
     assert "linear-regression" in bigbatch("recipes")[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_the_command_leaves_its_directory_and_shows_its_tables(bigbatch, tmp_path):
     status, out, err = bigbatch(
         "train", "linear-regression", "--seeds", "1", "--runs", tmp_path, "--quiet"

@@ -186,7 +186,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, tmp_path):
     assert pytest.approx(alone_scores, rel=1e-4) == scores
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @needs("tinyshakespeare")
 def test_half_an_epoch_of_shakespeare_ends_far_below_the_letters_alone(bigbatch, tmp_path):
     place = tmp_path / "run"

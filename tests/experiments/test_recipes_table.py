@@ -23,6 +23,7 @@ def test_every_recipe_and_experiment_stands_in_the_table(bigbatch, tmp_path):
     assert set(RECIPES) | set(EXPERIMENTS) <= first
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
     recipe = RECIPES[name]

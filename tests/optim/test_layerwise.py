@@ -723,6 +723,7 @@ def test_without_kernels_everything_runs_by_torch(
         assert apart(two_steps(rule, tensors_of_all_kinds(), None), actual) < FEW
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_an_optimizer_pickled_where_there_are_kernels_goes_on_without(
     by_torch_only: tuple[Path, str, list[Tensor]],

@@ -130,6 +130,7 @@ def test_a_rank_that_fails_is_named_with_its_error_and_the_remedy(tmp_path):
     assert 1 == result.stderr.count("in loss_of")  # its traceback; torchrun has one too
 
 
+@pytest.mark.release
 def test_help_is_printed_once():
     result = torchrun(2, "-m", "bigbatch", "train", "--help")
     assert (0, 1) == (result.returncode, result.stdout.count("Usage: "))

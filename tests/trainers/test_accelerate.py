@@ -292,6 +292,7 @@ import {module}
 """
 
 
+@pytest.mark.late
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
     [

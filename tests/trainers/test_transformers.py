@@ -383,6 +383,7 @@ def test_a_second_training_starts_anew(tmp_path, policy, start):
     assert first == logged(trainer, "batch_size", "samples")
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("where", ["on_pre_optimizer_step", "on_optimizer_step", "on_step_end"])
 def test_an_exception_leaves_the_learning_rate_of_the_schedule(tmp_path, where):
     class Failing(TrainerCallback):

@@ -96,6 +96,7 @@ def test_a_run_that_was_done_does_nothing_more(tmp_path):
     assert all(map(torch.equal, before, weights(again)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:max_steps")
 def test_a_variance_reduced_run_goes_on(tmp_path, workers):

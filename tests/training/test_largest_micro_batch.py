@@ -192,6 +192,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.late
 @pytest.mark.filterwarnings("ignore:k = 2 micro-batches")
 @pytest.mark.parametrize("clip", [None, 0.01], ids=["", "clipped"])
 @pytest.mark.parametrize("epochs_before", [0, 1], ids=["first", "between epochs"])
@@ -212,6 +213,7 @@ def test_training_goes_on_bit_for_bit_as_without_the_search(optimizer, epochs_be
     assert runs[0] == runs[1]
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("kind", LOADERS)
 def test_the_loader_gives_the_order_that_it_would_have_given(kind):
     orders = []
