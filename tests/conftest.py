@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from areas import report_areas
 from bigbatch.cli import main
 from properties import try_fewer
 from ranks import forking, ranks_of
-from tiers import THOROUGH, is_on_ranks, mark_products
+from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
 
 def pytest_configure(config):
+    torch.set_num_threads(1)  # two test processes on two cores; sums then also come in one order
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
     if f"not {THOROUGH}" in config.option.markexpr:
         try_fewer()
 
@@ -26,21 +29,21 @@ def pytest_collection_modifyitems(items):
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         skip = pytest.mark.skip(reason="DeepSpeed compiles itself and finds no C++ compiler")
         for item in items:
-            if "deepspeed_ranks" in item.fixturenames or item.get_closest_marker("deepspeed"):
+            if is_on_deepspeed(item):
                 item.add_marker(skip)
     items.sort(key=lambda item: not is_on_ranks(item))  # the long ones first
 
 
+def pytest_collection_finish(session):
+    """The server starts before the library asks it for a process, and after what it imports."""
+    if any(is_on_deepspeed(item) for item in session.items):
+        import_module("deepspeed")
+    if any(is_on_ranks(item) or item.path.parent.name == "bench" for item in session.items):
+        forking()
+
+
 def pytest_terminal_summary(terminalreporter):
     report_areas(terminalreporter)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """Two test processes on two cores; sums then also come in one order."""
-    torch.set_num_threads(1)
-    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
-    forking()  # before the library asks the server for a process
 
 
 @pytest.fixture

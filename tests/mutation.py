@@ -77,8 +77,8 @@ def mutants_of(file: Path) -> list[Mutant]:
     name, text = str(file.relative_to(SOURCE)), file.read_text()
     found = []
     for function, node in _nodes(ast.parse(text), None):
-        before = ast.get_source_segment(text, node)
         for after in _others(node):
+            before = ast.get_source_segment(text, node)
             end = (node.end_lineno, node.end_col_offset)
             start = (node.lineno, node.col_offset)
             found.append(Mutant(name, function, start, end, before, after))
@@ -274,7 +274,7 @@ def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
         child = os.fork()
         if not child:
             _run(Path(folder), tests)
-        until = time.monotonic() + 60 + 5 * seconds
+        until = time.monotonic() + 30 + 2 * seconds
         while time.monotonic() < until:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:

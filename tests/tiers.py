@@ -19,6 +19,11 @@ def is_on_ranks(item) -> bool:
     return "ranks" in item.fixturenames and "ranks" not in _params(item)
 
 
+def is_on_deepspeed(item) -> bool:
+    """Whether a test runs what DeepSpeed compiles."""
+    return "deepspeed_ranks" in item.fixturenames or bool(item.get_closest_marker("deepspeed"))
+
+
 def mark_products(items) -> None:
     """Marks what only a later command runs, function by function."""
     functions = defaultdict(list)
