@@ -11,6 +11,7 @@ import torch
 
 from areas import report_areas
 from bigbatch.cli import main
+from compiled import compile_deepspeed, keep_compiled
 from properties import try_fewer
 from ranks import forking, ranks_of
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
@@ -18,6 +19,7 @@ from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
 def pytest_configure(config):
     torch.set_num_threads(1)  # two test processes on two cores; sums then also come in one order
+    keep_compiled()
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
     if f"not {THOROUGH}" in config.option.markexpr:
         try_fewer()
@@ -88,7 +90,5 @@ def ranks():
 @pytest.fixture(scope="session")
 def deepspeed_ranks(ranks):
     """`ranks`, once there is what DeepSpeed compiles on first use."""
-    from compiled import compile_deepspeed
-
     compile_deepspeed()
     return ranks

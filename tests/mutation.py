@@ -1,11 +1,11 @@
 """Changes the library in one place at a time, and tells which changes no test notices.
 
-    python tests/mutation.py map [TESTS]    notes which functions each test calls
+    python tests/mutation.py map [TESTS]    notes which lines each test runs, on ranks too
     python tests/mutation.py run            makes 200 mutants, lists those that no test notices
 
 A mutant is one comparison, operation, condition, constant or statement that is another or gone. The
-tests that call its function run, cheapest first, until one fails. Functions called on ranks count
-too. What lies in a message, an annotation or a docstring is left alone.
+tests that run its line are tried, first those without ranks, the cheapest first, until one fails.
+What lies in a message, an annotation or a docstring is left alone.
 """
 
 import argparse
@@ -48,7 +48,6 @@ class Mutant:
     """One piece of a file, as lines and columns, and what stands there instead."""
 
     file: str
-    function: str
     start: tuple[int, int]
     end: tuple[int, int]
     before: str
@@ -59,6 +58,10 @@ class Mutant:
         (first, left), (last, right) = self.start, self.end
         whole = lines[first - 1][:left] + self.after + lines[last - 1][right:]
         return "".join([*lines[: first - 1], whole, *lines[last:]])
+
+    def lines(self) -> list[str]:
+        """As `map` names them."""
+        return [f"{self.file}:{line}" for line in range(self.start[0], self.end[0] + 1)]
 
     def __str__(self) -> str:
         return f"{self.file}:{self.start[0]} `{_short(self.before)}` -> `{_short(self.after)}`"
@@ -76,29 +79,25 @@ def mutants_of(file: Path) -> list[Mutant]:
     """Every mutant of the functions in one file."""
     name, text = str(file.relative_to(SOURCE)), file.read_text()
     found = []
-    for function, node in _nodes(ast.parse(text), None):
+    for node in _nodes(ast.parse(text), inside=False):
         for after in _others(node):
             before = ast.get_source_segment(text, node)
             end = (node.end_lineno, node.end_col_offset)
             start = (node.lineno, node.col_offset)
-            found.append(Mutant(name, function, start, end, before, after))
+            found.append(Mutant(name, start, end, before, after))
     return found
 
 
-def _nodes(node, function):
-    """Nodes inside functions with the function's key, but for what is only said."""
+def _nodes(node, inside):
+    """Nodes inside functions, but for what is only said."""
     said = ast.JoinedStr | ast.arguments | ast.AnnAssign | ast.Assert
     for child in ast.iter_child_nodes(node):
         if isinstance(child, said):
             continue
-        inside = function
-        if isinstance(child, ast.FunctionDef):
-            first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
-            inside = f"{first}:{child.name}"
-        if function is not None:
-            yield function, child
+        if inside:
+            yield child
         if not isinstance(child, ast.Raise):
-            yield from _nodes(child, inside)
+            yield from _nodes(child, inside or isinstance(child, ast.FunctionDef))
 
 
 def _others(node):
@@ -145,66 +144,81 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     return chosen
 
 
-# which tests call a function: this module is a plugin of pytest, too
+# which tests run a line: this module is a plugin of pytest, too
 
 
-class Calls:
-    """The functions of the library that are called while it is set as a trace."""
+def tracer():
+    """A coverage of what is mutated, in memory."""
+    import coverage
 
-    def __init__(self):
-        self._codes = set()
+    include = [f"{SOURCE / folder}/*" for folder in FOLDERS]
+    return coverage.Coverage(data_file=None, config_file=False, include=include)
 
-    def __call__(self, frame, event, argument):
-        if frame.f_code.co_filename.startswith(f"{SOURCE}/"):
-            self._codes.add(frame.f_code)
 
-    @property
-    def names(self) -> set[str]:
-        skipped = len(f"{SOURCE}/")
-        return {f"{c.co_filename[skipped:]}:{c.co_firstlineno}:{c.co_name}" for c in self._codes}
+def lines_by_context(traced) -> dict[str, set[str]]:
+    """The lines that ran in each context; coverage's own first one is empty."""
+    found, data = defaultdict(set), traced.get_data()
+    for file in data.measured_files():
+        name = str(Path(file).relative_to(SOURCE))
+        for line, contexts in data.contexts_by_lineno(file).items():
+            for context in contexts:
+                found[context].add(f"{name}:{line}")
+    return found
 
 
 class OnRank:
-    """A function of a test on ranks, which leaves what it called in a file of its process."""
+    """A function of a test on ranks, which leaves the lines that it ran in a file."""
 
     def __init__(self, function, folder):
         self.function, self.folder = function, folder
 
     def __call__(self, *arguments):
-        calls = Calls()
-        sys.settrace(calls)
+        traced = tracer()
+        traced.start()
         try:
             return self.function(*arguments)
         finally:
-            sys.settrace(None)
-            (self.folder / str(os.getpid())).write_text(json.dumps(sorted(calls.names)))
+            traced.stop()
+            lines = sorted(lines_by_context(traced)[""])
+            (self.folder / str(os.getpid())).write_text(json.dumps(lines))
 
 
 class Recorder:
     """The plugin of `map`."""
 
+    def __init__(self):
+        self._traced = tracer()
+        self._traced.start()
+        self._tests = []  # rows of the map, but for the lines of this process
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
         import ranks
+        from tiers import is_on_ranks
 
         folder, plain = Path(tempfile.mkdtemp()), ranks._start
         ranks._start = lambda rank, count, store, function, arguments: plain(
             rank, count, store, OnRank(function, folder), arguments
         )
-        calls, begun = Calls(), time.monotonic()
-        sys.settrace(calls)
+        self._traced.switch_context(item.nodeid)
+        begun = time.monotonic()
         try:
             return (yield)
         finally:
-            sys.settrace(None)
+            seconds = time.monotonic() - begun
             ranks._start = plain
-            names = calls.names.union(*(json.loads(f.read_text()) for f in folder.iterdir()))
+            lines = set().union(*(json.loads(file.read_text()) for file in folder.iterdir()))
             shutil.rmtree(folder)
-            tiers = {mark.name for mark in item.iter_markers()} & {"thorough", "release"}
-            row = [item.nodeid, time.monotonic() - begun, sorted(tiers), sorted(names)]
-            worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-            with (KEPT / f"map.{worker}").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            tiers = sorted({mark.name for mark in item.iter_markers()} & {"thorough", "release"})
+            self._tests.append((item.nodeid, seconds, tiers, is_on_ranks(item), lines))
+
+    def pytest_sessionfinish(self):
+        self._traced.stop()
+        own = lines_by_context(self._traced)
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+        with (KEPT / f"map.{worker}").open("w") as file:
+            for test, *rest, lines in self._tests:
+                file.write(json.dumps([test, *rest, sorted(lines | own[test])]) + "\n")
 
 
 class Ordered:
@@ -239,16 +253,16 @@ def record(arguments) -> None:
 # a mutant and its tests
 
 
-def tests_by_function(excluded: set[str]):
-    """(seconds, test) for each function, but for tests of these tiers."""
-    found = defaultdict(list)
+def tests_by_line(excluded: set[str]):
+    """(seconds, test) for each line, without and with ranks, but for tests of these tiers."""
+    alone, on_ranks = defaultdict(set), defaultdict(set)
     for file in KEPT.glob("map.*"):
-        for line in file.read_text().splitlines():
-            test, seconds, tiers, names = json.loads(line)
+        for row in file.read_text().splitlines():
+            test, seconds, tiers, ranked, lines = json.loads(row)
             if not excluded & set(tiers):
-                for name in names:
-                    found[name].append((seconds, test))
-    return found
+                for line in lines:
+                    (on_ranks if ranked else alone)[line].add((seconds, test))
+    return alone, on_ranks
 
 
 def chosen_tests(candidates, seconds: float) -> list[str]:
@@ -304,16 +318,18 @@ def run(arguments) -> None:
     import torch  # noqa: F401  what every mutant's process has then imported
     import transformers  # noqa: F401
 
-    tests = tests_by_function(set(arguments.without))
+    kinds = tests_by_line(set(arguments.without))
     survivors, mutants = 0, drawn(arguments.count, arguments.seed)
     mutants = mutants[arguments.part :: arguments.parts]
     for mutant in mutants:
-        candidates = tests[f"{mutant.file}:{mutant.function}"]
-        chosen = chosen_tests(candidates, arguments.seconds)
-        result = outcome(mutant, chosen, arguments.seconds) if chosen else "survived, not called"
-        survivors += result.startswith("survived")
-        line = f"{result:16} {mutant}  ({len(chosen)} of {len(candidates)} tests)\n"
-        sys.stdout.write(line)
+        result = "survived"
+        for by_line in kinds:
+            candidates = set().union(*(by_line[line] for line in mutant.lines()))
+            tests = chosen_tests(candidates, arguments.seconds)
+            if result == "survived" and tests:
+                result = outcome(mutant, tests, arguments.seconds)
+        survivors += result == "survived"
+        sys.stdout.write(f"{result:16} {mutant}\n")
         sys.stdout.flush()
     sys.stdout.write(f"{survivors} of {len(mutants)} survived\n")
 
