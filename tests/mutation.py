@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -280,7 +280,7 @@ def chosen_tests(candidates, seconds: float) -> list[str]:
 
 
 def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
-    """What becomes of the tests: "killed", "survived", or "killed, hanging"."""
+    """What becomes of the tests: "killed", "survived", or "hung", which may also be a slow machine."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "bigbatch"
         shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -296,7 +296,7 @@ def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
             time.sleep(0.05)
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return "killed, hanging"
+        return "hung"
 
 
 def _run(folder: Path, tests: list[str]) -> None:
@@ -319,19 +319,19 @@ def run(arguments) -> None:
     import transformers  # noqa: F401
 
     kinds = tests_by_line(set(arguments.without))
-    survivors, mutants = 0, drawn(arguments.count, arguments.seed)
+    results, mutants = Counter(), drawn(arguments.count, arguments.seed)
     mutants = mutants[arguments.part :: arguments.parts]
     for mutant in mutants:
-        result = "survived"
+        result = "not run"
         for by_line in kinds:
             candidates = set().union(*(by_line[line] for line in mutant.lines()))
             tests = chosen_tests(candidates, arguments.seconds)
-            if result == "survived" and tests:
+            if tests and result in ("not run", "survived"):
                 result = outcome(mutant, tests, arguments.seconds)
-        survivors += result == "survived"
-        sys.stdout.write(f"{result:16} {mutant}\n")
+        results[result] += 1
+        sys.stdout.write(f"{result:8} {mutant}\n")
         sys.stdout.flush()
-    sys.stdout.write(f"{survivors} of {len(mutants)} survived\n")
+    sys.stdout.write(f"{len(mutants)}: {dict(results)}\n")
 
 
 def main() -> None:
