@@ -280,7 +280,7 @@ def chosen_tests(candidates, seconds: float) -> list[str]:
 
 
 def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
-    """What becomes of the tests: "killed", "survived", or "hung", which may also be a slow machine."""
+    """What becomes of the tests: "killed", "survived", or "hung", as on a slow machine, too."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "bigbatch"
         shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
