@@ -4,8 +4,8 @@
     python tests/mutation.py run            makes 200 mutants, lists those that no test notices
 
 A mutant is one comparison, operation, condition, constant or statement that is another or gone. The
-tests that run its line are tried, first those without ranks, the cheapest first, until one fails.
-What lies in a message, an annotation or a docstring is left alone.
+tests that run its line are tried until one fails, those without ranks first, and of these first
+what runs little else. What lies in a message, an annotation or a docstring is left alone.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ SWAPPED = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
+SLOW_TO_IMPORT = [  # by tests: once, before all mutants
+    *["torch._inductor.compile_fx", "transformers", "deepspeed", "lightning", "accelerate"],
+    *["sklearn.datasets", "sklearn.metrics", "sklearn.model_selection", "scipy.stats"],
+    *["matplotlib.pyplot", "hypothesis", "pytorch_optimizer", "torch.utils.tensorboard"],
+]
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -222,7 +228,7 @@ class Recorder:
 
 
 class Ordered:
-    """The plugin of a mutant's tests: as they were asked for, cheapest first."""
+    """The plugin of a mutant's tests: in the order in which they were asked for."""
 
     def __init__(self, names):
         self._place = {name: place for place, name in enumerate(names)}
@@ -254,21 +260,24 @@ def record(arguments) -> None:
 
 
 def tests_by_line(excluded: set[str]):
-    """(seconds, test) for each line, without and with ranks, but for tests of these tiers."""
+    """For each line the tests without and with ranks, but for these tiers.
+
+    A test is (the number of lines that it runs, its seconds, its name).
+    """
     alone, on_ranks = defaultdict(set), defaultdict(set)
     for file in KEPT.glob("map.*"):
         for row in file.read_text().splitlines():
             test, seconds, tiers, ranked, lines = json.loads(row)
             if not excluded & set(tiers):
                 for line in lines:
-                    (on_ranks if ranked else alone)[line].add((seconds, test))
+                    (on_ranks if ranked else alone)[line].add((len(lines), seconds, test))
     return alone, on_ranks
 
 
 def chosen_tests(candidates, seconds: float) -> list[str]:
-    """The cheapest of each file in turn, up to so many seconds."""
+    """One of each file in turn, those first that run few lines, up to so many seconds."""
     files = defaultdict(list)
-    for cost, test in sorted(candidates):
+    for _, cost, test in sorted(candidates):
         files[test.partition("::")[0]].append((cost, test))
     chosen, left = [], seconds
     for row in itertools.zip_longest(*files.values()):
@@ -315,9 +324,8 @@ def _run(folder: Path, tests: list[str]) -> None:
 
 def run(arguments) -> None:
     """`run`: a line for each mutant, then the count."""
-    import torch  # noqa: F401  what every mutant's process has then imported
-    import transformers  # noqa: F401
-
+    for name in SLOW_TO_IMPORT:
+        import_module(name)
     kinds = tests_by_line(set(arguments.without))
     results, mutants = Counter(), drawn(arguments.count, arguments.seed)
     mutants = mutants[arguments.part :: arguments.parts]
