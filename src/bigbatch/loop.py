@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,16 +135,17 @@ class AdaptiveBatch:
             "virtual_ranks": repr(ranks),
         }
         advice = self._give_advice()
+        train = partial(_still_there, weakref.ref(self))
         self._common = Common(
             self.meter,
             optimizer,
             scaler,
             self._shards,
             advice,
-            self._tell,
-            self._finish,
+            lambda: train()._tell(),
+            lambda reading: train()._finish(reading),
             self._update.step_optimizer,
-            lambda: self._update.record,
+            lambda: train()._update.record,
         )
         self._step: Step | None = None
         self._per_sample: float | None = None  # weight of a sample in the last step
@@ -412,6 +414,18 @@ class AdaptiveBatch:
         self.meter.source.zero_grad()
         if self._shards is not None:
             self._shards.restart()
+
+
+def _still_there(train: "weakref.ref[AdaptiveBatch]") -> AdaptiveBatch:
+    """What a step asks and does not hold, so that the two are no cycle.
+
+    The garbage collector would close the queues of a loader's workers first, and then wait five
+    seconds for each of them.
+    """
+    held = train()
+    if held is None:
+        raise LoopError("the AdaptiveBatch of this step is gone; keep it as long as its steps")
+    return held
 
 
 def shards_of(optimizer: Optimizer) -> GradientSource | None:

@@ -266,6 +266,14 @@ def test_a_wrong_parameter_is_named_before_anything_is_built(wrong, named):
         deepspeed.initialize(adaptive_batch_params={**PARAMS, **wrong})
 
 
+def test_parameters_that_are_left_out_are_those_of_none():
+    from bigbatch.connect.deepspeed.params import AdaptiveBatchParams
+
+    given = {"enable_adjust": False, "verbose": 0}
+    for some in (None, {}, given):
+        assert AdaptiveBatchParams(enable_adjust=False) == AdaptiveBatchParams.of(some)
+
+
 def test_a_policy_beside_the_papers_is_refused():
     from bigbatch.connect import deepspeed
 

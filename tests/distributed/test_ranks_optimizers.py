@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss
@@ -556,18 +557,34 @@ def partly_sharded():
     return model
 
 
-def made_on_a_partly_sharded_model(rank, ranks, name):
-    parameters = list(partly_sharded().parameters())
+def over_two_meshes():
+    model = network()
+    for index, dim in enumerate(["first", "second"]):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dim,))
+        for layer in (model[0], model[2]) if index else (model[3], model[5]):
+            fully_shard(layer, mesh=mesh)
+    return model
+
+
+UNLIKE = {
+    partly_sharded: f"4 of {LAYERS} parameters are sharded",
+    over_two_meshes: f"{LAYERS} of {LAYERS} parameters are sharded, or not over one mesh",
+}
+
+
+def made_on(rank, ranks, make, name):
+    parameters = list(make().parameters())
     return [
         error_of(lambda p=p: MAKE[name](p), SettingError) for p in (parameters, parameters[::-1])
     ]
 
 
 @every_vr_optimizer
-def test_a_partly_sharded_model_is_refused(ranks, name):
-    for messages in ranks(2)(made_on_a_partly_sharded_model, name):
+@pytest.mark.parametrize("make", UNLIKE, ids=lambda make: make.__name__)
+def test_a_model_that_is_not_sharded_alike_is_refused(ranks, make, name):
+    for messages in ranks(2)(made_on, make, name):
         for message in messages:
-            assert f"4 of {LAYERS} parameters are sharded" in message
+            assert UNLIKE[make] in message
 
 
 def weights_of_a_partly_sharded_model(rank, ranks, name):

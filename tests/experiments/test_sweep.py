@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -375,6 +376,7 @@ def sweeping(*arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
     )
 
 
@@ -384,6 +386,7 @@ def wait_for(process, path, lines=3):
         logs = [file.read_bytes() for file in path.glob("*/metrics.jsonl")]
         if any(log.count(b"\n") >= lines for log in logs):
             return
+        time.sleep(0.01)
     raise AssertionError(process.communicate())
 
 
@@ -396,16 +399,19 @@ def rows_of(study):
     }
 
 
-GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", "--set", "epochs=6", "--jobs", "2")
+EPOCHS = ("--set", "epochs=6")
+GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "2")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.release), signal.SIGINT]
 )
-def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(tmp_path, number):
+def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(bigbatch, tmp_path, number):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert 0 == sweeping(*GRID, "--out", whole).wait(SECONDS)
+    for lr in (0.01, 0.02):
+        one = ("--policy", SETTINGS.policy, "--set", f"lr={lr}", "--out", whole / f"lr={lr}-seed0")
+        assert 0 == bigbatch("train", "digits", *one, *EPOCHS)[0]
     process = sweeping(*GRID, "--set", "checkpoint_every=7", "--out", killed)
     wait_for(process, killed)
     os.kill(process.pid, number)

@@ -579,6 +579,20 @@ def test_autograd_grad_over_the_parameters_is_refused() -> None:
     optimizer.zero_grad()
 
 
+def test_autograd_grad_over_the_parameters_inside_a_micro_batch_spoils_no_later_step() -> None:
+    model = network()
+    optimizer, oracle = pair("VRSGD", model)
+    with bb.GradientMeter(model) as meter:
+        for batch in batches(4, seed=0):
+            with meter.micro_batch():
+                squared_error(model, batch).backward()
+        with pytest.raises(GradientError, match=r"autograd\.grad"), meter.micro_batch():
+            torch.autograd.grad(squared_error(model, batch), model.parameters())
+        optimizer.zero_grad()
+        train_both(model, optimizer, oracle, seeds=range(3))
+    assert difference(oracle.params, model) < CLOSE
+
+
 def out_of_memory(gradient: Tensor) -> None:
     raise MemoryError
 

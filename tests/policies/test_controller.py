@@ -378,6 +378,13 @@ def test_no_decision_moves_farther_than_the_largest_step(noises, start, factor):
         before = after
 
 
+def test_what_is_far_away_is_reached_by_largest_steps():
+    falling = Controller(NoiseScale(min_batch=20), 256, largest_step=2, smoothing=1)
+    assert [128, 64, 32, 20] == walk(falling, 4, noise_scale=0.0)
+    rising = Controller(NoiseScale(max_batch=500), 64, largest_step=2, smoothing=1)
+    assert [128, 256, 500, 500] == walk(rising, 4, noise_scale=1e6)
+
+
 @pytest.mark.parametrize("start", [*range(1, 40), 1000])
 @pytest.mark.parametrize("way", [low, high])
 def test_no_whole_number_stalls_the_batch(start, way):

@@ -161,6 +161,10 @@ def test_a_decision_that_nobody_can_carry_out_is_refused(wrong, words):
         Decision(reason="test", **wrong)
 
 
+def test_a_decision_may_stop_the_weights():
+    assert 0 == Decision(128, "frozen for a step", lr_factor=0).lr_factor
+
+
 # NoiseScale
 
 LOUD, CLEAR = GradientNoise(-1.0, 576.0, 128, 8), GradientNoise(4.0, 0.0, 128, 8)

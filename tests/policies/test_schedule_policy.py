@@ -77,6 +77,7 @@ def test_a_ramp_rises_in_equal_stretches():
 def test_a_ramp_may_fall_and_may_go_by_single_samples():
     assert [8, 7, 6, 4, 4] == sizes("8 to 4 over 400 samples", [99, 100, 200, 400, 10**9])
     assert [10, 10, 11, 15, 20] == sizes("10 to 20 over 100 samples", [0, 9, 10, 50, 100])
+    assert [10, 22, 34] == sizes("10 to 34 over 24 samples in steps of 12", [0, 12, 24])
 
 
 @given(

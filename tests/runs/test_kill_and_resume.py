@@ -20,7 +20,7 @@ pytestmark = pytest.mark.thorough
 
 TRAIN = [sys.executable, str(Path(__file__).parents[1] / "noisy_digits.py"), "train"]
 SETTINGS = [NAME, "--policy", "simigrad", "--optimizer", "vr-momentum", "--target", "0.2"]
-LENGTH = ["--epochs", "12", "--max-batch", "96", "--checkpoint-every", "9", "--quiet"]
+LENGTH = ["--epochs", "6", "--max-batch", "96", "--checkpoint-every", "9", "--quiet"]
 
 
 def rows_of(run):
@@ -61,7 +61,7 @@ def kill_after(process, run, lines):
     return False
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.release)])
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.release)])
 def test_a_run_that_is_killed_often_ends_as_if_never_killed(tmp_path, kills):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*TRAIN, *SETTINGS, *LENGTH, "--out", str(whole)], check=True)

@@ -319,6 +319,16 @@ def test_a_gradient_penalty_inside_micro_batch_counts_what_reaches_the_gradient(
     assert right_or_refused(expected, measure)
 
 
+def test_after_autograd_grad_over_the_parameters_a_step_is_refused_until_gradients_are_zeroed():
+    model, batches = network(), data(EQUAL)
+    meter = GradientMeter(model)
+    accumulate(model, batches[:2])
+    with pytest.raises(GradientError, match="zero the gradients and repeat the step"):
+        autograd_grad_over_the_parameters(model, meter)
+    with pytest.raises(GradientError, match="not empty before the first backward"):
+        accumulate(model, batches[2:])
+
+
 def test_a_micro_batch_inside_a_micro_batch_is_refused_or_one():
     model, batches = network(), data(EQUAL)
     meter = GradientMeter(model)

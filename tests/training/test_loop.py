@@ -1,8 +1,10 @@
 """AdaptiveBatch around a loop of one's own: gradients, records, decisions, refusals."""
 
 import copy
+import gc
 import io
 import math
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -737,8 +739,24 @@ def test_a_forgotten_update_raises_in_a_new_for_too():
         first_step(train)
 
 
+def test_a_training_that_is_dropped_in_mid_epoch_is_gone_at_once_with_its_workers():
+    train = adaptive(loader=DataLoader(data(96), 16, num_workers=1))
+    step, workers = done(train), multiprocessing.active_children()
+    gc.disable()
+    try:
+        del train
+        with pytest.raises(LoopError, match="the AdaptiveBatch of this step is gone"):
+            step.update()
+        del step
+        assert workers
+        assert not set(workers) & set(multiprocessing.active_children())
+    finally:
+        gc.enable()
+
+
 def test_a_second_update_raises():
-    step = done(adaptive())
+    train = adaptive()
+    step = done(train)
     step.update()
     with pytest.raises(LoopError, match=r"after step\.update\(\)"):
         step.update()
@@ -756,7 +774,8 @@ def test_update_and_clipping_before_the_last_micro_batch_raise(call, backwards):
 
 
 def test_clipping_after_update_raises():
-    step = done(adaptive())
+    train = adaptive()
+    step = done(train)
     step.update()
     with pytest.raises(LoopError, match=r"after step\.update\(\)"):
         step.clip_grad_norm_(1.0)
@@ -857,7 +876,8 @@ def test_a_policy_that_returns_no_decision_is_refused_with_what_it_returned():
         def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> Any:
             return 32
 
-    step = done(adaptive(policy=Number()))
+    train = adaptive(policy=Number())
+    step = done(train)
     with pytest.raises(SettingError, match="returned 32"):
         step.update()
 
