@@ -579,20 +579,6 @@ def test_autograd_grad_over_the_parameters_is_refused() -> None:
     optimizer.zero_grad()
 
 
-def test_autograd_grad_over_the_parameters_inside_a_micro_batch_spoils_no_later_step() -> None:
-    model = network()
-    optimizer, oracle = pair("VRSGD", model)
-    with bb.GradientMeter(model) as meter:
-        for batch in batches(4, seed=0):
-            with meter.micro_batch():
-                squared_error(model, batch).backward()
-        with pytest.raises(GradientError, match=r"autograd\.grad"), meter.micro_batch():
-            torch.autograd.grad(squared_error(model, batch), model.parameters())
-        optimizer.zero_grad()
-        train_both(model, optimizer, oracle, seeds=range(3))
-    assert difference(oracle.params, model) < CLOSE
-
-
 def out_of_memory(gradient: Tensor) -> None:
     raise MemoryError
 
@@ -1212,6 +1198,37 @@ def test_a_backward_of_the_users_own_is_not_counted_in_the_loop() -> None:
         oracle.step(micro_gradients(model, micro), weights=[len(y) for _, y in micro])
         step.update()
     assert difference(oracle.params, model) < CLOSE
+
+
+class Differentiating(torch.autograd.Function):
+    """Whose backward calls autograd.grad over the parameters, and reaches none of them itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+        ctx.x, ctx.model = x.detach(), model
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            loss = ctx.model(ctx.x).square().sum()
+        torch.autograd.grad(loss, ctx.model.parameters())
+        return torch.zeros_like(ctx.x), None
+
+
+@pytest.mark.parametrize("optimizer", [SGD, VRSGD])
+def test_a_backward_that_calls_autograd_grad_itself_is_refused_with_its_step(
+    optimizer: Any,
+) -> None:
+    model = network()
+    loop = adaptive(model, optimizer(model.parameters(), lr=0.1), samples())
+    step = next(iter(loop))
+    for number, (x, y) in enumerate(step):
+        hidden = number == 1
+        loss = Differentiating.apply(x.requires_grad_(), model) if hidden else None
+        step.backward(squared_error(model, (x, y)) if loss is None else loss)
+    with pytest.raises(GradientError, match="is not the sum of the 8 micro-batch gradients"):
+        step.update()
 
 
 def test_a_non_finite_step_of_the_loop_leaves_everything_untouched() -> None:

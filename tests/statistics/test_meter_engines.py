@@ -29,6 +29,7 @@ from bigbatch.measure.norms import flattened, squared_norm
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to sum on")
 ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
 
 
@@ -344,14 +345,15 @@ def test_dense_gradients_are_read_where_they_are():
     assert pytest.approx(float(whole[:, 1].square().sum())) == float(squared_norm(whole[:, 1]))
 
 
-def test_autocast_around_a_whole_step_changes_no_sum():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_autocast_around_a_whole_step_changes_no_sum(device):
     seen = []
-    for where in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
-        weight = nn.Parameter(torch.zeros(5000))
+    for where in (contextlib.nullcontext(), torch.autocast(device, torch.bfloat16)):
+        weight = nn.Parameter(torch.zeros(5000, device=device))
         draw = torch.Generator().manual_seed(2)
         with GradientMeter([weight], interval=0.9, halves=True) as meter, where:
             for _ in range(4):
-                (weight * torch.randn(5000, generator=draw)).sum().backward()
+                (weight * torch.randn(5000, generator=draw).to(device)).sum().backward()
             seen.append(meter.read(4))
     assert seen[0] == seen[1]
 
