@@ -288,6 +288,12 @@ def test_an_epoch_below_the_least_step_is_one_step():
     assert [3] == sizes(one_pass(Batches(ragged([2, 1])), [BatchPlan(1, 4, 2)], least=4, most=8))
 
 
+def test_a_last_sample_of_its_own_is_no_reason_to_exceed_the_bound():
+    assert [2, 2, 2, 1] == sizes(
+        one_pass(Batches(ragged([7])), [BatchPlan(1, 2, 1)], least=2, most=2)
+    )
+
+
 # batches that cannot be glued, or not even counted
 
 
