@@ -20,11 +20,11 @@ from bigbatch.bench.wire import Wire
 WIDTH = 96  # 2, 3 and 4 divide it
 MODEL = replace(kinds("DDP", 2)[0], width=WIDTH).size
 LAYERS = 16
-THOROUGH, RELEASE = pytest.mark.thorough, pytest.mark.release
+RELEASE = pytest.mark.release
 DEEPSPEED = pytest.mark.deepspeed
 # each runs twenty kinds of steps on so many ranks
 every_count = pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=THOROUGH), pytest.param(4, marks=RELEASE)]
+    "ranks", [2, pytest.param(3, marks=RELEASE), pytest.param(4, marks=RELEASE)]
 )
 
 

@@ -274,6 +274,14 @@ def test_parameters_that_are_left_out_are_those_of_none():
         assert AdaptiveBatchParams(enable_adjust=False) == AdaptiveBatchParams.of(some)
 
 
+def test_every_size_may_be_a_single_sample():
+    from bigbatch.connect.deepspeed.params import AdaptiveBatchParams
+
+    sizes = dict.fromkeys(README, 1)
+    params = AdaptiveBatchParams.of({**PARAMS, **sizes})
+    assert sizes == {name: getattr(params, name) for name in sizes}
+
+
 def test_a_policy_beside_the_papers_is_refused():
     from bigbatch.connect import deepspeed
 

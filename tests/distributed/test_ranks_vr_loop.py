@@ -16,7 +16,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:k = :UserWarning"),
 ]
 
-every_vr_optimizer = pytest.mark.parametrize("name", VR)
+IN_CI = ("VRAdam", "VRLARS")  # by elements and by layers; the fold has tests of its own
+every_vr_optimizer = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.release) for n in VR]
+)
 
 
 def build(rank, ranks, engine, name, virtual_ranks=4, **settings):

@@ -420,6 +420,6 @@ def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(bigbatch, tmp_path, n
         assert 130 == process.returncode
         assert f"interrupted; `bigbatch sweep --resume {killed}` goes on" in err
         assert not any((run / "report.html").exists() for run in killed.glob("lr=*"))
-    assert 0 == sweeping("--resume", killed).wait(SECONDS)
+    assert 0 == bigbatch("sweep", "--resume", killed)[0]
     assert rows_of(whole) == rows_of(killed)
     assert 2 == len(list(csv.DictReader((killed / "sweep.csv").open())))

@@ -490,8 +490,13 @@ def local(tensor):
 @pytest.mark.parametrize(
     ("wrapper", "where"),
     [
-        *[(w, p) for w in ("ddp", "fsdp2", "hsdp") for p in ("before", "inside", "backward")],
-        ("compiled ddp", "before"),
+        *[(w, "before") for w in ("ddp", "fsdp2", "hsdp", "compiled ddp")],
+        *[("fsdp2", p) for p in ("inside", "backward")],
+        *[
+            pytest.param(w, p, marks=pytest.mark.release)
+            for w in ("ddp", "hsdp")
+            for p in ("inside", "backward")
+        ],
     ],
 )
 def test_all_ranks_find_what_fits_on_each_and_train_as_without(ranks, wrapper, where):

@@ -369,7 +369,7 @@ def momenta(train: bb.AdaptiveBatch) -> list[list[Any]]:
 @may_end
 @kinds
 @every_schedule
-@property_test(5)
+@property_test(3)
 @given(sizes=st.lists(st.integers(1, 64), min_size=1, max_size=6))
 def test_the_rate_over_the_samples_is_that_of_the_base_batch_times_the_square_root(
     build, kind, sizes
