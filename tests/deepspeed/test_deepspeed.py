@@ -151,7 +151,7 @@ def readme(rank, ranks, path, target):
         )
     said = [str(each.message) for each in said if "enable_adjust" in str(each.message)]
     loader = DataLoader(data(), batch_size=1)  # its samples are collected
-    steps, given, collected = [], [], []
+    steps, given, collected, boundaries = [], [], [], []
     for sample in itertools.chain.from_iterable(itertools.repeat(loader, 3)):
         collected.append(sample)
         if len(collected) < model.train_micro_batch_size_per_gpu():
@@ -163,12 +163,14 @@ def readme(rank, ranks, path, target):
             model.train_micro_batch_size_per_gpu(),
             model.gradient_accumulation_steps(),
         )
+        boundaries.append(model.is_gradient_accumulation_boundary())
         model.backward(cross_entropy(model(x), y))
         given.append((x, y))
         model.step()
         if model.was_step_applied():
-            steps.append((wanted, given, model.bigbatch.record, weights_of(model)))
-            given = []
+            told = (wanted, boundaries, model.bigbatch.record)
+            steps.append((told, given, weights_of(model)))
+            given, boundaries = [], []
     return said, steps
 
 
@@ -186,8 +188,9 @@ def test_the_call_and_the_loop_of_the_papers_readers(deepspeed_ranks, tmp_path, 
     assert len(said) == 1
     assert said[0].startswith(f"enable_adjust={target} is a number and counts as True")
     model = network()
-    assert len({record.batch_size for _, _, record, _ in steps}) > 2
-    for (batch, micro, accumulation), given, record, weights in steps:
+    assert len({record.batch_size for (_, _, record), _, _ in steps}) > 2
+    for ((batch, micro, accumulation), boundaries, record), given, weights in steps:
+        assert [False] * (accumulation - 1) + [True] == boundaries
         assert [micro] * accumulation == [len(y) for _, y in given]
         assert batch == micro * accumulation == record.batch_size
         assert 24 <= batch <= 96
