@@ -220,6 +220,7 @@ def test_what_is_not_known_is_not_shown_as_a_number():
     assert len(engines.COLUMNS) == len(row)
 
 
+@pytest.mark.thorough
 def test_the_formulas_table_has_the_shares_that_the_formulas_give():
     rows = [carried.row() for carried in scaling.run()]
     assert scaling.ROWS == len(rows)

@@ -112,6 +112,7 @@ def train_a_step(training, clip):
     step.update()
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("changes", [{}, {"clip": 1.0}, {"precision": "float16"}], ids=str)
 @pytest.mark.parametrize("optimizer", ["vr-sgd", "vr-adam"])
 def test_memory_of_vr_in_the_first_step_and_later_is_that_of_real_steps(optimizer, changes):

@@ -10,6 +10,7 @@ import pytest
 from bigbatch.recipes.data.stdlib_text import stdlib_text
 
 
+@pytest.mark.thorough
 def test_a_document_is_a_module_with_its_docstrings_in_the_order_of_the_source():
     own = (textwrap, textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.wrap)
     said = [inspect.getdoc(one) for one in own]

@@ -169,6 +169,7 @@ def test_augmentation_from_every_generator_resumes():
     assert_resumes(3, loader=loader)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dataset", [TensorDataset, Augmented])
 def test_a_run_over_two_workers_resumes(dataset):
     def loader() -> DataLoader:
