@@ -1217,9 +1217,7 @@ class Differentiating(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("optimizer", [SGD, VRSGD])
-def test_a_backward_that_calls_autograd_grad_is_refused_with_its_step(
-    optimizer: Any,
-) -> None:
+def test_a_backward_that_calls_autograd_grad_is_refused_with_its_step(optimizer: Any) -> None:
     model = network()
     loop = adaptive(model, optimizer(model.parameters(), lr=0.1), samples())
     step = next(iter(loop))
