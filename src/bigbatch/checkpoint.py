@@ -8,6 +8,7 @@ import torch
 from bigbatch.act.agreement import Agreement
 from bigbatch.errors import StateError
 from bigbatch.loop import AdaptiveBatch
+from bigbatch.setting_types import checked
 
 _KEY = "ranks"
 
@@ -29,6 +30,7 @@ class RankStates:
         train: the training.
     """
 
+    @checked
     def __init__(self, train: AdaptiveBatch) -> None:
         self._train = train
         self._agreement = Agreement(train.meter.source)

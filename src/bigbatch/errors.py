@@ -4,6 +4,7 @@
       SettingError (ValueError)       a setting that cannot work; raised at construction
       GradientError (RuntimeError)    gradients in a state that would give a wrong number
       LoopError (RuntimeError)        the training loop was not followed
+      LengthError (TypeError)         the length of what has none that is known beforehand
       BatchError (ValueError)         a batch that cannot be cut into micro-batches
       StateError (ValueError)         a saved state that does not belong here
       RankError (RuntimeError)        ranks that should agree and do not
@@ -28,6 +29,10 @@ class GradientError(BigbatchError, RuntimeError):
 
 class LoopError(BigbatchError, RuntimeError):
     """The training loop left out a call, repeated one, or made one too early."""
+
+
+class LengthError(BigbatchError, TypeError):
+    """A length was asked for that nobody knows; a TypeError, as Python's own, which tqdm takes."""
 
 
 class BatchError(BigbatchError, ValueError):

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -19,18 +19,20 @@ from bigbatch.act.agreement import Agreement, checksum, require_equal
 from bigbatch.act.announced import Announced
 from bigbatch.act.batches import Batches
 from bigbatch.act.cut import Cut
-from bigbatch.act.learning_rate import Scaling
+from bigbatch.act.learning_rate import LRScaling
+from bigbatch.act.memory import require_no_closure
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
 from bigbatch.decide.controller import Controller, warn_of_changes
-from bigbatch.decide.cutting import Cutting
+from bigbatch.decide.cutting import Cutting, Least
 from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy
-from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.record import Reading, StepRecord
+from bigbatch.setting_types import Count, checked
 from bigbatch.step import Common, Step, trained_by
 from bigbatch.update import Update
 
@@ -84,6 +86,7 @@ class AdaptiveBatch:
         SimiGrad (Qin et al., NeurIPS 2021); docs/theory.md.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -91,12 +94,12 @@ class AdaptiveBatch:
         loader: Iterable[Batch] | Batches | Announced,
         *,
         policy: Policy | Controller,
-        batch_size: int | None = None,
-        base_batch: int | None = None,
-        micro_batch: int | None = None,
+        batch_size: Count | None = None,
+        base_batch: Count | None = None,
+        micro_batch: Count | None = None,
         fixed_micro_batch: bool = False,
-        min_micro_batches: int | None = None,
-        lr_scaling: str | Scaling | None = "sqrt",
+        min_micro_batches: Least | None = None,
+        lr_scaling: LRScaling = "sqrt",
         scheduler: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         meter: GradientMeter | None = None,
@@ -216,6 +219,15 @@ class AdaptiveBatch:
         while self.epoch < total:
             yield self.epoch
 
+    def __len__(self) -> NoReturn:
+        raise LengthError(
+            "how many steps an epoch has follows from batch sizes that are still to be decided; "
+            "train.base_steps(epochs) counts it in base batches, train.steps what is done"
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_none_begun()
@@ -324,6 +336,7 @@ class AdaptiveBatch:
                 f"{type(self.optimizer).__name__} is a wrapper that no hook can be put on; pass "
                 "the optimizer inside it (optimizer.optimizer)"
             )
+        require_no_closure(self.optimizer)
         meter.source.explicit = True
         meter.scaler = self.scaler
         if not set(self._watch_trained()) & set(self.model.parameters()):

@@ -24,6 +24,7 @@ from bigbatch.measure.source import GradientSource
 from bigbatch.optim.attach import Attachment
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.record import Reading, StepRecord
+from bigbatch.setting_types import NotNegative, setting
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -149,6 +150,7 @@ class Step:
                 still runs, times 0, so a gradient that is not finite skips the step.
         Raises:
             LoopError: no micro-batch is waiting for it, or weights are given to some only.
+            SettingError: a weight that is negative, or no finite number.
             GradientError: somebody else wrote to `.grad`.
         """
         with self.counted(loss, weight) as factor:
@@ -173,14 +175,16 @@ class Step:
                 "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
                 "sum the losses of a micro-batch and call it once"
             )
+        if not isinstance(loss, Tensor):
+            raise LoopError(
+                f"the loss is a {type(loss).__name__}; pass the mean loss as a Tensor of one number"
+            )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
         in_samples = weight is None
         if self._in_samples not in (None, in_samples):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
-        weight = float(self._present if weight is None else weight)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise LoopError(f"weight={weight} must be finite and not negative")
+        weight = self._present if weight is None else _number(weight)
         self._in_samples = in_samples
         self._micro_batches += 1
         self._samples += self._present
@@ -400,6 +404,13 @@ class Step:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
+
+
+def _number(weight: float | Tensor) -> float:
+    """The weight that a loss was given with, where that is one number."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    return float(setting("weight", weight, NotNegative))
 
 
 def share_of(loss: Tensor, factor: float) -> Tensor:

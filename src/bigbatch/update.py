@@ -8,7 +8,7 @@ from typing import Any
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bigbatch.act.learning_rate import Scaling, multiplied, scaling_named
+from bigbatch.act.learning_rate import LRScaling, multiplied, scaling_named
 from bigbatch.act.progress import BaseBatchClock
 from bigbatch.decide.controller import Controller, has_state
 from bigbatch.decide.policy import Decision, Progress
@@ -35,7 +35,7 @@ class Update:
         optimizer: Optimizer,
         scaler: GradScaler | None,
         controller: Controller,
-        lr_scaling: str | Scaling | None,
+        lr_scaling: LRScaling,
         ranks: int,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0

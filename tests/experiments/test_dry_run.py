@@ -358,7 +358,7 @@ def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
         (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
         (["--dry-run", "--policy", "fixed", "--target", "0.2"], "--policy fixed does not go"),
         (["--ranks", "2"], "--ranks is of a dry run"),
-        (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must not be negative"),
+        (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must be a number of at least 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_in_one_line(bigbatch, options, said):

@@ -29,7 +29,7 @@ SECONDS = 240  # far more than needed: a hang ends as a failure
 
 WRONG = [
     (["--grid", "speed=1,2"], "recipe 'digits' has no setting 'speed'"),
-    (["--grid", "lr=fast"], "lr='fast' is no float"),
+    (["--grid", "lr=fast"], "lr='fast' must be a number"),
     (["--grid", "lr="], "'lr=' must be written KEY=VALUE"),
     (["--grid", "lr=0.1", "--grid", "lr=0.2"], "--grid gives 'lr' twice"),
     (["--grid", "seed=1,2"], "'seed' cannot vary within a sweep: give --seeds instead"),

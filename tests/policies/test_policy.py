@@ -118,7 +118,7 @@ def test_the_batch_settles_at_its_fixed_point(start, target):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"target": 1.0}, r"target=1.0 must lie inside \(-1, 1\)"),
+        ({"target": 1.0}, r"target=1.0 must be a number in \(-1, 1\)"),
         ({"target": -1.0}, "target=-1.0"),
         ({"target": math.nan}, "target=nan"),
         ({"min_batch": 0}, "min_batch=0"),

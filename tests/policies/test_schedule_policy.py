@@ -218,7 +218,7 @@ def test_a_text_that_says_something_else_is_refused_with_the_clause(text, clause
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((64,), "schedule=64 must be a text"),
+        ((64,), "text=64 must be text"),
         (("64, x2 at 9 tokens", 0), "tokens_per_sample=0"),
         (("64, x2 at 9 tokens", float("nan")), "tokens_per_sample=nan"),
         (("64, x2 at 9 samples", 512), "tokens_per_sample=512 has no use"),

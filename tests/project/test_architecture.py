@@ -11,27 +11,28 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < measure < decide < act, optim < record < step < update < loop
+# errors, kernels < setting_types < measure < decide < act, optim < record < step < update < loop
 # < checkpoint < public, connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
-    "measure": 1,
-    "decide": 2,
-    "act": 3,
-    "optim": 3,
-    "record": 4,
-    "step": 5,
-    "update": 6,
-    "loop": 7,
-    "checkpoint": 8,
-    "public": 9,
-    "connect": 9,
-    "report": 9,
-    "recipes": 10,
-    "bench": 11,
-    "cli": 12,
-    "__main__": 13,
+    "setting_types": 1,
+    "measure": 2,
+    "decide": 3,
+    "act": 4,
+    "optim": 4,
+    "record": 5,
+    "step": 6,
+    "update": 7,
+    "loop": 8,
+    "checkpoint": 9,
+    "public": 10,
+    "connect": 10,
+    "report": 10,
+    "recipes": 11,
+    "bench": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["loop"]} | {
     "checkpoint",

@@ -518,7 +518,7 @@ def test_a_gradient_that_is_not_finite_gives_no_finite_number(bad):
 
 
 def test_bad_settings_fail_at_construction():
-    with pytest.raises(SettingError, match=r'loss=.sum.*"weighted" or "mean"'):
+    with pytest.raises(SettingError, match=r'loss=.sum.*"weighted", "mean"'):
         GradientMeter(network(), loss="sum")
     with pytest.raises(SettingError, match="nothing to measure"):
         GradientMeter(network().requires_grad_(False))

@@ -811,7 +811,7 @@ def test_weights_for_some_micro_batches_only_raise(first):
 def test_a_weight_that_is_no_count_raises_with_its_value(weight):
     train = adaptive()
     step = first_step(train)
-    with pytest.raises(LoopError, match=f"weight={weight}"):
+    with pytest.raises(SettingError, match=f"weight={weight}"):
         step.backward(loss_of(train, next(iter(step))), weight=weight)
 
 

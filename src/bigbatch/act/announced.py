@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from bigbatch.act.agreement import Agreement
-from bigbatch.decide.plan import BatchPlan, require_positive
+from bigbatch.decide.plan import BatchPlan
 from bigbatch.errors import LoopError, StateError
+from bigbatch.setting_types import Count, checked
 
 _ORDER = "another loop's"
 
@@ -31,8 +32,8 @@ class Announced:
 
     tail, order = "step", _ORDER
 
-    def __init__(self, batch_size: int, samples: int | None = None) -> None:
-        require_positive(batch_size=batch_size)
+    @checked
+    def __init__(self, batch_size: Count, samples: Count | None = None) -> None:
         self.batch_size = batch_size
         self.samples = samples
         self.virtual_ranks = 1

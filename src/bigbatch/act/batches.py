@@ -9,8 +9,9 @@ from bigbatch.act.cut import MicroBatch, StepBatches
 from bigbatch.act.loader import Loader
 from bigbatch.act.samples import Batch
 from bigbatch.act.stream import SampleStream
-from bigbatch.decide.plan import BatchPlan, require_positive
+from bigbatch.decide.plan import BatchPlan
 from bigbatch.errors import BatchError, SettingError, StateError
+from bigbatch.setting_types import Count, checked
 
 _SAMPLES = "their numbers of samples"
 
@@ -58,24 +59,19 @@ class Batches:
         [[0, 1, 2], [3, 4, 5]]
     """
 
+    @checked
     def __init__(
         self,
         loader: Iterable[Batch],
         *,
         tail: Literal["share", "step", "drop"] = "share",
         uneven: Literal["stop", "raise"] = "stop",
-        virtual_ranks: int | None = None,
+        virtual_ranks: Count | None = None,
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
     ) -> None:
-        if tail not in ("share", "step", "drop"):
-            raise SettingError(f'tail={tail!r} is unknown; choose "share", "step" or "drop"')
-        if uneven not in ("stop", "raise"):
-            raise SettingError(f'uneven={uneven!r} is unknown; choose "stop" or "raise"')
         if split is None and count is not None:
             raise SettingError("count= belongs to split=; pass both, or split= alone")
-        if virtual_ranks is not None:
-            require_positive(virtual_ranks=virtual_ranks)
         self.tail = tail
         self.uneven = uneven
         self.consumed = 0  # samples of this pass that steps have taken, over all ranks

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,9 +11,12 @@ from torch.optim import Optimizer
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
+from bigbatch.setting_types import checked
 
 Scaling = Callable[[int, int, GradientNoise | None], float]
 """(samples of the step, base batch, its noise if it was measured) -> factor."""
+
+LRScaling = Literal["sqrt", "linear", "adascale"] | Scaling | None
 
 
 def square_root(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
@@ -78,26 +81,20 @@ class AdaScale:
         self._average.load_state_dict(state)
 
 
-def scaling_named(rule: str | Scaling | None, base_batch: int) -> Scaling:
+@checked
+def scaling_named(lr_scaling: LRScaling, base_batch: int) -> Scaling:
     """The function behind a name.
 
     Args:
-        rule: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
+        lr_scaling: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
         base_batch: batch size that the learning rate was tuned for.
-    Raises:
-        SettingError: an unknown name.
     """
-    if callable(rule):
-        return rule
-    if rule == "adascale":
+    if callable(lr_scaling):
+        return lr_scaling
+    if lr_scaling == "adascale":
         return AdaScale(base_batch)
     named: dict[str | None, Scaling] = {"sqrt": square_root, "linear": linear, None: unscaled}
-    if rule not in named:
-        raise SettingError(
-            f'lr_scaling={rule!r} is unknown; choose "sqrt", "linear", "adascale", None or a '
-            "function of (batch, base, noise)"
-        )
-    return named[rule]
+    return named[lr_scaling]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from bigbatch.errors import SettingError
+from bigbatch.setting_types import Count, Whole, checked
 
 _AT_ONCE = 65_536
 
@@ -34,14 +35,15 @@ class SampleLedger(Sampler[int]):
         [0, 1, 2, 3, 4]
     """
 
+    @checked
     def __init__(
         self,
         data: Sized,
         *,
         shuffle: bool = True,
-        seed: int = 0,
-        num_replicas: int | None = None,
-        rank: int | None = None,
+        seed: Whole = 0,
+        num_replicas: Count | None = None,
+        rank: Whole | None = None,
     ) -> None:
         together = dist.is_available() and dist.is_initialized()
         here, there = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
@@ -52,8 +54,6 @@ class SampleLedger(Sampler[int]):
             raise SettingError(f"rank={self.rank} is none of num_replicas={self.num_replicas}")
         if self.samples < self.num_replicas:
             raise SettingError(f"{self.samples} samples are too few for {self.num_replicas} ranks")
-        if seed < 0:
-            raise SettingError(f"seed={seed} must not be negative")
         self.shuffle = shuffle
         self.seed = seed
         self._epoch = 0

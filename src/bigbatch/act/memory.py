@@ -20,20 +20,21 @@ from bigbatch.act.agreement import Agreement
 from bigbatch.act.before import Before
 from bigbatch.act.loader import Loader
 from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
-from bigbatch.decide.plan import require_positive
 from bigbatch.errors import RankError, SettingError
 from bigbatch.measure.source import GradientSource
 from bigbatch.measure.source.find import find_source
+from bigbatch.setting_types import Count, Share, checked
 
 
+@checked
 def largest_micro_batch(
     model: nn.Module,
     optimizer: Optimizer,
     loader: Iterable[Batch],
     loss_of: Callable[[Batch], Tensor],
     *,
-    most: int | None = None,
-    margin: float = 0.1,
+    most: Count | None = None,
+    margin: Share = 0.1,
 ) -> int:
     """The most samples that one backward has memory for, less a margin.
 
@@ -79,14 +80,11 @@ def largest_micro_batch(
         >>> largest_micro_batch(model, optimizer, loader, lambda x: model(x).square().mean())
         64
     """
-    if not 0 <= margin < 1:
-        raise SettingError(f"margin={margin} must be at least 0 and less than 1")
-    _require_no_closure(optimizer)
+    require_no_closure(optimizer)
     source, known = find_source(model), Loader(loader)
     most = known.length if most is None else most
     if most is None:
         raise SettingError("the loader does not say how many samples it has; pass most=")
-    require_positive(most=most)
     before = Before(model, optimizer, known)
     torch.cuda.empty_cache()
     try:
@@ -214,7 +212,8 @@ def _first_batch(loader: Loader) -> Batch:
     raise SettingError("the loader is empty; give one with at least one batch")
 
 
-def _require_no_closure(optimizer: Optimizer) -> None:
+def require_no_closure(optimizer: Optimizer) -> None:
+    """Raises SettingError for an optimizer that evaluates the loss by itself, as LBFGS."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
         raise SettingError(

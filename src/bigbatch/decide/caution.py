@@ -3,17 +3,21 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from bigbatch.decide.plan import MOST_FACTOR
 from bigbatch.decide.policy import Decision, Progress
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.setting_types import MOST_FACTOR, Coverage, In, checked
 
 Ask = Callable[[GradientNoise, Progress], Decision]
+
+DeadBand = Annotated[float, In(f"[0, {MOST_FACTOR:g}]")]
 
 _FARTHEST = 30.0  # of x = ln(1 + N signal / noise): beyond it one of the two is alone
 
 
+@checked
 @dataclass(frozen=True)
 class Caution:
     """What keeps a decision from being followed.
@@ -29,16 +33,8 @@ class Caution:
         SettingError: a value outside its range.
     """
 
-    dead_band: float = 0.0
-    surely: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.dead_band <= MOST_FACTOR:
-            raise SettingError(
-                f"dead_band={self.dead_band} must not be negative, and at most {MOST_FACTOR:g}"
-            )
-        if self.surely is not None and not 0 < self.surely < 1:
-            raise SettingError(f"surely={self.surely} must lie in (0, 1): a coverage, 0.9 say")
+    dead_band: DeadBand = 0.0
+    surely: Coverage | None = None
 
     def doubt(
         self,

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
-from bigbatch.decide.caution import Caution
-from bigbatch.decide.plan import MOST_FACTOR, inside, require_bounds, require_positive
+from bigbatch.decide.caution import Caution, DeadBand
+from bigbatch.decide.plan import inside, require_bounds
 from bigbatch.decide.policy import Advise, Decision, Policy, Progress, require_policy
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
+from bigbatch.setting_types import Count, Coverage, Growth, NotNegative, Positive, checked
 
 
 class ControllerState(TypedDict):
@@ -58,24 +59,23 @@ class Controller:
         Decision(batch_size=140, reason='similarity 0.100 < 0.2', lr_factor=1.0)
     """
 
+    @checked
     def __init__(
         self,
         policy: Policy,
-        batch_size: int,
-        base_batch: int | None = None,
+        batch_size: Count,
+        base_batch: Count | None = None,
         *,
-        min_batch: int = 1,
-        max_batch: int | None = None,
-        every: int = 1,
-        smoothing: float | None = None,
-        dead_band: float = 0.0,
-        largest_step: float | None = None,
-        surely: float | None = None,
-        warm_up: float = 0,
+        min_batch: Count = 1,
+        max_batch: Count | None = None,
+        every: Count = 1,
+        smoothing: Positive | None = None,
+        dead_band: DeadBand = 0.0,
+        largest_step: Growth | None = None,
+        surely: Coverage | None = None,
+        warm_up: NotNegative = 0,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
-        require_positive(batch_size=batch_size, base_batch=base_batch, every=every)
-        _require_options(smoothing, largest_step, warm_up)
         self._caution = Caution(dead_band, surely)
         self._remembers = _remembering(policy, asked=bool(dead_band or surely))
         self._average = None if smoothing is None else NoiseAverage(smoothing, interval=surely)
@@ -83,7 +83,7 @@ class Controller:
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
                 "set smoothing= to the samples to average over, and warm_up= to let that fill",
-                stacklevel=2,
+                stacklevel=3,
             )
         settings = {
             "policy": policy,
@@ -234,17 +234,6 @@ def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 def has_state(thing: object) -> bool:
     """Whether it remembers something that can be saved."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _require_options(smoothing: float | None, largest_step: float | None, warm_up: float) -> None:
-    if smoothing is not None and not 0 < smoothing < math.inf:
-        raise SettingError(f"smoothing={smoothing} must be positive and finite: a window")
-    if largest_step is not None and not 1 < largest_step <= MOST_FACTOR:
-        raise SettingError(
-            f"largest_step={largest_step} must be above 1 and at most {MOST_FACTOR:g}: a factor"
-        )
-    if not 0 <= warm_up < math.inf:
-        raise SettingError(f"warm_up={warm_up} must be finite and not negative: samples")
 
 
 def _remembering(policy: Any, *, asked: bool) -> Any:

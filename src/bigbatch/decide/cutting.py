@@ -2,11 +2,15 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import Annotated
 
 from bigbatch.decide.controller import Controller
-from bigbatch.decide.plan import BatchPlan, require_positive
+from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Policy
 from bigbatch.errors import SettingError
+from bigbatch.setting_types import In
+
+Least = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]  # micro-batches of a step
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,6 @@ class Cutting:
     micro: int
     fixed: bool
     least: int
-
-    def __post_init__(self) -> None:
-        require_positive(micro_batch=self.micro, min_micro_batches=self.least)
-        if self.least < 2:
-            raise SettingError("min_micro_batches=1 leaves nothing to compare; at least 2")
 
     def plan(
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True

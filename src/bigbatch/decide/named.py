@@ -1,12 +1,13 @@
 """Policies by name, as they are written on a command line."""
 
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
-from typing import Any, get_args
+from dataclasses import MISSING, fields
+from typing import Any
 
 from bigbatch.decide.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
 from bigbatch.decide.schedule import Schedule
 from bigbatch.errors import SettingError
+from bigbatch.setting_types import parsed
 
 POLICIES: dict[str, type[Any]] = {
     "fixed": Fixed,
@@ -73,7 +74,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
             raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
-        values[key] = _number(known[key], value)
+        values[key] = parsed(key, value, known[key].type)
     return name, values
 
 
@@ -82,15 +83,3 @@ def _usage(name: str) -> str:
     if name == "schedule":
         return f"{name}:TEXT; {keys[1]}=..."
     return f"{name}:{','.join(f'{key}=...' for key in keys)}"
-
-
-def _number(field: "Field[Any]", value: str) -> Any:
-    """The value in its field's type."""
-    kinds = (field.type, *get_args(field.type))
-    if str in kinds:
-        return value
-    try:
-        return float(value) if float in kinds else int(value)
-    except ValueError:
-        kind = "a number" if float in kinds else "a whole number"
-        raise SettingError(f"{field.name}={value!r} must be {kind}") from None

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from bigbatch.errors import SettingError
+from bigbatch.setting_types import Count, checked
 
-MOST_FACTOR = 1e9  # by which anything may grow at once
 
-
+@checked
 @dataclass(frozen=True)
 class BatchPlan:
     """How one optimizer step is cut: every rank does `accumulation` backwards of `micro` samples.
@@ -17,9 +17,9 @@ class BatchPlan:
         accumulation: backwards per step and rank.
     """
 
-    ranks: int
-    micro: int
-    accumulation: int
+    ranks: Count
+    micro: Count
+    accumulation: Count
 
     @property
     def batch_size(self) -> int:
@@ -32,17 +32,18 @@ class BatchPlan:
         return self.ranks * self.accumulation
 
     @classmethod
+    @checked
     def fit(
         cls,
-        batch_size: int,
-        ranks: int = 1,
+        batch_size: Count,
+        ranks: Count = 1,
         *,
-        max_micro: int,
-        min_micro_batches: int = 1,
-        min_accumulation: int = 1,
-        min_batch: int = 1,
-        max_batch: int | None = None,
-        micro: int | None = None,
+        max_micro: Count,
+        min_micro_batches: Count = 1,
+        min_accumulation: Count = 1,
+        min_batch: Count = 1,
+        max_batch: Count | None = None,
+        micro: Count | None = None,
     ) -> "BatchPlan":
         """The smallest accumulation that can reach `batch_size`, then the nearest micro-batch.
 
@@ -66,9 +67,6 @@ class BatchPlan:
             >>> BatchPlan.fit(6000, 4, max_micro=512)
             BatchPlan(ranks=4, micro=500, accumulation=3)
         """
-        named = {"batch_size": batch_size, "ranks": ranks, "max_micro": max_micro}
-        least = {"min_micro_batches": min_micro_batches, "min_accumulation": min_accumulation}
-        require_positive(**named, **least, **({} if micro is None else {"micro": micro}))
         require_bounds(min_batch, max_batch)
         if micro is not None and micro > max_micro:
             raise SettingError(f"micro={micro} exceeds max_micro={max_micro}; raise max_micro")
@@ -119,20 +117,9 @@ class BatchPlan:
         return cls(ranks, micro, accumulation) if accumulation >= lowest else None
 
 
-def require_positive(**sizes: int) -> None:
-    """Raises SettingError for a size that is not a positive whole number."""
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SettingError(f"{name}={value!r} must be a whole number of at least 1")
-
-
 def require_bounds(min_batch: int, max_batch: int | None) -> None:
-    """Raises SettingError unless both are batch sizes, the lower one first; None is no bound."""
-    require_positive(min_batch=min_batch)
-    if max_batch is None:
-        return
-    require_positive(max_batch=max_batch)
-    if min_batch > max_batch:
+    """Raises SettingError where the bounds are crossed; None is no bound."""
+    if max_batch is not None and min_batch > max_batch:
         raise SettingError(
             f"min_batch={min_batch} exceeds max_batch={max_batch}; swap them or raise max_batch"
         )

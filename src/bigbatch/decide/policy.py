@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
-from bigbatch.decide.plan import MOST_FACTOR, inside, require_bounds, require_positive
+from bigbatch.decide.plan import inside, require_bounds
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
 
 
+@checked
 @dataclass(frozen=True)
 class Decision:
     """What the next step should be.
@@ -23,17 +25,10 @@ class Decision:
         SettingError: a size below 1, or a factor that is negative or not finite.
     """
 
-    batch_size: int
+    batch_size: Count
     reason: str
-    lr_factor: float = 1.0
-    advice: int | None = field(default=None, kw_only=True, repr=False)  # the reason says it too
-
-    def __post_init__(self) -> None:
-        require_positive(batch_size=self.batch_size)
-        if self.advice is not None:
-            require_positive(advice=self.advice)
-        if not (math.isfinite(self.lr_factor) and self.lr_factor >= 0):
-            raise SettingError(f"lr_factor={self.lr_factor} must be finite and not negative")
+    lr_factor: NotNegative = 1.0
+    advice: Count | None = field(default=None, kw_only=True, repr=False)  # the reason says it too
 
 
 @dataclass(frozen=True)
@@ -78,20 +73,19 @@ class Policy(Protocol):
         """The next batch size."""
 
 
+@checked
 @dataclass(frozen=True)
 class Fixed:
     """Keeps one batch size whatever is measured."""
 
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        require_positive(batch_size=self.batch_size)
+    batch_size: Count
 
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
         """The same batch size again."""
         return Decision(self.batch_size, "fixed")
 
 
+@checked
 @dataclass(frozen=True)
 class SimiGrad:
     """Grows or shrinks the batch so that its gradient similarity stays at a target.
@@ -117,20 +111,14 @@ class SimiGrad:
         140
     """
 
-    target: float = 0.2
-    min_batch: int = 1
-    max_batch: int | None = None
-    grow: float = 1.1
-    shrink: float = 0.9
+    target: Cosine = 0.2
+    min_batch: Count = 1
+    max_batch: Count | None = None
+    grow: Growth = 1.1
+    shrink: Annotated[float, In("(0, 1)")] = 0.9
 
     def __post_init__(self) -> None:
-        if not -1 < self.target < 1:
-            raise SettingError(f"target={self.target} must lie inside (-1, 1): it is a cosine")
         require_bounds(self.min_batch, self.max_batch)
-        if not 1 < self.grow <= MOST_FACTOR:
-            raise SettingError(f"grow={self.grow} must be above 1 and at most {MOST_FACTOR:g}")
-        if not 0 < self.shrink < 1:
-            raise SettingError(f"shrink={self.shrink} must lie inside (0, 1)")
 
     def next_batch(self, similarity: float, batch_size: int) -> int:
         """The paper's rule itself, bounds included."""
@@ -153,6 +141,7 @@ class SimiGrad:
         return Decision(self.next_batch(phi, now.target), reason)
 
 
+@checked
 @dataclass(frozen=True)
 class NoiseScale:
     """Goes straight to a multiple of the noise scale.
@@ -177,15 +166,13 @@ class NoiseScale:
         Decision(batch_size=288, reason='0.5 x noise scale 576', lr_factor=1.0)
     """
 
-    multiple: float = 1.0
-    min_batch: int = 1
-    max_batch: int | None = None
+    multiple: Positive = 1.0
+    min_batch: Count = 1
+    max_batch: Count | None = None
 
     wants_average: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.multiple < math.inf:
-            raise SettingError(f"multiple={self.multiple} must be positive and finite")
         require_bounds(self.min_batch, self.max_batch)
 
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
@@ -196,6 +183,7 @@ class NoiseScale:
         return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
 
 
+@checked
 @dataclass(frozen=True)
 class NormTest:
     """Grows the batch until its gradient passes the norm test; never shrinks it.
@@ -222,15 +210,11 @@ class NormTest:
         Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
     """
 
-    theta: float
-    min_batch: int = 1
-    max_batch: int | None = None
+    theta: Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
+    min_batch: Count = 1
+    max_batch: Count | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.theta < 1:
-            raise SettingError(
-                f"theta={self.theta} must lie inside (0, 1): from 1 on every batch passes"
-            )
         require_bounds(self.min_batch, self.max_batch)
 
     def decide(self, noise: GradientNoise, now: Progress) -> Decision:
@@ -298,5 +282,7 @@ class Advise:
 
 def require_policy(policy: Policy) -> None:
     """Raises SettingError for something that cannot decide."""
+    if isinstance(policy, type):
+        raise SettingError(f"policy={policy.__name__} is a class; pass {policy.__name__}(...)")
     if not callable(getattr(policy, "decide", None)):
         raise SettingError(f"policy={policy!r} has no method decide(noise, now)")

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.decide.policy import Decision, Progress
 from bigbatch.errors import SettingError
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.setting_types import Count, Positive, checked, setting
 
 _LARGEST = 2.0**53  # here the whole numbers of a float end; no batch comes near
 
 
+@checked
 @dataclass(frozen=True)
 class Schedule:
     """Follows a schedule that was written down: doublings, ramps, growth in place of decay.
@@ -45,12 +46,10 @@ class Schedule:
     """
 
     text: str
-    tokens_per_sample: float | None = None
+    tokens_per_sample: Positive | None = None
 
     def __post_init__(self) -> None:
         per = self.tokens_per_sample
-        if per is not None and not 0 < per < math.inf:
-            raise SettingError(f"tokens_per_sample={per!r} must be positive and finite")
         counts_tokens = any(clause.amount.unit == "token" for clause in self._parsed.clauses)
         if per is not None and not counts_tokens:
             raise SettingError(
@@ -252,8 +251,7 @@ def _clause(text: str, found: dict[str, str], amount: _Amount) -> _Clause:
 
 
 def _size(text: str) -> int:
-    require_positive(size=int(text))
-    return int(text)
+    return int(setting("size", int(text), Count))
 
 
 def _amount(found: dict[str, str], tokens_per_sample: float | None) -> _Amount:

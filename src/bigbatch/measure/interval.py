@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bigbatch.errors import SettingError
-
 _LEAST = 0.05  # of 1 + N signal / noise: below it x says nothing more
 _MOST = 1e12
 _FAINT = 1e-150  # a noise whose square is no number any more
@@ -57,12 +55,6 @@ def log_ratio(signal: float, noise: float, samples: float) -> float:
     """x = ln(1 + N signal / noise), within the range where it says something."""
     ratio = 1 + samples * signal / noise if noise > 0 else _MOST
     return math.log(min(max(ratio, _LEAST), _MOST))
-
-
-def require_level(level: float | None) -> None:
-    """Raises SettingError unless `level` can be the coverage of an interval."""
-    if level is not None and not 0 < level < 1:
-        raise SettingError(f"interval={level} must lie in (0, 1): its coverage, 0.9 say")
 
 
 @lru_cache(maxsize=1024)

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.halves import Halves
 from bigbatch.measure.health import Health
-from bigbatch.measure.interval import Interval, jackknife, log_ratio, require_level
+from bigbatch.measure.interval import Interval, jackknife, log_ratio
 from bigbatch.measure.noise import GradientNoise, from_mean_losses, from_weighted_losses
 from bigbatch.measure.source import GradientSource, find_source
 from bigbatch.measure.sums import StepSums
 from bigbatch.measure.totals import Totals, unpack
+from bigbatch.setting_types import Count, Coverage, checked
 
 
 class GradientMeter:
@@ -57,25 +58,19 @@ class GradientMeter:
         (3.0, 16.0)
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module | Iterable[Tensor],
         *,
         loss: Literal["weighted", "mean"] = "weighted",
-        interval: float | None = None,
+        interval: Coverage | None = None,
         layers: bool = False,
         halves: bool = False,
-        every: int = 1,
+        every: Count = 1,
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
-        if loss not in ("weighted", "mean"):
-            raise SettingError(f'loss={loss!r} is unknown; choose "weighted" or "mean"')
-        require_level(interval)
-        if not isinstance(every, int) or every < 1:
-            raise SettingError(
-                f"every={every} must be a whole number, at least 1: n measures every n-th step"
-            )
         self.loss = loss
         self.interval = interval
         self.every = every

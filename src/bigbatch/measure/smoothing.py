@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from bigbatch.errors import SettingError
-from bigbatch.measure.interval import Interval, Scatter, require_level
+from bigbatch.measure.interval import Interval, Scatter
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.setting_types import Coverage, Positive, checked
 
 
 class NoiseAverage:
@@ -33,10 +33,8 @@ class NoiseAverage:
         54.5
     """
 
-    def __init__(self, samples: float, *, interval: float | None = None) -> None:
-        require_level(interval)
-        if not 0 < samples < math.inf:
-            raise SettingError(f"samples={samples} must be positive and finite: the window")
+    @checked
+    def __init__(self, samples: Positive, *, interval: Coverage | None = None) -> None:
         self.samples = samples
         self.level = interval
         self._scatter = Scatter()

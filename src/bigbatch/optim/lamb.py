@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.measure.devices import full
 from bigbatch.optim import rules
-from bigbatch.optim.layerwise import Layerwise, Parameters, Part, require_share
+from bigbatch.optim.layerwise import Layerwise, Parameters, Part
+from bigbatch.optim.options import Betas, Rate
 from bigbatch.optim.passes import Passes
+from bigbatch.setting_types import NotNegative, Positive, checked
 
 
 class LAMB(Layerwise):
@@ -40,13 +41,14 @@ class LAMB(Layerwise):
 
     _names = ("exp_avg", "exp_avg_sq")
 
+    @checked
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
+        lr: Rate = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: Positive = 1e-6,
+        weight_decay: NotNegative = 0.01,
         *,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
@@ -62,12 +64,6 @@ class LAMB(Layerwise):
             "fused": fused,
         }
         super().__init__(params, defaults)
-
-    def _require_valid(self, group: dict[str, Any]) -> None:
-        super()._require_valid(group)
-        require_share(beta1=group["betas"][0], beta2=group["betas"][1])
-        if not group["eps"] > 0:
-            raise SettingError(f"eps={group['eps']} must be above 0")
 
     def _start(self, parameter: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(parameter, dtype=full(parameter.dtype))

@@ -8,8 +8,10 @@ from torch import Tensor
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import rules
-from bigbatch.optim.layerwise import Layerwise, Parameters, Part, require_share
+from bigbatch.optim.layerwise import Layerwise, Parameters, Part
+from bigbatch.optim.options import Rate
 from bigbatch.optim.passes import Passes
+from bigbatch.setting_types import NotNegative, Positive, Share, checked
 
 
 class LARS(Layerwise):
@@ -39,14 +41,15 @@ class LARS(Layerwise):
 
     _names = ("momentum_buffer",)
 
+    @checked
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
+        lr: Rate = 0.1,
+        momentum: Share = 0.9,
+        weight_decay: NotNegative = 0.0,
         *,
-        trust_coefficient: float = 0.001,
+        trust_coefficient: Positive = 0.001,
         nesterov: bool = False,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
@@ -66,9 +69,6 @@ class LARS(Layerwise):
 
     def _require_valid(self, group: dict[str, Any]) -> None:
         super()._require_valid(group)
-        require_share(momentum=group["momentum"])
-        if not group["trust_coefficient"] > 0:
-            raise SettingError(f"trust_coefficient={group['trust_coefficient']} must be above 0")
         if group["nesterov"] and not group["momentum"]:
             raise SettingError("nesterov=True needs a momentum")
 

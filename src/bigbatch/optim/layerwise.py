@@ -1,6 +1,5 @@
 """What LARS and LAMB share: a rate for every layer, from two norms over the whole of it."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.devices import FULL
-from bigbatch.optim.options import require_once
+from bigbatch.optim.options import require_kinds, require_once
 from bigbatch.optim.passes import Passes, require_kernels
 from bigbatch.optim.ranks import Join, join_of, local
 
@@ -153,9 +152,7 @@ class Layerwise(Optimizer):
                 )
 
     def _require_valid(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "weight_decay"):
-            if not (isinstance(group[name], Tensor) or 0 <= group[name] < math.inf):
-                raise SettingError(f"{name}={group[name]} must be finite and not negative")
+        require_kinds(group, type(self))
         require_once(group["params"])
         for parameter in group["params"]:
             if not parameter.is_floating_point() or parameter.layout != torch.strided:
@@ -163,10 +160,3 @@ class Layerwise(Optimizer):
                     f"a {parameter.dtype} parameter of layout {parameter.layout} has no trust "
                     "ratio here; give it to an optimizer of its own"
                 )
-
-
-def require_share(**values: float) -> None:
-    """Raises SettingError where one does not lie in [0, 1)."""
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise SettingError(f"{name}={value} must lie in [0, 1)")

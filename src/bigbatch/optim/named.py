@@ -2,15 +2,15 @@
 
 from typing import Unpack
 
-from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
 from bigbatch.optim.layerwise import Parameters
-from bigbatch.optim.options import Options
+from bigbatch.optim.options import Betas, Options, Rate
 from bigbatch.optim.ranks import is_sharded
 from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
 
 
 class VRSGD(VarianceReduced):
@@ -27,13 +27,14 @@ class VRSGD(VarianceReduced):
         VRGD, algorithm 1 (VR-SGD); VR-Momentum by its section 4.2.
     """
 
+    @checked
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
+        lr: Rate = 1e-3,
+        momentum: Share = 0.0,
+        dampening: Number = 0.0,
+        weight_decay: NotNegative = 0.0,
         nesterov: bool = False,
         *,
         maximize: bool = False,
@@ -90,13 +91,14 @@ class VRAdam(VarianceReduced):
         VRGD, sections 4.2 and 6.
     """
 
+    @checked
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: Rate = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 0.0,
         *,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
@@ -130,14 +132,15 @@ class VRLARS(VarianceReduced):
         VRGD, section 4.2: GSNR adapts the gradient mean before LARS applies it.
     """
 
+    @checked
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
+        lr: Rate = 0.1,
+        momentum: Share = 0.9,
+        weight_decay: NotNegative = 0.0,
         *,
-        trust_coefficient: float = 0.001,
+        trust_coefficient: Positive = 0.001,
         nesterov: bool = False,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
@@ -172,13 +175,14 @@ class VRLAMB(VarianceReduced):
         VRGD, section 4.2.
     """
 
+    @checked
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
+        lr: Rate = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: Positive = 1e-6,
+        weight_decay: NotNegative = 0.01,
         *,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,

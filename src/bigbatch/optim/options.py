@@ -1,30 +1,41 @@
 """What every variance-reduced optimizer takes, and which values it refuses."""
 
-import math
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.optim.rules import FACTORS
+from bigbatch.setting_types import In, NotNegative, Share, kinds_of, setting
+
+Gamma = Annotated[float, In("[0, 1]", "the least factor of a step")]
+RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
+Factor = Literal["gsnr", "shrinkage", "positive-part"]  # the names of `rules.FACTORS`
+
+
+class _Single:
+    """Tensors of one number, where `In` is for numbers."""
+
+    def __contains__(self, value: Tensor) -> bool:
+        return value.numel() == 1
+
+    def __str__(self) -> str:
+        return "of one number"
+
+
+Rate = NotNegative | Annotated[Tensor, _Single()]
+Betas = tuple[Share, Share]
 
 
 class Options(TypedDict, total=False):
     """What every variance-reduced optimizer takes beside its base's own; see `VarianceReduced`."""
 
-    gamma: float
-    r_max: float
-    beta3: float | None
-    factor: str
+    gamma: Gamma
+    r_max: RMax
+    beta3: Share | None
+    factor: Factor
     watch: bool
     compiled: bool
-
-
-def require_factor(factor: str) -> None:
-    """Raises SettingError where there is no such factor."""
-    if factor not in FACTORS:
-        raise SettingError(f"factor={factor!r} is unknown; choose one of: {', '.join(FACTORS)}")
 
 
 def require_once(parameters: list[Tensor]) -> None:
@@ -33,21 +44,24 @@ def require_once(parameters: list[Tensor]) -> None:
         raise SettingError("a parameter stands twice in a group; give each once")
 
 
+def require_kinds(group: dict[str, Any], optimizer: type) -> None:
+    """Raises SettingError where a group has a value that the optimizer's constructor refuses."""
+    kinds = kinds_of(optimizer)
+    for name in kinds.keys() & group.keys():
+        group[name] = setting(name, group[name], kinds[name])
+
+
 def require_valid(group: dict[str, Any], factor: str) -> None:
     """Raises SettingError where a parameter group has a value out of range."""
     require_once(group["params"])
-    gamma, r_max, beta3 = group["gamma"], group["r_max"], group["beta3"]
-    if not (0 < gamma <= 1 or (gamma == 0 and factor != "gsnr")):
+    if group["gamma"] == 0 and factor == "gsnr":
         raise SettingError(
-            f"gamma={gamma} must lie in (0, 1]: it is the least factor of a step; 0 goes with "
-            "another factor than gsnr"
+            f"gamma={group['gamma']} goes with another factor than gsnr; use one in (0, 1]"
         )
-    if not 1 <= r_max < math.inf:
-        raise SettingError(f"r_max={r_max} must be at least 1; 1.0 or 1 / gamma are usual")
-    if r_max != 1 and factor != "gsnr":
-        raise SettingError(f"r_max={r_max} has no effect: factor={factor!r} is never above 1")
-    if beta3 is not None and not 0 <= beta3 < 1:
-        raise SettingError(f"beta3={beta3} must lie in [0, 1), or be None for no momentum on r")
+    if group["r_max"] != 1 and factor != "gsnr":
+        raise SettingError(
+            f"r_max={group['r_max']} has no effect: factor={factor!r} is never above 1"
+        )
     for parameter in group["params"] if group["vr"] else ():
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise SettingError(

@@ -21,9 +21,10 @@ from bigbatch.optim.average import Averages
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import Folded, How
 from bigbatch.optim.local import LocalFold
-from bigbatch.optim.options import require_factor, require_valid
+from bigbatch.optim.options import Factor, Gamma, RMax, require_kinds, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import source_of
+from bigbatch.setting_types import Share, checked, setting
 
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
 
@@ -77,14 +78,15 @@ class VarianceReduced(Optimizer):
         [-1.0, -2.0]
     """
 
+    @checked
     def __init__(
         self,
         base: Optimizer,
         *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = None,
-        factor: str = "gsnr",
+        gamma: Gamma = 0.1,
+        r_max: RMax = 1.0,
+        beta3: Share | None = None,
+        factor: Factor = "gsnr",
         watch: bool = False,
         fused: bool | None = None,
         compiled: bool = False,
@@ -93,7 +95,6 @@ class VarianceReduced(Optimizer):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         if isinstance(base, LBFGS):
             raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
-        require_factor(factor)
         require_kernels(fused)
         self.base = base
         self.watch = watch
@@ -414,6 +415,8 @@ class VarianceReduced(Optimizer):
     def _adopt(self, group: dict[str, Any]) -> None:
         for name, default in self._own.items():
             group.setdefault(name, default)
+        require_kinds(group, type(self))
+        setting("vr", group["vr"], bool)
         require_valid(group, self._factor)
         if group["vr"]:
             self._scaled.update(dict.fromkeys(group["params"]))

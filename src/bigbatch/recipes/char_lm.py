@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.recipes.data.characters import CHARACTERS, first_and_rest, windows_of
 from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.origin import Origin
@@ -25,6 +24,7 @@ from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.scores import device_of, share_of, summed
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS
+from bigbatch.setting_types import Count, setting
 
 NANOGPT = "nanoGPT's shakespeare_char"
 _TRAINED = 0.9  # of the characters
@@ -75,7 +75,7 @@ def _bits(model: nn.Module, test: Columns, settings: Settings) -> float:
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor]:
     length = int(settings.task["length"])
-    require_positive(length=length)
+    setting("length", length, Count)
     return (torch.empty(samples, length + 1, dtype=torch.uint8, device="meta"),)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.errors import SettingError
 from bigbatch.recipes.clicks import click_loss, click_scores
 from bigbatch.recipes.data.click_log import click_log
@@ -20,6 +19,7 @@ from bigbatch.recipes.models.dlrm import DLRM
 from bigbatch.recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
+from bigbatch.setting_types import Count, setting
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
 _ARMS: Arms = {
@@ -43,7 +43,7 @@ def _model(settings: Settings) -> nn.Module:
 
 def _count(settings: Settings, name: str) -> int:
     found = int(settings.task[name])
-    require_positive(**{name: found})
+    setting(name, found, Count)
     return found
 
 

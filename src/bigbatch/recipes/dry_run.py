@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from bigbatch.act.learning_rate import scaling_named
-from bigbatch.decide.plan import BatchPlan, require_positive
+from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Fixed, Progress
 from bigbatch.decide.schedule import Schedule
 from bigbatch.loop import AdaptiveBatch
@@ -21,6 +21,7 @@ from bigbatch.recipes.optimizers import build_optimizer
 from bigbatch.recipes.recipe import OURS, Data, Recipe
 from bigbatch.recipes.settings import Settings, Value
 from bigbatch.recipes.trainable import require_trainable
+from bigbatch.setting_types import Count, setting
 
 _JOINED = 8  # backwards of a rank, each joined with the others', that VR compares on DeepSpeed
 _PLACES = 1_000  # of a schedule that are looked at for its least and largest batch
@@ -87,7 +88,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     Raises:
         SettingError: the settings cannot work, as a training would say.
     """
-    require_positive(ranks=ranks)
+    setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.full_samples, recipe.full_samples)
     keeps = footprint(recipe, settings, ranks)

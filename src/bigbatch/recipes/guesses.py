@@ -5,12 +5,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.recipes.data.masking import IGNORED
 from bigbatch.recipes.data.sentences import Pairs
 from bigbatch.recipes.models.bert import example_rows
 from bigbatch.recipes.scores import device_of, share_of, summed
 from bigbatch.recipes.settings import Settings
+from bigbatch.setting_types import Count, setting
 
 
 def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
@@ -52,7 +52,7 @@ def scores_of(
 def example(settings: Settings, samples: int) -> Pairs:
     """So many rows on the meta device."""
     predictions = int(settings.task["predictions"])
-    require_positive(predictions=predictions)
+    setting("predictions", predictions, Count)
     shape = (samples, predictions)
     number = torch.empty(shape, dtype=torch.int32, device="meta")
     random = torch.empty(samples, dtype=torch.long, device="meta")

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.errors import RunError
 from bigbatch.recipes.study import opened
 from bigbatch.report.config import BEFORE, read_trainings
@@ -27,6 +26,7 @@ from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of
 from bigbatch.report.overview import Counts, Followed, Overview
 from bigbatch.report.run_directory import RunDirectory
+from bigbatch.setting_types import Count, setting
 
 LOG = "log.txt"  # in a run directory: what its process said
 
@@ -55,7 +55,7 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     threads = max(int(settings["threads"]) for settings in trainings.values())
     if jobs is None:
         jobs = len(gpus) or max(1, _cores() // threads)
-    require_positive(jobs=jobs)
+    setting("jobs", jobs, Count)
     try:
         with FileLock(path / ".lock", blocking=False), _ended_like_interrupted():
             return _Jobs(path, trainings, jobs, gpus).run(Overview(view, path.name))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from bigbatch.act.batches import Batches
+from bigbatch.act.learning_rate import LRScaling
 from bigbatch.act.ledger import SampleLedger
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.recipes.data.drawn import drawn
@@ -47,7 +48,7 @@ def loop_over(
     )
 
 
-def scaling_of(settings: Settings) -> str | None:
+def scaling_of(settings: Settings) -> LRScaling:
     """The rule by which the rate follows the batch; None for none."""
     return None if settings.lr_scaling == "none" else settings.lr_scaling
 

@@ -1,20 +1,29 @@
 """What a training is started with, and all that is needed to repeat it."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.errors import SettingError
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.report.config import BEFORE
+from bigbatch.setting_types import (
+    Count,
+    In,
+    NotNegative,
+    Number,
+    Share,
+    Whole,
+    checked,
+    parsed,
+    setting,
+)
 
 Value = bool | int | float | str
-PRECISIONS = ("float32", "bfloat16", "float16")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything needed to repeat one training.
@@ -57,67 +66,48 @@ class Settings:
 
     recipe: str
     arm: str = ""
-    seed: int = 0
+    seed: Annotated[int, In("[0, 4294967296)", "NumPy's generator takes no other")] = 0
     data: str = ""
-    samples: int = 0
+    samples: Whole = 0
     begin_from: str = ""
-    epochs: int
+    epochs: Count
     policy: str = "simigrad"
-    target: float = 0.2
-    min_batch: int
-    max_batch: int
-    smoothing: float = 0.0
-    dead_band: float = 0.0
-    warm_up: float = 0.0
-    batch_size: int
-    base_batch: int
-    micro_batch: int
-    virtual_ranks: int = 1
+    target: Number = 0.2
+    min_batch: Count
+    max_batch: Count
+    smoothing: NotNegative = 0.0
+    dead_band: NotNegative = 0.0
+    warm_up: NotNegative = 0.0
+    batch_size: Count
+    base_batch: Count
+    micro_batch: Count
+    virtual_ranks: Count = 1
     optimizer: str = "momentum"
-    lr: float
+    lr: NotNegative
     lr_from: str = ""
-    momentum: float = 0.9
-    weight_decay: float = 0.0
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 0.0
     decay_all: bool = True
-    clip: float = 0.0
-    gamma: float = 0.1
-    r_max: float = 1.0
-    lr_scaling: str = "sqrt"
+    clip: NotNegative = 0.0
+    gamma: Number = 0.1
+    r_max: Number = 1.0
+    lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
     lr_schedule: str = "constant"
-    device: str = "cpu"
-    precision: str = "float32"
-    engine: str = "ddp"
-    zero_stage: int = 0
-    workers: int = 0
-    checkpoint_every: int = 100
-    threads: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    engine: Literal["ddp", "deepspeed"] = "ddp"
+    zero_stage: Whole = 0
+    workers: Whole = 0
+    checkpoint_every: Count = 100
+    threads: Count = 1
     task: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name != "task":
-                _require_type(one.name, getattr(self, one.name), one.type)
-        if not isinstance(self.task, dict):
-            raise SettingError(f"task={self.task!r} must be names with their values")
-        sizes = ("epochs", "min_batch", "max_batch", "batch_size", "base_batch", "micro_batch")
-        for name in (*sizes, "virtual_ranks", "checkpoint_every", "threads"):
-            require_positive(**{name: getattr(self, name)})
-        require_choice("lr_scaling", self.lr_scaling, ("sqrt", "linear", "adascale", "none"))
-        require_choice("precision", self.precision, PRECISIONS)
-        require_choice("device", self.device, ("cpu", "cuda"))
-        require_choice("engine", self.engine, ("ddp", "deepspeed"))
         if self.zero_stage not in ((0, 1, 2) if self.engine == "deepspeed" else (0,)):
             raise SettingError(
                 f"zero_stage={self.zero_stage} with engine={self.engine}; DeepSpeed's 0, 1 and 2 "
                 "are known (at 3 no rank has the weights that scores are of), others have 0"
             )
-        if self.seed >= 2**32:
-            raise SettingError(
-                f"seed={self.seed} must be below 2^32, which NumPy's generator takes"
-            )
-        for name in ("seed", "samples", "workers", "momentum", "weight_decay", "lr", "clip"):
-            if getattr(self, name) < 0:
-                raise SettingError(f"{name}={getattr(self, name)} must not be negative")
         LRSchedule(self.lr_schedule)
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
@@ -131,7 +121,7 @@ class Settings:
         for name, value in own.items():
             if name not in self.task:
                 raise self._unknown(name)
-            _require_type(name, value, type(self.task[name]))
+            own[name] = setting(name, value, _kind_of(self.task[name]))
         return replace(self, **{"task": {**self.task, **own}, **of_all})
 
     def parsed(self, text: str) -> dict[str, Value]:
@@ -149,11 +139,8 @@ class Settings:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
         if key in BEFORE:
             value = str(Path(value).resolve())
-        now: Value = self.task[key] if key in self.task else getattr(self, key)
-        try:
-            return {key: _TRUTH[value.lower()] if isinstance(now, bool) else type(now)(value)}
-        except (KeyError, ValueError):
-            raise SettingError(f"{key}={value!r} is no {_KINDS[type(now)]}") from None
+        kind = _kind_of(self.task[key]) if key in self.task else _kinds()[key]
+        return {key: parsed(key, value, kind)}
 
     @property
     def before(self) -> dict[str, str]:
@@ -191,16 +178,13 @@ def _names() -> set[str]:
     return {one.name for one in fields(Settings)}
 
 
-_KINDS = {bool: "bool: true or false", int: "int", float: "float"}
-_TRUTH = {"true": True, "yes": True, "false": False, "no": False}
+def _kinds() -> dict[str, Any]:
+    return {one.name: one.type for one in fields(Settings)}
 
 
-def _require_type(name: str, value: object, kind: Any) -> None:
-    """Raises SettingError where a value is of another type, or no finite number."""
-    if type(value) not in ((float, int) if kind is float else (kind,)):
-        raise SettingError(f"{name}={value!r} is of another type than {kind.__name__}")
-    if isinstance(value, float | int) and not math.isfinite(value):
-        raise SettingError(f"{name}={value} must be finite")
+def _kind_of(value: Value) -> Any:
+    """The type of what a recipe alone has, by its present value."""
+    return Number if isinstance(value, float) else type(value)
 
 
 def require_choice(what: str, name: str, choices: Iterable[str]) -> None:

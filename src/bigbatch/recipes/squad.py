@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.recipes.answers import scores_of
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.squad import ORIGIN, Question, dev_file, read_questions, train_file
@@ -21,6 +20,7 @@ from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, 
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.vrgd import CLIPS
+from bigbatch.setting_types import Count, setting
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
 
@@ -60,7 +60,7 @@ def _data(settings: Settings) -> Data:
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
-    require_positive(stride=int(settings.task["stride"]))
+    setting("stride", settings.task["stride"], Count)
     end = torch.empty(samples, dtype=torch.long, device="meta")
     return (*example_rows(settings, samples), end, end)
 

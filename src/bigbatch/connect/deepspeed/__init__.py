@@ -9,15 +9,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from bigbatch.act.announced import Announced
 from bigbatch.act.batches import Batches
-from bigbatch.act.learning_rate import Scaling
+from bigbatch.act.learning_rate import LRScaling
 from bigbatch.act.samples import Batch
 from bigbatch.connect.packages import required
 from bigbatch.decide.controller import Controller
+from bigbatch.decide.cutting import Least
 from bigbatch.decide.policy import Fixed, Policy
 from bigbatch.errors import SettingError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.setting_types import checked
 
 deepspeed = required("deepspeed", "deepspeed")
 
@@ -38,6 +40,7 @@ from bigbatch.connect.deepspeed.supported import require_supported
 __all__ = ["AdaptiveEngine", "initialize"]
 
 
+@checked
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -48,8 +51,8 @@ def initialize(
     *,
     adaptive_batch_params: Mapping[str, Any] | None = None,
     policy: Policy | Controller | None = None,
-    lr_scaling: str | Scaling | None = "sqrt",
-    min_micro_batches: int | None = None,
+    lr_scaling: LRScaling = "sqrt",
+    min_micro_batches: Least | None = None,
     **more: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize`, and the batch adapts.

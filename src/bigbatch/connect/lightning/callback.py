@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from bigbatch.act.announced import Announced
-from bigbatch.act.learning_rate import Scaling
+from bigbatch.act.learning_rate import LRScaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
 from bigbatch.connect.anew import anew
@@ -27,10 +27,12 @@ from bigbatch.connect.lightning.settings import (
     taken_scheduler,
 )
 from bigbatch.decide.controller import Controller
+from bigbatch.decide.cutting import Least
 from bigbatch.decide.policy import Policy, require_policy
 from bigbatch.errors import BatchError, LoopError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.setting_types import Count, checked
 from bigbatch.step import Step
 
 _NO_LOSS = (
@@ -79,15 +81,16 @@ class AdaptiveBatchCallback(Callback):
         >>> trainer = Trainer(callbacks=[callback], logger=False, enable_checkpointing=False)
     """
 
+    @checked
     def __init__(
         self,
         policy: Policy | Controller,
         *,
-        batch_size: int | None = None,
-        base_batch: int | None = None,
-        micro_batch: int | None = None,
-        min_micro_batches: int | None = None,
-        lr_scaling: str | Scaling | None = "sqrt",
+        batch_size: Count | None = None,
+        base_batch: Count | None = None,
+        micro_batch: Count | None = None,
+        min_micro_batches: Least | None = None,
+        lr_scaling: LRScaling = "sqrt",
         meter: Callable[[Any], GradientMeter] = GradientMeter,
         count: Callable[[Batch], int] = extract_batch_size,
     ) -> None:

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer
 
-from bigbatch.act.learning_rate import Scaling
+from bigbatch.act.learning_rate import LRScaling
 from bigbatch.connect.accelerate import PreparedBatches, batches
 from bigbatch.connect.anew import anew
 from bigbatch.connect.transformers.callbacks import Length, PatientHandler
@@ -24,11 +24,13 @@ from bigbatch.connect.transformers.supported import (
 )
 from bigbatch.connect.transformers.whole import BackwardElsewhere, Passes, WholeUpdate, count_labels
 from bigbatch.decide.controller import Controller
+from bigbatch.decide.cutting import Least
 from bigbatch.decide.policy import Policy
 from bigbatch.errors import LoopError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.setting_types import Count, checked
 from bigbatch.step import Step
 
 if TYPE_CHECKING:
@@ -64,16 +66,17 @@ class AdaptiveMixin(NextClass):
         SettingError: a setting of the Trainer that cannot work, with the remedy.
     """
 
+    @checked
     def __init__(
         self,
         *args: Any,
         policy: Policy | Controller,
-        batch_size: int | None = None,
-        base_batch: int | None = None,
-        micro_batch: int | None = None,
+        batch_size: Count | None = None,
+        base_batch: Count | None = None,
+        micro_batch: Count | None = None,
         fixed_micro_batch: bool = False,
-        min_micro_batches: int | None = None,
-        lr_scaling: str | Scaling | None = "sqrt",
+        min_micro_batches: Least | None = None,
+        lr_scaling: LRScaling = "sqrt",
         meter: Callable[[nn.Module], GradientMeter] | None = None,
         **others: Any,
     ) -> None:

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigbatch.decide.plan import require_positive
 from bigbatch.errors import SettingError
 from bigbatch.recipes.data.columns import Columns
 from bigbatch.recipes.data.frame import Frame
 from bigbatch.recipes.data.squad import Question
+from bigbatch.setting_types import Count, setting
 
 Numbers = NDArray[numpy.int32]
 Located = tuple[Numbers, Numbers]  # pieces, and where each begins and ends in the text (pieces, 2)
@@ -60,7 +60,7 @@ def windows_of(
     Raises:
         SettingError: a stride of none, or a question that fills a row.
     """
-    require_positive(stride=stride)
+    setting("stride", stride, Count)
     rows, owners = [], []
     for number, (question, (words, _), (pieces, places)) in enumerate(
         zip(questions, asked, contexts, strict=True)

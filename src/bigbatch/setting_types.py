@@ -1,0 +1,304 @@
+"""What a setting may be: a type, an interval, and `checked`, which holds every call to both.
+
+The annotation of an argument is its check, for the Python API, a config file and a command line
+alike: `Annotated[float, In("(0, 1)")] | None` is a number between 0 and 1, or None.
+"""
+
+import inspect
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache, partial, wraps
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from bigbatch.errors import SettingError
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+class In:
+    """An interval, as mathematics writes it: "[0, 1)" holds 0 and not 1; "inf" is never held.
+
+    Args:
+        text: the interval.
+        why: what the number is, where a message is clearer with it.
+    Example:
+        >>> 0 in In("[0, 1)"), 1 in In("[0, 1)"), str(In("[1, inf)"))
+        (True, False, 'of at least 1')
+    """
+
+    def __init__(self, text: str, why: str = "") -> None:
+        found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
+        assert found is not None, text
+        self.low, self.high = float(found[2]), float(found[3])
+        self._holds_low, self._holds_high = found[1] == "[", found[4] == "]"
+        self._text, self._why = text, f", {why}" if why else ""
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self._holds_low else value > self.low
+        return above and (value <= self.high if self._holds_high else value < self.high)
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            text = f"in {self._text}"
+        elif self.low == -math.inf:
+            text = "that is finite"
+        else:
+            text = f"{'of at least' if self._holds_low else 'above'} {self.low:g}"
+        return text + self._why
+
+
+MOST_FACTOR = 1e9  # by which anything may grow at once
+
+Count = Annotated[int, In("[1, inf)")]
+Whole = Annotated[int, In("[0, inf)")]
+Number = Annotated[float, In("(-inf, inf)")]
+NotNegative = Annotated[float, In("[0, inf)")]
+Positive = Annotated[float, In("(0, inf)")]
+Share = Annotated[float, In("[0, 1)")]
+Coverage = Annotated[float, In("(0, 1)", "the coverage of an interval, 0.9 say")]
+Cosine = Annotated[float, In("(-1, 1)", "a cosine")]
+Growth = Annotated[float, In(f"(1, {MOST_FACTOR:g}]", "a factor")]
+
+
+def checked(called: Called) -> Called:
+    """Holds every call of a function, or every construction of a class, to its annotations.
+
+    Numbers of NumPy become Python's. A function of a class is told from its arguments alone, so
+    types that only a type checker can tell (protocols, what a callable takes) are let through.
+
+    Raises:
+        SettingError: by the call, for an argument of another type or out of its interval.
+    Example:
+        >>> @checked
+        ... def halve(share: Share) -> float:
+        ...     return share / 2
+        >>> halve(1.5)
+        Traceback (most recent call last):
+        bigbatch.errors.SettingError: share=1.5 must be a number in [0, 1)
+    """
+    if not isinstance(called, type):
+        return _checked(called)
+    called.__init__ = _checked(called.__init__)  # type: ignore[misc]
+    return called
+
+
+def _checked(function: Called) -> Called:
+    signature = inspect.signature(function)
+    hints = cache(lambda: get_type_hints(function, include_extras=True))
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            given = signature.bind(*args, **named)
+        except TypeError:
+            return function(*args, **named)  # Python says which argument there is not
+        for name, value in given.arguments.items():
+            kind, parameter = hints().get(name, Any), signature.parameters[name]
+            if parameter.kind is parameter.VAR_KEYWORD and get_origin(kind) is Unpack:
+                given.arguments[name] = _options(value, get_args(kind)[0])
+            elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                given.arguments[name] = setting(name, value, kind)
+        return function(*given.args, **given.kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def setting(name: str, value: Any, kind: Any) -> Any:
+    """The value of a setting, as Python's own number where it was another's.
+
+    Raises:
+        SettingError: it is none of `kind`.
+    """
+    try:
+        return _reader(kind)(value)
+    except (TypeError, ValueError, OverflowError):
+        wrong = f"{name}={_shown(value)} must be {described(kind)}{_remedy(value, kind)}"
+        raise SettingError(wrong) from None
+
+
+def parsed(name: str, text: str, kind: Any) -> Any:
+    """The value of a setting that is written as text.
+
+    Raises:
+        SettingError: it cannot be read as `kind`.
+    """
+    for one in map(_base, _alternatives(kind)):
+        with suppress(KeyError, ValueError):
+            return _reader(kind)(_OF_TEXT.get(one, str)(text))
+    raise SettingError(f"{name}={text!r} must be {described(kind)}")
+
+
+def kinds_of(made: type) -> dict[str, Any]:
+    """What each argument of a constructor may be, those of the classes below it too."""
+    kinds: dict[str, Any] = {}
+    for each in reversed(made.__mro__):
+        kinds |= get_type_hints(vars(each).get("__init__", object), include_extras=True)
+    return kinds
+
+
+def described(kind: Any) -> str:
+    """A type in words.
+
+    Example:
+        >>> described(Count | None)
+        'a whole number of at least 1, or None'
+    """
+    words = list(dict.fromkeys(_words(one) for one in _alternatives(kind)))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+
+
+_TRUTH = {"true": True, "yes": True, "false": False, "no": False}
+_OF_TEXT: dict[Any, Callable[[str], Any]] = {
+    bool: lambda text: _TRUTH[text.lower()],
+    int: int,
+    float: float,
+}
+
+
+def _options(given: dict[str, Any], kinds: Any) -> dict[str, Any]:
+    """What a TypedDict says of named options."""
+    known = get_type_hints(kinds, include_extras=True)
+    if unknown := sorted(set(given) - set(known)):
+        raise SettingError(f"{', '.join(unknown)} is unknown here; there are {', '.join(known)}")
+    return {name: setting(name, value, known[name]) for name, value in given.items()}
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    if get_origin(kind) not in (Union, UnionType):
+        return [kind]
+    return [one for each in get_args(kind) for one in _alternatives(each)]
+
+
+def _base(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _shown(value: Any) -> str:
+    """A value, or the type of one that has no short form."""
+    plain = isinstance(value, int | float | str | NoneType | tuple | list | dict)
+    text = reprlib.repr(value) if plain else ""
+    return text if text and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def _remedy(value: Any, kind: Any) -> str:
+    """What to pass instead of a wrapper of what is wanted, or of a tensor."""
+    wanted = [_base(one) for one in _alternatives(kind)]
+    if hasattr(value, "item") and (int in wanted or float in wanted):
+        return "; pass its .item()"
+    classes = tuple(one for one in wanted if isinstance(one, type) and one is not NoneType)
+    for name, inside in vars(value).items() if hasattr(value, "__dict__") else ():
+        if isinstance(inside, classes) and not name.startswith("_"):
+            return f"; pass its .{name}"
+    return ""
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What gives a value in a type, or raises TypeError, ValueError or OverflowError."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return partial(_first, [_reader(one) for one in inner])
+    if origin is Annotated:
+        return partial(_inside, _reader(inner[0]), inner[1:])
+    if origin is tuple:
+        return partial(_each, [_reader(one) for one in inner])
+    if origin is Literal:
+        return partial(_one_of, inner)
+    if kind in (int, float):
+        return partial(_number, kind)
+    return partial(_instance, origin or kind)
+
+
+def _first(readers: list[Callable[[Any], Any]], value: Any) -> Any:
+    for read in readers:
+        try:
+            return read(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    raise ValueError
+
+
+def _inside(read: Callable[[Any], Any], intervals: tuple[In, ...], value: Any) -> Any:
+    value = read(value)
+    if not all(value in interval for interval in intervals):
+        raise ValueError
+    return value
+
+
+def _each(readers: list[Callable[[Any], Any]], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, tuple | list) or len(value) != len(readers):
+        raise TypeError
+    return tuple(read(one) for read, one in zip(readers, value, strict=True))
+
+
+def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
+    if not any(type(value) is type(one) and value == one for one in choices):
+        raise ValueError
+    return value
+
+
+def _number(kind: type[int | float], value: Any) -> int | float:
+    """A number of Python's; NumPy's register as whole or real ones, and tensors do not."""
+    if type(value) in (int, kind):
+        float(value)  # what is too long for one is no size and no rate
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        raise TypeError
+    return kind(value)  # type: ignore[call-overload]
+
+
+def _instance(kind: Any, value: Any) -> Any:
+    if kind is None or kind is NoneType:
+        fits = value is None
+    elif kind is Callable:
+        fits = callable(value)
+    elif kind is Iterable:
+        iterates = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+        fits = iterates and not isinstance(value, str | bytes)
+    elif kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        fits = True
+    else:
+        fits = isinstance(value, kind)
+    if not fits:
+        raise TypeError
+    return value
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    NoneType: "None",
+    Callable: "a function",
+    Iterable: "an iterable",
+}
+
+
+def _words(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        base, *intervals = get_args(kind)
+        return " ".join([_words(base), *map(str, intervals)])
+    if origin is Literal:
+        return "one of " + ", ".join(f'"{one}"' for one in get_args(kind))
+    if origin is tuple:
+        return f"({', '.join(map(_words, get_args(kind)))})"
+    kind = origin or kind
+    name = getattr(kind, "__name__", str(kind))
+    return _WORDS.get(kind) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
