@@ -115,9 +115,10 @@ class AdaptiveBatch:
         self.batches.share(self._agreement, lockstep=self.meter.source.lockstep)
         if not isinstance(policy, Controller) and batch_size is None:
             batch_size = getattr(policy, "batch_size", None) or self._loaders_size()
+        sized = batch_size or isinstance(policy, Controller)
         self._cutting = Cutting(
             self.batches.virtual_ranks,
-            _micro_batch(micro_batch, self.batches.batch_size),
+            _micro_batch(micro_batch or self.batches.batch_size, sized=bool(sized)),
             fixed_micro_batch,
             self._least_micro_batches(min_micro_batches),
         )
@@ -446,10 +447,12 @@ def shards_of(optimizer: Optimizer) -> GradientSource | None:
     return optimizer.shards if isinstance(optimizer, VarianceReduced) else None
 
 
-def _micro_batch(given: int | None, loaders: int | None) -> int:
-    if given is None and loaders is None:
-        raise SettingError("the loader does not say its batch size; pass micro_batch=")
-    return given if given is not None else loaders or 0
+def _micro_batch(found: int | None, *, sized: bool) -> int:
+    """The most samples in one backward; one error names all that a loader does not say."""
+    if found is None or not sized:
+        missing = ["micro_batch="] * (found is None) + ["batch_size="] * (not sized)
+        raise SettingError(f"the loader does not say its batch size; pass {' and '.join(missing)}")
+    return found
 
 
 def _parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

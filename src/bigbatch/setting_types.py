@@ -137,10 +137,12 @@ def parsed(name: str, text: str, kind: Any) -> Any:
     Raises:
         SettingError: it cannot be read as `kind`.
     """
+    value: Any = text
     for one in map(_base, _alternatives(kind)):
         with suppress(KeyError, ValueError):
-            return _reader(kind)(_OF_TEXT.get(one, str)(text))
-    raise SettingError(f"{name}={text!r} must be {described(kind)}")
+            value = _OF_TEXT[one](text)
+            break
+    return setting(name, value, kind)
 
 
 def kinds_of(made: type) -> dict[str, Any]:

@@ -326,3 +326,11 @@ def test_a_weight_that_is_no_number_is_refused(weight):
     x = next(iter(step))
     with pytest.raises(SettingError, match="weight="):
         step.backward(model(x).mean(), weight=weight)
+
+
+def test_all_that_a_stream_does_not_say_is_asked_for_at_once():
+    stream = [torch.randn(16, 2)]
+    with pytest.raises(SettingError, match="pass micro_batch= and batch_size="):
+        adaptive(loader=stream)
+    with pytest.raises(SettingError, match="pass batch_size=$"):
+        adaptive(loader=stream, micro_batch=8)

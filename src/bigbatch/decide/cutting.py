@@ -66,9 +66,8 @@ class Cutting:
                     "the controller has batch_size and base_batch of its own; leave them out here"
                 )
             controller = policy
-        elif batch_size is None:
-            raise SettingError("the loader does not say its batch size; pass batch_size=")
         else:
+            assert batch_size is not None
             controller = Controller(policy, batch_size, base_batch)
         if samples is not None and samples < self.ranks:
             raise SettingError(

@@ -56,7 +56,7 @@ def require_valid(group: dict[str, Any], factor: str) -> None:
     require_once(group["params"])
     if group["gamma"] == 0 and factor == "gsnr":
         raise SettingError(
-            f"gamma={group['gamma']} goes with another factor than gsnr; use one in (0, 1]"
+            f"gamma={group['gamma']} must be above 0 where factor is gsnr, or every step may be 0"
         )
     if group["r_max"] != 1 and factor != "gsnr":
         raise SettingError(
