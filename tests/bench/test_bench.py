@@ -76,7 +76,7 @@ def metered_steps(wrap):
         for _ in range(STEPS):
             for scale in (1.0, 2.0):
                 (model(torch.rand(1, 100)).sum() * scale).backward()
-            meter.read(2)
+            meter.read([1, 1])
             model.zero_grad()
             yield
 

@@ -30,7 +30,9 @@ def seeded(seed):
 
 
 def covering(truth, *intervals):
-    return Coverage("some", "step", "equal", 4, 64, truth, list(intervals))
+    """Those of a half are these, those of the other levels hold everything."""
+    of_each = {level: [(-1.0, 1.0)] * len(intervals) for level in coverage.LEVELS}
+    return Coverage("some", "step", "equal", 4, 64, truth, of_each | {0.5: list(intervals)})
 
 
 # rows
@@ -38,11 +40,10 @@ def covering(truth, *intervals):
 
 def test_coverage_counts_the_intervals_that_hold_the_truth_and_on_which_side_it_falls():
     row = covering(0.5, (0.1, 0.5), (0.6, 0.9), (0.2, 0.4), (0.0, 1.0), (0.1, 0.3))
-    assert pytest.approx((0.2, 0.4, 0.4)) == (row.below, row.above, row.covered)
-    assert pytest.approx(math.sqrt(0.4 * 0.6 / 5)) == row.standard_error
-    assert pytest.approx(0.3) == row.width
-    expected = ("some", "step", "equal", "4", "64", "0.500")
-    assert (*expected, "0.400", "0.219", "0.200", "0.400", "0.300") == row.row()
+    assert pytest.approx((0.2, 0.4, 0.4)) == (row.below(0.5), row.above(0.5), row.covered(0.5))
+    assert pytest.approx(0.3) == row.width(0.5)
+    expected = ("some", "step", "equal", "4", "64", "0.500", "0.400", *["1.000"] * 5)
+    assert (*expected, "0.000", "0.000", "2.000") == row.row()  # of nine tenths
     assert len(coverage.COLUMNS) == len(row.row())
 
 
@@ -92,18 +93,21 @@ def test_every_setting_is_measured_and_its_truth_is_that_of_its_own_samples():
     for row in rows:
         assert pytest.approx(1 / (1 + 2 * 30 / row.samples)) == row.truth
         assert row.samples > 1.5 * row.micro_batches  # two each, less the rounding of ragged sizes
-        assert [True, True] == [low < high for low, high in row.intervals]
+        assert [*coverage.LEVELS] == [*row.intervals]
+        for one, other in zip(coverage.LEVELS, coverage.LEVELS[1:], strict=False):
+            assert 0 < row.width(one) < row.width(other)
     assert [0.1, 0.3, 0.7] == [round(row.truth, 1) for row in rows[:3]]
 
 
-def test_the_intervals_are_those_of_a_meter_asked_for_nine_tenths():
+@pytest.mark.parametrize("level", coverage.LEVELS)
+def test_the_intervals_are_those_of_a_meter_asked_for_their_level(level):
     row = next(coverage.of_steps(population(seed=2), seed=2, trials=3))
     twin = population(seed=2)
-    with GradientMeter(twin.parameters(), interval=0.9) as meter:
+    with GradientMeter(twin.parameters(), interval=level) as meter:
         expected = [
             measured(meter, twin, [row.samples // 3] * 3).similarity_interval for _ in range(3)
         ]
-    assert expected == row.intervals
+    assert expected == row.intervals[level]
 
 
 # intervals of windows
@@ -112,10 +116,10 @@ def test_the_intervals_are_those_of_a_meter_asked_for_nine_tenths():
 @pytest.mark.thorough
 def test_a_still_window_holds_its_truth_most_of_the_time():
     row = coverage.of_window(population(seed=3), trials=60)
-    assert 60 == len(row.intervals)
+    assert [60] * 6 == [len(ends) for ends in row.intervals.values()]
     # nominal 0.9; binomial deviation 0.04, and the method itself promises no more than 0.8
-    assert 0.75 < row.covered
-    assert 0.02 < row.width < 0.3
+    assert 0.75 < row.covered(0.9)
+    assert 0.02 < row.width(0.9) < 0.3
 
 
 def test_the_truth_of_a_drifting_window_is_what_a_window_over_the_truth_shows():
@@ -134,7 +138,7 @@ def test_the_truth_of_a_drifting_window_is_what_a_window_over_the_truth_shows():
 
 def test_intervals_of_a_drifting_window_lie_about_its_truth_and_not_the_present_one():
     average, last = coverage.of_drift(population(seed=5), trials=8)
-    middle = fmean((low + high) / 2 for low, high in average.intervals)
+    middle = fmean((low + high) / 2 for low, high in average.intervals[0.9])
     # intervals of 90 % are 0.06 wide, so the mean of 8 middles scatters by 0.007
     assert average.truth > last.truth + 0.06
     assert pytest.approx(average.truth, abs=0.03) == middle

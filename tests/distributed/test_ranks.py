@@ -127,17 +127,6 @@ def test_one_micro_batch_a_rank_is_enough(ranks, wrapper, count):
     assert all_close(expected(network, sizes), results)
 
 
-def stated_as_a_number(rank, ranks):
-    model = ENGINES["ddp"](network(), ranks)
-    with GradientMeter(model) as meter:
-        accumulate(model, rank, 0, [[4, 4, 4]] * ranks)
-        return [meter.read(12)]
-
-
-def test_the_number_of_this_ranks_samples_does_where_its_micro_batches_are_equal(ranks):
-    assert all_close(expected(network, [[4, 4, 4]] * 3, steps=1), ranks(3)(stated_as_a_number))
-
-
 # every
 
 

@@ -416,7 +416,7 @@ def measured(rank, ranks, name):
     with GradientMeter(ddp, layers=True, halves=True, interval=0.9) as meter:
         for step in range(STEPS):
             accumulate(ddp, step, rank, 3)
-            read.append(meter.read(18))
+            read.append(meter.read([6] * 3))
             optimizer.step()
             optimizer.zero_grad()
     return read
@@ -441,7 +441,7 @@ def still(rank, ranks):
     with GradientMeter(ddp, layers=True, halves=True, interval=0.9) as meter:
         for step in range(STEPS):
             accumulate(ddp, step, rank, 3)
-            read.append(meter.read(18))
+            read.append(meter.read([6] * 3))
             ddp.zero_grad()
     return read
 

@@ -112,9 +112,9 @@ def one_micro_batch_too_few(model, rank):
     return EQUAL[rank]
 
 
-def no_whole_number(model, rank):
+def a_sum(model, rank):
     accumulate(model, rank, 0, EQUAL)
-    return 13
+    return sum(EQUAL[rank])
 
 
 OTHER = "could not read its step"
@@ -131,7 +131,7 @@ ALL = {  # on every rank, the words there
     "unscaled hsdp": ("hsdp", unscaled, "read before unscale_"),
     "edited": ("ddp", edited, "was changed"),
     "one size too few": ("ddp", one_size_too_few, "3 backwards were seen but 2 sizes stated"),
-    "no whole number": ("fsdp2", no_whole_number, "13 is not 3 equal micro-batches"),
+    "a sum": ("fsdp2", a_sum, "samples=12 must be positive numbers, the size of each"),
 }
 ONE = {  # on one rank: the words there and on the others
     "clipped": ("ddp", clipped, "was changed", OTHER),

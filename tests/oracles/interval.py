@@ -26,10 +26,22 @@ def left_out(gradients: Tensor, sizes: list[float]) -> list[float]:
     return result
 
 
+def excess(ratio: float, k: int) -> float:
+    """f for N signal / noise = `ratio`, from variances in units of 2 tr Sigma^2 / (tr Sigma)^2.
+
+    Those of ln |G|^2, which is of mean G, and of ln noise, which is independent of it; then that
+    of all pairs g_i . g_j in both. What is left is of single micro-batches.
+    """
+    whole = (1 + 2 * ratio) / (1 + ratio) ** 2 + 1 / (k - 1)
+    pairs = k * (k - 1) * (1 / k / (1 + ratio) + 1 / k / (k - 1)) ** 2
+    return (whole - pairs + 2 * (k - 1) / (k - 2) * pairs) / whole
+
+
 def jackknife(x: float, left: list[float], level: float) -> tuple[float, float]:
-    """Tukey's: x -+ t sqrt((k - 1) / k sum (x_d - mean)^2), t of k - 1 degrees of freedom."""
+    """Tukey's: x -+ t sqrt((k - 1) / k sum (x_d - mean)^2 / f), t of k - 1 degrees of freedom."""
     k, average = len(left), sum(left) / len(left)
-    error = math.sqrt((k - 1) / k * sum((one - average) ** 2 for one in left))
+    scatter = (k - 1) / k * sum((one - average) ** 2 for one in left)
+    error = math.sqrt(scatter / excess(max(math.expm1(x), 0.0), k))
     reach = stats.t.ppf((1 + level) / 2, k - 1) * error
     return x - reach, x + reach
 

@@ -85,7 +85,7 @@ def test_equal_micro_batches_say_nothing_of_the_convention(loss):
         for _ in range(60):
             for _ in range(4):
                 (weight * torch.randn(9, generator=generator)).sum().backward()
-            meter.read(32)
+            meter.read([8] * 4)
             weight.grad = None
 
 
@@ -126,7 +126,7 @@ def test_identical_micro_batches_are_named_once(loss, dtype):
                 (cross_entropy(model(x), y) * (0.25 if loss == "weighted" else 1)).backward()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                meter.read(32)
+                meter.read([8] * 4)
             seen.append([str(warning.message) for warning in caught])
             model.zero_grad()
     assert [1, 0, 0, 0, 0] == [len(messages) for messages in seen]
@@ -143,7 +143,7 @@ def test_micro_batches_that_differ_a_little_are_not_identical(difference):
         for _ in range(4):
             feed(weight, common + difference * torch.randn(1000))
         # one sample each: noise / signal = difference^2; three differences of 1,000 elements
-        assert pytest.approx(difference**2, rel=0.2) == meter.read(4).noise_scale
+        assert pytest.approx(difference**2, rel=0.2) == meter.read([1] * 4).noise_scale
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -173,7 +173,7 @@ def test_it_is_said_once_that_a_micro_batch_is_not_finite():
             feed(weight, torch.tensor([1.0, 0.0]))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                meter.read(2)
+                meter.read([1, 1])
             seen.append(len(caught))
             weight.grad = None
     assert [1, 0, 0] == seen
@@ -185,7 +185,7 @@ def test_a_sum_that_overflows_is_named_and_has_no_number():
         for _ in range(2):
             feed(weight, torch.tensor([4e4, 1.0], dtype=torch.float16))  # twice: beyond 65,504
         with pytest.warns(UserWarning, match="of no micro-batch") as caught:
-            step = meter.read(2)
+            step = meter.read([1, 1])
     assert 1 == len(caught)
     assert math.isnan(step.similarity)
     assert not math.isfinite(step.noise_scale)

@@ -7,6 +7,7 @@ import io
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,13 +62,6 @@ def test_small_gradients_are_read_together_and_large_ones_by_themselves():
     assert same(oracle.weighted(means, [2, 3, 5]), measured, rel=1e-7)
 
 
-def test_the_number_of_samples_does_where_all_micro_batches_are_equal():
-    model, batches = network(), data(EQUAL)
-    with GradientMeter(model) as meter:
-        accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(samples=16))
-
-
 def test_every_step_is_measured_by_itself():
     model = network()
     meter = GradientMeter(model)
@@ -112,7 +106,7 @@ def test_a_factor_on_the_loss_is_squared_in_signal_and_noise_and_leaves_similari
         with GradientMeter(model) as meter:
             for x, y in data(EQUAL):
                 (c * cross_entropy(model(x), y) / 4).backward()
-            steps.append(meter.read(16))
+            steps.append(meter.read(EQUAL))
     one, scaled = steps
     assert pytest.approx(one.signal * factor**2) == scaled.signal
     assert pytest.approx(one.noise * factor**2) == scaled.noise
@@ -150,7 +144,7 @@ def test_equal_bfloat16_micro_batches_agree_although_their_sum_is_rounded():
         for _ in range(64):
             (model(x).square().mean() / 64).backward()
         # 64 additions, each rounded to 1 part in 512 at most
-        assert pytest.approx(1.0, abs=0.1) == meter.read(256).similarity
+        assert pytest.approx(1.0, abs=0.1) == meter.read([4] * 64).similarity
 
 
 # models that are not plain
@@ -178,7 +172,7 @@ def test_frozen_parameters_are_left_out():
     model[0].requires_grad_(False)
     with GradientMeter(model) as meter:
         accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(16))
+        assert same(expected_of(model, batches), meter.read(EQUAL))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -187,13 +181,13 @@ def test_a_parameter_that_is_unfrozen_between_steps_is_measured_or_refused(layer
     model[layer].bias.requires_grad_(False)
     meter = GradientMeter(model)
     accumulate(model, data(EQUAL))
-    meter.read(16)
+    meter.read(EQUAL)
     model.zero_grad()
     model[layer].bias.requires_grad_(True)
 
     def measure():
         accumulate(model, data(EQUAL))
-        return meter.read(16)
+        return meter.read(EQUAL)
 
     assert right_or_refused(expected_of(model, data(EQUAL)), measure)
 
@@ -207,7 +201,7 @@ def test_a_parameter_that_is_unfrozen_is_measured_inside_micro_batch():
     for x, y in data(EQUAL):
         with meter.micro_batch():
             (cross_entropy(model(x), y) / 4).backward()
-    assert same(expected, meter.read(16))
+    assert same(expected, meter.read(EQUAL))
 
 
 def test_scalars_and_empty_parameters_are_measured():
@@ -259,6 +253,18 @@ def test_two_losses_without_micro_batch_are_refused():
         meter.read(EQUAL)
 
 
+# four equal micro-batches have this sum too, and so have eight
+@pytest.mark.parametrize("total", [32, 32.0, np.int64(32), torch.tensor(32), "32"])
+def test_a_sum_of_sizes_is_refused_and_the_list_asked_for(total):
+    sizes = [12, 4, 8, 8]
+    model, batches = network(), data(sizes)
+    meter = GradientMeter(model)
+    accumulate(model, batches)
+    with pytest.raises(GradientError, match=r"read\(samples=\[8\] \* 4\).*4 backwards"):
+        meter.read(samples=total)
+    assert same(expected_of(model, batches), meter.read(samples=sizes))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
@@ -290,13 +296,12 @@ def test_reentrant_checkpointing_counts_once_inside_micro_batch():
     assert same(expected_of(Checkpointed(None), batches), meter.read(RAGGED))
 
 
-@pytest.mark.parametrize("samples", [EQUAL, 16])
-def test_reentrant_checkpointing_without_micro_batch_is_refused_or_right(samples):
+def test_reentrant_checkpointing_without_micro_batch_is_refused_or_right():
     model = Checkpointed(reentrant=True)
     meter = GradientMeter(model)
     accumulate(model, data(EQUAL))
     expected = expected_of(Checkpointed(None), data(EQUAL))
-    assert right_or_refused(expected, lambda: meter.read(samples))
+    assert right_or_refused(expected, lambda: meter.read(EQUAL))
 
 
 def with_gradient_penalty(model, x, y):
@@ -314,7 +319,7 @@ def test_a_gradient_penalty_inside_micro_batch_counts_what_reaches_the_gradient(
         for x, y in batches:
             with meter.micro_batch():
                 (with_gradient_penalty(model, x, y) / 4).backward()
-        return meter.read(16)
+        return meter.read(EQUAL)
 
     assert right_or_refused(expected, measure)
 
@@ -337,7 +342,7 @@ def test_a_micro_batch_inside_a_micro_batch_is_refused_or_one():
         for x, y in batches:
             with meter.micro_batch(), meter.micro_batch():
                 (cross_entropy(model(x), y) / 4).backward()
-        return meter.read(16)
+        return meter.read(EQUAL)
 
     assert right_or_refused(expected_of(model, batches), measure)
 
@@ -349,7 +354,7 @@ def test_gradients_of_the_inputs_are_no_micro_batch():
         x = x.clone().requires_grad_()
         torch.autograd.grad(cross_entropy(model(x), y), x)
         (cross_entropy(model(x.detach()), y) / 4).backward()
-    assert same(expected_of(model, batches), meter.read(16))
+    assert same(expected_of(model, batches), meter.read(EQUAL))
 
 
 def test_zeroing_halfway_begins_the_step_anew():
@@ -374,7 +379,7 @@ def test_a_micro_batch_that_raised_is_forgotten():
         broken_loss_after_a_backward(100 * cross_entropy(model(x), y))
     model.zero_grad()
     accumulate(model, batches)
-    assert same(expected_of(model, batches), meter.read(16))
+    assert same(expected_of(model, batches), meter.read(EQUAL))
 
 
 # refusals; each leaves a meter that measures the next step as if nothing had happened
@@ -389,7 +394,7 @@ def gradients_left_from_before(model, meter):
 def clipping_before_read(model, meter):
     accumulate(model, data(EQUAL))
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # far from active
-    meter.read(16)
+    meter.read(EQUAL)
 
 
 def clipping_between_two_micro_batches(model, meter):
@@ -401,13 +406,13 @@ def clipping_between_two_micro_batches(model, meter):
 def zero_grad_before_read(model, meter):
     accumulate(model, data(EQUAL))
     model.zero_grad()
-    meter.read(16)
+    meter.read(EQUAL)
 
 
 def zero_filling_before_read(model, meter):
     accumulate(model, data(EQUAL))
     model.zero_grad(set_to_none=False)
-    meter.read(16)
+    meter.read(EQUAL)
 
 
 def zero_filling_halfway(model, meter):
@@ -417,14 +422,21 @@ def zero_filling_halfway(model, meter):
     meter.read([4, 4, 4, 4])
 
 
+def zero_grad_halfway(model, meter):
+    accumulate(model, data(EQUAL)[:2])
+    model.zero_grad()
+    accumulate(model, data(EQUAL)[2:])
+    meter.read(EQUAL)
+
+
 def too_few_sizes(model, meter):
     accumulate(model, data(EQUAL))
     meter.read([4, 4, 4])
 
 
-def samples_that_do_not_divide(model, meter):
+def a_sum(model, meter):
     accumulate(model, data(EQUAL))
-    meter.read(18)
+    meter.read(16)
 
 
 def autograd_grad_over_the_parameters(model, meter):
@@ -434,11 +446,11 @@ def autograd_grad_over_the_parameters(model, meter):
 
 def one_micro_batch(model, meter):
     accumulate(model, data([4]))
-    meter.read(4)
+    meter.read([4])
 
 
 def no_micro_batch(model, meter):
-    meter.read(16)
+    meter.read(EQUAL)
 
 
 def a_backward_of_ones_own(model, meter):
@@ -455,8 +467,9 @@ REFUSED = [
     (zero_grad_before_read, "changed between the last counted backward and read"),
     (zero_filling_before_read, "changed between the last counted backward and read"),
     (zero_filling_halfway, "3 backwards were seen but 4 sizes"),
+    (zero_grad_halfway, r"2 backwards were seen but 4 sizes stated; zero_grad\(\) between"),
     (too_few_sizes, "4 backwards were seen but 3 sizes"),
-    (samples_that_do_not_divide, "samples=18 is not 4 equal micro-batches"),
+    (a_sum, r"samples=16 must be .* size of each micro-batch: `read\(samples=\[8\] \* 4\)`"),
     (autograd_grad_over_the_parameters, r"autograd\.grad over the parameters"),
     (one_micro_batch, "1 micro-batch seen, noise needs at least 2"),
     (no_micro_batch, "0 micro-batch"),
@@ -493,17 +506,16 @@ def test_a_backward_that_failed_is_forgotten_once_the_gradients_are_zeroed():
         model[2](Fails.apply(model[0](data(EQUAL)[0][0]))).sum().backward()
     model.zero_grad()
     accumulate(model, data(EQUAL))
-    assert same(expected_of(model, data(EQUAL)), meter.read(16))
+    assert same(expected_of(model, data(EQUAL)), meter.read(EQUAL))
 
 
-@pytest.mark.parametrize("samples", [EQUAL, 16])
-def test_reading_twice_is_refused(samples):
+def test_reading_twice_is_refused():
     model = network()
     meter = GradientMeter(model)
     accumulate(model, data(EQUAL))
-    meter.read(samples)
+    meter.read(EQUAL)
     with pytest.raises(GradientError):
-        meter.read(samples)
+        meter.read(EQUAL)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -537,7 +549,7 @@ def test_more_than_one_rank_is_refused():
         dist.destroy_process_group()
     model.zero_grad()
     accumulate(model, data(EQUAL))
-    assert same(expected_of(model, data(EQUAL)), meter.read(16))
+    assert same(expected_of(model, data(EQUAL)), meter.read(EQUAL))
 
 
 # hooks
@@ -569,14 +581,14 @@ def test_close_takes_the_hooks_off():
     accumulate(model, data(EQUAL))  # on a dirty gradient: a meter that still watched would refuse
     meter.close()  # a second time does no harm
     with pytest.raises(GradientError):
-        meter.read(16)
+        meter.read(EQUAL)
 
 
 def test_a_meter_that_nobody_holds_leaves_no_hooks():
     model = network()
     meter = GradientMeter(model)
     accumulate(model, data(EQUAL))
-    meter.read(16)
+    meter.read(EQUAL)
     model.zero_grad()
     with meter.micro_batch():
         accumulate(model, data([4]))
@@ -597,7 +609,7 @@ def test_a_watched_model_can_be_copied_and_saved_without_a_warning():
     other.close()
     accumulate(clone, data(EQUAL))  # not watched
     accumulate(model, data(EQUAL))
-    assert same(expected_of(model, data(EQUAL)), meter.read(16))
+    assert same(expected_of(model, data(EQUAL)), meter.read(EQUAL))
 
 
 def test_a_model_whose_only_trained_parameter_is_empty_has_no_number():
@@ -605,7 +617,7 @@ def test_a_model_whose_only_trained_parameter_is_empty_has_no_number():
     with GradientMeter([nothing]) as meter:
         for _ in range(2):
             nothing.sum().backward()
-        assert math.isnan(meter.read(2).similarity)
+        assert math.isnan(meter.read([1, 1]).similarity)
 
 
 def test_a_step_that_was_refused_for_a_gradient_unseen_is_forgotten():
@@ -620,4 +632,4 @@ def test_a_step_that_was_refused_for_a_gradient_unseen_is_forgotten():
             meter.read([4, 4])
         model.zero_grad()
         accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(16))
+        assert same(expected_of(model, batches), meter.read(EQUAL))

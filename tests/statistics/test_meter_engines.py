@@ -81,7 +81,7 @@ def test_a_model_compiled_by_inductor_is_measured_as_the_plain_one(fresh_compile
     compiled = torch.compile(model)
     with GradientMeter(compiled, **ALL) as meter:
         accumulate(compiled, batches)
-        assert all_right(model, meter.read(15), batches)
+        assert all_right(model, meter.read([5] * 3), batches)
 
 
 # types
@@ -231,15 +231,6 @@ def test_parameters_that_some_or_all_micro_batches_miss_go_with_everything(mark)
         assert all_right(model, meter.read(RAGGED), data())
 
 
-@pytest.mark.parametrize("mark", [False, True])
-def test_one_batch_size_for_all_needs_equal_micro_batches_where_some_miss_parameters(mark):
-    model, batches = Experts(), data([4, 4, 5, 5])
-    meter = GradientMeter(model)
-    accumulate(model, batches, mark=meter.micro_batch if mark else contextlib.nullcontext)
-    with pytest.raises(GradientError, match="list of sizes"):
-        meter.read(18)
-
-
 # checkpointing
 
 
@@ -354,7 +345,7 @@ def test_autocast_around_a_whole_step_changes_no_sum(device):
         with GradientMeter([weight], interval=0.9, halves=True) as meter, where:
             for _ in range(4):
                 (weight * torch.randn(5000, generator=draw).to(device)).sum().backward()
-            seen.append(meter.read(4))
+            seen.append(meter.read([1] * 4))
     assert seen[0] == seen[1]
 
 

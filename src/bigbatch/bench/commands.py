@@ -114,9 +114,9 @@ def twins_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")]
 
 @bench.command("coverage")
 def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = None) -> None:
-    """How often nominal 90 % intervals hold the truth, where the truth is known."""
+    """How often intervals of several levels hold the truth, where the truth is known."""
     rows = coverage.run(seed, trials, data)
-    _show(f"coverage of nominal 90 % intervals, {trials} trials", coverage.COLUMNS, rows)
+    _show(f"coverage of intervals, {trials} trials", coverage.COLUMNS, rows)
 
 
 @bench.command("halves")

@@ -1,19 +1,27 @@
 """How often the intervals hold the truth, where it is known."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
-from bigbatch.bench.populations import SIMILARITIES, Population, measured, populations
+from bigbatch.bench.populations import (
+    SIMILARITIES,
+    Population,
+    backwards,
+    measured,
+    populations,
+)
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
 from bigbatch.measure.smoothing import NoiseAverage
 
+TRIALS = 200
+LEVELS = (0.5, 0.68, 0.8, 0.9, 0.95, 0.99)  # nominal
 COLUMNS = (
     "population",
     "interval for",
@@ -21,18 +29,18 @@ COLUMNS = (
     "k",
     "N",
     "truth",
-    "coverage",
-    "its error",
+    *(f"at {level:g}" for level in LEVELS),
     "truth below",
     "truth above",
     "median width",
 )
-TRIALS = 200
 
-_LEVEL = 0.9
+_DETAILED = 0.9  # the level of the last three columns
 _COUNTS = (3, 4, 8, 16, 64)  # k
 _WINDOW, _WINDOW_COUNT, _WINDOW_SIMILARITY = 16, 4, 0.3  # steps; k; phi
 _HALVING = 2 * _WINDOW  # steps in which a drifting signal halves
+
+_Ends = dict[float, list[tuple[float, float]]]  # by level
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Coverage:
         sizes: how n_d are spread.
         micro_batches, samples: k and N of a step.
         truth: phi.
-        intervals: (low, high) of phi, one a trial.
+        intervals: by nominal coverage, (low, high) of phi, one a trial.
     """
 
     population: str
@@ -56,36 +64,29 @@ class Coverage:
     micro_batches: int
     samples: int
     truth: float
-    intervals: list[tuple[float, float]]
+    intervals: Mapping[float, list[tuple[float, float]]]
 
-    @property
-    def below(self) -> float:
+    def below(self, level: float) -> float:
         """Share of the trials in which the truth lies below the interval."""
-        return sum(self.truth < low for low, _ in self.intervals) / len(self.intervals)
+        return fmean(self.truth < low for low, _ in self.intervals[level])
 
-    @property
-    def above(self) -> float:
+    def above(self, level: float) -> float:
         """Share of the trials in which it lies above."""
-        return sum(self.truth > high for _, high in self.intervals) / len(self.intervals)
+        return fmean(self.truth > high for _, high in self.intervals[level])
 
-    @property
-    def covered(self) -> float:
+    def covered(self, level: float) -> float:
         """Share of the trials in which the interval holds it."""
-        return 1 - self.below - self.above
+        return 1 - self.below(level) - self.above(level)
 
-    @property
-    def standard_error(self) -> float:
-        """Binomial, of `covered`."""
-        return math.sqrt(self.covered * (1 - self.covered) / len(self.intervals))
-
-    @property
-    def width(self) -> float:
+    def width(self, level: float) -> float:
         """Median of high - low."""
-        return median(high - low for low, high in self.intervals)
+        return median(high - low for low, high in self.intervals[level])
 
     def row(self) -> tuple[str, ...]:
         """For a table under `COLUMNS`."""
-        shares = (self.covered, self.standard_error, self.below, self.above, self.width)
+        details = (self.below, self.above, self.width)
+        shares = [self.covered(level) for level in LEVELS]
+        shares += [detail(_DETAILED) for detail in details]
         return (
             self.population,
             self.covers,
@@ -98,7 +99,7 @@ class Coverage:
 
 
 def run(seed: int = 0, trials: int = TRIALS, data: Path | None = None) -> Iterator[Coverage]:
-    """Coverage of nominal 90 % intervals, for each population one row a setting."""
+    """Coverage of intervals of all `LEVELS`, for each population one row a setting."""
     for population in populations(seed, data):
         yield from of_steps(population, seed, trials)
         yield of_window(population, trials)
@@ -120,23 +121,24 @@ def of_steps(population: Population, seed: int, trials: int) -> Iterator[Coverag
                 for samples in wanted
             ]
             for n in {sum(sizes): sizes for sizes in cut}.values():
-                with GradientMeter(population.parameters(), interval=_LEVEL, halves=True) as meter:
-                    steps = [measured(meter, population, n) for _ in range(trials)]
                 truth = population.similarity(sum(n))
-                ends = [_ends(step) for step in steps]
+                ends = _of_each_level(population, n, trials)
                 yield Coverage(population.name, "step", spread, count, sum(n), truth, ends)
 
 
 def of_window(population: Population, trials: int) -> Coverage:
     """Intervals of a running average whose truth stands still, taken two windows apart."""
     n = equal(population.samples_for(_WINDOW_SIMILARITY), _WINDOW_COUNT)
-    average = NoiseAverage(samples=_WINDOW * sum(n), interval=_LEVEL)
-    ends = []
+    window = _WINDOW * sum(n)
+    averages = {level: NoiseAverage(samples=window, interval=level) for level in LEVELS}
+    ends: _Ends = {level: [] for level in LEVELS}
     with GradientMeter(population.parameters()) as meter:
         for number in range(2 * _WINDOW * (trials + 1)):
-            smooth = average.update(measured(meter, population, n))
-            if number >= 2 * _WINDOW and (number + 1) % (2 * _WINDOW) == 0:
-                ends.append(_ends(smooth))
+            step = measured(meter, population, n)
+            for level, average in averages.items():
+                smooth = average.update(step)
+                if number >= 2 * _WINDOW and (number + 1) % (2 * _WINDOW) == 0:
+                    ends[level].append(_ends(smooth))
     truth = population.similarity(sum(n))
     return Coverage(population.name, "window", "equal", len(n), sum(n), truth, ends)
 
@@ -148,13 +150,14 @@ def of_drift(population: Population, trials: int) -> Iterator[Coverage]:
     """
     n = equal(population.samples_for(_WINDOW_SIMILARITY), _WINDOW_COUNT)
     pulls = [2 ** (left / _HALVING) for left in reversed(range(3 * _WINDOW))]
-    ends = []
+    window = _WINDOW * sum(n)
+    ends: _Ends = {level: [] for level in LEVELS}
     with GradientMeter(population.parameters()) as meter:
         for _ in range(trials):
-            average = NoiseAverage(samples=_WINDOW * sum(n), interval=_LEVEL)
-            for pull in pulls:
-                smooth = average.update(measured(meter, population, n, pull))
-            ends.append(_ends(smooth))
+            steps = [measured(meter, population, n, pull) for pull in pulls]
+            for level in LEVELS:
+                average = NoiseAverage(samples=window, interval=level)
+                ends[level].append(_ends([average.update(step) for step in steps][-1]))
     weights = [math.exp(-left / _WINDOW) for left in reversed(range(3 * _WINDOW))]
     pulled = sum(map(mul, weights, pulls)) / sum(weights)
     for covers, pull in (("window, drifting", pulled), ("its last step", 1.0)):
@@ -172,6 +175,21 @@ def ragged(samples: float, count: int, draw: torch.Generator) -> list[int]:
     order = torch.randperm(count, generator=draw).tolist()
     total = count * (count + 1) / 2
     return [max(1, round(samples * (place + 1) / total)) for place in order]
+
+
+def _of_each_level(population: Population, sizes: Sequence[int], trials: int) -> _Ends:
+    """Intervals of steps of these sizes, those of all levels from the same backwards."""
+    ends: _Ends = {level: [] for level in LEVELS}
+    with GradientMeter(population.parameters(), interval=_DETAILED) as meter:
+        for _ in range(trials):
+            backwards(meter.source.parameters, population, sizes)
+            totals = meter.totals(meter.measure(sizes).tolist())
+            for level, of_level in ends.items():
+                meter.interval = level
+                of_level.append(_ends(meter.noise(totals)))
+            meter.source.restart()
+            meter.next_step()
+    return ends
 
 
 def _ends(step: GradientNoise) -> tuple[float, float]:

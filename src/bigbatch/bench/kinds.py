@@ -134,7 +134,7 @@ def step_of(kind: Kind) -> Callable[[], None]:
             with _synchronized(model, kind, last=last):
                 _backward(model, batch, kind.micro_batches)
         if meter is not None:
-            meter.read(_SAMPLES * kind.micro_batches)
+            meter.read([_SAMPLES] * kind.micro_batches)
         if finish is not None:
             finish()
         optimizer.step()

@@ -103,7 +103,7 @@ def _metered(model: nn.Module, batches: _Batches, interval: float | None) -> Cal
     def run() -> None:
         meter.at_step(0)
         _accumulate(model, batches)
-        meter.read(sum(len(x) for x, _ in batches))  # the next one is not due
+        meter.read([len(x) for x, _ in batches])  # the next one is not due
 
     return run
 
@@ -205,5 +205,5 @@ def _steps(kind: str, wrap: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
     for _ in range(3):
         _accumulate(model, batches)
         if meter is not None:
-            meter.read(8 * _K)
+            meter.read([8] * _K)
         yield

@@ -231,16 +231,22 @@ def measured(
         sizes: n_d.
         pull: factor of the signal.
     """
-    parameters = meter.source.parameters
+    backwards(meter.source.parameters, population, sizes, pull)
+    noise = meter.read(samples=sizes)
+    assert noise is not None
+    return noise
+
+
+def backwards(
+    parameters: Sequence[Tensor], population: Population, sizes: Sequence[int], pull: float = 1.0
+) -> None:
+    """Those of one step, whose losses are weighted, into an empty `.grad`."""
     for parameter in parameters:
         parameter.grad = None
     shares = torch.tensor(sizes, dtype=torch.float32) / sum(sizes)
     for gradient in population.gradients(sizes, pull) * shares[:, None]:
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         torch.dot(flat, gradient).backward()  # type: ignore[no-untyped-call]
-    noise = meter.read(samples=sizes)
-    assert noise is not None
-    return noise
 
 
 def _bytes(file: Path, header: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":

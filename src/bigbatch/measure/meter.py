@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from numbers import Integral
 from typing import Literal
 
 from torch import Tensor, nn
@@ -116,14 +115,15 @@ class GradientMeter:
         """Whether the present step is measured: every n-th, the first one too."""
         return self.step % self.every == 0
 
-    def read(self, samples: int | Sequence[float]) -> GradientNoise | None:
+    def read(self, samples: Sequence[float]) -> GradientNoise | None:
         """Returns the noise of the step and waits for the next one; None on a step not measured.
 
         Collective: where there are ranks, each calls it with its own sizes, and all get the same.
 
         Args:
-            samples: n_d of each micro-batch of this rank, in the order of the backwards; or their
-                sum N where all are equal.
+            samples: n_d of each micro-batch of this rank, in the order of the backwards: [8] * 4
+                for four of 8. Their number is checked against the backwards seen, so a sum alone
+                is refused.
         Raises:
             GradientError: the sizes do not fit the backwards seen, fewer than two were seen,
                 `.grad` was touched since the last one, or is not what the backwards add up to.
@@ -248,7 +248,7 @@ class GradientMeter:
         return Halves.cosine(math.fsum(totals.of_sum) / c**2, of_signed, dot / c)
 
     def _checked_sizes(
-        self, samples: int | Sequence[float]
+        self, samples: Sequence[float]
     ) -> tuple[Sequence[float] | None, GradientError | None]:
         """The sizes of this rank's micro-batches, or what is wrong, which other ranks wait for."""
         try:
@@ -259,31 +259,28 @@ class GradientMeter:
                 raise
             return None, error
 
-    def _sizes(self, samples: int | Sequence[float]) -> Sequence[float]:
+    def _sizes(self, samples: Sequence[float]) -> Sequence[float]:
         k = self.source.micro_batches
-        if isinstance(samples, int | Integral):
-            uneven = self._sums.norms.uneven
-            if uneven or samples % k:
-                why = "; some did not reach every parameter" if uneven else ""
-                raise GradientError(
-                    f"samples={samples} is not {k} equal micro-batches{why}; give the list of "
-                    "sizes, and mark a micro-batch of several backwards "
-                    "`with meter.micro_batch():`"
-                )
-            samples = [int(samples) // k] * k
         try:
             sizes = [math.nan] if isinstance(samples, str) else [float(n) for n in samples]
         except (TypeError, ValueError, OverflowError):
             sizes = [math.nan]
         if not all(0 < n < math.inf for n in sizes):
             raise GradientError(
-                f"micro-batch sizes must be positive numbers, or their whole sum; got {samples!r}"
+                f"samples={samples!r} must be positive numbers, the size of each micro-batch: "
+                f"`read(samples=[8] * {k})` where each is of 8; {k} backwards were seen, and "
+                "a sum does not say how many micro-batches they are"
             )
         if len(sizes) != k:
-            raise GradientError(
-                f"{k} backwards were seen but {len(sizes)} sizes stated; where one micro-batch "
-                "is several backwards, mark it with `with meter.micro_batch():`"
+            remedy = (
+                "where one micro-batch is several backwards, mark it with "
+                "`with meter.micro_batch():`"
+                if len(sizes) < k
+                else "zero_grad() between two micro-batches of a step forgets those before it, so "
+                "call it before the first one alone; and every backward has to reach a parameter "
+                "that is measured"
             )
+            raise GradientError(f"{k} backwards were seen but {len(sizes)} sizes stated; {remedy}")
         return sizes
 
 

@@ -25,19 +25,16 @@ class MicroBatchNorms:
 
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
         self.squares: list[Tensor] = []  # (L,) each
-        self.uneven = False  # whether micro-batches reached different parameters
         self._types: set[torch.dtype] = set()
         self._layers = layers
         self._present: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
         self._small: dict[Tensor, Tensor] = {}  # parameter -> h, not read yet
         self._held = 0  # elements of those
-        self._reached: set[Tensor] = set()  # by the first micro-batch
 
     def begin(self) -> None:
         """A step starts."""
         self.squares.clear()
         self._types.clear()
-        self.uneven = False
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
@@ -66,9 +63,6 @@ class MicroBatchNorms:
     def end(self) -> None:
         """The micro-batch is complete."""
         self._read_small()
-        if not self.squares:
-            self._reached = set(self._present)
-        self.uneven |= self._present.keys() != self._reached
         self.squares.append(self.by_layer(self._present))
 
     @property

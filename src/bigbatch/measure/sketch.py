@@ -143,7 +143,7 @@ class Probe:
             grad = self._source.local(parameter)
             if grad is not None:
                 if parameter not in self._held:
-                    self._held[parameter] = self._held_of(parameter)
+                    self._held[parameter] = self._held_of(parameter, grad.device)
                 there, here = self._held[parameter]
                 head = _head(grad, self._source.shape(parameter))
                 self._put(place.start + here, head[there])
@@ -156,19 +156,11 @@ class Probe:
         with without_autocast(self._elements.device):
             return torch.mv(self._signs, self._elements)
 
-    def _held_of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the probed elements this rank's piece holds; waits, but once.
-
-        Returns:
-            Where they are in the head of the piece, and their numbers, from 0.
-        """
-        shape = self._source.shape(parameter)
-        numbers = torch.zeros(shape.numel(), dtype=torch.int16, device=parameter.device)
-        count = min(_ELEMENTS, shape.numel())
-        numbers[:count] = torch.arange(1, count + 1, device=parameter.device)
-        held = _head(self._source.piece(parameter, numbers.view(shape)), shape)
-        there = held.nonzero().squeeze(1)
-        return there, moved(held[there] - 1, self._elements.device, torch.int64)
+    def _held_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the probed elements that this rank holds are in its piece, and their numbers."""
+        count = min(_ELEMENTS, self._source.shape(parameter).numel())
+        there, numbers = self._source.held(parameter, count)
+        return moved(there, device), moved(numbers, self._elements.device)
 
 
 def _head(tensor: Tensor, whole: torch.Size) -> Tensor:
@@ -185,4 +177,5 @@ def _head(tensor: Tensor, whole: torch.Size) -> Tensor:
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:
     """-1 or 1, the same on every rank."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(2, shape, generator=draw, device="cpu").mul_(2).sub_(1).to(torch.float32)
+    drawn = torch.randint(2, shape, generator=draw, dtype=torch.float32, device="cpu")
+    return drawn.mul_(2).sub_(1)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.measure.norms import flattened
 from bigbatch.measure.source.ddp import FOLDED
+from bigbatch.measure.source.pieces import Held, held_in_runs, places_in_memory
 from bigbatch.optim.exchange import levels_of, new_group
 from bigbatch.optim.fold import Folded, Rule
 from bigbatch.optim.reduction import Reduction
@@ -170,6 +171,12 @@ class Attachment:
         flat = flattened(whole, parameter.stride())
         parts = [flat[span.there] for _, span in self._of.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements of a parameter are among them."""
+        runs = [span.there for _, span in self._of.get(parameter, ())]
+        places = places_in_memory(count, parameter.shape, parameter.stride())
+        return held_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
 
     def scale(self, factor: float | Tensor) -> None:
         """The gradients were multiplied."""

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 from bigbatch.connect.deepspeed.layout import Layout, Pieces, Replicated
 from bigbatch.errors import GradientError
 from bigbatch.measure.source.engine import EngineSource
+from bigbatch.measure.source.pieces import Held, held_in_runs
 
 
 class ZeroSource(EngineSource):
@@ -46,6 +47,10 @@ class ZeroSource(EngineSource):
         """This rank's piece of a tensor shaped like the whole gradient."""
         first, length = self._layout.place(parameter)
         return whole.reshape(-1)[first : first + length]
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements of a gradient this rank holds."""
+        return held_in_runs(torch.arange(count, device="cpu"), [self._layout.place(parameter)])
 
     def synchronize(self, now: bool) -> None:
         """Whether the next backward is the last of its step."""

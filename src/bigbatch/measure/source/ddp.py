@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.measure.source.engine import EngineSource
+from bigbatch.measure.source.pieces import Held
 
 
 class Folded(Protocol):
@@ -32,6 +33,9 @@ class Folded(Protocol):
 
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements are among them."""
 
     def scale(self, factor: float | Tensor) -> None:
         """`.grad` was multiplied."""
@@ -87,6 +91,11 @@ class DDPSource(EngineSource):
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient."""
         return whole if self._folded is None else self._folded.piece(parameter, whole)
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements of a gradient this rank holds."""
+        folded = self._folded
+        return super().held(parameter, count) if folded is None else folded.held(parameter, count)
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""

@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bigbatch.measure.source.pieces import Held
+
 
 class Subscriber(Protocol):
     """Whoever wants to see each micro-batch's gradient once, before it is summed away."""
@@ -136,6 +138,9 @@ class GradientSource(Protocol):
 
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient of `parameter`."""
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements of a whole gradient `local` holds; no big array."""
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum `values` over the ranks, in place."""

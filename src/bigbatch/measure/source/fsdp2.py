@@ -7,13 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import SettingError
 from bigbatch.measure.source.engine import EngineSource
 from bigbatch.measure.source.hooks import gradient_hook, remove
 from bigbatch.measure.source.mesh import require_one_mesh
+from bigbatch.measure.source.pieces import Held, held_in_rows
 from bigbatch.measure.source.shards import local_grad
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the name there, the sharded parameter
@@ -59,6 +60,16 @@ class FSDP2Source(EngineSource):
         assert isinstance(parameter, DTensor)
         mesh, placements = parameter.device_mesh, parameter.placements
         return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements of a gradient this rank holds, cut by torch.chunk."""
+        assert isinstance(parameter, DTensor)
+        mesh, shard = parameter.device_mesh, parameter.placements[-1]
+        assert isinstance(shard, Shard)
+        size = parameter.shape[shard.dim]
+        rows = -(-size // mesh.size(mesh.ndim - 1))
+        first = min(size, rows * mesh.get_local_rank(mesh.ndim - 1))
+        return held_in_rows(count, parameter.shape, shard.dim, first, min(rows, size - first))
 
     def _held(self, parameter: Tensor) -> Tensor | None:
         return local_grad(parameter)

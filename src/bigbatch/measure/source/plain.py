@@ -16,6 +16,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.norms import stacked
 from bigbatch.measure.source.door import Subscriber
 from bigbatch.measure.source.hooks import accumulated_hook, gradient_hook, only_watched, remove
+from bigbatch.measure.source.pieces import Held
 
 # Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
 # next tensor; its weak reference is one object while anybody holds it, here the last of the three.
@@ -222,6 +223,10 @@ class PlainSource:
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient of `parameter`."""
         return whole
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """All of the first `count` elements of a gradient."""
+        return torch.arange(count, device="cpu"), torch.arange(count, device="cpu")
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place."""
