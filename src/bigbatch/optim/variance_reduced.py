@@ -20,6 +20,7 @@ from bigbatch.optim.attach import Attachment, Groups, require_attachable
 from bigbatch.optim.average import Averages
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import Folded, How
+from bigbatch.optim.fused import misread
 from bigbatch.optim.local import LocalFold
 from bigbatch.optim.options import require_factor, require_valid
 from bigbatch.optim.passes import require_kernels
@@ -107,6 +108,7 @@ class VarianceReduced(Optimizer):
         self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
         self._local = LocalFold(self, self._scaled.keys())
         self._warned = False
+        self._warned_of_fused = False
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
@@ -284,10 +286,32 @@ class VarianceReduced(Optimizer):
         return loss
 
     def _step_base(self) -> None:
-        """The base optimizer's step along what was folded."""
-        self.base.step()
-        fused = [p for group in self.param_groups if group.get("fused") for p in group["params"]]
-        increment_version(fused)  # which torch's fused steps leave out
+        """The base optimizer's step along what was folded; not by a fused one that misreads."""
+        fused = [group for group in self.param_groups if group.get("fused")]
+        wrong = [(group, why) for group in fused if (why := self._misread(group))]
+        if wrong:
+            self._warn_of_fused(wrong[0][1])
+        for group, _ in wrong:
+            group["fused"] = False
+        try:
+            self.base.step()
+        finally:
+            for group, _ in wrong:
+                group["fused"] = True
+        increment_version([p for group in fused for p in group["params"]])  # torch's leave it out
+
+    def _misread(self, group: dict[str, Any]) -> str:
+        """What torch's fused step would get wrong of a group; empty for nothing."""
+        return misread(self.base, group)
+
+    def _warn_of_fused(self, why: str) -> None:
+        if not self._warned_of_fused:
+            self._warned_of_fused = True
+            warnings.warn(
+                f"{type(self.base).__name__}(fused=True) on a CPU {why}, so it steps without its "
+                "fused kernel there; leave fused=True out",
+                stacklevel=7,
+            )
 
     def _changes_nothing(self) -> bool:
         """Whether the step is one that only makes state, as torch's checkpoints do."""
