@@ -17,7 +17,7 @@ from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.source.ddp import DDPSource
 from bigbatch.optim.attach import Attachment, Groups, require_attachable
-from bigbatch.optim.average import Averages
+from bigbatch.optim.average import Averages, StateWithAverages
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import Folded, How
 from bigbatch.optim.fused import misread
@@ -140,8 +140,12 @@ class VarianceReduced(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The base optimizer's state; what VarianceReduced keeps stands beside it."""
-        return self.base.state
+        """The base optimizer's state, and p beside it where a group has beta3."""
+        averaging = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
+        if not averaging:
+            return self.base.state
+        averaged = {p for group in averaging for p in group["params"]}
+        return StateWithAverages(self.base.state, self.averages, averaged)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer and watches its gradients."""
