@@ -1,7 +1,8 @@
 """Variance-reduced gradient descent: fold r into the gradient, then the base optimizer's step."""
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
+from bigbatch.measure.devices import full
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.source.ddp import DDPSource
@@ -26,6 +28,7 @@ from bigbatch.optim.options import require_factor, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import source_of
 
+_ASKS_EVERY = 16  # steps; on a GPU it waits
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
 
 
@@ -43,6 +46,11 @@ class VarianceReduced(Optimizer):
     `param_groups`, `state` and `defaults` are the base optimizer's own. gamma, r_max, beta3 and
     vr stand in the groups and may differ between them; `vr=False` leaves a group's gradients
     as they are (embeddings, whose rows are seen by some micro-batches only: docs/optimizers.md).
+
+    r is right while M2, the sum over the micro-batches of the squared deviations of what they add
+    to `.grad`, is a normal number of its type: the root of M2 has to lie in [1.1e-19, 1.8e19] in
+    float32 and bfloat16, in [1.5e-154, 1.3e154] in float64; float16 never leaves the range. Layers
+    that do are looked for in the first step and in one of 16, and named by one warning.
 
     Under DistributedDataParallel, `attach` folds inside the all-reduce. Under fully_shard (FSDP2)
     the moments are those of the reduced shards: nothing is sent for them, the layer means are those
@@ -109,6 +117,8 @@ class VarianceReduced(Optimizer):
         self._local = LocalFold(self, self._scaled.keys())
         self._warned = False
         self._warned_of_fused = False
+        self._warned_of_range = False
+        self._told = 0  # steps
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
@@ -333,7 +343,7 @@ class VarianceReduced(Optimizer):
         """Keeps what was done to each layer, and warns once of what the first step shows."""
         if not self._warned:
             self._warned = True
-            if done.agree:
+            if done.agree and not done.lost:
                 warnings.warn(
                     "every micro-batch has the same gradient, so r says nothing; is it the same "
                     "data, or a gradient that was averaged already?",
@@ -345,6 +355,10 @@ class VarianceReduced(Optimizer):
                     f"a mean ratio of 1 / (k - 3); use k >= {_FEW}",
                     stacklevel=6,
                 )
+        self._told += 1
+        if done.lost and not self._warned_of_range:
+            self._warned_of_range = True
+            self._warn_of_range(done.lost)
         if self.watch:
             named = [(name, p) for name, p in self._named() if p in done.told]
             rows = [done.told[p].to(done.told[named[0][1]]) for _, p in named]
@@ -354,6 +368,23 @@ class VarianceReduced(Optimizer):
                 torch.stack(rows) if rows else torch.zeros(0, 5),
                 done.k,
             )
+
+    @property
+    def asks(self) -> bool:
+        """Whether the present step is searched for layers whose M2 is out of range."""
+        return self._told % _ASKS_EVERY == 0 and not self._warned_of_range
+
+    def _warn_of_range(self, lost: Sequence[Tensor]) -> None:
+        name = next(name for name, p in self._named() if p is lost[0])
+        dtype = full(lost[0].dtype)
+        least, most = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
+        warnings.warn(
+            f"r is not right for {len(set(lost))} layers, {name!r} the first: their micro-batch "
+            f"gradients differ by less than {least:.0e} or more than {most:.0e}, and the squares "
+            f"of that leave {dtype}'s range; multiply the loss by a constant, as a GradScaler "
+            "does: r does not change with it",
+            stacklevel=7,
+        )
 
     def how(self, group: dict[str, Any], weight: float, k: int) -> How:
         """The settings of a group's fold, in a step of k micro-batches of so much weight."""
