@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError, SettingError, StateError
+from bigbatch.optim import VRSGD
 from optimizer_table import MAKE, VR, difference
 
 pytestmark = [
@@ -27,6 +33,7 @@ pytestmark = [
 STEPS = 4  # DDP makes its buckets anew after the first, with a static graph after the second
 SMALL = 0.0005  # MiB of a bucket: several buckets, as large models have
 EXACT = {"m2_dtype": torch.float64}
+MADE = MAKE | {"VRSGD with beta3": functools.partial(VRSGD, lr=0.1, beta3=0.9)}
 every_vr_optimizer = pytest.mark.parametrize("name", VR)
 
 
@@ -888,6 +895,39 @@ def copied(rank, ranks):
 def test_an_attached_model_can_be_copied(ranks):
     for mine, theirs in ranks(2)(copied):
         assert all(map(torch.equal, mine, theirs))
+
+
+def flattened(rank, ranks, name):
+    """Weights of 4 steps; of 2 and 2 more from a flattened checkpoint, into used and new ones."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made():
+        ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
+        optimizer = MADE[name](ddp.parameters())
+        optimizer.attach(ddp, **EXACT)
+        return ddp, optimizer
+
+    used, used_optimizer = made()
+    train(used, used_optimizer, rank, 2, range(2))
+    used_optimizer.attached.consolidate()
+    state = get_optimizer_state_dict(used, used_optimizer, options=options)
+    saved = copy.deepcopy((used.module.state_dict(), state))
+    train(used, used_optimizer, rank, 2, range(2, 4))
+    ends = [weights(used)]
+    for ddp, optimizer in ((used, used_optimizer), made()):  # p of the used is spread
+        ddp.module.load_state_dict(saved[0])
+        set_optimizer_state_dict(ddp, optimizer, copy.deepcopy(saved[1]), options=options)
+        train(ddp, optimizer, rank, 2, range(2, 4))
+        ends.append(weights(ddp))
+    return ends
+
+
+@pytest.mark.parametrize("name", ["VRAdam", "VRSGD with beta3"])
+def test_a_flattened_checkpoint_goes_on(ranks, name):
+    """To the last bit; in a new model, whose first buckets are others, to the last but one."""
+    for whole_run, used, new in ranks(2)(flattened, name):
+        assert all(map(torch.equal, whole_run, used))
+        assert difference(whole_run, new) < 1e-14
 
 
 def loaded_back(rank, ranks):

@@ -27,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import counting_groups as counted
-from bigbatch.errors import GradientError, SettingError, StateError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced
-from optimizer_table import MAKE, VR, difference
+from optimizer_table import MAKE as TABLE
+from optimizer_table import VR, difference
 from parallel import sharded, two_rows
 
 pytestmark = [
@@ -48,8 +49,9 @@ LAYERS = 8  # of the network
 # mean or trust ratio is off by more than 1e-4, as tested below.
 CLOSE = {torch.float64: 1e-13, torch.float32: 1e-5}
 
-SAVED = ["VRAdam", "VRLAMB", "VRMomentum"]
-every_optimizer = pytest.mark.parametrize("name", MAKE)
+MAKE = TABLE | {"VRSGD-beta3": partial(VRSGD, lr=0.1, beta3=0.9)}  # p is all its state
+SAVED = ["VRAdam", "VRLAMB", "VRMomentum", "VRSGD-beta3"]
+every_optimizer = pytest.mark.parametrize("name", TABLE)
 every_vr_optimizer = pytest.mark.parametrize("name", VR)
 every_saved_optimizer = pytest.mark.parametrize("name", SAVED)
 MESHES = {"2": (2, False), "3": (3, False), "4": (4, False), "2x2": (4, True)}
@@ -393,7 +395,7 @@ def in_bfloat16(rank, ranks, name, hybrid, reduced_in):
 
 
 @pytest.mark.parametrize("reduced_in", [torch.float32, None], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", TABLE)
 def test_mixed_precision_trains(ranks, name, reduced_in):
     results = ranks(2)(in_bfloat16, name, False, reduced_in)
     moved = difference(*results[0])
@@ -719,14 +721,9 @@ def resume(rank, ranks, name, way, path):
     return loaded, whole(model.parameters())
 
 
-@pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
-def test_a_flattened_checkpoint_that_dropped_p_is_refused(tmp_path, name):
-    save(0, 1, name, "flattened", tmp_path)
-    with pytest.raises(StateError, match="flatten_optimizer_state_dict"):
-        resume(0, 1, name, "flattened", tmp_path)
-
-
-@pytest.mark.parametrize("way", ["optimizer", pytest.param("both", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "way", ["optimizer", "flattened", pytest.param("both", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("after", [4, 1], ids=["on_4", "on_1"])
 @every_saved_optimizer
 def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(ranks, tmp_path, name, after, way):
@@ -737,7 +734,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(ranks, tmp_path, name, afte
         assert difference(expected(name), weights) < CLOSE[torch.float64]
 
 
-@pytest.mark.parametrize("way", ["optimizer", "both"])
+@pytest.mark.parametrize("way", ["optimizer", "flattened", "both"])
 @every_saved_optimizer
 def test_a_checkpoint_of_one_process_goes_on_in_another(tmp_path, name, way):
     saved = save(0, 1, name, way, tmp_path)

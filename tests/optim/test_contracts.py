@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -719,18 +720,50 @@ def test_state_is_tensors_under_parameters(name: str) -> None:
 
 
 @every_row
-def test_distributed_checkpoints_take_it_out_and_put_it_back(name: str) -> None:
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_distributed_checkpoints_take_it_out_and_put_it_back(name: str, flat: bool) -> None:
     """They begin with a step at a learning rate of 0, which only makes state."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = network(name)
     optimizer = make(name, model)
     train(model, optimizer, range(3))
-    saved = through_a_file(get_optimizer_state_dict(model, optimizer))
+    saved = through_a_file(get_optimizer_state_dict(model, optimizer, options=options))
     resumed = copy.deepcopy(model)
     loaded = make(name, resumed)
-    set_optimizer_state_dict(resumed, loaded, saved)
+    set_optimizer_state_dict(resumed, loaded, saved, options=options)
     train(model, optimizer, range(3, 5))
     train(resumed, loaded, range(3, 5))
     assert same(model, resumed)
+
+
+def test_p_can_be_seen_in_the_state_and_moved_as_the_rest_of_it() -> None:
+    """As trainers do that take an optimizer to another device."""
+    model = network("VRAdam")
+    optimizer = make("VRAdam", model)
+    assert not optimizer.state
+    train(model, optimizer, range(2))
+    expected = copy.deepcopy(optimizer.state_dict())
+    for parameter, state in optimizer.state.items():
+        assert {"step", "exp_avg", "exp_avg_sq", "gsnr_average", "gsnr_steps"} == set(state)
+        optimizer.state[parameter] = {key: value.clone() for key, value in state.items()}
+    assert all(
+        torch.equal(value, optimizer.state_dict()["state"][i][key])
+        for i, state in expected["state"].items()
+        for key, value in state.items()
+    )
+    assert set(model.parameters()) == set(optimizer.state)
+
+
+@pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
+def test_a_state_that_lost_its_average_is_refused(name: str) -> None:
+    model = network(name)
+    optimizer = make(name, model)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        del state["gsnr_average"]
+    with pytest.raises(StateError, match="4 parameters, 0 the first, was saved with a beta3"):
+        optimizer.load_state_dict(saved)
 
 
 @every_row

@@ -846,7 +846,9 @@ def test_groups_and_state_are_the_base_optimizers_own(name: str) -> None:
     train(model, optimizer, seeds=range(2))
     for _ in range(2):
         assert optimizer.base.param_groups is optimizer.param_groups
-        assert optimizer.base.state is optimizer.state
+        assert optimizer.base.state.keys() == optimizer.state.keys()
+        for parameter, state in optimizer.base.state.items():
+            assert all(optimizer.state[parameter][key] is value for key, value in state.items())
         optimizer.load_state_dict(optimizer.state_dict())
 
 

@@ -16,7 +16,7 @@ from bigbatch.measure.norms import flattened
 from bigbatch.measure.source.ddp import FOLDED
 from bigbatch.measure.source.pieces import Held, held_in_runs, places_in_memory
 from bigbatch.optim.exchange import levels_of, new_group
-from bigbatch.optim.fold import Folded, Rule
+from bigbatch.optim.fold import Folded, Rule, out_of_range
 from bigbatch.optim.reduction import Reduction
 from bigbatch.optim.shards import Shard, Span, future_on
 
@@ -135,7 +135,10 @@ class Attachment:
         self._taken = True
         for shard in self._shards.values():
             shard.commit(self._rule.averages)
-        return Folded(done.k, done.told, asks and not done.live.any() and bool(self.grad_norm))
+        agree = asks and not done.live.any() and bool(self.grad_norm)
+        shares = done.out_of_range
+        lost = out_of_range([p for p, _ in shares], [share for _, share in shares])
+        return Folded(done.k, done.told, agree, lost)
 
     def forget(self) -> None:
         """p is the optimizer's own from here on, whole on every rank."""

@@ -1,6 +1,7 @@
 """p, the momentum of r: state beside the base optimizer's, saved with each parameter."""
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -52,17 +53,23 @@ class Averages:
             zeros = torch.zeros_like(piece, dtype=full(piece.dtype), requires_grad=False)
             self._state[parameter] = zeros, 0
 
+    def entries(self, parameter: Tensor) -> dict[str, Tensor | None]:
+        """What is saved of a parameter: p, sharded as it is, and its steps; None where not here."""
+        if parameter not in self._state:
+            return {_AVERAGE: None, _STEPS: None}
+        piece, steps = self._state[parameter]
+        steps_ = torch.tensor(float(steps), dtype=torch.float32)
+        return {_AVERAGE: sharded_like(parameter, piece), _STEPS: steps_}
+
+    def begun(self) -> Collection[Tensor]:
+        """The parameters whose p is here."""
+        return self._state.keys()
+
     def add_to(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Puts p, sharded as its parameter is, and the number of its steps beside the base's."""
         for index, parameter in enumerate(parameters):
             if parameter in self._state:
-                piece, steps = self._state[parameter]
-                state_dict["state"].setdefault(index, {}).update(
-                    {
-                        _AVERAGE: sharded_like(parameter, piece),
-                        _STEPS: torch.tensor(float(steps), dtype=torch.float32),
-                    }
-                )
+                state_dict["state"].setdefault(index, {}).update(self.entries(parameter))
 
     def take_from(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Loads what `add_to` put there, and returns the base optimizer's part.
@@ -71,12 +78,13 @@ class Averages:
             StateError: something is of another shape than its parameter, or it was saved with p,
                 and p is not in it.
         """
-        groups, states = state_dict["param_groups"], state_dict["state"]
+        groups = state_dict["param_groups"]
+        states = {key: _present(state) for key, state in state_dict["state"].items()}
         keys = [key for group in groups for key in group["params"]]  # numbers, or names
         if len(keys) != len(parameters):
             return state_dict  # which the base optimizer refuses
         for key, parameter in zip(keys, parameters, strict=True):
-            if _AVERAGE in states.get(key, {}):
+            if states.get(key, {}).get(_AVERAGE) is not None:
                 self._state[parameter] = _unpacked(states[key], parameter)
         rest = {
             key: {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
@@ -93,6 +101,56 @@ class Averages:
         return {**state_dict, "state": {key: state for key, state in rest.items() if state}}
 
 
+class StateWithAverages(MutableMapping[Tensor, Any]):
+    """A base optimizer's `state`, where p has its place with each parameter that has one.
+
+    Torch's distributed checkpoints ask it for the names of what is saved of a parameter.
+
+    Args:
+        base: the base optimizer's own; what is written to a parameter's state goes there.
+        averages: p.
+        averaged: the parameters of which there is one, or will be.
+    """
+
+    def __init__(
+        self,
+        base: MutableMapping[Tensor, Any],
+        averages: Averages,
+        averaged: Collection[Tensor],
+    ) -> None:
+        self._base, self._averages, self._averaged = base, averages, averaged
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        state = self._base[parameter]
+        if parameter not in self._averaged:
+            return state
+        return ChainMap(state, self._averages.entries(parameter))
+
+    def __setitem__(self, parameter: Tensor, state: Any) -> None:
+        rest = {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
+        self._base[parameter] = rest
+        if state.get(_AVERAGE) is not None:
+            self._averages.put(parameter, local(state[_AVERAGE]), int(state[_STEPS]))
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self._base.pop(parameter, None)
+        self._averages.drop(parameter)
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._base or parameter in self._averages.begun()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(dict.fromkeys([*self._base, *self._averages.begun()]))
+
+    def __len__(self) -> int:
+        return len(self._base.keys() | self._averages.begun())
+
+
+def _present(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what torch's distributed checkpoints put where they found nothing."""
+    return {name: x for name, x in state.items() if not isinstance(x, dict) or x}
+
+
 def _unpacked(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
     _require_shape({_AVERAGE: state[_AVERAGE]}, parameter)
     average = local(state[_AVERAGE])
@@ -102,8 +160,9 @@ def _unpacked(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
 def _require_present(lost: list[Any]) -> None:
     if lost:
         raise StateError(
-            f"the state of {len(lost)} parameters, {lost[0]!r} the first, was saved without "
-            "its average of r; save without flatten_optimizer_state_dict, which drops it"
+            f"the state of {len(lost)} parameters, {lost[0]!r} the first, was saved with a beta3 "
+            f"and holds no {_AVERAGE}, the average of r: something between state_dict() and "
+            "load_state_dict() left it out; save all that state_dict() gives"
         )
 
 

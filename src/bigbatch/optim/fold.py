@@ -81,6 +81,10 @@ class Rule(Protocol):
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, with vr and beta3."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether to look for layers whose M2 is out of range, in the present step."""
+
     def how(self, group: dict[str, Any], weight: float, k: int) -> How:
         """The settings of a group for a step of so much weight and so many micro-batches."""
 
@@ -93,11 +97,22 @@ class Folded:
         k: micro-batches, or other groups, that r compared.
         told: of each parameter what `fold` tells, over all ranks; zeros or nothing where unwatched.
         agree: whether all of them had the same gradient, as far as was asked.
+        lost: layers here whose r is not right, as far as was asked: their M2 is out of range.
     """
 
     k: int
     told: dict[Tensor, Tensor]
     agree: bool
+    lost: Sequence[Tensor] = ()
+
+
+_FEW = 0.01  # of a layer's elements: r of the others is hardly another
+
+
+def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
+    """Those of which more than a few elements have an M2 that is out of range; waits once."""
+    told = torch.stack(list(shares)).tolist() if shares else []
+    return [p for p, share in zip(parameters, told, strict=True) if share > _FEW]
 
 
 def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 from bigbatch.errors import GradientError
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.borrowed import BorrowedSums
-from bigbatch.optim.fold import Folded, Layer, Rule, fold
+from bigbatch.optim.fold import Folded, Layer, Rule, fold, out_of_range
 from bigbatch.optim.ranks import join_of, local
-from bigbatch.optim.rules import ratio
+from bigbatch.optim.rules import ratio, share_out_of_range
 
 
 class LocalFold:
@@ -44,11 +44,12 @@ class LocalFold:
                 "reduced, so leave set_requires_gradient_sync on"
             )
         agree = asks and self._all_agree()
+        lost = self._out_of_range() if self._rule.asks else []
         self.borrowed.check(source, self._scaled)
         with torch.no_grad():
             told = self._fold()
         self.borrowed.renew(source, self._scaled)
-        return Folded(moments.micro_batches, told, agree)
+        return Folded(moments.micro_batches, told, agree, lost)
 
     def _all_agree(self) -> bool:
         """Whether there are gradients and none of their elements varied."""
@@ -60,6 +61,12 @@ class LocalFold:
                 return False
             agree = agree or bool(q.isinf().any())
         return agree
+
+    def _out_of_range(self) -> list[Tensor]:
+        moments = self._rule.moments
+        reached = [p for p in self._scaled if moments.reached(p)]
+        shares = [share_out_of_range(*moments.of(p), moments.weight) for p in reached]
+        return out_of_range(reached, shares)
 
     def _fold(self) -> dict[Tensor, Tensor]:
         groups, moments = self._rule.param_groups, self._rule.moments

@@ -1,19 +1,39 @@
 """The named optimizers of the paper's family: a fold, and the base step that torch or we have."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam
 
+from bigbatch.optim.fused import can_fuse
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
 from bigbatch.optim.layerwise import Parameters
 from bigbatch.optim.options import Betas, Options, Rate
-from bigbatch.optim.ranks import is_sharded
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
 
 
-class VRSGD(VarianceReduced):
+class _Fusing(VarianceReduced):
+    """Takes torch's fused step, where that is right, for every group that did not choose."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `VarianceReduced` does; what is fused depends on this machine, not on the file."""
+        chosen = [group["fused"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, fused in zip(self.param_groups, chosen, strict=True):
+            group["fused"] = fused
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        super()._adopt(group)
+        # with vr=False gradients may be sparse, which no fused step takes
+        if group["fused"] is None and group["foreach"] is None and group["vr"]:
+            group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
+
+    def _warn_of_fused(self, why: str) -> None:
+        """Nobody asked for torch's fused step."""
+
+
+class VRSGD(_Fusing):
     """VR-SGD, and VR-Momentum where `momentum` is not 0: torch's SGD on r g.
 
         b <- momentum b + (1 - dampening) (r g + weight_decay theta);   theta <- theta - lr b
@@ -53,24 +73,17 @@ class VRSGD(VarianceReduced):
             foreach=foreach,
             fused=fused,
         )
-        super().__init__(_fuse(base), fused=fused, **options)
+        super().__init__(base, fused=fused, **options)
 
-    def _step_base(self) -> None:
-        """Torch's fused step takes no group whose momentum has begun for some parameters only."""
-        begun = []
-        for group in self.param_groups:
-            states = [self.state[p] for p in group["params"] if p.grad is not None]
-            count = sum(state.get("momentum_buffer") is not None for state in states)
-            if group["fused"] and group["momentum"] and 0 < count < len(states):
-                begun.append(group)
-        for group in begun:
-            group["fused"] = False
-        super()._step_base()
-        for group in begun:
-            group["fused"] = True
+    def _misread(self, group: dict[str, Any]) -> str:
+        states = [self.base.state[p] for p in group["params"] if p.grad is not None]
+        begun = sum(state.get("momentum_buffer") is not None for state in states)
+        if group["momentum"] and 0 < begun < len(states):
+            return "takes no momentum that has begun for some parameters only"
+        return super()._misread(group)
 
 
-class VRAdam(VarianceReduced):
+class VRAdam(_Fusing):
     """VR-Adam: torch's Adam on p_hat g, p being the momentum of r.
 
         g <- p_hat g;   m, v and theta as in AdamW, or in Adam where the decay is not decoupled
@@ -117,7 +130,7 @@ class VRAdam(VarianceReduced):
             foreach=foreach,
             fused=fused,
         )
-        super().__init__(_fuse(base), fused=fused, **(Options(beta3=0.9) | options))
+        super().__init__(base, fused=fused, **(Options(beta3=0.9) | options))
 
 
 class VRLARS(VarianceReduced):
@@ -200,22 +213,3 @@ class VRLAMB(VarianceReduced):
             fused=fused,
         )
         super().__init__(base, fused=fused, **(Options(beta3=0.9) | options))
-
-
-def _fuse(base: Optimizer) -> Optimizer:
-    """Takes torch's fused step for every group that did not choose and can.
-
-    That is dense floats, with gradients of their type, on a device with such a kernel; a group with
-    vr=False may have sparse gradients, which no fused step takes, and torch's fused SGD takes no
-    sharded ones.
-    """
-    for group in base.param_groups:
-        if group["fused"] is None and group["foreach"] is None and group.get("vr", True):
-            group["fused"] = all(
-                p.is_floating_point()
-                and p.grad_dtype in (None, p.dtype)
-                and p.device.type in ("cpu", "cuda")
-                and not (is_sharded(p) and isinstance(base, SGD))
-                for p in group["params"]
-            )
-    return base

@@ -17,6 +17,7 @@ from bigbatch.measure.devices import wide
 from bigbatch.measure.norms import flattened, squared_norm
 from bigbatch.measure.source import changed_later
 from bigbatch.optim.fold import Layer, Rule, fold
+from bigbatch.optim.rules import share_out_of_range
 from bigbatch.optim.shards import Bucket, Shard
 
 
@@ -27,6 +28,7 @@ class Reduction:
         done: whether every bucket was taken.
         told: of each parameter what `fold` tells, over all ranks, where the rule is watched.
         squares: |g|^2 of each parameter of the model, when done.
+        out_of_range: of each layer that is here, the shares of M2 that are, where that is asked.
         live: elements whose groups do not agree to rounding; at least 1 where that is not known.
 
     Args:
@@ -54,6 +56,7 @@ class Reduction:
         self.k = k
         self.told: dict[Tensor, Tensor] = {}
         self.squares: dict[Tensor, Tensor] = {}
+        self.out_of_range: list[tuple[Tensor, Tensor]] = []
         self.live = torch.zeros(())
         self._rule, self._group, self._weights = rule, group, weights
         self._sends_m2, self._m2_dtype, self._fused = sends_m2, m2_dtype, fused
@@ -140,6 +143,11 @@ class Reduction:
         of_span = [numbers[span.parameter] for span in spans]
         joined = _Joined(of_span, len(inside), self._group, folded.device)
         weight = sum(self._weights) / len(self._weights) ** 2  # the means are S / ranks
+        if self._rule.asks:
+            self.out_of_range += [
+                (span.parameter, share_out_of_range(layer.total, layer.m2, weight))
+                for span, layer in zip(spans, layers, strict=True)
+            ]
         told = fold(self._rule.how(group, weight, self.k), layers, joined)
         self.live = self.live + (1 if joined.sums is None else joined.sums[:, 1].sum())
         if self._rule.watch:

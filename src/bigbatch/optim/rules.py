@@ -36,6 +36,20 @@ def ratio(total: Tensor, m2: Tensor, weight: float) -> Tensor:
     return torch.threshold_(less, -agreement(less.dtype), -torch.inf).neg_()
 
 
+def share_out_of_range(total: Tensor, m2: Tensor, weight: float) -> Tensor:
+    """Share of a layer's elements whose M2 its type cannot hold, so that their ratio is wrong.
+
+    That is M2 = inf where S is finite, and M2 below the normal numbers where S is not 0; but not
+    where S is so much larger that the micro-batches agree to rounding whatever M2 is.
+    """
+    tiny = torch.finfo(m2.dtype).tiny
+    agrees = math.sqrt(tiny * agreement(m2.dtype) * weight)
+    size = total.abs()
+    below = (m2 < tiny) & (size > 0) & (size < agrees)
+    above = m2.isinf() & size.isfinite()
+    return (below | above).float().mean().nan_to_num()  # of no element: 0
+
+
 def live_sums(q: Tensor) -> Tensor:
     """(sum, number) of the ratios that count in a layer's mean: the finite ones."""
     zero = q * 0  # nan where q is not finite

@@ -1,7 +1,8 @@
 """Variance-reduced gradient descent: fold r into the gradient, then the base optimizer's step."""
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,19 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
+from bigbatch.measure.devices import full
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.source.ddp import DDPSource
 from bigbatch.optim.attach import Attachment, Groups, require_attachable
-from bigbatch.optim.average import Averages
+from bigbatch.optim.average import Averages, StateWithAverages
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import Folded, How
+from bigbatch.optim.fused import misread
 from bigbatch.optim.local import LocalFold
 from bigbatch.optim.options import Factor, Gamma, RMax, require_kinds, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import source_of
 from bigbatch.setting_types import Share, checked, setting
 
+_ASKS_EVERY = 16  # steps; on a GPU it waits
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
 
 
@@ -43,6 +47,11 @@ class VarianceReduced(Optimizer):
     `param_groups`, `state` and `defaults` are the base optimizer's own. gamma, r_max, beta3 and
     vr stand in the groups and may differ between them; `vr=False` leaves a group's gradients
     as they are (embeddings, whose rows are seen by some micro-batches only: docs/optimizers.md).
+
+    r is right while M2, the sum over the micro-batches of the squared deviations of what they add
+    to `.grad`, is a normal number of its type: the root of M2 has to lie in [1.1e-19, 1.8e19] in
+    float32 and bfloat16, in [1.5e-154, 1.3e154] in float64; float16 never leaves the range. Layers
+    that do are looked for in the first step and in one of 16, and named by one warning.
 
     Under DistributedDataParallel, `attach` folds inside the all-reduce. Under fully_shard (FSDP2)
     the moments are those of the reduced shards: nothing is sent for them, the layer means are those
@@ -108,6 +117,9 @@ class VarianceReduced(Optimizer):
         self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
         self._local = LocalFold(self, self._scaled.keys())
         self._warned = False
+        self._warned_of_fused = False
+        self._warned_of_range = False
+        self._told = 0  # steps
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
@@ -139,8 +151,12 @@ class VarianceReduced(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The base optimizer's state; what VarianceReduced keeps stands beside it."""
-        return self.base.state
+        """The base optimizer's state, and p beside it where a group has beta3."""
+        averaging = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
+        if not averaging:
+            return self.base.state
+        averaged = {p for group in averaging for p in group["params"]}
+        return StateWithAverages(self.base.state, self.averages, averaged)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer and watches its gradients."""
@@ -285,10 +301,32 @@ class VarianceReduced(Optimizer):
         return loss
 
     def _step_base(self) -> None:
-        """The base optimizer's step along what was folded."""
-        self.base.step()
-        fused = [p for group in self.param_groups if group.get("fused") for p in group["params"]]
-        increment_version(fused)  # which torch's fused steps leave out
+        """The base optimizer's step along what was folded; not by a fused one that misreads."""
+        fused = [group for group in self.param_groups if group.get("fused")]
+        wrong = [(group, why) for group in fused if (why := self._misread(group))]
+        if wrong:
+            self._warn_of_fused(wrong[0][1])
+        for group, _ in wrong:
+            group["fused"] = False
+        try:
+            self.base.step()
+        finally:
+            for group, _ in wrong:
+                group["fused"] = True
+        increment_version([p for group in fused for p in group["params"]])  # torch's leave it out
+
+    def _misread(self, group: dict[str, Any]) -> str:
+        """What torch's fused step would get wrong of a group; empty for nothing."""
+        return misread(self.base, group)
+
+    def _warn_of_fused(self, why: str) -> None:
+        if not self._warned_of_fused:
+            self._warned_of_fused = True
+            warnings.warn(
+                f"{type(self.base).__name__}(fused=True) on a CPU {why}, so it steps without its "
+                "fused kernel there; leave fused=True out",
+                stacklevel=7,
+            )
 
     def _changes_nothing(self) -> bool:
         """Whether the step is one that only makes state, as torch's checkpoints do."""
@@ -306,7 +344,7 @@ class VarianceReduced(Optimizer):
         """Keeps what was done to each layer, and warns once of what the first step shows."""
         if not self._warned:
             self._warned = True
-            if done.agree:
+            if done.agree and not done.lost:
                 warnings.warn(
                     "every micro-batch has the same gradient, so r says nothing; is it the same "
                     "data, or a gradient that was averaged already?",
@@ -318,6 +356,10 @@ class VarianceReduced(Optimizer):
                     f"a mean ratio of 1 / (k - 3); use k >= {_FEW}",
                     stacklevel=6,
                 )
+        self._told += 1
+        if done.lost and not self._warned_of_range:
+            self._warned_of_range = True
+            self._warn_of_range(done.lost)
         if self.watch:
             named = [(name, p) for name, p in self._named() if p in done.told]
             rows = [done.told[p].to(done.told[named[0][1]]) for _, p in named]
@@ -327,6 +369,23 @@ class VarianceReduced(Optimizer):
                 torch.stack(rows) if rows else torch.zeros(0, 5),
                 done.k,
             )
+
+    @property
+    def asks(self) -> bool:
+        """Whether the present step is searched for layers whose M2 is out of range."""
+        return self._told % _ASKS_EVERY == 0 and not self._warned_of_range
+
+    def _warn_of_range(self, lost: Sequence[Tensor]) -> None:
+        name = next(name for name, p in self._named() if p is lost[0])
+        dtype = full(lost[0].dtype)
+        least, most = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
+        warnings.warn(
+            f"r is not right for {len(set(lost))} layers, {name!r} the first: their micro-batch "
+            f"gradients differ by less than {least:.0e} or more than {most:.0e}, and the squares "
+            f"of that leave {dtype}'s range; multiply the loss by a constant, as a GradScaler "
+            "does: r does not change with it",
+            stacklevel=7,
+        )
 
     def how(self, group: dict[str, Any], weight: float, k: int) -> How:
         """The settings of a group's fold, in a step of k micro-batches of so much weight."""

@@ -148,7 +148,7 @@ class ZeroFold:
             yield Layer(total, m2, gradient, None if held is None else held[1], corrected)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
-        state = self._optimizer.state.get(flat, {})
+        state = self._optimizer.base.state.get(flat, {})
         average = state.get(_AVERAGE)
         if average is None:
             average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
@@ -159,7 +159,7 @@ class ZeroFold:
     def _keep(self, *_: Any) -> None:
         """Once the base optimizer has state of its own, which it makes where there is none."""
         for flat, (average, steps) in self._made.items():
-            self._optimizer.state[flat].update(
+            self._optimizer.base.state[flat].update(
                 {_AVERAGE: average, _STEPS: torch.tensor(float(steps), dtype=torch.float32)}
             )
         self._made.clear()

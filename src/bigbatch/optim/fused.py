@@ -1,0 +1,70 @@
+"""Where torch's fused steps do what its other steps do, and where they do not."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from bigbatch.measure.devices import FULL
+from bigbatch.optim.ranks import is_sharded, local
+
+_TORCHS = (SGD, Adam, Adagrad)  # optimizers with a fused step for CPUs
+
+
+def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
+    """Whether torch's fused step is known to be right for a parameter.
+
+    That is a dense float with gradients of its type: float32 or float64 on a CPU, any on CUDA.
+    Torch's fused SGD takes no sharded ones.
+    """
+    return (
+        parameter.is_floating_point()
+        and parameter.grad_dtype in (None, parameter.dtype)
+        and (parameter.is_cuda or (parameter.is_cpu and parameter.dtype in FULL))
+        and not (is_sharded(parameter) and isinstance(base, SGD))
+        and _is_dense(local(parameter))
+    )
+
+
+def misread(base: Optimizer, group: dict[str, Any]) -> str:
+    """What torch's fused step on a CPU gets wrong of a group as it is now; empty for nothing.
+
+    It goes through the memory of a parameter, its gradient and its state as if their elements lay
+    in one order and without gaps. SGD's leaves out most of a half type (pytorch issue 191763).
+    """
+    if not isinstance(base, _TORCHS):
+        return ""
+    for p in group["params"]:
+        if p.grad is None or not p.is_cpu:
+            continue
+        if isinstance(base, SGD) and p.dtype not in FULL:
+            return f"does not move most of a {p.dtype} parameter"
+        if not _lie_alike(p, [p.grad, *_arrays(base.state.get(p, {}))]):
+            return "mixes up elements where a parameter, its gradient and its state lie differently"
+    return ""
+
+
+def _arrays(state: dict[str, Any]) -> Iterable[Tensor]:
+    return (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def _lie_alike(first: Any, others: Iterable[Any]) -> bool:
+    """Whether the elements of all lie in one order, without gaps."""
+    if is_sharded(first):
+        first, others = local(first), map(local, others)
+    if first.is_contiguous():
+        return all(t.is_contiguous() and t.shape == first.shape for t in others)
+    strides = first.stride()
+    alike = all(t.stride() == strides and t.shape == first.shape for t in others)
+    return alike and _is_dense(first)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a run of memory, each once, in whichever order."""
+    if tensor.layout is not torch.strided:
+        return False
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    return tensor.permute(order).is_contiguous()
