@@ -28,6 +28,7 @@ from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.slots import Slots
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.record import Reading, StepRecord
@@ -56,7 +57,7 @@ class AdaptiveBatch:
     the same on all of them.
 
     Args:
-        model: whose gradients are measured.
+        model: what is trained; the gradients of what the optimizer trains are measured.
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
             attached to DDP here where it was not: `optimizer.attached.consolidate()` on every
             rank comes before its `state_dict()` then.
@@ -105,6 +106,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
+        self._slots = Slots(model)
         self._share_source(self.meter)
         self._shards = shards_of(optimizer)
         self._agreement = Agreement(self.meter.source)
@@ -332,9 +334,10 @@ class AdaptiveBatch:
             self.optimizer.share(meter.source)
 
     def _watch_trained(self) -> list[Tensor]:
-        """What the optimizer trains now, as parameters of the model."""
+        """What the optimizer trains now, as parameters of the model: that alone is measured."""
         trained = self.meter.source.behind(trained_by(self.optimizer))
-        self.meter.add(trained)
+        self._slots.require_held(trained)
+        self.meter.select(trained)
         return trained
 
     def _least_micro_batches(self, given: int | None) -> int:

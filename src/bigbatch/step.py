@@ -20,6 +20,7 @@ from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.measure.devices import moved, wide, without_autocast
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.slots import NO_GRADIENT, has_gradient
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.attach import Attachment
 from bigbatch.optim.variance_reduced import VarianceReduced
@@ -326,9 +327,9 @@ class Step:
             self._source.scale(self._reference / total)
 
     def _beside(self) -> Tensor:
-        """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, *told].
+        """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, reached, ...].
 
-        Of this rank alone, with zeros where other ranks tell something.
+        The last are what was told. Of this rank alone, with zeros where other ranks tell something.
         """
         told, ranks, rank = self._common.tell(), self._source.ranks, self._source.rank
         self._told, others = len(told), [0.0] * len(told)
@@ -336,7 +337,7 @@ class Step:
         device = self._source.parameters[0].device
         kind = wide(device)
         own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
-        counts = [*own, *slots]
+        counts = [*own, has_gradient(self._source), *slots]
         with without_autocast(device):
             loss = torch.zeros(1, dtype=kind, device=device)
             if self._losses:
@@ -367,7 +368,7 @@ class Step:
 
     def _read(self) -> Reading:
         values, ranks = self._wait(), self._source.ranks
-        loss, total, micro_batches, in_samples, samples, *slots = values
+        loss, total, micro_batches, in_samples, samples, reached, *slots = values
         if in_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         noise, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
@@ -378,6 +379,8 @@ class Step:
                 unit = (self._reference / total) ** 2
                 noise = self._meter.noise(totals, unit, of_all_ranks=True)
                 noise = _of_samples(noise, round(samples))
+        if vanishes and not reached:
+            raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
             finite = all(
                 all(row) for row in Agreement(self._source).gather(self._source.is_finite())
