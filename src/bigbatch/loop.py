@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.act.advice import SizeAdvice
-from bigbatch.act.agreement import Agreement, checksum, require_equal
+from bigbatch.act.agreement import Agreement, checksum
 from bigbatch.act.announced import Announced
 from bigbatch.act.batches import Batches
 from bigbatch.act.cut import Cut
+from bigbatch.act.facts import facts_of, optimizer_facts
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
@@ -30,7 +31,7 @@ from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.slots import Slots
 from bigbatch.measure.source import GradientSource
-from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.variance_reduced import VarianceReduced, kind_of
 from bigbatch.record import Reading, StepRecord
 from bigbatch.step import Common, Step, trained_by
 from bigbatch.update import Update
@@ -385,26 +386,37 @@ class AdaptiveBatch:
         if self._step is not None and self._step.begun and not self._step.ended:
             raise LoopError(_NOT_ENDED)
 
-    def _stands(self) -> float:
-        """A number for everything that must be the same on all ranks."""
-        counts = self.epoch, self.samples, self.steps, self.skipped, self.meter.step
-        return checksum(f"{self.controller.digest()} {self.plan} {counts} {self._settings}")
+    def _facts(self, *, waits: bool = True) -> dict[str, str]:
+        """Everything that must be the same on all ranks, by name."""
+        return {
+            **optimizer_facts(self.optimizer, kind_of(self.optimizer), waits=waits),
+            **facts_of({"controller": self.controller.facts()}),
+            **facts_of(self._settings | self._update.facts()),
+            "the plan": repr(self.plan),
+            "measured steps": repr(self.meter.step),
+        }
+
+    def _stands(self, *, waits: bool = True) -> float:
+        """A number for all of it."""
+        return checksum(repr(self._facts(waits=waits)))
 
     def _tell(self) -> list[float]:
         """What the other ranks are told with every step: time spent, and where the run stands."""
-        return [self.seconds, self._stands() if self._agreement.ranks > 1 else 0.0]
+        stands = self._stands(waits=False) if self._agreement.ranks > 1 else 0.0
+        return [self.seconds, stands]
 
     def _require_agreement(self, what: str) -> None:
         if self._agreement.ranks > 1:
             rows = self._agreement.gather(self._stands(), what=what)
-            require_equal([stands for (stands,) in rows], what)
+            self._agreement.require_equal([stands for (stands,) in rows], what, self._facts)
 
     # what ends a step
 
     @contextmanager
     def _finish(self, step: Reading) -> Iterator[None]:
         """Updates, zeroes the gradients, plans the next step."""
-        require_equal([stands for _, stands in step.told], "the batch size of a step")
+        stands = [stands for _, stands in step.told]
+        self._agreement.require_equal(stands, "what decides a step", self._facts)
         decides = self.batches.was_whole(step.samples, self.plan)
         with self._update.around(step, decides=decides):
             yield

@@ -287,7 +287,8 @@ def disagreeing(rank, ranks, engine):
 def test_ranks_that_disagree_raise_on_every_rank(ranks, engine):
     for done, message in ranks(2)(disagreeing, engine):
         assert 3 == done
-        assert "rank 1 disagrees with rank 0 on the batch size of a step" in message
+        assert "rank 1 disagrees with rank 0 on what decides a step: controller.target" in message
+        assert "controller.target is 72 there and 64 on rank 0" in message
         assert "(noise, now) alone" in message
 
 
