@@ -22,6 +22,7 @@ from bigbatch.act.cut import Cut
 from bigbatch.act.facts import facts_of, optimizer_facts
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.act.rate_watch import RateWatch
 from bigbatch.act.samples import Batch
 from bigbatch.decide.controller import Controller, warn_of_changes
 from bigbatch.decide.cutting import Cutting
@@ -126,6 +127,7 @@ class AdaptiveBatch:
         )
         ranks = self.batches.virtual_ranks
         self._update = Update(optimizer, scaler, self.controller, lr_scaling, ranks)
+        self._rates = RateWatch(optimizer, speaks=self._agreement.rank == 0)
         self.scheduler = scheduler
         self.plan = self._fit(self.controller.decision)
         self._settings = {
@@ -418,8 +420,11 @@ class AdaptiveBatch:
         stands = [stands for _, stands in step.told]
         self._agreement.require_equal(stands, "what decides a step", self._facts)
         decides = self.batches.was_whole(step.samples, self.plan)
+        if self.scheduler is None:
+            self._rates.examine(self.epoch)
         with self._update.around(step, decides=decides):
             yield
+        self._rates.note(self.epoch)
         self._per_sample = step.per_sample
         self._zero_grad()
         self.meter.next_step()
