@@ -21,6 +21,7 @@ from bigbatch.act.batches import Batches
 from bigbatch.act.cut import Cut
 from bigbatch.act.facts import facts_of, optimizer_facts
 from bigbatch.act.learning_rate import Scaling
+from bigbatch.act.loss_check import LossCheck
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.rate_watch import RateWatch
 from bigbatch.act.samples import Batch
@@ -140,6 +141,7 @@ class AdaptiveBatch:
             "virtual_ranks": repr(ranks),
         }
         advice = self._give_advice()
+        self._losses = LossCheck(speaks=self._agreement.rank == 0, scales=scaler is not None)
         train = partial(_still_there, weakref.ref(self))
         self._common = Common(
             self.meter,
@@ -147,6 +149,7 @@ class AdaptiveBatch:
             scaler,
             self._shards,
             advice,
+            self._losses,
             lambda: train()._tell(),
             lambda reading: train()._finish(reading),
             self._update.step_optimizer,
@@ -425,6 +428,7 @@ class AdaptiveBatch:
         with self._update.around(step, decides=decides):
             yield
         self._rates.note(self.epoch)
+        self._losses.compare(step.samples / step.micro_batches, step.loss)
         self._per_sample = step.per_sample
         self._zero_grad()
         self.meter.next_step()

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement
 from bigbatch.act.cut import Cut
+from bigbatch.act.loss_check import LossCheck
 from bigbatch.act.samples import Batch
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.measure.devices import moved, wide, without_autocast
@@ -40,6 +41,7 @@ class Common:
         optimizer, scaler: for clipping the gradient that the optimizer will see.
         shards: whence a sharded optimizer has its moments, one micro-batch of all ranks at a time.
         advice: for a forward that runs out of memory.
+        losses: looks at what `backward` is given.
         tell: what to tell the other ranks, when the last backward is done.
         finish: decides, given what was read; inside it the optimizer steps, unless it is skipped.
         step_optimizer: the optimizer's own step; told whether the gradient is finite.
@@ -53,6 +55,7 @@ class Common:
     scaler: GradScaler | None
     shards: GradientSource | None
     advice: SizeAdvice
+    losses: LossCheck
     tell: Callable[[], list[float]]
     finish: Callable[[Reading], AbstractContextManager[None]]
     step_optimizer: Callable[[bool], None]
@@ -176,6 +179,7 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
+        self._common.losses.examine(loss, self._present, self._expected())
         in_samples = weight is None
         if self._in_samples not in (None, in_samples):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
@@ -280,6 +284,10 @@ class Step:
         with self._common.finish(reading):
             yield reading.finite
         self.ended = True
+
+    def _expected(self) -> float:
+        """Micro-batches of the step on this rank, if all are as large as the present one."""
+        return self._cut.samples / (self._source.ranks * max(1, self._present))
 
     def _expect(self, weight: float) -> None:
         """What the weights of the step will add up to, the same on all ranks; corrected later."""
