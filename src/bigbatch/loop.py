@@ -398,7 +398,9 @@ class AdaptiveBatch:
             **facts_of({"controller": self.controller.facts()}),
             **facts_of(self._settings | self._update.facts()),
             "the plan": repr(self.plan),
-            "measured steps": repr(self.meter.step),
+            "the meter's step": repr(self.meter.step),
+            "the meter's every": repr(self.meter.every),
+            "the meter's interval": repr(self.meter.interval),
         }
 
     def _stands(self, *, waits: bool = True) -> float:

@@ -17,12 +17,12 @@ def facts_of(named: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         >>> facts_of({"target": 64, "settings": {"every": 1}})
         {'target': '64', 'settings.every': '1'}
     """
-    found = {}
+    found: dict[str, str] = {}
     for name, value in named.items():
         if isinstance(value, Mapping):
             found |= facts_of(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = repr(value)
+            found[f"{prefix}{name}"] = value if isinstance(value, str) else repr(value)
     return found
 
 
