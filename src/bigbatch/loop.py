@@ -15,13 +15,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.act.advice import SizeAdvice
-from bigbatch.act.agreement import Agreement, checksum, require_equal
+from bigbatch.act.agreement import Agreement, checksum
 from bigbatch.act.announced import Announced
 from bigbatch.act.batches import Batches
 from bigbatch.act.cut import Cut
+from bigbatch.act.facts import facts_of, optimizer_facts
 from bigbatch.act.learning_rate import LRScaling
+from bigbatch.act.loss_check import LossCheck
 from bigbatch.act.memory import require_no_closure
 from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.act.rate_watch import RateWatch
 from bigbatch.act.samples import Batch
 from bigbatch.decide.controller import Controller, warn_of_changes
 from bigbatch.decide.cutting import Cutting, Least
@@ -29,8 +32,9 @@ from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.measure.slots import Slots
 from bigbatch.measure.source import GradientSource
-from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.variance_reduced import VarianceReduced, kind_of
 from bigbatch.record import Reading, StepRecord
 from bigbatch.setting_types import Count, checked
 from bigbatch.step import Common, Step, trained_by
@@ -58,7 +62,7 @@ class AdaptiveBatch:
     the same on all of them.
 
     Args:
-        model: whose gradients are measured.
+        model: what is trained; the gradients of what the optimizer trains are measured.
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
             attached to DDP here where it was not: `optimizer.attached.consolidate()` on every
             rank comes before its `state_dict()` then.
@@ -108,6 +112,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
+        self._slots = Slots(model)
         self._share_source(self.meter)
         self._shards = shards_of(optimizer)
         self._agreement = Agreement(self.meter.source)
@@ -127,6 +132,7 @@ class AdaptiveBatch:
         )
         ranks = self.batches.virtual_ranks
         self._update = Update(optimizer, scaler, self.controller, lr_scaling, ranks)
+        self._rates = RateWatch(optimizer, speaks=self._agreement.rank == 0)
         self.scheduler = scheduler
         self.plan = self._fit(self.controller.decision)
         self._settings = {
@@ -139,6 +145,7 @@ class AdaptiveBatch:
             "virtual_ranks": repr(ranks),
         }
         advice = self._give_advice()
+        self._losses = LossCheck(speaks=self._agreement.rank == 0, scales=scaler is not None)
         train = partial(_still_there, weakref.ref(self))
         self._common = Common(
             self.meter,
@@ -146,6 +153,7 @@ class AdaptiveBatch:
             scaler,
             self._shards,
             advice,
+            self._losses,
             lambda: train()._tell(),
             lambda reading: train()._finish(reading),
             self._update.step_optimizer,
@@ -346,9 +354,10 @@ class AdaptiveBatch:
             self.optimizer.share(meter.source)
 
     def _watch_trained(self) -> list[Tensor]:
-        """What the optimizer trains now, as parameters of the model."""
+        """What the optimizer trains now, as parameters of the model: that alone is measured."""
         trained = self.meter.source.behind(trained_by(self.optimizer))
-        self.meter.add(trained)
+        self._slots.require_held(trained)
+        self.meter.select(trained)
         return trained
 
     def _least_micro_batches(self, given: int | None) -> int:
@@ -396,29 +405,46 @@ class AdaptiveBatch:
         if self._step is not None and self._step.begun and not self._step.ended:
             raise LoopError(_NOT_ENDED)
 
-    def _stands(self) -> float:
-        """A number for everything that must be the same on all ranks."""
-        counts = self.epoch, self.samples, self.steps, self.skipped, self.meter.step
-        return checksum(f"{self.controller.digest()} {self.plan} {counts} {self._settings}")
+    def _facts(self, *, waits: bool = True) -> dict[str, str]:
+        """Everything that must be the same on all ranks, by name."""
+        return {
+            **optimizer_facts(self.optimizer, kind_of(self.optimizer), waits=waits),
+            **facts_of({"controller": self.controller.facts()}),
+            **facts_of(self._settings | self._update.facts()),
+            "the plan": repr(self.plan),
+            "the meter's step": repr(self.meter.step),
+            "the meter's every": repr(self.meter.every),
+            "the meter's interval": repr(self.meter.interval),
+        }
+
+    def _stands(self, *, waits: bool = True) -> float:
+        """A number for all of it."""
+        return checksum(repr(self._facts(waits=waits)))
 
     def _tell(self) -> list[float]:
         """What the other ranks are told with every step: time spent, and where the run stands."""
-        return [self.seconds, self._stands() if self._agreement.ranks > 1 else 0.0]
+        stands = self._stands(waits=False) if self._agreement.ranks > 1 else 0.0
+        return [self.seconds, stands]
 
     def _require_agreement(self, what: str) -> None:
         if self._agreement.ranks > 1:
             rows = self._agreement.gather(self._stands(), what=what)
-            require_equal([stands for (stands,) in rows], what)
+            self._agreement.require_equal([stands for (stands,) in rows], what, self._facts)
 
     # what ends a step
 
     @contextmanager
     def _finish(self, step: Reading) -> Iterator[None]:
         """Updates, zeroes the gradients, plans the next step."""
-        require_equal([stands for _, stands in step.told], "the batch size of a step")
+        stands = [stands for _, stands in step.told]
+        self._agreement.require_equal(stands, "what decides a step", self._facts)
         decides = self.batches.was_whole(step.samples, self.plan)
+        if self.scheduler is None:
+            self._rates.examine(self.epoch)
         with self._update.around(step, decides=decides):
             yield
+        self._rates.note(self.epoch)
+        self._losses.compare(step.samples / step.micro_batches, step.loss)
         self._per_sample = step.per_sample
         self._zero_grad()
         self.meter.next_step()

@@ -15,11 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.act.advice import SizeAdvice
 from bigbatch.act.agreement import Agreement
 from bigbatch.act.cut import Cut
+from bigbatch.act.loss_check import LossCheck
 from bigbatch.act.samples import Batch
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.measure.devices import moved, wide, without_autocast
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.measure.slots import NO_GRADIENT, has_gradient
 from bigbatch.measure.source import GradientSource
 from bigbatch.optim.attach import Attachment
 from bigbatch.optim.variance_reduced import VarianceReduced
@@ -40,6 +42,7 @@ class Common:
         optimizer, scaler: for clipping the gradient that the optimizer will see.
         shards: whence a sharded optimizer has its moments, one micro-batch of all ranks at a time.
         advice: for a forward that runs out of memory.
+        losses: looks at what `backward` is given.
         tell: what to tell the other ranks, when the last backward is done.
         finish: decides, given what was read; inside it the optimizer steps, unless it is skipped.
         step_optimizer: the optimizer's own step; told whether the gradient is finite.
@@ -53,6 +56,7 @@ class Common:
     scaler: GradScaler | None
     shards: GradientSource | None
     advice: SizeAdvice
+    losses: LossCheck
     tell: Callable[[], list[float]]
     finish: Callable[[Reading], AbstractContextManager[None]]
     step_optimizer: Callable[[bool], None]
@@ -181,6 +185,7 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
+        self._common.losses.examine(loss, self._present, self._expected())
         in_samples = weight is None
         if self._in_samples not in (None, in_samples):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
@@ -284,6 +289,10 @@ class Step:
             yield reading.finite
         self.ended = True
 
+    def _expected(self) -> float:
+        """Micro-batches of the step on this rank, if all are as large as the present one."""
+        return self._cut.samples / (self._source.ranks * max(1, self._present))
+
     def _expect(self, weight: float) -> None:
         """What the weights of the step will add up to, the same on all ranks; corrected later."""
         if self._reference:
@@ -330,9 +339,9 @@ class Step:
             self._source.scale(self._reference / total)
 
     def _beside(self) -> Tensor:
-        """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, *told].
+        """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, reached, ...].
 
-        Of this rank alone, with zeros where other ranks tell something.
+        The last are what was told. Of this rank alone, with zeros where other ranks tell something.
         """
         told, ranks, rank = self._common.tell(), self._source.ranks, self._source.rank
         self._told, others = len(told), [0.0] * len(told)
@@ -340,7 +349,7 @@ class Step:
         device = self._source.parameters[0].device
         kind = wide(device)
         own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
-        counts = [*own, *slots]
+        counts = [*own, has_gradient(self._source), *slots]
         with without_autocast(device):
             loss = torch.zeros(1, dtype=kind, device=device)
             if self._losses:
@@ -371,7 +380,7 @@ class Step:
 
     def _read(self) -> Reading:
         values, ranks = self._wait(), self._source.ranks
-        loss, total, micro_batches, in_samples, samples, *slots = values
+        loss, total, micro_batches, in_samples, samples, reached, *slots = values
         if in_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         noise, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
@@ -382,6 +391,8 @@ class Step:
                 unit = (self._reference / total) ** 2
                 noise = self._meter.noise(totals, unit, of_all_ranks=True)
                 noise = _of_samples(noise, round(samples))
+        if vanishes and not reached:
+            raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
             finite = all(
                 all(row) for row in Agreement(self._source).gather(self._source.is_finite())

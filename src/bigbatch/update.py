@@ -111,6 +111,19 @@ class Update:
                 self._scaler.unscale_(self._optimizer)
         self._scaler.update()
 
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same on all ranks, by name."""
+        scaler, record = self._scaler, self.record
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "scheduler": type(self.clock.scheduler).__name__,
+            "scaler": None if scaler is None else type(scaler).__name__,
+            "learning rates of the last step": None if record is None else record.lr,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on."""
         remembers = has_state(self._scaling)

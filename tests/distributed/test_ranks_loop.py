@@ -287,7 +287,8 @@ def disagreeing(rank, ranks, engine):
 def test_ranks_that_disagree_raise_on_every_rank(ranks, engine):
     for done, message in ranks(2)(disagreeing, engine):
         assert 3 == done
-        assert "rank 1 disagrees with rank 0 on the batch size of a step" in message
+        assert "rank 1 disagrees with rank 0 on what decides a step: controller.target" in message
+        assert "controller.target is 72 there and 64 on rank 0" in message
         assert "(noise, now) alone" in message
 
 
@@ -397,9 +398,13 @@ def test_what_would_step_by_another_gradient_raises_on_every_rank(ranks, mistake
 
 
 def settled_otherwise(rank, ranks):
-    with pytest.raises(RankError, match="rank 1 disagrees with rank 0 on their settings"):
+    other = "rank 1 disagrees with rank 0 on their settings: "
+    both = (
+        r"controller\.settings\.policy is SimiGrad\(target=0\.3.* there and SimiGrad\(target=0\.2"
+    )
+    with pytest.raises(RankError, match=other + both):
         build(rank, ranks, "ddp", None, policy=bb.SimiGrad(target=0.3 if rank else 0.2))
-    with pytest.raises(RankError, match="rank 1 disagrees with rank 0 on their settings"):
+    with pytest.raises(RankError, match=other + "micro_batch is 12 there and 13 on rank 0"):
         build(rank, ranks, "ddp", None, micro_batch=12 if rank else 13)
 
 

@@ -302,12 +302,13 @@ def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_
     assert temperature.grad is None
 
 
-def test_parameters_of_the_model_outside_the_optimizer_are_measured_and_zeroed():
+def test_parameters_of_the_model_outside_the_optimizer_are_zeroed_and_not_measured():
     model = classifier()
     own = SGD(model[2].parameters(), lr=0.1)
     train = bb.AdaptiveBatch(model, own, DataLoader(data(96), 16), policy=bb.Fixed(16))
     for step in train:
         twin, parts = copy.deepcopy(model), []
+        twin[0].requires_grad_(False)
         for batch in step:
             parts.append(batch)
             step.backward(loss_of(train, batch))

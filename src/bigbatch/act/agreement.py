@@ -1,13 +1,18 @@
 """What the ranks tell each other on the host, beside the gradients; nothing on one rank."""
 
+import json
 import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from bigbatch.act.facts import differences
 from bigbatch.errors import RankError
 from bigbatch.measure.devices import wide
 from bigbatch.measure.source import GradientSource
+
+_NAMED = 3  # differences named in an error
 
 
 class Agreement:
@@ -42,6 +47,35 @@ class Agreement:
         rows: list[list[float]] = slots.tolist()
         return rows
 
+    def require_equal(
+        self, checksums: list[float], what: str, facts: Callable[[], dict[str, str]]
+    ) -> None:
+        """Raises RankError, on every rank alike, where the ranks differ; collective where they may.
+
+        Args:
+            checksums: of the ranks, known to all of them; where they are equal nothing is sent.
+            what: they are of.
+            facts: what decides, by name, of this rank.
+        """
+        if len(set(checksums)) <= 1:
+            return
+        first, *others = self._gather_facts(facts())
+        told = [list(differences(first, other)) for other in others]
+        ranks = [rank for rank, found in enumerate(told, 1) if found]
+        if not ranks:
+            return  # a checksum may differ where what it stands for does not
+        found = told[ranks[0] - 1]
+        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        raise RankError(
+            f"rank {', '.join(map(str, ranks))} disagrees with rank 0 on {what}: "
+            f"{'; '.join(found[:_NAMED])}{more}; give every rank the same settings, and a policy "
+            "that is a function of (noise, now) alone"
+        )
+
+    def _gather_facts(self, facts: dict[str, str]) -> list[dict[str, str]]:
+        data = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(row.tolist())) for row in self.gather_bytes(data)]
+
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
         """Bytes (uint8) of every rank, in any number, in the order of the ranks. Collective."""
         if self._source is None or self.ranks == 1:
@@ -57,17 +91,6 @@ class Agreement:
 def checksum(text: str) -> float:
     """A number for a text, exact in every float type that is reduced."""
     return float(zlib.crc32(text.encode()) & 0xFFFFFF)
-
-
-def require_equal(checksums: list[float], what: str) -> None:
-    """Raises RankError, on every rank alike, where the ranks' checksums differ."""
-    first = checksums[0]
-    others = [str(rank) for rank, each in enumerate(checksums) if each != first]
-    if others:
-        raise RankError(
-            f"rank {', '.join(others)} disagrees with rank 0 on {what}; give every rank the same "
-            "settings, and a policy that is a function of (noise, now) alone"
-        )
 
 
 def part(samples: int, rank: int, ranks: int) -> int:

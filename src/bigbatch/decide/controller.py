@@ -156,7 +156,11 @@ class Controller:
 
     def digest(self) -> str:
         """Everything that has to be the same on all ranks, as text to compare or to hash."""
-        return repr((self.state_dict(), self.min_batch, self.max_batch))
+        return repr(self.facts())
+
+    def facts(self) -> dict[str, object]:
+        """The same, by name."""
+        return {**self.state_dict(), "min_batch": self.min_batch, "max_batch": self.max_batch}
 
     def state_dict(self) -> ControllerState:
         """What `load_state_dict` needs to go on: numbers and text only."""

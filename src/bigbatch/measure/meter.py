@@ -15,6 +15,7 @@ from bigbatch.measure.halves import Halves
 from bigbatch.measure.health import Health
 from bigbatch.measure.interval import Interval, jackknife, log_ratio
 from bigbatch.measure.noise import GradientNoise, from_mean_losses, from_weighted_losses
+from bigbatch.measure.slots import NO_GRADIENT, Slots, has_gradient
 from bigbatch.measure.source import GradientSource, find_source
 from bigbatch.measure.sums import StepSums
 from bigbatch.measure.totals import Totals, unpack
@@ -81,6 +82,7 @@ class GradientMeter:
         by_layer = _by_layer(model) if layers else {}
         self._names = list(dict.fromkeys(by_layer.values()))  # of the layers, by number
         self._numbers = {p: self._names.index(name) for p, name in by_layer.items()}
+        self._slots = Slots(model) if isinstance(model, nn.Module) else None
         self._sums = StepSums(
             self.source, self._numbers, sketches=interval is not None, halves=halves
         )
@@ -101,6 +103,14 @@ class GradientMeter:
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Measures more parameters, from the next step on; as a layer, they are "others"."""
         self.source.add(parameters)
+        self._number_others()
+
+    def select(self, parameters: Iterable[Tensor]) -> None:
+        """Measures these alone from the next step on; new ones are the layer "others" too."""
+        self.source.select(parameters)
+        self._number_others()
+
+    def _number_others(self) -> None:
         new = [p for p in self.source.parameters if p not in self._numbers]
         if self._names and new:
             self._names = list(dict.fromkeys([*self._names, "others"]))
@@ -252,7 +262,11 @@ class GradientMeter:
     ) -> tuple[Sequence[float] | None, GradientError | None]:
         """The sizes of this rank's micro-batches, or what is wrong, which other ranks wait for."""
         try:
+            if self._slots is not None:
+                self._slots.require_held(self.source.parameters)
             self.source.require_unchanged("read()")
+            if not has_gradient(self.source):
+                raise GradientError(NO_GRADIENT)
             return self._sizes(samples), None
         except GradientError as error:
             if self.source.ranks == 1:

@@ -479,3 +479,11 @@ class VarianceReduced(Optimizer):
         require_valid(group, self._factor)
         if group["vr"]:
             self._scaled.update(dict.fromkeys(group["params"]))
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Class of an optimizer, and the base and factor of a variance-reduced one."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, VarianceReduced):
+        return name
+    return f"{name} of {type(optimizer.base).__name__}, factor={optimizer._factor!r}"

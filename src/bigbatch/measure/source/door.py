@@ -75,6 +75,9 @@ class GradientSource(Protocol):
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watch more parameters; between steps."""
 
+    def select(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these alone, between steps; others that are known are zeroed with them, only."""
+
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell `subscriber` of every step from now on; between steps."""
 

@@ -55,6 +55,10 @@ class FSDP2Source(EngineSource):
         self._unsharded.clear()
         remove(self._forward_handles)
 
+    def _forget(self, parameter: Tensor) -> None:
+        super()._forget(parameter)
+        self._unsharded.pop(parameter, None)
+
     def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor shaped like the whole gradient; nothing is sent."""
         assert isinstance(parameter, DTensor)
@@ -89,6 +93,8 @@ class FSDP2Source(EngineSource):
     def _hook_unit(self, unit: nn.Module) -> None:
         """Puts a hook on each parameter of the unit that has none yet, and is whole."""
         for module, name, parameter in self._units[unit]:
+            if parameter in self._others:
+                continue
             leaf = module._parameters[name]
             if leaf is None or isinstance(leaf, DTensor) or not leaf.requires_grad:
                 continue

@@ -1,6 +1,7 @@
 """Gradients of plain tensors in one process: a hook on each leaf parameter."""
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ class PlainSource:
     def __init__(self, parameters: Iterable[Tensor], *, explicit: bool = False) -> None:
         self.explicit = explicit
         self.parameters: list[Tensor] = []
+        self._others: dict[Tensor, None] = {}  # known, and not watched: only zeroed
+        self._selected: list[Tensor] = []  # what was asked for last
         self.micro_batches = 0
         self.foreign_backward = False  # one outside changed .grad since the last micro-batch
         self._subscribers: list[Subscriber] = []
@@ -82,7 +85,23 @@ class PlainSource:
             if parameter not in known:
                 known.add(parameter)
                 self.parameters.append(parameter)
+                self._others.pop(parameter, None)
         self._hook()
+
+    def select(self, parameters: Iterable[Tensor]) -> None:
+        """Watches these alone from now on; others that are known are zeroed with them, only."""
+        asked, before = list(parameters), self._selected
+        same = len(asked) == len(before) and all(map(operator.is_, asked, before))
+        if same and len(asked) == len(self.parameters):
+            self._hook()  # one may have been unfrozen
+            return
+        self._selected, chosen = asked, dict.fromkeys(asked)
+        self.add([p for p in self._others if p in chosen])  # in the order of the model
+        self.add(chosen)
+        for parameter in [p for p in self.parameters if p not in chosen]:
+            self._others[parameter] = None
+            self._forget(parameter)
+        self.parameters[:] = [p for p in self.parameters if p in chosen]
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tells `subscriber` of every step from now on; between steps."""
@@ -113,7 +132,7 @@ class PlainSource:
 
     def zero_grad(self) -> None:
         """Empties `.grad` of every watched parameter and forgets the step."""
-        for parameter in self.parameters:
+        for parameter in (*self.parameters, *self._others):
             parameter.grad = None
         self.restart()
 
@@ -421,6 +440,12 @@ class PlainSource:
     def _sentinel(self, trained: list[Tensor]) -> list[Tensor]:
         """Where nobody listens, the one that still shows a backward outside `micro_batch`."""
         return trained[-1:] if self.explicit and not self._closed else []
+
+    def _forget(self, parameter: Tensor) -> None:
+        """Takes the hooks off one that is not watched any more."""
+        for handles in (self._handles, self._absorbers):
+            if parameter in handles:
+                handles.pop(parameter).remove()
 
     def _unhook(self) -> None:
         remove(self._handles)

@@ -1,0 +1,232 @@
+"""Losses that are no mean of their micro-batch are said; ordinary ones never are."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn import functional as F
+from torch.optim import SGD
+
+import bigbatch as bb
+from bigbatch.act.loss_check import LossCheck
+from bigbatch.errors import LoopError
+
+torch.set_num_threads(1)
+SEED = 2
+
+
+class Classifier(nn.Module):
+    """Three classes of five numbers; loss functions of a logits, a target and this module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.body = nn.Linear(5, 3)
+        self.log_weight = nn.Parameter(torch.zeros(()))
+        self.register_buffer("two", torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def one_hot(y):
+    return F.one_hot(y, 3).float()
+
+
+def cross(z, y, _=None, **options):
+    return F.cross_entropy(z, y, **options)
+
+
+def loop(micro=4, batch=16, samples=32, **settings):
+    model = Classifier()
+    x = torch.randn(samples, 5)
+    batches = [(x, torch.arange(samples) % 3)]
+    own = SGD(model.parameters(), lr=0.01)
+    policy = settings.pop("policy", bb.Fixed(batch))
+    return bb.AdaptiveBatch(model, own, batches, policy=policy, micro_batch=micro, **settings)
+
+
+def said(train, loss_of, passes=1):
+    """What is said of the losses in so many passes."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(passes):
+            for step in train:
+                for x, y in step:
+                    step.backward(loss_of(train.model(x), y, train.model))
+                step.update()
+    return [str(each.message) for each in found if "mean" in str(each.message)]
+
+
+# a GradScaler's
+
+
+def scaler_of(scale=2.0**16, factor=2.0):
+    return GradScaler("cpu", init_scale=scale, growth_factor=factor)
+
+
+SCALED = {
+    "cross entropy": lambda s: lambda z, y, _: s.scale(cross(z, y)),
+    "mean": lambda s: lambda z, y, _: s.scale((z - 1).square().mean()),
+    "divided before": lambda s: lambda z, y, _: s.scale(cross(z, y) / 4),
+    "divided after": lambda s: lambda z, y, _: s.scale(cross(z, y)) / 4,
+    "weighed": lambda s: lambda z, y, m: s.scale(cross(z, y) * m.two),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_loss_that_a_scaler_has_scaled_is_refused_where_none_was_given(name):
+    train = loop()
+    with pytest.raises(LoopError, match=r"AdaptiveBatch\(scaler=scaler\)"):
+        said(train, SCALED[name](scaler_of()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**16])
+def test_it_is_known_by_the_scaler_and_not_by_the_scale(scale):
+    with pytest.raises(LoopError, match="scaled by a GradScaler"):
+        said(loop(), SCALED["cross entropy"](scaler_of(scale, 1.5)))
+
+
+def test_a_loss_that_is_scaled_twice_is_refused():
+    scaler = scaler_of()
+    with pytest.raises(LoopError, match="pass it as it is"):
+        said(loop(scaler=scaler), SCALED["cross entropy"](scaler))
+    assert [] == said(loop(scaler=scaler_of()), cross)
+
+
+def test_a_scaler_that_is_off_is_none():
+    scaler = GradScaler("cpu", enabled=False)
+    assert [] == said(loop(), lambda z, y, _: scaler.scale(cross(z, y)))
+
+
+# a share of it
+
+
+DIVIDED = {
+    "by hand": lambda z, y, _: cross(z, y) / 4,
+    "by half": lambda z, y, _: cross(z, y) / 2,
+    "in place": lambda z, y, _: cross(z, y).div_(8),
+    "squares": lambda z, y, _: F.mse_loss(z, one_hot(y)) / 4,
+    "a float": lambda z, y, _: cross(z, y, weight=torch.ones(3)) / 4.0,
+    "cast": lambda z, y, _: cross(z, y).double() / 4,
+    "own mean": lambda z, y, _: cross(z, y, reduction="none").mean() / 4,
+    "binary": lambda z, y, _: F.binary_cross_entropy_with_logits(z, one_hot(y)) / 16,
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_mean_loss_that_is_divided_as_accumulation_does_is_said_once(name):
+    (message,) = said(loop(), DIVIDED[name], passes=2)
+    assert "was divided by" in message
+    assert "pass the loss as it is" in message
+
+
+# a sum
+
+
+SUMMED = {
+    "cross entropy": lambda z, y, _: cross(z, y, reduction="sum"),
+    "squares": lambda z, y, _: F.mse_loss(z, one_hot(y), reduction="sum"),
+    "huber": lambda z, y, _: F.huber_loss(z, one_hot(y), reduction="sum"),
+    "binary": lambda z, y, _: F.binary_cross_entropy_with_logits(z, one_hot(y), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_loss_function_that_adds_up_is_said_once(name):
+    (message,) = said(loop(), SUMMED[name], passes=2)
+    assert 'reduction="mean"' in message
+
+
+FOLLOWS = {
+    "own sum": lambda z, y, _: cross(z, y, reduction="none").sum(),
+    "absolute": lambda z, y, _: F.l1_loss(z, one_hot(y), reduction="sum"),
+    "two sums": lambda z, y, _: (
+        cross(z, y, reduction="sum") + F.mse_loss(z, one_hot(y), reduction="sum")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_a_loss_that_follows_the_size_of_its_micro_batch_is_said_once(name):
+    train = loop(micro=8, batch=32, samples=40, policy=bb.Fixed(32), min_micro_batches=4)
+    (message,) = said(train, FOLLOWS[name], passes=6)
+    assert "grows with the samples of a micro-batch" in message
+
+
+# ordinary ones
+
+
+def perplexed(z, y, _):
+    return cross(z, y) / math.log(2)
+
+
+def uncertain(z, y, m):
+    return cross(z, y) * (-m.log_weight).exp() + m.log_weight / 2
+
+
+def contrastive(z, y, _):
+    similar = F.normalize(z, dim=1) @ F.normalize(z, dim=1).T / 0.1
+    return (cross(similar, torch.arange(len(z))) + cross(similar.T, torch.arange(len(z)))) / 2
+
+
+ORDINARY = {
+    "cross entropy": cross,
+    "smoothed": lambda z, y, _: cross(z, y, label_smoothing=0.1),
+    "class weights": lambda z, y, _: cross(z, y, weight=torch.tensor([1.0, 2.0, 3.0])),
+    "squares": lambda z, y, _: F.mse_loss(z, one_hot(y)),
+    "half the squares": lambda z, y, _: F.mse_loss(z, one_hot(y)) / 2,
+    "half by a factor": lambda z, y, _: 0.5 * F.mse_loss(z, one_hot(y)),
+    "squares by hand": lambda z, y, _: (z - one_hot(y)).square().mean(),
+    "half by hand": lambda z, y, _: (z - one_hot(y)).square().sum(1).mean() / 2,
+    "sum over samples": lambda z, y, _: cross(z, y, reduction="sum") / len(y),
+    "sum over labels": lambda z, y, _: cross(z, y, reduction="sum") / (y != -100).sum(),
+    "own sum": lambda z, y, _: cross(z, y, reduction="none").sum() / len(y),
+    "weights of samples": lambda z, y, _: (
+        cross(z, y, reduction="none") * torch.full_like(z[:, 0], 1 / len(y))
+    ).sum(),
+    "weighed sum": lambda z, y, _: cross(z, y) + 0.01 * z.square().mean(),
+    "mean of two": lambda z, y, _: (cross(z, y) + F.mse_loss(z, one_hot(y))) / 2,
+    "mean of three": lambda z, y, _: sum([cross(z, y)] * 3) / 3,
+    "mean of a stack": lambda z, y, _: torch.stack([cross(z, y)] * 4).mean(),
+    "weighed": lambda z, y, _: 2 * cross(z, y),
+    "weighed by 65536": lambda z, y, _: 65536.0 * cross(z, y),
+    "weighed by a tensor": lambda z, y, m: cross(z, y) * m.two,
+    "weighed by a new tensor": lambda z, y, _: cross(z, y) * torch.tensor(65536.0),
+    "bits": perplexed,
+    "temperature": lambda z, y, _: cross(z / 2, y),
+    "penalty": lambda z, y, m: cross(z, y) + 1e-4 * sum(p.square().sum() for p in m.parameters()),
+    "uncertainty": uncertain,
+    "contrastive": contrastive,
+    "distilled": lambda z, y, _: F.kl_div(z.log_softmax(1), one_hot(y), reduction="batchmean") * 4,
+    "reshaped": lambda z, y, _: cross(z, y).reshape(1),
+    "half precision": lambda z, y, _: cross(z.bfloat16(), y).float(),
+    "zeros": lambda z, y, _: 0 * cross(z, y),
+    "negative": lambda z, y, _: -z.log_softmax(1).gather(1, y[:, None]).mean(),
+    "learned": lambda z, y, m: cross(z, y) * m.log_weight.exp(),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_an_ordinary_loss_is_never_said(name):
+    train = loop(samples=44, policy=bb.SimiGrad(0.9, max_batch=40), batch_size=8)
+    assert [] == said(train, ORDINARY[name], passes=6)
+
+
+def test_a_loss_that_changes_with_its_size_now_and_then_is_no_sum():
+    check = LossCheck(speaks=True, scales=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size, loss in [(4, 1.0), (8, 2.0), (4, 1.1), (8, 1.2), (4, 0.6)] * 5:
+            check.compare(size, loss)
+
+
+def test_another_rank_than_the_first_is_silent():
+    check = LossCheck(speaks=False, scales=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (4, 8) * 5:
+            check.compare(size, float(size))
