@@ -11,11 +11,12 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < measure < decide < act, optim < record < step < update < loop
+# errors, kernels < digest, measure < decide < act, optim < record < step < update < loop
 # < checkpoint < public, connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
+    "digest": 1,
     "measure": 1,
     "decide": 2,
     "act": 3,
