@@ -97,10 +97,12 @@ def packed(file: Path) -> Packed:
     with ExitStack() as held:
         try:
             place = cached(f"{CLICK.descr}", file)
-            if (
-                _end_of(place) != end
-            ):  # of several ranks the first is heard: it asks before it waits
-                warnings.warn(f"{file} is packed once, into {place}", stacklevel=2)
+            if _end_of(place) != end:  # before it waits: of several ranks only the first is heard
+                warnings.warn(
+                    f"{file.parent} is packed once, into {place.parent}, {CLICK.itemsize} bytes a "
+                    "row",
+                    stacklevel=2,
+                )
             held.enter_context(FileLock(place.with_name(f".{place.name}.lock")))
         except OSError as error:
             warnings.warn(
