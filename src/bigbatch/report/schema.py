@@ -65,6 +65,7 @@ TEXTS = Kind(
     "a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.fits, value))
 )
 _NOT_NEGATIVE = Kind("a finite number, not negative", lambda v: _is_number(v) and v >= 0)
+_SECONDS = Kind("seconds, 0 to 1e12", lambda value: _is_number(value) and 0 <= value <= 1e12)
 _RATES = Kind(
     "a list of one finite number or more",
     lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_number, value)),
@@ -90,7 +91,7 @@ STEP = {  # a line of metrics.jsonl, for what is read of it
     "noise": _NOT_NEGATIVE.or_null(),
     "skipped": TRUTH,
     "scores": Kind(_SCORES.words, lambda v: _SCORES.fits(v) and len(v) > 0).or_null(),
-    "seconds": _NOT_NEGATIVE,
+    "seconds": _SECONDS,
 }
 STEP_TOO = {  # not in every line
     "target": whole(1),
