@@ -8,7 +8,9 @@ It is written in one pass, and `torch.load` reads the file as any other.
 import hashlib
 import io
 import os
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
@@ -37,7 +39,7 @@ class _Hashed(io.RawIOBase):
 def save_state(state: Any, file: BinaryIO) -> None:
     """Writes a state and its digest at the start of an empty file."""
     hashed = _Hashed(file)
-    torch.save(state, hashed)
+    torch.save(state, cast("IO[bytes]", hashed))  # of which it needs write and flush
     file.write(_MARK + hashed.digest.digest())
 
 
@@ -62,6 +64,30 @@ def load_state(file: BinaryIO, name: str) -> Any:
         raise StateError(f"{name} is damaged: its SHA-256 is not the one that was saved with it")
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, in hexadecimal digits, by its path from there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {}
+    for path in files:
+        with path.open("rb") as file:
+            digest = _digest_of(file, path.stat().st_size)
+        found[path.relative_to(folder).as_posix()] = digest.hex()
+    return found
+
+
+def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
+    """Does nothing where every file of `digests_of` is as it was; others beside them do not count.
+
+    Raises:
+        StateError: one is gone, or its bytes are not those that were written.
+    """
+    now = digests_of(folder)
+    for name, digest in saved.items():
+        if now.get(name) != digest:
+            what = "is damaged" if name in now else "is gone"
+            raise StateError(f"{folder / name} {what}: its SHA-256 is not the one that was saved")
 
 
 def _digest_of(file: BinaryIO, length: int) -> bytes:

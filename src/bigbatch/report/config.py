@@ -16,8 +16,10 @@ BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be f
 CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
 
 # what yaml raises for text that is none, and what we do for another document
-_UNREADABLE = (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError)
-_UNREADABLE += (RecursionError, OverflowError)
+_UNREADABLE = (
+    *(OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError),
+    *(TypeError, KeyError, AttributeError),
+)
 
 
 def describe(
