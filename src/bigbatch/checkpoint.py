@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bigbatch.act.agreement import Agreement
+from bigbatch.digest import load_state, save_state
 from bigbatch.errors import StateError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.setting_types import checked
@@ -48,7 +49,7 @@ class RankStates:
         """Goes on where the states were taken. Collective.
 
         Raises:
-            StateError: they are none of ours, of another version, or of other data.
+            StateError: they are damaged, none of ours, of another version, or of other data.
         """
         packed = state.get(_KEY)
         if not isinstance(packed, bytes):
@@ -64,9 +65,9 @@ class RankStates:
 
 def _packed(state: Any) -> bytearray:
     file = io.BytesIO()
-    torch.save(state, file)
+    save_state(state, file)
     return bytearray(file.getbuffer())
 
 
 def _unpacked(data: Any) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return load_state(io.BytesIO(data), "the state of RankStates")

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import numpy
 import pytest
@@ -26,6 +28,13 @@ from real_data import FOLDER, needs
 TINY = {"log_rows": 2_000, "table_rows": 50, "bottom": "8-4", "top": "8-1"}
 INTEGERS = [str(number) for number in range(13)]
 CODES = [f"{number:08x}" for number in range(100, 126)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's cache folder; what is packed is in its folder bigbatch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "bigbatch"
 
 
 def line(label="1", integers=INTEGERS, codes=CODES):
@@ -97,13 +106,71 @@ def test_a_cut_download_is_an_error(tmp_path):
         list(read_clicks(tmp_path / "day_0.gz"))
 
 
-def test_packed_rows_hold_logarithms_and_lie_beside_their_file(tmp_path):
-    file = log_at(tmp_path / "train.txt", line("0", ["", "-2", "9", *INTEGERS[3:]]))
-    rows = packed(file)
+def copies(cache):
+    return sorted(cache.glob("*.packed"))
+
+
+def test_packed_rows_hold_logarithms_and_lie_in_the_users_cache(tmp_path, cache):
+    (tmp_path / "data").mkdir()
+    file = log_at(tmp_path / "data" / "train.txt", line("0", ["", "-2", "9", *INTEGERS[3:]]))
+    with pytest.warns(UserWarning, match=f"is packed once, into {cache}, 157 bytes a row"):
+        rows = packed(file)
     assert isinstance(rows, numpy.memmap)
-    assert 157 + 16 == (tmp_path / "train.txt.packed").stat().st_size
+    assert [157 + 16] == [copy.stat().st_size for copy in copies(cache)]
     assert [0, 0, numpy.log(10).astype("float32")] == rows["numbers"][0, :3].tolist()
-    assert rows.tobytes() == packed(file).tobytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert rows.tobytes() == packed(file).tobytes()
+    assert [file] == list(file.parent.iterdir())
+
+
+def test_two_files_of_one_name_are_packed_apart(tmp_path, cache):
+    for number, rows in enumerate(([line()], [line("0"), line("0")])):
+        (tmp_path / str(number)).mkdir()
+        found = packed(log_at(tmp_path / str(number) / "train.txt", *rows))
+        assert [number == 0] * len(rows) == found["label"].tolist()
+    assert 2 == len(copies(cache))
+
+
+def rows_when_all_begin(rank, ranks, file, folder):
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    return packed(file).tobytes()
+
+
+@pytest.mark.early
+def test_processes_that_pack_at_once_read_the_same(tmp_path, cache, ranks):
+    lines = [line(str(n % 2), codes=[f"{n:08x}"] * 26) for n in range(2_000)]
+    file = log_at(tmp_path / "train.txt", *lines)
+    first, second = ranks(2)(rows_when_all_begin, file, cache.parent)
+    assert first == second == packed(file).tobytes()
+    assert 1 == len(copies(cache))
+
+
+@pytest.mark.parametrize("named", ["a file", "relative", "nothing"])
+def test_where_no_cache_folder_can_be_is_said_and_rows_are_held_in_memory(
+    tmp_path, monkeypatch, named
+):
+    """A relative XDG_CACHE_HOME counts as none; the home's .cache is a file here."""
+    file = log_at(tmp_path / "train.txt", line(), line("0"))
+    (tmp_path / ".cache").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places = {"a file": tmp_path / ".cache", "relative": "here", "nothing": ""}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places[named]))
+    with pytest.warns(UserWarning, match=r"held in memory .* let XDG_CACHE_HOME name another"):
+        rows = packed(file)
+    assert [1, 0] == rows["label"].tolist()
+    assert {file, tmp_path / ".cache"} == set(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_rows_that_do_not_fit_into_the_cache_are_one_line(tmp_path, cache):
+    file = log_at(tmp_path / "train.txt", line())
+    packed(file)
+    (copy,) = copies(cache)
+    copy.unlink()
+    copy.with_name(f".{copy.name}.new").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"train.txt cannot be packed into .*No space left"):
+        packed(file)
 
 
 def test_a_file_that_changed_is_packed_again(tmp_path):
@@ -124,30 +191,22 @@ def test_a_file_of_another_date_is_packed_again(tmp_path, year):
     assert [0] == packed(file)["label"].tolist()
 
 
-def test_a_file_that_did_not_change_is_packed_once(tmp_path):
+def test_a_file_that_did_not_change_is_packed_once(tmp_path, cache):
     file = log_at(tmp_path / "train.txt", line())
     packed(file)
-    written = (tmp_path / "train.txt.packed").stat().st_ino
+    (before,) = copies(cache)
+    written = before.stat().st_ino
     packed(file)
-    assert written == (tmp_path / "train.txt.packed").stat().st_ino
+    assert [written] == [copy.stat().st_ino for copy in copies(cache)]
 
 
 @pytest.mark.parametrize("kept", [0, 10, 157, 157 + 16, 2 * 157, 2 * 157 + 15])
-def test_rows_that_were_cut_short_are_packed_again(tmp_path, kept):
+def test_rows_that_were_cut_short_are_packed_again(tmp_path, cache, kept):
     file = log_at(tmp_path / "train.txt", line(), line("0"))
     whole = packed(file).tobytes()
-    beside = tmp_path / "train.txt.packed"
-    beside.write_bytes(beside.read_bytes()[:kept])
+    (copy,) = copies(cache)
+    copy.write_bytes(copy.read_bytes()[:kept])
     assert whole == packed(file).tobytes()
-
-
-def test_a_folder_that_nobody_may_write_is_left_as_it_is(tmp_path):
-    file = log_at(tmp_path / "train.txt", line(), line("0"))
-    tmp_path.chmod(0o555)
-    rows = packed(file)
-    tmp_path.chmod(0o755)
-    assert [1, 0] == rows["label"].tolist()
-    assert [file] == list(tmp_path.iterdir())
 
 
 def test_a_batch_has_the_rows_asked_for_whichever_part_they_are_in():
@@ -170,8 +229,6 @@ def test_the_last_of_several_days_is_the_test(tmp_path):
         log_at(tmp_path / f"day_{day}", *[line()] * rows)
     assert ["day_1", "day_2", "day_10"] == [f.name for f in in_order(tmp_path.glob("day_*"))]
     train, test = read_criteo(tmp_path, 10)
-    assert (3, 3) == (len(train), len(test))
-    train, test = read_criteo(tmp_path, 10)  # packed files are no days
     assert (3, 3) == (len(train), len(test))
 
 

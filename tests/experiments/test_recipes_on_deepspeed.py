@@ -219,6 +219,32 @@ def gone(rank, ranks, folder, state):
     return "none"
 
 
+def damaged(rank, ranks, folder, asked):
+    quiet()
+    training, run = Training(DIGITS, asked), RunDirectory.open(folder / "run")
+    next(training.engine.steps(training.loss))
+    training.engine.save(run)
+    training.load_state_dict(run.load_checkpoint(), run.path)
+    file = sorted((run.path / "deepspeed").rglob("*.pt"))[0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    try:
+        training.load_state_dict(run.load_checkpoint(), run.path)
+    except RunError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_damaged_file_of_deepspeed_is_refused_by_name(deepspeed_ranks, tmp_path):
+    asked = on_zero(0)
+    RunDirectory.create(tmp_path / "run", asked.as_dict())
+    (said,) = deepspeed_ranks(1)(damaged, tmp_path, asked)
+    assert "epoch0-step1" in said
+    assert ".pt is damaged" in said
+    assert "delete checkpoint.pt to start the run anew" in said
+
+
 @pytest.mark.parametrize(
     ("ranks_then", "said"),
     [(3, "saved by 3 ranks at zero_stage=2, whose pieces 2 cannot take"), (2, "step7 is gone")],

@@ -185,7 +185,7 @@ def swept(path, scores, *, higher=True, tuned=("lr",)):
         score = scores[training.lr, training.target][training.seed]
         if score is not None:
             run = RunDirectory.create(path / name, training.as_dict())
-            batch = 100 * training.target
+            batch = round(100 * training.target)
             one = row(1, batch=batch, accuracy=score)
             if math.isnan(score):  # as a log has what is no number
                 one["scores"] = dict.fromkeys(one["scores"])

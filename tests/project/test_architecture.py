@@ -11,11 +11,12 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < setting_types < measure < decide < act, optim < record < step < update < loop
+# errors, kernels < digest, setting_types < measure < decide < act, optim < record < step < update < loop
 # < checkpoint < public, connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
     "kernels": 0,
+    "digest": 1,
     "setting_types": 1,
     "measure": 2,
     "decide": 3,

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from bigbatch.errors import RunError
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.study import start_study
+from bigbatch.report.events import Events
 from bigbatch.report.files import made_whole, release, reserve, write_atomically
 from bigbatch.report.run_directory import RunDirectory, find_runs
 
@@ -92,7 +94,7 @@ def test_without_a_checkpoint_the_run_begins_anew(run):
 
 def test_a_damaged_checkpoint_is_named(run):
     (run.path / "checkpoint.pt").write_bytes(b"no checkpoint")
-    with pytest.raises(RunError, match=r"checkpoint\.pt cannot be loaded"):
+    with pytest.raises(RunError, match=r"does not end with a digest.*delete it to start"):
         run.load_checkpoint()
 
 
@@ -104,12 +106,97 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert b"old" == target.read_bytes()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def fill_the_disk(run, file):
+    """Every write to this file of the run fails with "no space left on device"."""
+    (run.path / file).symlink_to("/dev/full")
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@needs_full
 def test_a_full_disk_does_not_stop_training(run):
-    run.metrics.symlink_to("/dev/full")  # every write fails with "no space left on device"
+    fill_the_disk(run, "metrics.jsonl")
     with pytest.warns(UserWarning, match="metrics are not being written"):
         run.append({"step": 1})
-    run.append({"step": 2})  # said once
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        run.append({"step": 2})
+
+
+@needs_full
+def test_rows_that_a_full_disk_refused_are_written_in_order_as_soon_as_there_is_room(run):
+    fill_the_disk(run, "metrics.jsonl")
+    with pytest.warns(UserWarning, match="metrics are not being written"):
+        run.append({"step": 1})
+    run.append({"step": 2})
+    run.metrics.unlink()
+    run.append({"step": 3})
+    assert [{"step": 1}, {"step": 2}, {"step": 3}] == run.rows()
+    run.require_whole()
+
+
+@needs_full
+def test_no_checkpoint_goes_beyond_the_rows_on_disk(run):
+    """Else a resumption would leave out the steps between them."""
+    run.save_checkpoint({"step": 0})
+    run.metrics.unlink()
+    fill_the_disk(run, "metrics.jsonl")
+    with pytest.warns(UserWarning, match="metrics are not being written"):
+        run.append({"step": 1})
+    with pytest.warns(UserWarning, match="checkpoint could not be written"):
+        run.save_checkpoint({"step": 1})
+    run.metrics.unlink()
+    assert {"step": 0} == run.load_checkpoint()
+    assert run.save_checkpoint({"step": 1})
+    assert [{"step": 1}] == run.rows()
+
+
+def lose(run, what):
+    if what == "metrics":
+        fill_the_disk(run, "metrics.jsonl")
+        run.append({"step": 1})
+    elif what == "checkpoint":
+        fill_the_disk(run, ".checkpoint.pt.new")
+        run.save_checkpoint({})
+    else:
+        run.events.touch()
+        Events(run, 1)
+
+
+@needs_full
+@pytest.mark.parametrize("lost", ["metrics", "checkpoint", "events"])
+def test_what_is_lost_at_the_end_is_an_error_and_what_was_saved_after_all_is_none(run, lost):
+    run.require_whole()
+    with pytest.warns(UserWarning, match="written"):
+        lose(run, lost)
+    with pytest.raises(RunError, match=f"trained to its end, but not all of its {lost} could be"):
+        run.require_whole()
+    run.metrics.unlink(missing_ok=True)
+    run.save_checkpoint({})
+    if lost != "events":
+        run.require_whole()
+
+
+@pytest.mark.parametrize("lost", ["events", pytest.param("checkpoint", marks=pytest.mark.thorough)])
+def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path, lost):
+    settings = (
+        RECIPES["digits"]
+        .settings()
+        .changed({"policy": "fixed:64", "batch_size": 64, "epochs": 1, "samples": 128})
+    )
+    run = RunDirectory.create(tmp_path / "run", settings.as_dict())
+    if lost == "checkpoint":
+        fill_the_disk(run, ".checkpoint.pt.new")
+    else:
+        run.events.touch()
+    status, _, said = bigbatch("train", "--resume", run.path, "--quiet")
+    assert 2 == status
+    assert f"{run.path} is trained to its end, but not all of its {lost} could be written" in said
+    assert run.rows()[-1]["scores"]
+    assert (run.path / "report.html").exists()
+    if lost == "checkpoint":  # there is room again
+        assert 0 == bigbatch("train", "--resume", run.path, "--quiet")[0]
 
 
 def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
@@ -181,7 +268,7 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(run, lost):
         run.load_checkpoint()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@needs_full
 def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_goes_on(run):
     run.save_checkpoint({"step": 1})
     (run.path / ".checkpoint.pt.new").symlink_to("/dev/full")
@@ -192,8 +279,6 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_goes_on(
 
 def test_events_of_a_run_that_began_again_show_each_step_once(run, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from bigbatch.report.events import Events
 
     values = dict.fromkeys(("loss", "similarity", "noise_scale", "scores"))
     for attempt, steps in ((1, 5), (2, 3)):

@@ -25,6 +25,7 @@ from bigbatch.bench import (
     twins,
 )
 from bigbatch.bench.timing import COLUMNS
+from bigbatch.report.figures import PICTURES, require_writable
 
 bench = typer.Typer(
     help="Measure what things cost on this machine, as ratios.", no_args_is_help=True
@@ -124,9 +125,14 @@ def halves_(
     trials: Trials = halves.TRIALS,
     seed: Seed = 0,
     data: Data = None,
-    out: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A .png or .svg to draw. Replaces only what bigbatch wrote."),
+    ] = None,
 ) -> None:
     """Our similarity and SimiGrad's own cosine of the same steps, against the truth."""
+    if out is not None:
+        require_writable(out, PICTURES)
     rows = _show("two estimates", halves.COLUMNS, halves.run(seed, trials, data))
     if out is not None:
         halves.figure(rows, out)

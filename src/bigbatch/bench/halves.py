@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from bigbatch.bench.populations import SIMILARITIES, Population, measured, populations
 from bigbatch.measure.meter import GradientMeter
+from bigbatch.report.figures import save_picture
 
 COLUMNS = (
     "population",
@@ -103,7 +104,7 @@ def figure(rows: Sequence[Comparison], path: Path) -> None:
     drawing.axes[0].set_ylabel("similarity: mean and standard deviation", fontsize=8)
     lines, labels = drawing.axes[0].get_legend_handles_labels()
     drawing.legend(lines, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
-    drawing.savefig(path, dpi=150)
+    save_picture(drawing, path, dpi=150)
 
 
 def _panel(axes: Axes, rows: list[Comparison]) -> None:

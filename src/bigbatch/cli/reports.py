@@ -9,7 +9,7 @@ from rich.console import Console
 from bigbatch.cli.options import DEAD_BAND, POLICY, SMOOTHING, WARM_UP, given
 from bigbatch.decide.named import policy_named
 from bigbatch.errors import SettingError
-from bigbatch.report.figures import PICTURES, require_ending
+from bigbatch.report.figures import PICTURES, require_writable
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
@@ -19,6 +19,8 @@ from bigbatch.report.run_directory import find_runs
 from bigbatch.report.sweep import read_swept
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
+
+_OURS = "Replaces only what bigbatch wrote."
 
 
 def compare(paths: Paths) -> None:
@@ -33,7 +35,8 @@ def compare(paths: Paths) -> None:
 def report(
     paths: Paths,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="A .html page, or a .png or .svg picture.")
+        Path | None,
+        typer.Option("-o", "--out", help=f"A .html page, or a .png or .svg picture. {_OURS}"),
     ] = None,
 ) -> None:
     """Writes the report of runs and studies side by side.
@@ -47,6 +50,8 @@ def report(
     if out is None and len(paths) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
     place = paths[0] / "report.html" if out is None else out
+    if out is not None:
+        require_writable(out, (".html", *PICTURES))
     swept = [(path, read_swept(path)) for path in paths]
     runs = [run for path, sweep in swept for run in (sweep.drawn if sweep else find_runs(path))]
     sweeps = [sweep for _, sweep in swept if sweep is not None]
@@ -64,7 +69,7 @@ def replay(
     surely: Annotated[float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")] = None,
     warm_up: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="A .png or .svg of all batch sizes.")
+        Path | None, typer.Option("-o", "--out", help=f"A .png or .svg of all batch sizes. {_OURS}")
     ] = None,
 ) -> None:
     """Shows what other policies would have chosen on a finished run's log, and at what cost.
@@ -84,7 +89,7 @@ def replay(
     )
     policies = {text: policy_named(text) for text in policy}
     if out is not None:
-        require_ending(out, PICTURES)
+        require_writable(out, PICTURES)
     view = LiveView(Console())
     histories = [history_of(run) for path in paths for run in find_runs(path)]
     measured = [history for history in histories if history.measured]

@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from bigbatch.errors import RunError
-from bigbatch.recipes.study import opened
+from bigbatch.recipes.study import opened, settings_in
 from bigbatch.report.config import BEFORE, read_trainings
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import history_of
@@ -50,6 +50,8 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
         SettingError: fewer jobs than one.
     """
     trainings = read_trainings(path)
+    for name, settings in trainings.items():
+        settings_in(f"{path / 'study.yaml'}, training {name}", settings)
     devices = [str(settings["device"]) for settings in trainings.values()]
     gpus = _gpus() if "cuda" in devices else []
     threads = max(int(settings["threads"]) for settings in trainings.values())

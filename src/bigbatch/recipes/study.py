@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import RunError, SettingError
 from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import from_leader, leads
 from bigbatch.recipes.recipe import Recipe
@@ -148,7 +149,24 @@ def resume(path: Path, view: LiveView) -> None:
 
 
 def _training(run: RunDirectory) -> Training:
-    return training_at(run.path, Settings.from_dict(run.settings))
+    return training_at(run.path, settings_in(run.path / "config.yaml", run.settings))
+
+
+def settings_in(place: Path | str, values: dict[str, Any]) -> Settings:
+    """The settings that a file holds, with all that the recipe they name has.
+
+    Raises:
+        RunError: they cannot be trained with.
+    """
+    try:
+        settings = Settings.from_dict(values)
+        own = recipe_named(settings.recipe).settings()
+        if missing := own.task.keys() - settings.task.keys():
+            raise SettingError(f"settings {sorted(missing)} of task are missing")
+        own.changed(settings.task)  # whose types are the recipe's
+        return settings
+    except SettingError as error:
+        raise RunError(f"{place}: {error}") from None
 
 
 def training_at(place: Path, settings: Settings) -> Training:

@@ -42,19 +42,25 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
     """Trains the run to its end, from its latest checkpoint where there is one. Collective.
 
     Raises:
-        RunError: another process trains in it, or its checkpoint is damaged.
+        RunError: another process trains in it, its checkpoint is damaged, or not all of its files
+            could be written.
     """
     with ExitStack() as held:
         from_leader(lambda: held.enter_context(run.locked()))
         _load(training, run)
-        report = run.path / "report.html"
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
-            if leads():
-                run.keep(training.data.keeps)
+            from_leader(lambda: run.keep(training.data.keeps))
             training.to_the_end(run, view, label)
-        if leads() and (unfinished or not report.exists()):
-            write_report([run], report, run.name)
+        from_leader(lambda: _end(run, reported=not unfinished))
+
+
+def _end(run: RunDirectory, *, reported: bool) -> None:
+    """Writes the report, where there is none of the whole run."""
+    report = run.path / "report.html"
+    if not (reported and report.exists()):
+        write_report([run], report, run.name)
+    run.require_whole()
 
 
 def _load(training: "Training", run: RunDirectory) -> None:

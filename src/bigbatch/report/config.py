@@ -10,10 +10,16 @@ import torch
 import yaml
 
 from bigbatch.errors import RunError
+from bigbatch.report.schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
 
-SCHEMA = 2
 BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
 CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
+
+# what yaml raises for text that is none, and what we do for another document
+_UNREADABLE = (
+    *(OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError),
+    *(TypeError, KeyError, AttributeError),
+)
 
 
 def describe(
@@ -45,7 +51,7 @@ def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
     try:
         about = yaml.safe_load(path.read_text())
         found, schema, settings = about["kind"], about["schema"], dict(about["settings"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise RunError(
             f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
             "directory that `bigbatch train` made"
@@ -55,13 +61,15 @@ def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
             f"{path} is a {found} of schema {schema!r}, a {kind} of schema {SCHEMA} is needed; use "
             "the release that wrote it"
         )
+    if kind == "run":
+        require_settings(path, settings)
     return settings
 
 
 def launch_of(path: Path) -> str | None:
     """The launch of torchrun that began the run or study at `path`, where one is written there."""
     for name in CONFIGS:
-        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        with suppress(*_UNREADABLE):
             about = yaml.safe_load((path / name).read_text())
             if isinstance(about, dict) and "launch" in about:
                 return str(about["launch"])
@@ -74,14 +82,17 @@ def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         RunError: it is no study.
     """
-    trainings = read_config(path / "study.yaml", "study").get("trainings")
-    well_formed = isinstance(trainings, dict) and all(
-        isinstance(settings, dict) and Path(str(name)).name == name
-        for name, settings in trainings.items()
-    )
-    if not trainings or not well_formed:
-        raise RunError(f"{path / 'study.yaml'} lists no trainings; name a study of bigbatch")
+    file = path / "study.yaml"
+    trainings = read_config(file, "study").get("trainings")
+    if not isinstance(trainings, dict) or not trainings or not all(map(_is_file_name, trainings)):
+        raise RunError(f"{file} lists no trainings; name a study of bigbatch")
+    for name, settings in trainings.items():
+        require_settings(f"{file}, training {name}", settings)
     return dict(trainings)
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
 def read_sweep(path: Path) -> dict[str, Any] | None:
@@ -94,11 +105,19 @@ def read_sweep(path: Path) -> dict[str, Any] | None:
     Raises:
         RunError: the file is damaged.
     """
-    if not (path / "study.yaml").exists():
+    file = path / "study.yaml"
+    if not file.exists():
         return None
-    sweep = read_config(path / "study.yaml", "study").get("sweep")
+    sweep = read_config(file, "study").get("sweep")
     if sweep is None:
         return None
-    if not isinstance(sweep, dict) or not sweep.keys() >= {"tuned", "higher_is_better", "points"}:
-        raise RunError(f"{path / 'study.yaml'} does not say how its sweep is shown; sweep anew")
+    if not isinstance(sweep, dict):
+        raise RunError(f"{file} does not say how its sweep is shown; sweep anew")
+    require_names(f"{file}, sweep", sweep, SWEEP)
+    require_kinds(f"{file}, sweep", sweep, SWEEP)
+    for name, settings in read_trainings(path).items():
+        place = f"{file}, training {name}"
+        require_names(place, settings, ("arm", "seed"))
+        if settings["arm"] not in sweep["points"]:
+            raise RunError(f"{place}: arm is {settings['arm']!r}, and must be a point of the sweep")
     return dict(sweep)

@@ -1,6 +1,5 @@
 """The metrics as TensorBoard events."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +22,7 @@ class Events:
     """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
+        self._run = run
         self._writer: SummaryWriter | None = None
         with self._or_without():
             path = str(run.events)
@@ -48,10 +48,7 @@ class Events:
             yield
         except Exception as error:
             self._writer = None
-            warnings.warn(
-                f"TensorBoard events are not being written ({error}); training goes on",
-                stacklevel=4,
-            )
+            self._run.say_lost("events", "TensorBoard events are not being written", error)
 
 
 def _write(writer: SummaryWriter, row: Row) -> None:

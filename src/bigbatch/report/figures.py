@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import RunError, SettingError
 from bigbatch.measure.noise import GradientNoise
+from bigbatch.report.files import MAKER, replacing, require_ours
 from bigbatch.report.metrics import History, grouped
 from bigbatch.report.run_directory import Row
 
@@ -39,6 +40,32 @@ def require_ending(out: Path, endings: Sequence[str]) -> None:
         raise SettingError(
             f"-o {out}: the ending must be {', '.join(endings[:-1])} or {endings[-1]}"
         )
+
+
+def require_writable(out: Path, endings: Sequence[str]) -> None:
+    """Raises before any work is done for a file that would not be written.
+
+    Raises:
+        SettingError: another ending.
+        RunError: there is a file already that bigbatch did not write.
+    """
+    require_ending(out, endings)
+    require_ours(out)
+
+
+def save_picture(figure: Figure, out: Path, dpi: int = 130) -> None:
+    """Draws the figure into a .png or .svg that says who made it, as a whole.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    kind = out.suffix.removeprefix(".")
+    said = {"Software": MAKER} if kind == "png" else {"Title": MAKER, "Date": None}
+    try:
+        with replacing(out) as file:
+            figure.savefig(file, format=kind, dpi=dpi, metadata=said)
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}") from None
 
 
 def curves(histories: list[History], x: str) -> Figure:

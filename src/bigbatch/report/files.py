@@ -11,6 +11,16 @@ from uuid import uuid4
 from bigbatch.errors import RunError
 from bigbatch.report.config import CONFIGS, launch_of
 
+MAKER = "bigbatch"  # as pages and pictures name what made them
+
+_MAKING = ".bigbatch"  # ends the names of directories that are being made
+_MADE_BY = (  # how a page, a PNG and an SVG say it
+    f'<meta name="generator" content="{MAKER}">',
+    f"Software\0{MAKER}",
+    f"<dc:title>{MAKER}</dc:title>",
+)
+_HEAD = 4096  # bytes of a file within which it does
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -36,12 +46,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 def made_whole(path: Path) -> Iterator[Path]:
     """A directory to fill, which is at `path` afterwards; if that fails, nothing is there.
 
+    What a process that was killed meanwhile left in the same folder is taken away.
+
     Raises:
         RunError: there is something at `path` already.
     """
     require_free(path)
-    beside = path.with_name(f".{path.name}.{uuid4().hex[:8]}")  # another command may fill its own
-    beside.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_left(path.parent)
+    beside, held = _made_beside(path)
     try:
         yield beside
         try:
@@ -51,6 +64,55 @@ def made_whole(path: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _made_beside(path: Path) -> tuple[Path, int | None]:
+    """An empty directory beside `path`, and what holds it, where directories can be held."""
+    while True:
+        beside = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_MAKING}")
+        beside.mkdir()
+        try:
+            held = _hold(beside)
+        except OSError:
+            return beside, None  # no other process can hold it either, so none takes it away
+        if held is not None and beside.exists():
+            return beside, held
+        if held is not None:  # another has just taken it for one that was left
+            os.close(held)
+
+
+def _clear_left(folder: Path) -> None:
+    """Takes away the directories in a folder that no process is filling any more."""
+    for left in folder.glob(f".*.????????{_MAKING}"):
+        with suppress(OSError):
+            held = _hold(left)
+            if held is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(held)
+
+
+def _hold(directory: Path) -> int | None:
+    """Holds a directory until this is closed, or the process ends; None where another one does.
+
+    Raises:
+        OSError: this system, or this file system, holds no directories.
+    """
+    try:
+        opened = os.open(directory, os.O_RDONLY)  # refused where there is no fcntl
+    except FileNotFoundError:
+        return None
+    import fcntl
+
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(opened)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return opened
 
 
 def reserve(folder: Path, name: str, launch: str | None = None) -> Path:
@@ -88,4 +150,19 @@ def require_free(path: Path) -> None:
         raise RunError(
             f"{path} is already in use; nothing was overwritten: choose another --out"
             + f", or go on with --resume {path}" * has_begun(path)
+        )
+
+
+def require_ours(out: Path) -> None:
+    """Raises RunError where there is a file at `out` already that bigbatch did not write."""
+    if not out.exists():
+        return
+    if not out.is_file():
+        raise RunError(f"{out} is no file; name another one by --out")
+    with out.open("rb") as file:
+        head = file.read(_HEAD)
+    if head and not any(said.encode() in head for said in _MADE_BY):
+        raise RunError(
+            f"{out} was not written by bigbatch and is left as it is; move it away, or name "
+            "another file by --out"
         )

@@ -8,10 +8,11 @@ from statistics import mean, stdev
 from typing import Any
 
 from bigbatch.decide.named import target_of
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, SettingError
 from bigbatch.record import StepRecord
-from bigbatch.report.config import BEFORE, SCHEMA
+from bigbatch.report.config import BEFORE
 from bigbatch.report.run_directory import Row, RunDirectory
+from bigbatch.report.schema import SCHEMA, require_step
 
 Scores = Mapping[str, float]
 
@@ -63,22 +64,6 @@ def finite(value: Any) -> Any:
 def _rounded(number: float) -> float | None:
     """To four digits: a layer has four numbers in every line."""
     return float(f"{number:.4g}") if math.isfinite(number) else None
-
-
-_LOGGED = {
-    "step",
-    "epoch",
-    "skipped",
-    "samples",
-    "batch_size",
-    "micro_batches",
-    "loss",
-    "lr",
-    "signal",
-    "noise",
-    "scores",
-    "seconds",
-}
 
 
 @dataclass(frozen=True)
@@ -152,14 +137,16 @@ def history_of(run: RunDirectory) -> History:
     """Reads a run's log.
 
     Raises:
-        RunError: a line is damaged, or of another schema.
+        RunError: a line is damaged or of another schema, or the policy is none.
     """
     settings, rows = run.settings, run.rows()
-    for number, row in enumerate(rows, start=1):
-        if row.get("schema") != SCHEMA or not row.keys() >= _LOGGED:
-            raise RunError(f"{run.metrics}, line {number} is no step of schema {SCHEMA}")
+    for number, (before, row) in enumerate(zip([None, *rows], rows, strict=False), start=1):
+        require_step(f"{run.metrics}, line {number}", row, before)
     policy = settings.get("policy")
-    target = target_of(policy, settings.get("target")) if policy else None
+    try:
+        target = target_of(policy, settings.get("target")) if policy else None
+    except SettingError as error:
+        raise RunError(f"{run.path / 'config.yaml'}: {error}") from None
     return History(run.path.resolve(), settings, target, rows)
 
 

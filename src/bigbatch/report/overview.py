@@ -1,6 +1,5 @@
 """What a sweep shows while it runs: a line a running training in a terminal, else a line an end."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,9 +8,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from bigbatch.errors import RunError
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import Scores
-from bigbatch.report.run_directory import Row, RunDirectory
+from bigbatch.report.run_directory import Row, RunDirectory, parse_row
+from bigbatch.report.schema import require_step
 
 
 @dataclass
@@ -76,11 +77,15 @@ class Followed:
         self._read += len(whole)
         for line in whole.splitlines():
             try:
-                self._last = json.loads(line)
-            except ValueError:  # cut, and grown again beyond where we were: not a whole line
+                row = parse_row(line)
+                require_step(str(metrics), row, None)
+            except (
+                RunError,
+                ValueError,
+            ):  # cut, and grown again beyond where we were: not a whole line
                 self._read, self._last, self.scores = 0, None, {}
                 return
-            self.scores = self._last["scores"] or self.scores
+            self._last, self.scores = row, row["scores"] or self.scores
 
 
 class Overview:

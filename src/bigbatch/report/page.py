@@ -10,8 +10,8 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError
-from bigbatch.report.figures import AXES, PICTURES, as_svg, curves, require_ending
-from bigbatch.report.files import replacing, write_atomically
+from bigbatch.report.figures import AXES, PICTURES, as_svg, curves, require_ending, save_picture
+from bigbatch.report.files import MAKER, write_atomically
 from bigbatch.report.layers import heat_maps
 from bigbatch.report.metrics import History, grouped, history_of, seeds_of, table_of
 from bigbatch.report.run_directory import RunDirectory
@@ -40,7 +40,7 @@ def write_report(
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
     try:
         if out.suffix != ".html":
-            curves(histories, "samples").savefig(out, dpi=130)
+            save_picture(curves(histories, "samples"), out)
         else:
             table = table_of(every)  # those that have not begun are counted there
             template = resources.files("bigbatch.report").joinpath("page.html").read_text()
@@ -48,6 +48,7 @@ def write_report(
                 Environment(autoescape=True)
                 .from_string(template)
                 .render(
+                    maker=MAKER,
                     title=title,
                     sweeps=[(one, as_svg(sweep_figure(one))) for one in sweeps],
                     columns=table.columns,
@@ -67,8 +68,7 @@ def write_report(
 
 def write_swept(sweep: Swept, folder: Path) -> None:
     """Writes sweep.png, sweep.json and sweep.csv; the last has one row a run."""
-    with replacing(folder / "sweep.png") as file:
-        sweep_figure(sweep).savefig(file, format="png", dpi=130)
+    save_picture(sweep_figure(sweep), folder / "sweep.png")
     write_atomically(folder / "sweep.json", json.dumps(as_json(sweep), indent=1).encode())
     write_atomically(folder / "sweep.csv", as_csv(sweep).encode())
 

@@ -21,7 +21,7 @@ from bigbatch.decide.controller import Controller
 from bigbatch.decide.policy import Policy, Progress
 from bigbatch.errors import RunError
 from bigbatch.measure.noise import GradientNoise
-from bigbatch.report.figures import COLORS, PICTURES, dress, require_ending
+from bigbatch.report.figures import COLORS, PICTURES, dress, require_writable, save_picture
 from bigbatch.report.metrics import History
 from bigbatch.report.run_directory import Row
 
@@ -242,9 +242,9 @@ def save_figure(replays: list[Replay], out: Path) -> None:
 
     Raises:
         SettingError: the ending is neither .png nor .svg.
-        RunError: the file cannot be written.
+        RunError: the file is somebody else's, or cannot be written.
     """
-    require_ending(out, PICTURES)
+    require_writable(out, PICTURES)
     figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)), layout="constrained")
     for axes, found in zip(figure.subplots(len(replays), squeeze=False).flat, replays, strict=True):
         dress(axes, f"{found.history.label}: batch size, samples", "samples", base=2)
@@ -255,7 +255,4 @@ def save_figure(replays: list[Replay], out: Path) -> None:
             axes.plot(walk.ends, walk.batches, color=color, label=walk.name, **style)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
-    try:
-        figure.savefig(out, dpi=130)
-    except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror}") from None
+    save_picture(figure, out)

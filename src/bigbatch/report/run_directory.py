@@ -15,19 +15,22 @@ A folder of runs is a study; it has a study.yaml instead.
 import json
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 
-from bigbatch.errors import RunError
+from bigbatch.digest import load_state, save_state
+from bigbatch.errors import RunError, StateError
 from bigbatch.report.config import describe, read_config, read_trainings
 from bigbatch.report.files import made_whole, replacing, write_atomically
 
 Row = dict[str, Any]
+
+_ANEW = "delete it to start the run anew"
 
 
 class RunDirectory:
@@ -41,6 +44,8 @@ class RunDirectory:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
+        self._unwritten: deque[bytes] = deque()  # lines of the metrics
+        self._lost: dict[str, Exception] = {}  # what could not be written, and why
         self._said: set[str] = set()
 
     @classmethod
@@ -103,55 +108,102 @@ class RunDirectory:
             ) from None
 
     def append(self, row: Row) -> None:
-        """Adds one step; a kill loses at most this line. A full disk is said once."""
+        """Adds one step; a kill loses at most this line.
+
+        What a full disk refuses is said once and written with a later step, before anything else.
+        """
+        self._unwritten.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._write_rows()
+
+    def _write_rows(self) -> bool:
+        """Whether every line that was added is in the file."""
         length = self._metrics_bytes()
         try:
-            with self.metrics.open("a") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+            with self.metrics.open("ab") as file:
+                while self._unwritten:
+                    file.write(self._unwritten[0])
+                    file.flush()
+                    length += len(self._unwritten.popleft())
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.metrics, length)  # no half line
-            self._say("metrics are not being written", error)
+            self.say_lost("metrics", "metrics are not being written", error)
+        else:
+            self._lost.pop("metrics", None)
+        return not self._unwritten
 
     def rows(self) -> list[Row]:
-        """Every complete line of the metrics.
+        """Every line of the metrics, but one at the end that a kill cut short.
 
         Raises:
-            RunError: a line before the last is damaged.
+            RunError: a line is damaged.
         """
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text(errors="replace").splitlines()
+        *lines, last = self.metrics.read_bytes().split(b"\n")
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
-                rows.append(dict(json.loads(line)))
-            except (TypeError, ValueError):  # no JSON, or no object
-                if number < len(lines):
-                    raise RunError(
-                        f"{self.metrics}, line {number} is damaged; restore the file, or train anew"
-                    ) from None
+                rows.append(parse_row(line))
+            except ValueError:
+                raise RunError(
+                    f"{self.metrics}, line {number} is damaged; restore the file, or train anew"
+                ) from None
+        with suppress(ValueError):
+            rows.append(parse_row(last))
         return rows
 
     def save_checkpoint(self, state: dict[str, Any]) -> bool:
         """Replaces the checkpoint; it remembers how much of the metrics belongs to it.
 
         Returns:
-            Whether it could be written.
+            Whether it could be written, and the metrics before it.
         """
+        if not self._write_rows():
+            self.say_unsaved(self._lost["metrics"])
+            return False
         try:
             with self.metrics.open("a") as metrics:
                 os.fsync(metrics.fileno())
             with replacing(self.path / "checkpoint.pt") as file:
-                torch.save({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
+                save_state({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
             self.say_unsaved(error)
             return False
+        self._lost.pop("checkpoint", None)
         return True
 
     def say_unsaved(self, error: Exception) -> None:
         """Says, once, that a checkpoint could not be written and why."""
-        self._say("the checkpoint could not be written", error)
+        self.say_lost("checkpoint", "the checkpoint could not be written", error)
+
+    def say_lost(self, name: str, what: str, error: Exception) -> None:
+        """Says, once, what could not be written and why; `require_whole` says it at the end.
+
+        Args:
+            name: of the file or folder.
+            what: in words.
+            error: why.
+        """
+        self._lost[name] = error
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"{what} ({error}); training goes on", stacklevel=4)
+
+    def require_whole(self) -> None:
+        """Does nothing where all that was to be written at last was.
+
+        Raises:
+            RunError: metrics, the last checkpoint or events are not on the disk.
+        """
+        if not self._lost:
+            return
+        reason = next(iter(self._lost.values()))
+        again = f", then bigbatch train --resume {self.path} repeats the steps that are missing"
+        raise RunError(
+            f"{self.path} is trained to its end, but not all of its {', '.join(self._lost)} could "
+            f"be written ({reason}); make room" + again * (self._lost.keys() != {"events"})
+        )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The latest checkpoint, or None before the first; cuts off metrics that lie past it.
@@ -174,7 +226,12 @@ class RunDirectory:
             RunError: the file is damaged.
         """
         saved = self._saved()
-        return None if saved is None else dict(saved[1]["model"])
+        if saved is None:
+            return None
+        model = saved[1].get("model")
+        if not isinstance(model, dict):
+            raise RunError(f"{self.path / 'checkpoint.pt'} has no weights; name another run")
+        return model
 
     def _saved(self) -> tuple[int, dict[str, Any]] | None:
         """How much of the metrics belongs to the checkpoint, and the checkpoint."""
@@ -182,12 +239,13 @@ class RunDirectory:
         if not file.exists():
             return None
         try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            with file.open("rb") as opened:
+                saved = load_state(opened, str(file))
             return int(saved["metrics_bytes"]), dict(saved["state"])
+        except StateError as error:
+            raise RunError(f"{error}; restore it from a copy, or {_ANEW}") from None
         except Exception as error:
-            raise RunError(
-                f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run anew"
-            ) from error
+            raise RunError(f"{file} cannot be loaded ({type(error).__name__}); {_ANEW}") from error
 
     def _metrics_bytes(self) -> int:
         return self.metrics.stat().st_size if self.metrics.exists() else 0
@@ -201,10 +259,24 @@ class RunDirectory:
         if self.metrics.exists():
             os.truncate(self.metrics, length)
 
-    def _say(self, what: str, error: Exception) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            warnings.warn(f"{what} ({error}); training goes on", stacklevel=3)
+
+def parse_row(line: bytes) -> Row:
+    """A line of the metrics.
+
+    Raises:
+        ValueError: it is no JSON object, or has a number that JSON lacks.
+    """
+    try:
+        row = json.loads(line.decode(), parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("too many brackets") from None
+    if not isinstance(row, dict):
+        raise ValueError("no object")
+    return row
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
 
 
 def find_runs(path: Path) -> list[RunDirectory]:

@@ -219,7 +219,7 @@ def read_swept(path: Path) -> Swept | None:
         if history is not None and history.rows:
             begun.append(RunDirectory.open(path / name))
             if history.finished:
-                ended[settings["arm"]].append(_came_to(history, begun[-1]))
+                ended[settings["arm"]].append(_came_to(history, settings["seed"], begun[-1]))
     planned = [settings["arm"] for settings in trainings.values()]
     points = [
         SweptPoint(name, values, planned.count(name), ended[name])
@@ -239,10 +239,10 @@ def _history(place: Path) -> History | None:
         return None
 
 
-def _came_to(history: History, directory: RunDirectory) -> SweptRun:
+def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
     return SweptRun(
         directory,
-        history.settings["seed"],
+        seed,
         history.scored()[-1]["scores"],
         history.average_batch,
         history.steps,

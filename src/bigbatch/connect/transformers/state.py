@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bigbatch.digest import load_state, save_state
 from bigbatch.errors import StateError
 
 _FILE = "adaptive_batch_{}.pt"
@@ -19,18 +18,20 @@ def save(folder: Path, rank: int, epochs: int, state: dict[str, Any]) -> None:
         epochs: that are over, one whose samples are all done included.
         state: of its AdaptiveBatch.
     """
-    torch.save({"epochs": epochs, "train": state}, folder / _FILE.format(rank))
+    with (folder / _FILE.format(rank)).open("wb") as file:
+        save_state({"epochs": epochs, "train": state}, file)
 
 
 def load(folder: Path, rank: int) -> tuple[int, dict[str, Any]]:
     """The epochs and the state of this process, or of the first where there were fewer.
 
     Raises:
-        StateError: the checkpoint has none.
+        StateError: the checkpoint has none, or its file is damaged.
     """
     for file in (folder / _FILE.format(rank), folder / _FILE.format(0)):
         if file.exists():
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            with file.open("rb") as opened:
+                saved = load_state(opened, str(file))
             return saved["epochs"], saved["train"]
     raise StateError(
         f"{folder} has no {_FILE.format(0)}: AdaptiveTrainer did not save it, or with "

@@ -2,7 +2,9 @@
 
 import os
 import struct
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bigbatch.errors import RunError
+from bigbatch.recipes.data.cache import cached
 from bigbatch.report.files import replacing
 
 NUMBERS, CATEGORIES = 13, 26
@@ -80,31 +84,56 @@ class Clicks(Dataset[Batch]):
 def packed(file: Path) -> Packed:
     """The rows of one of Criteo's files.
 
-    They are written beside it as `FILE.packed`, once for all processes, and mapped into memory; its
-    end says of which file, so that of another one, or cut short, it is written anew. Where the
-    folder cannot be written the rows are held in memory, by each process.
+    They are written into the user's cache folder, once for all processes, and mapped into memory;
+    their end says of which file, so that of another one, or cut short, they are written anew. Where
+    there can be no cache folder the rows are held in memory, by each process, and it is said.
 
     Raises:
-        RunError: the file is no click log.
+        RunError: the file is no click log, or its rows do not fit into the cache folder.
         MissingPackageError: pandas is not installed.
     """
-    folder, beside = file.parent, file.with_name(f"{file.name}.packed")
-    if not (os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222):
-        return numpy.concatenate([numpy.empty(0, CLICK), *_packed_rows(file)])
-    with FileLock(folder / f".{file.name}.lock"):
-        now = file.stat()
-        end = _END.pack(now.st_size, now.st_mtime_ns)
-        if not beside.exists() or _end_of(beside) != end:
-            with replacing(beside) as out:
-                for rows in _packed_rows(file):
-                    out.write(rows.tobytes())
-                out.write(end)
-    count = (beside.stat().st_size - _END.size) // CLICK.itemsize
-    return numpy.memmap(beside, CLICK, "r", shape=(count,))
+    now = file.stat()
+    end = _END.pack(now.st_size, now.st_mtime_ns)
+    with ExitStack() as held:
+        try:
+            place = cached(f"{CLICK.descr}", file)
+            if _end_of(place) != end:  # before it waits: of several ranks only the first is heard
+                warnings.warn(
+                    f"{file.parent} is packed once, into {place.parent}, {CLICK.itemsize} bytes a "
+                    "row",
+                    stacklevel=2,
+                )
+            held.enter_context(FileLock(place.with_name(f".{place.name}.lock")))
+        except OSError as error:
+            warnings.warn(
+                f"{file} is held in memory by each process, as its cache folder cannot be written "
+                f"({error}); let XDG_CACHE_HOME name another",
+                stacklevel=2,
+            )
+            return numpy.concatenate([numpy.empty(0, CLICK), *_packed_rows(file)])
+        if _end_of(place) != end:
+            _pack(file, place, end)
+        count = (place.stat().st_size - _END.size) // CLICK.itemsize
+        return numpy.memmap(place, CLICK, "r", shape=(count,))
+
+
+def _pack(file: Path, place: Path, end: bytes) -> None:
+    try:
+        with replacing(place) as out:
+            for rows in _packed_rows(file):
+                out.write(rows.tobytes())
+            out.write(end)
+    except OSError as error:
+        raise RunError(
+            f"{file} cannot be packed into {place} ({error.strerror}); its rows take "
+            f"{CLICK.itemsize} bytes each: make room, or let XDG_CACHE_HOME name another folder"
+        ) from None
 
 
 def _end_of(packed: Path) -> bytes:
-    """What stands after the rows; nothing where these are not whole."""
+    """What stands after the rows; nothing where these are not whole, or there are none."""
+    if not packed.exists():
+        return b""
     size = packed.stat().st_size
     if size % CLICK.itemsize != _END.size:
         return b""

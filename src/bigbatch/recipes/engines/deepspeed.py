@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from bigbatch.errors import RunError, SettingError
+from bigbatch.digest import digests_of, require_digests
+from bigbatch.errors import RunError, SettingError, StateError
 from bigbatch.loop import AdaptiveBatch
 from bigbatch.recipes.engines.engine import Loss, State
 from bigbatch.recipes.launch import backend
 from bigbatch.recipes.loop import batches_of, scaling_of, virtual_ranks_of
 from bigbatch.recipes.optimizers import build_controller
-from bigbatch.recipes.ranks import count, leads
+from bigbatch.recipes.ranks import count, from_leader, leads
 from bigbatch.recipes.recipe import Data
 from bigbatch.recipes.settings import Settings
 from bigbatch.record import StepRecord
@@ -99,13 +100,14 @@ class DeepSpeed:
             return
         dist.barrier()
         if leads():
+            state["digests"] = digests_of(folder / state["folder"])  # after the barrier: of all
             _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
     def load_state_dict(self, state: State, path: Path) -> None:
         """As `Engine` says.
 
         Raises:
-            RunError: DeepSpeed's folder is gone, or it is of another number of ranks.
+            RunError: DeepSpeed's folder is gone or damaged, or it is of another number of ranks.
         """
         folder, ranks = path / _FOLDER, state["ranks"]
         if self._stage and ranks != count():
@@ -117,7 +119,17 @@ class DeepSpeed:
             raise RunError(
                 f"{folder / state['folder']} is gone; delete checkpoint.pt to start the run anew"
             )
+        from_leader(lambda: _require_unchanged(folder / state["folder"], state["digests"]))
         self.joined.load_checkpoint(str(folder), state["folder"])
+
+
+def _require_unchanged(folder: Path, digests: dict[str, str]) -> None:
+    try:
+        require_digests(folder, digests)
+    except StateError as error:
+        raise RunError(
+            f"{error}; restore it from a copy, or delete checkpoint.pt to start the run anew"
+        ) from None
 
 
 def _keep_one(folder: Path, name: str, *, newest: bool) -> None:

@@ -1,0 +1,100 @@
+"""States on disk with a digest of their bytes, so that what changed since is refused.
+
+    the file of torch.save | "bigbatch sha256" and a newline | SHA-256 of the file of torch.save
+
+It is written in one pass, and `torch.load` reads the file as any other.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from bigbatch.errors import StateError
+
+_MARK = b"bigbatch sha256\n"
+_END = len(_MARK) + hashlib.sha256().digest_size
+_CHUNK = 1 << 20  # bytes read at once
+
+
+class _Hashed(io.RawIOBase):
+    """Writes to a file and hashes what it writes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+
+def save_state(state: Any, file: BinaryIO) -> None:
+    """Writes a state and its digest at the start of an empty file."""
+    hashed = _Hashed(file)
+    torch.save(state, cast("IO[bytes]", hashed))  # of which it needs write and flush
+    file.write(_MARK + hashed.digest.digest())
+
+
+def load_state(file: BinaryIO, name: str) -> Any:
+    """What `save_state` wrote, on the CPU; nothing is unpickled before the digest is checked.
+
+    Args:
+        file: that can be read from its start again.
+        name: of it in an error.
+    Raises:
+        StateError: the bytes are not those that were written, or have no digest.
+    """
+    length = file.seek(0, os.SEEK_END) - _END
+    file.seek(max(length, 0))
+    end = file.read()
+    if length <= 0 or not end.startswith(_MARK):
+        raise StateError(
+            f"{name} does not end with a digest: it is cut short, of an earlier version, or no "
+            "state that bigbatch saved"
+        )
+    if end != _MARK + _digest_of(file, length):
+        raise StateError(f"{name} is damaged: its SHA-256 is not the one that was saved with it")
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, in hexadecimal digits, by its path from there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {}
+    for path in files:
+        with path.open("rb") as file:
+            digest = _digest_of(file, path.stat().st_size)
+        found[path.relative_to(folder).as_posix()] = digest.hex()
+    return found
+
+
+def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
+    """Does nothing where every file of `digests_of` is as it was; others beside them do not count.
+
+    Raises:
+        StateError: one is gone, or its bytes are not those that were written.
+    """
+    now = digests_of(folder)
+    for name, digest in saved.items():
+        if now.get(name) != digest:
+            what = "is damaged" if name in now else "is gone"
+            raise StateError(f"{folder / name} {what}: its SHA-256 is not the one that was saved")
+
+
+def _digest_of(file: BinaryIO, length: int) -> bytes:
+    """Of so many bytes from the start."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while length > 0 and (data := file.read(min(_CHUNK, length))):
+        digest.update(data)
+        length -= len(data)
+    return digest.digest()

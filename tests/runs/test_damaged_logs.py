@@ -1,0 +1,274 @@
+"""Logs, configs and studies with other values than were written: read, or refused in a sentence."""
+
+import copy
+import io
+import json
+import math
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bigbatch.decide.policy import Fixed
+from bigbatch.errors import RunError
+from bigbatch.recipes import RECIPES
+from bigbatch.recipes.study import settings_in
+from bigbatch.recipes.sweep import points_of, start_sweep, sweep_of
+from bigbatch.report.config import read_sweep, read_trainings
+from bigbatch.report.live import LiveView
+from bigbatch.report.metrics import history_of, seeds_of, table_of
+from bigbatch.report.overview import Followed
+from bigbatch.report.replay import replay, table_of_replay
+from bigbatch.report.run_directory import RunDirectory
+from bigbatch.report.sweep import as_csv, as_json, read_swept
+from log_rows import row
+from properties import property_test
+
+FACTORS = {"w": [0.5, 0.1, None, 1.0], "b": [1.0, 0.0, 0.2, 1.0]}
+ROWS = [row(step, accuracy=0.5 if step == 4 else None, factors=FACTORS) for step in range(1, 5)]
+DIGITS = RECIPES["digits"]
+SETTINGS = DIGITS.settings().changed({"epochs": 1})
+
+ODD = st.sampled_from(
+    ["", "8", "nan", None, True, False, -1, 0, 1.5, 10**30, 10**400, 1e308, math.nan, math.inf]
+)
+JSON = st.recursive(
+    ODD | st.integers() | st.floats() | st.text(max_size=5),
+    lambda some: (
+        st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=3), some, max_size=3)
+    ),
+    max_leaves=4,
+)
+# the folder is made once for all examples, and each writes its file anew
+FUZZED = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+def places_in(value, path=()):
+    """The way to every value within a value."""
+    yield path
+    if isinstance(value, (dict, list)):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from places_in(value[key], (*path, key))
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    changed = copy.copy(value)
+    changed[path[0]] = replaced(value[path[0]], path[1:], new)
+    return changed
+
+
+def damaged(value):
+    """The value with another one at a place within it, or without what is there."""
+    places = st.sampled_from(list(places_in(value))[1:])
+    return st.builds(lambda path, new: (replaced(value, path, new), path), places, JSON)
+
+
+def run_with(path, rows=ROWS, settings=None):
+    run = RunDirectory.create(path, settings or SETTINGS.as_dict())
+    for one in rows:
+        run.append(one)
+    return run
+
+
+def write_log(run, rows):
+    run.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def or_said(read):
+    """What is read, and what is said instead."""
+    try:
+        return read(), None
+    except RunError as error:
+        return None, str(error)
+
+
+def read_all(run):
+    """Everything that is shown of a run."""
+    history = history_of(RunDirectory.open(run.path))
+    LiveView(Console(file=io.StringIO())).table(table_of([history]), seeds_of([history]))
+    assert isinstance(Followed(run).progress(), str)
+    if history.measured:
+        table_of_replay(replay(history, {"fixed": Fixed(64)}))
+    return history
+
+
+def a_log_with_another_value(tmp_path_factory, rows, path):
+    run = run_with(tmp_path_factory.mktemp("fuzz") / "run", ())
+    write_log(run, rows)
+    history, said = or_said(lambda: read_all(run))
+    if history is None:
+        assert str(run.metrics) in said
+        assert f"line {path[0] + 1}" in said or f"line {path[0] + 2}" in said
+    else:
+        assert rows == history.rows
+
+
+@given(damaged(ROWS))
+@property_test(150, **FUZZED)
+def test_a_log_with_another_value_is_read_as_it_stands_or_refused(tmp_path_factory, found):
+    a_log_with_another_value(tmp_path_factory, *found)
+
+
+@pytest.mark.release
+@given(damaged(ROWS))
+@property_test(2_000, **FUZZED)
+def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, found):
+    a_log_with_another_value(tmp_path_factory, *found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": "0.5"}, "line 2: loss is '0.5', and must be a finite number or null"),
+        ({"lr": 0.1}, "line 2: lr is 0.1, and must be a list of one finite number or more"),
+        ({"scores": [1]}, r"line 2: scores is \[1\], and must be names with a finite number"),
+        ({"scores": {}}, r"line 2: scores is \{\}"),
+        ({"seconds": None}, "line 2: seconds is None, and must be seconds, 0 to 1e12"),
+        ({"seconds": 1e308}, r"line 2: seconds is 1e\+308, and must be seconds"),
+        ({"skipped": 0}, "line 2: skipped is 0, and must be true or false"),
+        ({"step": 1}, "line 2: step 1 of epoch 0 follows step 1"),
+        ({"epoch": -1}, "line 2: epoch is -1, and must be a whole number of 0 or more"),
+        ({"samples": 10**30}, "line 2: samples is 1000.*000, and must be a whole number"),
+        ({"samples": 65}, "line 2: samples is 65, and must be 32 before the step and its"),
+        ({"micro_batches": 33}, "line 2: micro_batches is 33, and must be at most the batch_size"),
+        ({"factors": {"w": [1.0]}}, "line 2: factors is .*, and must be names with a list of four"),
+        ({"loss": math.nan}, "line 2 is damaged"),
+        ({"loss": math.inf}, "line 2 is damaged"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_its_line(tmp_path, changes, said):
+    run = run_with(tmp_path / "run")
+    write_log(run, [ROWS[0], {**ROWS[1], **changes}, *ROWS[2:]])
+    with pytest.raises(RunError, match=f"metrics.jsonl, {said}"):
+        history_of(run)
+
+
+@pytest.mark.parametrize(
+    "line", [b"null", b"[" * 100_000, b"\xff\xfe", b"1" * 5_000, b'{"loss": 1']
+)
+def test_a_line_that_is_no_object_is_named_wherever_it_stands(tmp_path, line):
+    run = run_with(tmp_path / "run")
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole + line + b"\n")  # its end is there: no kill cut it short
+    with pytest.raises(RunError, match="line 5 is damaged"):
+        history_of(run)
+
+
+CONFIG = {"kind": "run", "schema": 2, "settings": SETTINGS.as_dict(), "versions": {"torch": "2"}}
+
+
+def a_config_with_another_value(tmp_path_factory, config):
+    run = run_with(tmp_path_factory.mktemp("fuzz") / "run")
+    file = run.path / "config.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    settings, said = or_said(lambda: settings_in(file, read_all(run).settings))
+    if settings is None:
+        assert str(file) in said
+    else:
+        assert config["settings"] == settings.as_dict()
+
+
+@given(damaged(CONFIG))
+@property_test(150, **FUZZED)
+def test_a_config_with_another_value_is_read_as_it_stands_or_refused(tmp_path_factory, found):
+    a_config_with_another_value(tmp_path_factory, found[0])
+
+
+@pytest.mark.release
+@given(damaged(CONFIG))
+@property_test(2_000, **FUZZED)
+def test_many_configs_with_another_value_are_read_or_refused(tmp_path_factory, found):
+    a_config_with_another_value(tmp_path_factory, found[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": 5}, "policy is 5, and must be text"),
+        ({"policy": "magic"}, "policy 'magic' is unknown"),
+        ({"target": [0.2]}, r"target is \[0.2\], and must be a finite number"),
+        ({"epochs": math.nan}, "epochs is nan, and must be a whole number of 1 or more"),
+        ({"seed": "0"}, "seed is '0', and must be a whole number"),
+        ({"lr": {}}, r"lr is \{\}, and must be a finite number, text, true or false"),
+        ({"task": {"width": [1]}}, "task is .*, and must be names with a finite number"),
+        ({7: 8}, "settings is .*, and must be names with a value each"),
+    ],
+)
+def test_a_config_of_another_type_is_named_with_its_setting(tmp_path, changes, said):
+    run = run_with(tmp_path / "run")
+    settings = {**CONFIG["settings"], **changes}
+    (run.path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "settings": settings}))
+    with pytest.raises(RunError, match=f"config.yaml: {said}"):
+        history_of(RunDirectory.open(run.path))
+
+
+def test_a_config_that_contains_itself_is_refused(tmp_path):
+    run = run_with(tmp_path / "run")
+    (run.path / "config.yaml").write_text(
+        "kind: run\nschema: 2\nsettings: &s\n  seed: 1\n  task: *s\n"
+    )
+    with pytest.raises(RunError, match=r"config.yaml: task is"):
+        RunDirectory.open(run.path)
+
+
+def test_settings_that_the_recipe_lacks_or_has_of_another_type_name_their_file(bigbatch, tmp_path):
+    for changes, said in (
+        ({"epochs": 2.5}, "epochs is 2.5"),
+        ({"workers": "two"}, "workers='two' is of another type than int"),
+        ({"recipe": "none"}, "'none'"),
+        ({"strange": 1}, "unknown settings"),
+        ({"task": {**SETTINGS.task, "strange": 1}}, "strange"),
+    ):
+        place = tmp_path / next(iter(changes))
+        run_with(place, (), {**SETTINGS.as_dict(), **changes})
+        status, _, error = bigbatch("train", "--resume", place, "--quiet")
+        assert (2, 1) == (status, error.count("\n"))
+        assert f"{place / 'config.yaml'}: " in error
+        assert said in error
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    place = tmp_path_factory.mktemp("sweeps") / "sweep"
+    found = sweep_of(DIGITS, SETTINGS, ["lr=0.1,0.2"], ["lr"])
+    start_sweep(DIGITS, place, points_of(DIGITS, found, SETTINGS), ("lr",), 1)
+    for name, settings in read_trainings(place).items():
+        run_with(place / name, settings=settings)
+    return place, yaml.safe_load((place / "study.yaml").read_text())
+
+
+@given(st.data())
+@property_test(100, **FUZZED)
+def test_a_sweep_with_another_value_is_read_or_refused(sweep, data):
+    place, about = sweep
+    other, _ = data.draw(damaged(about))
+    (place / "study.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
+    read, said = or_said(lambda: read_sweep_whole(place))
+    assert read or str(place) in said
+
+
+def read_sweep_whole(place):
+    """Everything that is shown of a sweep, or begun in it."""
+    found = read_swept(place)
+    if found is not None:
+        texts = found.table(), found.title, as_csv(found), json.dumps(as_json(found))
+        assert all(texts)
+    for name, settings in read_trainings(place).items():
+        settings_in(place / name, settings)
+    return found or read_trainings(place)
+
+
+@pytest.mark.parametrize("name", ["..", "", "a/b", 7])
+def test_a_training_lies_in_its_study(sweep, name):
+    place, about = sweep
+    listed = {name: next(iter(about["settings"]["trainings"].values()))}
+    other = {**about, "settings": {"trainings": listed}}
+    (place / "study.yaml").write_text(yaml.safe_dump(other))
+    with pytest.raises(RunError, match="lists no trainings"):
+        read_trainings(place)
+    assert read_sweep(place) is None
