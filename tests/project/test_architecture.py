@@ -11,10 +11,11 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < measure < decide < act, optim < record < step < update < loop
+# errors, interrupts, kernels < measure < decide < act, optim < record < step < update < loop
 # < checkpoint < public, connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
+    "interrupts": 0,
     "kernels": 0,
     "measure": 1,
     "decide": 2,

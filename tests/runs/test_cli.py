@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from bigbatch.cli import _COMMANDS, main
+from bigbatch.cli import main
+from bigbatch.cli.app import _COMMANDS
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.report.run_directory import RunDirectory

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from bigbatch.cli.dry_run import show_dry_run
 from bigbatch.cli.options import (
@@ -35,7 +34,7 @@ from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study, training_at
 from bigbatch.recipes.unused import unused_by_optimizer, unused_by_policy
 from bigbatch.report.files import release, reserve
-from bigbatch.report.live import LiveView
+from bigbatch.report.live import LiveView, plain_console
 from bigbatch.report.run_directory import RunDirectory
 
 
@@ -95,24 +94,24 @@ def train(
 ) -> None:
     """Trains a recipe: its whole study, or one training where a setting is given.
 
-    The digits study, 3 seeds: [bold]bigbatch train[/]
+    The digits study, 3 seeds: bigbatch train
 
-    The same with 5 seeds: [bold]bigbatch train digits --seeds 5[/]
+    The same with 5 seeds: bigbatch train digits --seeds 5
 
-    One training of your own: [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]
+    One training of your own: bigbatch train digits --target 0.5 --optimizer vr-adam
 
-    At the paper's scale: [bold]bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad[/]
+    At the paper's scale: bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad
 
-    What that would take, without any data: [bold]bigbatch train cifar10-resnet18 --dry-run[/]
+    What that would take, without any data: bigbatch train cifar10-resnet18 --dry-run
 
-    Figures 1 and 3 of the VRGD paper: [bold]bigbatch train linear-regression[/]
+    Figures 1 and 3 of the VRGD paper: bigbatch train linear-regression
 
-    On two ranks: [bold]torchrun --nproc_per_node 2 -m bigbatch train digits[/]
+    On two ranks: torchrun --nproc_per_node 2 -m bigbatch train digits
 
-    After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
+    After an interruption: bigbatch train --resume runs/digits-1
     """
     launch: Launch = context.obj
-    view = LiveView(Console(), quiet=quiet)
+    view = LiveView(plain_console(), quiet=quiet)
     changes = given(
         policy=policy,
         target=target,
