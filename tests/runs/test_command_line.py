@@ -4,10 +4,16 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as package
+from bigbatch import AdaptiveBatch, Controller, SimiGrad
 from bigbatch.cli.app import _COMMANDS
 from torchrun import said, torchrun
 
@@ -126,3 +132,89 @@ def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
         status, _, err = bigbatch(*wrong)
         assert 2 == status
         assert str(wrong[-1]) in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said_of_it"),
+    [
+        (("--batch-size=4096",), "batch_size=4096 .* max_batch=64 hold, .* with 64"),
+        (("--policy=fixed", "--batch-size=4096"), "batch_size=4096 .* max_batch=64 hold, .* 64"),
+        (("--max-batch=24",), "batch_size=32 .* max_batch=24 hold, .* with 24"),
+        (("--min-batch=48",), "batch_size=32 .* min_batch=48 .* with 48"),
+    ],
+    ids=str,
+)
+def test_a_start_out_of_bounds_is_said_once(bigbatch, tmp_path, options, said_of_it):
+    samples = ("--set=samples=64", "--epochs=1", "--quiet")
+    status, _, err = bigbatch("train", *options, *samples, "--out", tmp_path / "run")
+    assert (0, 1) == (status, err.count("\n"))
+    assert re.match(f"bigbatch: note: {said_of_it}", err)
+
+
+def test_a_controllers_start_out_of_its_bounds_is_said_by_the_loop():
+    model, samples = nn.Linear(1, 1), TensorDataset(torch.zeros(64, 1))
+    controller = Controller(SimiGrad(target=0.2, max_batch=32), 48)
+    with pytest.warns(UserWarning, match=r"batch_size=48 is out of bounds; .* starts with 32"):
+        AdaptiveBatch(
+            model, SGD(model.parameters(), 0.1), DataLoader(samples, 8), policy=controller
+        )
+
+
+TRAIN = {
+    "--policy": "fixed",
+    "--target": "0.3",
+    "--batch-size": "64",
+    "--smoothing": "100",
+    "--dead-band": "0.1",
+    "--warm-up": "100",
+    "--optimizer": "adam",
+    "--gamma": "0.5",
+    "--r-max": "2",
+    "--arm": "fixed-32",
+    "--seed": "1",
+    "--seeds": "2",
+    "--epochs": "1",
+    "--runs": "x",
+    "--out": "x",
+    "--resume": "x",
+    "--ranks": "2",
+    "--set target": "0.3",
+    "--set policy": "simigrad:0.2",
+    "--set gamma": "0.5",
+    "--set momentum": "0.5",
+}
+SWEEP = {
+    "--grid": "target=0.1,0.2",
+    "--tune": "lr",
+    "--seeds": "2",
+    "--set target": "0.3",
+    "--set lr": "0.1",
+    "--runs": "x",
+    "--out": "x",
+    "--resume": "x",
+}
+PAIRS = [("train", *pair, TRAIN) for pair in combinations(TRAIN, 2)]
+PAIRS += [("sweep", *pair, SWEEP) for pair in combinations(SWEEP, 2)]
+
+
+def words(option, value):
+    """As they are typed."""
+    name, _, key = option.partition(" ")
+    return (name, f"{key}={value}") if key else (name, value)
+
+
+@pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.thorough), "sweep"])
+def test_a_refusal_of_two_options_names_only_what_was_typed(
+    bigbatch, tmp_path, monkeypatch, command
+):
+    """What is to be done about it, after the semicolon, may name others."""
+    monkeypatch.chdir(tmp_path)
+    refused = 0
+    for _, one, other, values in (pair for pair in PAIRS if pair[0] == command):
+        typed = (*words(one, values[one]), *words(other, values[other]), "--data", "nowhere")
+        status, _, err = bigbatch(command, *typed)
+        assert 2 == status
+        named = re.findall(r"--(?:set )?[a-z][a-z-]*", err.partition(";")[0])
+        assert set(named) <= {one, other, "--data", "--set"}, (one, other, err)
+        refused += "there is no data folder" not in err
+    assert refused > 5

@@ -91,9 +91,10 @@ def sweep(
         settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
     if twice := sorted(names & {key for one in grids.grids for key in one}):
+        whose = "--grid" if grid else "the sweep of the recipe"
         raise SettingError(
-            f"--set gives {', '.join(twice)}, of which the sweep has values of its own; leave it "
-            "out, or give a --grid of your own"
+            f"--set gives {', '.join(twice)}, of which {whose} has values too; leave one of them "
+            "out" + ", or give a --grid of your own" * (not grid)
         )
     points = points_of(chosen, grids, settings, full=full)
     if any("arm" in one for one in grids.grids):

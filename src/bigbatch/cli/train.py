@@ -17,6 +17,7 @@ from bigbatch.cli.options import (
     Out,
     Quiet,
     Runs,
+    as_typed,
     folder_of,
     given,
     note_overruled,
@@ -167,9 +168,11 @@ def train(
         return
     if ranks is not None:
         raise SettingError("--ranks is of a dry run; torchrun --nproc_per_node starts real ones")
-    settings = asked(full=full).changed({"data": folder_of(chosen, data)})
+    settings = asked(full=full)
     if changes:
-        refuse_with("a setting of a single training", given(seeds=seeds))
+        refuse_with(f"{as_typed(changes)}, of a single training,", given(seeds=seeds))
+    settings = settings.changed({"data": folder_of(chosen, data)})
+    if changes:
         _require_given(chosen, settings)
         _train_one(settings, folder, out, launch, view)
         return
@@ -194,12 +197,26 @@ def _settings(
         settings = recipe.arm(changes["arm"], settings, full=full)
     settings, names = set_by(settings.changed(given(epochs=epochs)), sets)
     settings = settings.changed(changes)
-    asked = changes.keys() | names if changes else set()  # of a study, some arm may listen
-    refuse_with(f"--policy {settings.policy}", asked & unused_by_policy(settings.policy))
-    refuse_with(
-        f"--optimizer {settings.optimizer}", asked & unused_by_optimizer(settings.optimizer)
-    )
+    if not changes:
+        return settings  # of a study, some arm may listen
+    for what, unused in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
+        value = getattr(settings, what)
+        idle = (changes.keys() | names) & unused(value)
+        said, or_ = _said(recipe, what, value, changes, names)
+        refuse_with(said, idle, names - changes.keys(), or_)
     return settings
+
+
+def _said(
+    recipe: Recipe, what: str, value: str, changes: dict[str, Any], names: set[str]
+) -> tuple[str, str]:
+    """Who chose the policy or the optimizer, as it was typed; and what to give for another."""
+    if what in changes:
+        return f"--{what} {value}", ""
+    if what in names:
+        return f"--set {what}={value}", ""
+    whose = f"--arm {changes['arm']}" if "arm" in changes else f"recipe {recipe.name}"
+    return f"{whose}, whose {what} is {value},", f", or give another --{what}"
 
 
 def _require_given(recipe: Recipe, settings: Settings) -> None:
