@@ -27,6 +27,7 @@ from bigbatch.recipes.scores import device_of, moved, sound_scores
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.trainable import CAST, require_trainable
 from bigbatch.record import StepRecord
+from bigbatch.report.divergence import divergence_of
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import Scores, row_of
@@ -53,6 +54,8 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
             if leads():
                 run.keep(training.data.keeps)
             training.to_the_end(run, view, label)
+            if leads() and (reason := divergence_of(run.rows())):
+                warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
         if leads() and (unfinished or not report.exists()):
             write_report([run], report, run.name)
 
