@@ -5,6 +5,7 @@ from statistics import median
 
 from bigbatch.report.run_directory import Row
 
+_FEWEST = 3  # steps that are the end of a short training
 _LEAST = 0.5  # a loss below it is no sign of divergence, wherever a training began
 _UP, _PEAK, _MORE = 2.0, 3.0, 1.0  # times the first loss, and so much more
 
@@ -24,7 +25,7 @@ def divergence_of(rows: Sequence[Row]) -> str:
     """
     if not rows:
         return ""
-    tail = rows[-max(1, len(rows) // 10) :]
+    tail = rows[-max(_FEWEST, len(rows) // 10) :]
     finite = [row["loss"] for row in tail if row["loss"] is not None and not row["skipped"]]
     if 2 * len(finite) <= len(tail):
         return f"{len(tail) - len(finite)} of its last {len(tail)} steps had no finite gradient"
