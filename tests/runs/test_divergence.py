@@ -27,7 +27,7 @@ def going(start, end, steps=100):
         [1e-4, 1.2, *going(0.1, 0.01)],  # with one hard sample
         [-3.0, *going(-3.0, 9.0)],  # a loss that may be negative has no such scale
         [START],
-        [None, START],
+        [None, *going(START, 1.0)],
         [],
     ],
     ids=range(11),
@@ -67,7 +67,7 @@ def test_the_command_says_it_on_the_console_in_the_table_and_in_the_report(bigba
     )
     status, out, err = bigbatch("train", "digits", *options, "--out", tmp_path / "run")
     assert 0 == status  # trained to its end, and well kept
-    assert 1 == err.count("bigbatch: note: run diverged: its loss began at 2.3, rose to")
+    assert 1 == err.count("bigbatch: note: run diverged: ")
     assert "(diverged)" in "".join(out.split())
     assert "(diverged)" in (tmp_path / "run/report.html").read_text()
     _, out, _ = bigbatch("compare", tmp_path / "run")
