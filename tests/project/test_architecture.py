@@ -11,10 +11,11 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, kernels < digest, setting_types < measure < decide < act, optim < record < step < update < loop
-# < checkpoint < public, connect, report < recipes < bench < cli
+# errors, interrupts, kernels < digest, setting_types < measure < decide < act, optim < record
+# < step < update < loop < checkpoint < public, connect, report < recipes < bench < cli
 LEVELS = {
     "errors": 0,
+    "interrupts": 0,
     "kernels": 0,
     "digest": 1,
     "setting_types": 1,

@@ -332,5 +332,5 @@ def test_all_that_a_stream_does_not_say_is_asked_for_at_once():
     stream = [torch.randn(16, 2)]
     with pytest.raises(SettingError, match="pass micro_batch= and batch_size="):
         adaptive(loader=stream)
-    with pytest.raises(SettingError, match="pass batch_size=$"):
+    with pytest.raises(SettingError, match=r"pass batch_size=$"):
         adaptive(loader=stream, micro_batch=8)

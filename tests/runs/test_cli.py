@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from bigbatch.cli import _COMMANDS, main
+from bigbatch.cli import main
+from bigbatch.cli.app import _COMMANDS
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.digits import DIGITS
 from bigbatch.report.run_directory import RunDirectory
@@ -33,7 +34,10 @@ WRONG = [
     (["train", "--virtual-ranks", "0"], "virtual_ranks=0 must be a whole number of at least 1"),
     (["train", "--epochs", "0"], "--epochs"),
     (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must lie in (0, 1]"),
-    (["train", "--gamma", "0.5"], "--optimizer momentum does not go together with --gamma"),
+    (
+        ["train", "--gamma", "0.5"],
+        "recipe digits, whose optimizer is momentum, does not go together with --gamma",
+    ),
     (["train", "--policy", "fixed", "--target", "0"], "--policy fixed does not go together with"),
     (
         ["train", "--policy", "schedule:64", "--dead-band", "0.1"],
@@ -43,9 +47,17 @@ WRONG = [
     (["train", "--policy", "simigrad:0.4", "--target", "0.3"], "not go together with --target"),
     (["train", "--policy", "simigrad:0.4,target=0.3"], "gives target twice"),
     (["train", "--seed", "4294967296"], "seed=4294967296 must be below 2^32"),
-    (["train", "--seed", "1", "--set", "gamma=0.5"], "not go together with --gamma"),
-    (["train", "--optimizer", "adam", "--set", "momentum=0.5"], "not go together with --momentum"),
-    (["train", "--arm", "fixed-32", "--set", "target=0.5"], "not go together with --target"),
+    (["train", "--seed", "1", "--set", "gamma=0.5"], "not go together with --set gamma"),
+    (
+        ["train", "--optimizer", "adam", "--set", "momentum=0.5"],
+        "not go together with --set momentum",
+    ),
+    (
+        ["train", "--arm", "fixed-32", "--set", "target=0.5"],
+        "--arm fixed-32, whose policy is fixed,",
+    ),
+    (["train", "--arm", "fixed-32", "--target", ".3"], "--arm fixed-32, whose policy is fixed,"),
+    (["train", "--set", "policy=fixed", "--target", ".3"], "--set policy=fixed does not go"),
     (["train", "--set", "arm=simigrad"], "--set cannot say 'arm': --arm has what is of one"),
     (["train", "--set", "recipe=glue"], "--set cannot say 'recipe': it is the command's first"),
     (["train", "--set", "seed=3"], "--set cannot say 'seed': give --seed, or --seeds"),
@@ -64,7 +76,10 @@ WRONG = [
     (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
     (["train", "--resume", "."], "cannot be read as a run of bigbatch"),
     (["train", "--resume", "x", "--target", "0.1"], "--resume does not go together with --target"),
-    (["train", "--target", "0.1", "--seeds", "2"], "does not go together with --seeds"),
+    (
+        ["train", "--target", "0.1", "--seeds", "2"],
+        "--target, of a single training, does not go together",
+    ),
     (["compare", "nowhere"], "there is no run directory nowhere"),
     (["report", "."], "cannot be read as a run of bigbatch"),
     (["report"], "RUN"),

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -26,9 +26,12 @@ from bigbatch.bench import (
 )
 from bigbatch.bench.timing import COLUMNS
 from bigbatch.report.figures import PICTURES, require_writable
+from bigbatch.report.live import plain_console
 
 bench = typer.Typer(
-    help="Measure what things cost on this machine, as ratios.", no_args_is_help=True
+    help="Measure what things cost on this machine, as ratios.",
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")]
@@ -38,6 +41,14 @@ Data = Annotated[
     Path | None,
     typer.Option(exists=True, help="Folder with fashion-mnist/, for gradients of a real network."),
 ]
+
+
+@bench.callback(invoke_without_command=True)
+def _show_help(context: typer.Context) -> None:
+    """Where no command is named, all are shown."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 class _Row(Protocol):
@@ -142,15 +153,19 @@ def _show(
     title: str, columns: Sequence[str], rows: Iterable[_R], total: int | None = None
 ) -> list[_R]:
     """Shows progress, then the table, as Markdown where nobody watches; returns the rows."""
-    console = Console()
+    console = plain_console()
     table = Table(*columns)
     if not console.is_terminal:
-        console = Console(width=_WIDE)
+        console = plain_console(width=_WIDE)
         table = Table(*columns, box=box.MARKDOWN)
-    console.print(title, markup=False, highlight=False)
+    console.print(title)
     seen = []
-    for row in track(rows, "measuring", total=total, console=Console(stderr=True)):
+    for row in track(rows, "measuring", total=total, console=plain_console(stderr=True)):
         table.add_row(*row.row())
         seen.append(row)
     console.print(table)
     return seen
+
+
+for _command in bench.registered_commands:
+    _command.short_help = getdoc(_command.callback)  # the list shows all of it

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from bigbatch.recipes.dry_run import MOMENTS, DryRun, Planned, Stated, dry_run, sources
@@ -35,11 +34,11 @@ def show_dry_run(
     }
     stated = {full: sources(recipe, asked, full=full) for full, asked in settings.items()}
     title = f"{recipe.name}: {recipe.summary} ({recipe.paper})"
-    console.print(escape(title), highlight=False)
+    console.print(title)
     console.print(_settings_table(stated))
     console.print(_facts_table({full: facts(run) for full, run in runs.items()}))
     for line in _notes(recipe, settings, runs):
-        console.print(escape(line), highlight=False)
+        console.print(line)
 
 
 def facts(run: DryRun) -> Rows:
@@ -105,7 +104,7 @@ def _settings_table(stated: Mapping[bool, Mapping[str, Stated]]) -> Table:
     last = stated[max(stated)]
     for name in names:
         values = [_marked(listed[name]) for listed in stated.values()]
-        table.add_row(name, *map(escape, values), escape(last[name].source))
+        table.add_row(name, *values, last[name].source)
     return table
 
 

@@ -40,11 +40,25 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse_with(what: str, names: Iterable[str]) -> None:
-    """Raises SettingError where options were given that do not go together with `what`."""
-    listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
-    if listed:
-        raise SettingError(f"{what} does not go together with {listed}; leave them out")
+def as_typed(names: Iterable[str], by_set: Iterable[str] = ()) -> str:
+    """Settings as the command line said them: --lr, or --set lr."""
+    told = frozenset(by_set)
+    return ", ".join(
+        f"--set {name}" if name in told else f"--{name.replace('_', '-')}" for name in sorted(names)
+    )
+
+
+def refuse_with(what: str, names: Iterable[str], by_set: Iterable[str] = (), or_: str = "") -> None:
+    """Raises SettingError where options were given that do not go together with `what`.
+
+    Args:
+        what: as it was typed, or whose value it is.
+        names: of the options.
+        by_set: those of them that --set said.
+        or_: what else may be done about it.
+    """
+    if listed := as_typed(names, by_set):
+        raise SettingError(f"{what} does not go together with {listed}; leave them out{or_}")
 
 
 def set_by(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:

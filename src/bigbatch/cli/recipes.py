@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from bigbatch.errors import MissingPackageError, RunError
@@ -15,7 +13,7 @@ from bigbatch.recipes.data.origin import HERE, Origin
 from bigbatch.recipes.footprint import parameters_of
 from bigbatch.recipes.recipe import Changes, Recipe
 from bigbatch.recipes.sweep import points_of
-from bigbatch.report.live import LiveView
+from bigbatch.report.live import LiveView, plain_console
 
 _COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
 _NARROW = {"recipe", "weights", "minutes"}  # are never broken
@@ -28,7 +26,7 @@ def recipes(
     ] = None,
 ) -> None:
     """Lists what can be trained; of one, its arms, data and commands."""
-    view = LiveView(Console())
+    view = LiveView(plain_console())
     if name in EXPERIMENTS:
         view.say(f"{name}: {EXPERIMENTS[name].summary}")
         view.say(f"  bigbatch train {name}")
@@ -51,7 +49,7 @@ def _table(data: Path | None) -> Table:
         weights = "\n".join(_weights(recipe, full=full) for full in (False, True))
         held = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
         row = (recipe.name, recipe.paper, held, weights, f"{recipe.minutes:g}")
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     return table
 
 

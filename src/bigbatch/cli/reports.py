@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bigbatch.cli.options import DEAD_BAND, POLICY, SMOOTHING, WARM_UP, given
 from bigbatch.decide.named import policy_named
 from bigbatch.errors import SettingError
 from bigbatch.report.figures import PICTURES, require_writable
-from bigbatch.report.live import LiveView
+from bigbatch.report.live import LiveView, plain_console
 from bigbatch.report.metrics import history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.replay import replay as replayed
@@ -26,10 +25,10 @@ _OURS = "Replaces only what bigbatch wrote."
 def compare(paths: Paths) -> None:
     """Shows runs and studies in one table.
 
-    Two studies: [bold]bigbatch compare runs/digits-1 runs/digits-2[/]
+    Two studies: bigbatch compare runs/digits-1 runs/digits-2
     """
     histories = [history_of(run) for path in paths for run in find_runs(path)]
-    LiveView(Console()).table(table_of(histories), seeds_of(histories))
+    LiveView(plain_console()).table(table_of(histories), seeds_of(histories))
 
 
 def report(
@@ -41,11 +40,11 @@ def report(
 ) -> None:
     """Writes the report of runs and studies side by side.
 
-    Into the study itself: [bold]bigbatch report runs/digits-1[/]
+    Into the study itself: bigbatch report runs/digits-1
 
-    Two studies side by side: [bold]bigbatch report runs/digits-1 runs/digits-2 -o both.html[/]
+    Two studies side by side: bigbatch report runs/digits-1 runs/digits-2 -o both.html
 
-    The curves as a picture: [bold]bigbatch report runs/digits-1 -o curves.png[/]
+    The curves as a picture: bigbatch report runs/digits-1 -o curves.png
     """
     if out is None and len(paths) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
@@ -56,7 +55,7 @@ def report(
     runs = [run for path, sweep in swept for run in (sweep.drawn if sweep else find_runs(path))]
     sweeps = [sweep for _, sweep in swept if sweep is not None]
     write_report(runs, place, " and ".join(path.resolve().name for path in paths), sweeps)
-    LiveView(Console()).say(f"report: {place}")
+    LiveView(plain_console()).say(f"report: {place}")
 
 
 def replay(
@@ -74,8 +73,8 @@ def replay(
 ) -> None:
     """Shows what other policies would have chosen on a finished run's log, and at what cost.
 
-    Two of them: [bold]bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
-    --policy "schedule:32, x2 every 8K samples" --smoothing 2000[/]
+    Two of them: bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
+    --policy "schedule:32, x2 every 8K samples" --smoothing 2000
 
     The log's signal and noise are taken as they are: docs/policies.md says what that leaves out.
     """
@@ -90,7 +89,7 @@ def replay(
     policies = {text: policy_named(text) for text in policy}
     if out is not None:
         require_writable(out, PICTURES)
-    view = LiveView(Console())
+    view = LiveView(plain_console())
     histories = [history_of(run) for path in paths for run in find_runs(path)]
     measured = [history for history in histories if history.measured]
     for history in histories:

@@ -1,5 +1,6 @@
 """One command from its start to its exit status: what goes wrong on purpose is one line."""
 
+import signal
 import sys
 import warnings
 from typing import Any
@@ -8,7 +9,8 @@ import typer
 from typer.exceptions import TyperException
 
 from bigbatch.errors import BigbatchError
-from bigbatch.recipes.launch import INTERRUPTED, Launch, heard_if_leading
+from bigbatch.interrupts import INTERRUPTED, ignore, interrupts_by
+from bigbatch.recipes.launch import Launch, heard_if_leading
 from bigbatch.recipes.ranks import leads
 
 
@@ -17,9 +19,12 @@ def run(app: typer.Typer) -> None:
     warnings.showwarning = _one_line_warning
     launch = Launch()
     try:
-        launch = Launch.join(trains=sys.argv[1:2] == ["train"])
-        with heard_if_leading():
-            status = app(standalone_mode=False, obj=launch) or 0
+        try:
+            launch = Launch.join(trains=sys.argv[1:2] == ["train"])
+            with heard_if_leading(), interrupts_by(signal.default_int_handler):
+                status = app(standalone_mode=False, obj=launch) or 0
+        finally:
+            ignore()
     except (BigbatchError, TyperException, OSError) as error:
         launch.tell(_line_of(error))
         status = 2

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bigbatch.cli.options import (
     Data,
@@ -27,7 +26,7 @@ from bigbatch.recipes.study import report_study
 from bigbatch.recipes.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch.report.config import read_sweep
 from bigbatch.report.files import reserve
-from bigbatch.report.live import LiveView
+from bigbatch.report.live import LiveView, plain_console
 
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
 _SEEDS = 3
@@ -65,15 +64,15 @@ def sweep(
 ) -> None:
     """Trains a recipe at every point of a grid, several trainings at a time.
 
-    The recipe's own sweep: [bold]bigbatch sweep digits[/]
+    The recipe's own sweep: bigbatch sweep digits
 
-    Another: [bold]bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr[/]
+    Another: bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr
 
-    What it would train: [bold]bigbatch sweep digits --dry-run[/]
+    What it would train: bigbatch sweep digits --dry-run
 
-    After an interruption: [bold]bigbatch sweep --resume runs/digits-sweep-1[/]
+    After an interruption: bigbatch sweep --resume runs/digits-sweep-1
     """
-    view = LiveView(Console(), quiet=quiet)
+    view = LiveView(plain_console(), quiet=quiet)
     if not alone():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if resume is not None:
@@ -92,9 +91,10 @@ def sweep(
         settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
     if twice := sorted(names & {key for one in grids.grids for key in one}):
+        whose = "--grid" if grid else "the sweep of the recipe"
         raise SettingError(
-            f"--set gives {', '.join(twice)}, of which the sweep has values of its own; leave it "
-            "out, or give a --grid of your own"
+            f"--set gives {', '.join(twice)}, of which {whose} has values too; leave one of them "
+            "out" + ", or give a --grid of your own" * (not grid)
         )
     points = points_of(chosen, grids, settings, full=full)
     if any("arm" in one for one in grids.grids):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from bigbatch.cli.dry_run import show_dry_run
 from bigbatch.cli.options import (
@@ -18,6 +17,7 @@ from bigbatch.cli.options import (
     Out,
     Quiet,
     Runs,
+    as_typed,
     folder_of,
     given,
     note_overruled,
@@ -35,7 +35,7 @@ from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study, training_at
 from bigbatch.recipes.unused import unused_by_optimizer, unused_by_policy
 from bigbatch.report.files import release, reserve
-from bigbatch.report.live import LiveView
+from bigbatch.report.live import LiveView, plain_console
 from bigbatch.report.run_directory import RunDirectory
 
 
@@ -95,24 +95,24 @@ def train(
 ) -> None:
     """Trains a recipe: its whole study, or one training where a setting is given.
 
-    The digits study, 3 seeds: [bold]bigbatch train[/]
+    The digits study, 3 seeds: bigbatch train
 
-    The same with 5 seeds: [bold]bigbatch train digits --seeds 5[/]
+    The same with 5 seeds: bigbatch train digits --seeds 5
 
-    One training of your own: [bold]bigbatch train digits --target 0.5 --optimizer vr-adam[/]
+    One training of your own: bigbatch train digits --target 0.5 --optimizer vr-adam
 
-    At the paper's scale: [bold]bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad[/]
+    At the paper's scale: bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad
 
-    What that would take, without any data: [bold]bigbatch train cifar10-resnet18 --dry-run[/]
+    What that would take, without any data: bigbatch train cifar10-resnet18 --dry-run
 
-    Figures 1 and 3 of the VRGD paper: [bold]bigbatch train linear-regression[/]
+    Figures 1 and 3 of the VRGD paper: bigbatch train linear-regression
 
-    On two ranks: [bold]torchrun --nproc_per_node 2 -m bigbatch train digits[/]
+    On two ranks: torchrun --nproc_per_node 2 -m bigbatch train digits
 
-    After an interruption: [bold]bigbatch train --resume runs/digits-1[/]
+    After an interruption: bigbatch train --resume runs/digits-1
     """
     launch: Launch = context.obj
-    view = LiveView(Console(), quiet=quiet)
+    view = LiveView(plain_console(), quiet=quiet)
     changes = given(
         policy=policy,
         target=target,
@@ -168,9 +168,11 @@ def train(
         return
     if ranks is not None:
         raise SettingError("--ranks is of a dry run; torchrun --nproc_per_node starts real ones")
-    settings = asked(full=full).changed({"data": folder_of(chosen, data)})
+    settings = asked(full=full)
     if changes:
-        refuse_with("a setting of a single training", given(seeds=seeds))
+        refuse_with(f"{as_typed(changes)}, of a single training,", given(seeds=seeds))
+    settings = settings.changed({"data": folder_of(chosen, data)})
+    if changes:
         _require_given(chosen, settings)
         _train_one(settings, folder, out, launch, view)
         return
@@ -195,12 +197,26 @@ def _settings(
         settings = recipe.arm(changes["arm"], settings, full=full)
     settings, names = set_by(settings.changed(given(epochs=epochs)), sets)
     settings = settings.changed(changes)
-    asked = changes.keys() | names if changes else set()  # of a study, some arm may listen
-    refuse_with(f"--policy {settings.policy}", asked & unused_by_policy(settings.policy))
-    refuse_with(
-        f"--optimizer {settings.optimizer}", asked & unused_by_optimizer(settings.optimizer)
-    )
+    if not changes:
+        return settings  # of a study, some arm may listen
+    for what, unused in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
+        value = getattr(settings, what)
+        idle = (changes.keys() | names) & unused(value)
+        said, or_ = _said(recipe, what, value, changes, names)
+        refuse_with(said, idle, names - changes.keys(), or_)
     return settings
+
+
+def _said(
+    recipe: Recipe, what: str, value: str, changes: dict[str, Any], names: set[str]
+) -> tuple[str, str]:
+    """Who chose the policy or the optimizer, as it was typed; and what to give for another."""
+    if what in changes:
+        return f"--{what} {value}", ""
+    if what in names:
+        return f"--set {what}={value}", ""
+    whose = f"--arm {changes['arm']}" if "arm" in changes else f"recipe {recipe.name}"
+    return f"{whose}, whose {what} is {value},", f", or give another --{what}"
 
 
 def _require_given(recipe: Recipe, settings: Settings) -> None:

@@ -105,6 +105,7 @@ class Controller:
         self.base_batch = base_batch
         self.min_batch: int = getattr(policy, "min_batch", 1)
         self.max_batch: int | None = getattr(policy, "max_batch", None)
+        self.start = batch_size  # as it was asked for, whatever the bounds make of it
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
 

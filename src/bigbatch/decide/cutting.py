@@ -73,8 +73,8 @@ class Cutting:
             raise SettingError(
                 f"{samples} samples of an epoch are too few for {self.ranks} (virtual) ranks"
             )
-        start, asked = controller.decision.batch_size, controller.min_batch
-        start = start if batch_size is None else batch_size
+        asked, begins = controller.min_batch, controller.decision.reason == "start"
+        start = controller.start if begins else controller.decision.batch_size
         if samples is not None and asked > samples:
             raise SettingError(f"min_batch={asked} exceeds the {samples} samples of an epoch")
         controller.limit(max_batch=samples)
@@ -88,7 +88,8 @@ class Cutting:
         controller.limit(min_batch=smallest)
         if controller.decision.batch_size != start:
             warnings.warn(
-                f"batch_size={start} is out of bounds; training starts with "
+                f"batch_size={start} is out of bounds; min_batch={controller.min_batch} and "
+                f"max_batch={controller.max_batch} hold, so training starts with "
                 f"{controller.decision.batch_size}",
                 stacklevel=4,
             )

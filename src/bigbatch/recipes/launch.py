@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from bigbatch.errors import RankError
+from bigbatch.interrupts import INTERRUPTED, ignore
 from bigbatch.measure.source import is_of_network
 from bigbatch.recipes import ranks
 from bigbatch.report.config import launch_of
 from bigbatch.report.files import has_begun, release, require_free
-
-INTERRUPTED = 130
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # of every launch that was given no name and no rendezvous
@@ -140,6 +139,7 @@ class Launch:
         except KeyboardInterrupt:
             if not has_begun(place):
                 raise
+            ignore()  # torchrun sends it twice
             self.tell(f"interrupted; `bigbatch {command} --resume {place}` goes on")
             sys.exit(INTERRUPTED)
         finally:

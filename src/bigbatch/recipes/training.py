@@ -27,6 +27,7 @@ from bigbatch.recipes.scores import device_of, moved, sound_scores
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.trainable import CAST, require_trainable
 from bigbatch.record import StepRecord
+from bigbatch.report.divergence import divergence_of
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import Scores, row_of
@@ -52,13 +53,15 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
         if unfinished:
             from_leader(lambda: run.keep(training.data.keeps))
             training.to_the_end(run, view, label)
-        from_leader(lambda: _end(run, reported=not unfinished))
+        from_leader(lambda: _end(run, trained=unfinished))
 
 
-def _end(run: RunDirectory, *, reported: bool) -> None:
-    """Writes the report, where there is none of the whole run."""
+def _end(run: RunDirectory, *, trained: bool) -> None:
+    """Says that the training diverged, and writes the report where there is none of all of it."""
     report = run.path / "report.html"
-    if not (reported and report.exists()):
+    if trained and (reason := divergence_of(run.rows())):
+        warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
+    if trained or not report.exists():
         write_report([run], report, run.name)
     run.require_whole()
 

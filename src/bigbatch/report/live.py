@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -21,11 +22,21 @@ _LINES = 5  # of a training, where there is no terminal
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
 
 
+def plain_console(**options: Any) -> Console:
+    """A console on which brackets and colons are text, of paths and policies too, not style.
+
+    Args:
+        options: of rich's own.
+    """
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
 class LiveView:
     """Shows trainings one after another.
 
     Args:
-        console: where to; in a terminal a bar is redrawn, elsewhere a few lines are printed.
+        console: where to, a `plain_console`; in a terminal a bar is redrawn, elsewhere a few lines
+            are printed.
         quiet: show nothing but what `say` and `table` are given.
     """
 
@@ -35,7 +46,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """One line that stays."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def table(self, found: Table, title: str) -> None:
         """The results; where the console is too narrow for whole words, they are folded."""
@@ -132,13 +143,13 @@ class TrainingView:
 
 def _shown(found: Table, title: str, *, folds: bool) -> Shown:
     headers = [column.replace(" ", "\n") for column in found.columns]
-    table = Shown(*headers, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table = Shown(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
     table.columns[0].overflow, table.columns[0].min_width = "fold", 8
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", not folds
         column.overflow = "fold" if folds else "ellipsis"
     for row in found.rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     return table
 
 

@@ -11,6 +11,7 @@ from bigbatch.decide.named import target_of
 from bigbatch.errors import RunError, SettingError
 from bigbatch.record import StepRecord
 from bigbatch.report.config import BEFORE
+from bigbatch.report.divergence import divergence_of
 from bigbatch.report.run_directory import Row, RunDirectory
 from bigbatch.report.schema import SCHEMA, require_step
 
@@ -209,6 +210,8 @@ def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str
         return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     runs = begun
+    diverged = sum(bool(divergence_of(run.rows)) for run in runs)
+    name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
     last = [run.rows[-1] for run in runs]
     return (
         name,

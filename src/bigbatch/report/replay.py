@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from bigbatch.decide.controller import Controller
@@ -203,7 +202,7 @@ def _walk(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> W
 def table_of_replay(found: Replay) -> Table:
     """Costs of the run itself and of each policy, in 80 columns where names allow."""
     title = f"{found.history.label}: {found.trace.samples:,} samples"
-    table = Table(*COLUMNS, *EQUAL, title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table = Table(*COLUMNS, *EQUAL, title=title, title_justify="left", box=SIMPLE_HEAD)
     table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
@@ -213,7 +212,7 @@ def table_of_replay(found: Replay) -> Table:
         share = goal / progress if progress > 0 else float("nan")
         numbers = (steps, found.trace.samples / steps)
         table.add_row(
-            escape(walk.name),
+            walk.name,
             *(f"{number:,.0f}" for number in numbers),
             f"{found.time.of(walk.batches):,.1f}",
             f"{progress:,.1f}",

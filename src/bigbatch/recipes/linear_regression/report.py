@@ -27,6 +27,7 @@ from bigbatch.recipes.linear_regression.study import PASSES, LawFindings, study
 from bigbatch.recipes.linear_regression.tables import Table, details_of, numbers_of, tables_of
 from bigbatch.report.figures import as_svg
 from bigbatch.report.files import made_whole, write_atomically
+from bigbatch.report.live import plain_console
 
 _WIDE = 200  # columns of a file
 _DPI = 90
@@ -45,14 +46,15 @@ def run(place: Path, seeds: int, quiet: bool) -> None:
     with made_whole(place) as folder:
         findings = _measured(seeds, quiet)
         write(findings, folder, place.name)
-    show(tables_of(findings), Console())
-    Console().print(f"report: {place / 'report.html'}", highlight=False, soft_wrap=True)
+    console = plain_console()
+    show(tables_of(findings), console)
+    console.print(f"report: {place / 'report.html'}", soft_wrap=True)
 
 
 def _measured(seeds: int, quiet: bool) -> list[LawFindings]:
     torch.set_num_threads(1)  # tensors this small gain nothing from more
     findings = []
-    with Progress(console=Console(stderr=True), disable=quiet) as progress:
+    with Progress(console=plain_console(stderr=True), disable=quiet) as progress:
         task = progress.add_task("", total=PASSES * STEPS * len(LAWS))
         for law in LAWS:
             progress.update(task, description=f"inputs {law.name}".ljust(19))
@@ -96,7 +98,7 @@ def _about() -> dict[str, Any]:
 def show(tables: Sequence[Table], console: Console) -> None:
     """Prints the tables, as Markdown where nobody watches."""
     watched = console.is_terminal
-    console = console if watched else Console(width=_WIDE)
+    console = console if watched else plain_console(width=_WIDE)
     for table in tables:
         shown = Shown(
             *table.columns,
@@ -107,5 +109,5 @@ def show(tables: Sequence[Table], console: Console) -> None:
         for row in table.rows:
             shown.add_row(*row)
         if not watched:
-            console.print(f"\n{table.title}\n", highlight=False)
+            console.print(f"\n{table.title}\n")
         console.print(shown)
