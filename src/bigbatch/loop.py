@@ -28,7 +28,7 @@ from bigbatch.decide.plan import BatchPlan
 from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
-from bigbatch.measure.source import GradientSource
+from bigbatch.measure.source import GradientSource, parameters_of
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.record import Reading, StepRecord
 from bigbatch.step import Common, Step, trained_by
@@ -326,7 +326,7 @@ class AdaptiveBatch:
             )
         meter.source.explicit = True
         meter.scaler = self.scaler
-        if not set(self._watch_trained()) & set(self.model.parameters()):
+        if not set(self._watch_trained()) & set(parameters_of(self.model)):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
         if isinstance(self.optimizer, VarianceReduced):
             self.optimizer.share(meter.source)

@@ -39,6 +39,18 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
     return PlainSource(model.parameters())
 
 
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Its parameters as optimizers train them: sharded under fully_shard, after a forward too.
+
+    A forward without backward leaves whole ones in the modules; they are resharded.
+    """
+    if _is_fully_sharded(list(model.modules())):
+        from bigbatch.measure.source.fsdp2 import reshard
+
+        reshard(model)
+    return list(model.parameters())
+
+
 def _is_fully_sharded(modules: list[nn.Module]) -> bool:
     """Without importing FSDP2 for those who do not use it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
