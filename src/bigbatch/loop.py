@@ -179,6 +179,11 @@ class AdaptiveBatch:
         return self._update.record
 
     @property
+    def lr_factor(self) -> float:
+        """What the next step's learning rate is multiplied by, before that step is measured."""
+        return self._update.factor(self.plan.batch_size, None)
+
+    @property
     def scheduler(self) -> LRScheduler | None:
         """The scheduler that is advanced in base batches; may be set before the first step."""
         return self._update.clock.scheduler
