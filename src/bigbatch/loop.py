@@ -33,7 +33,7 @@ from bigbatch.decide.policy import Decision, Policy
 from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.measure.meter import GradientMeter
 from bigbatch.measure.slots import Slots
-from bigbatch.measure.source import GradientSource
+from bigbatch.measure.source import GradientSource, parameters_of
 from bigbatch.optim.variance_reduced import VarianceReduced, kind_of
 from bigbatch.record import Reading, StepRecord
 from bigbatch.setting_types import Count, checked
@@ -189,6 +189,11 @@ class AdaptiveBatch:
     def record(self) -> StepRecord | None:
         """Of the last step; None before the first."""
         return self._update.record
+
+    @property
+    def lr_factor(self) -> float:
+        """What the next step's learning rate is multiplied by, before that step is measured."""
+        return self._update.factor(self.plan.batch_size, None)
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -348,7 +353,7 @@ class AdaptiveBatch:
         require_no_closure(self.optimizer)
         meter.source.explicit = True
         meter.scaler = self.scaler
-        if not set(self._watch_trained()) & set(self.model.parameters()):
+        if not set(self._watch_trained()) & set(parameters_of(self.model)):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
         if isinstance(self.optimizer, VarianceReduced):
             self.optimizer.share(meter.source)

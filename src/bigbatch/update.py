@@ -13,6 +13,7 @@ from bigbatch.act.progress import BaseBatchClock
 from bigbatch.decide.controller import Controller, has_state
 from bigbatch.decide.policy import Decision, Progress
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.measure.noise import GradientNoise
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.record import Reading, StepRecord
 
@@ -70,7 +71,7 @@ class Update:
         if self._half_done:
             raise LoopError("update() has failed half way before; load a state from before it")
         held, seconds = self._controller.decision, fmean(seconds for seconds, _ in step.told)
-        factor = self._scaling(step.samples, self.clock.base_batch, step.noise) * held.lr_factor
+        factor = self.factor(step.samples, step.noise)
         with multiplied(self._optimizer, factor) as lr:
             self._half_done = True
             decision = self._decide(step, lr, seconds, decides=decides)
@@ -97,6 +98,11 @@ class Update:
             seconds=seconds,
             factors=self._reduced.factors if self._reduced and step.finite else None,
         )
+
+    def factor(self, batch_size: int, noise: GradientNoise | None) -> float:
+        """What the learning rate is multiplied by in a step of so many samples."""
+        scale: float = self._scaling(batch_size, self.clock.base_batch, noise)
+        return scale * self._controller.decision.lr_factor
 
     def step_optimizer(self, finite: bool) -> None:
         """The optimizer's own step; where the gradient is not finite, what the scaler wants."""

@@ -1,9 +1,9 @@
 """The DeepSpeed connection in one process: its face, its loops, and what it refuses."""
 
 import argparse
+import io
 import itertools
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import pytest
 import torch
@@ -119,6 +119,42 @@ def test_a_fixed_batch_is_deepspeeds_own_training(deepspeed_ranks, layout):
     assert pytest.approx(plain, abs=1e-6) == ours
 
 
+# DeepSpeed's module by our name
+
+
+FORWARDED = """
+from bigbatch.connect import deepspeed
+from bigbatch.connect.deepspeed import add_config_arguments, comm, zero
+import argparse
+import deepspeed as theirs
+
+named = [name for name in dir(theirs) if name.islower() and not name.startswith("__")]
+assert set(named) <= set(dir(deepspeed))
+named.remove("initialize")
+others = [name for name in named if getattr(deepspeed, name) is not getattr(theirs, name)]
+assert not others, others
+assert (comm, zero.Init) == (theirs.comm, theirs.zero.Init)
+assert deepspeed.initialize is not theirs.initialize
+assert deepspeed.init_distributed is theirs.init_distributed
+assert deepspeed.__version__ == theirs.__version__
+assert add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed"]).deepspeed
+try:
+    deepspeed.no_such_name
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_what_is_not_ours_is_deepspeeds_own():
+    ended = subprocess.run(
+        [sys.executable, "-c", FORWARDED], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert 0 == ended.returncode, ended.stderr
+    assert ended.stdout.splitlines()[-1] == (
+        "module 'bigbatch.connect.deepspeed' has no attribute 'no_such_name', nor has deepspeed"
+    )
+
+
 # the call of the paper's README, and the loop that its readers wrote
 
 
@@ -208,6 +244,56 @@ def assert_stepped(model, given, lr, weights):
     assert apart(model.parameters(), weights) < 1e-6
 
 
+def logged(engine):
+    """What the paper's scripts log after each step."""
+    params, cosine = engine.adaptive_batch_params, engine.cos_placeholder
+    assert torch.Size([]) == cosine.shape
+    with pytest.raises(TypeError):
+        params["global_lr_modifier"] = 2.0
+    assert 1 == engine.gradient_step_size
+    return (
+        cosine.item(),
+        engine.train_batch_size(),
+        params["global_lr_modifier"],
+        params["original_batch_size"],
+        params["batch_size_similiarity_record"],
+        params["similarity_target"],
+    )
+
+
+def logs(rank, ranks):
+    """Before the first step, and after each of three; without a schedule."""
+    engine, _, loader, _ = engine_of(rank, ranks, lr_scheduler=None)
+    first, micro_batches = logged(engine), iter(loader)
+    steps = [(train_steps(engine, micro_batches, 1)[0], logged(engine)) for _ in range(3)]
+    return first, steps
+
+
+def test_what_the_papers_scripts_read_is_there(deepspeed_ranks):
+    first, steps = deepspeed_ranks(1)(logs)[0]
+    assert math.isnan(first[0])
+    assert (BATCH, 1.0, BATCH, {}, PARAMS["similarity_target"]) == first[1:]
+    assert len({batch for _, (_, batch, *_) in steps}) > 1
+    for record, (cosine, batch, modifier, base, _, _) in steps:
+        assert pytest.approx(record.similarity, rel=1e-6) == cosine  # of float32
+        assert math.sqrt(batch / BATCH) == modifier
+        assert BATCH == base
+    for (_, (_, _, modifier, *_)), (record, _) in itertools.pairwise(steps):
+        assert pytest.approx(0.1 * modifier) == record.lr[0]
+    assert {record.batch_size: record.similarity for record, _ in steps} == steps[-1][1][4]
+
+
+def logs_of_plain(rank, ranks):
+    params = {"enable_adjust": False, "similarity_target": -0.1}
+    return logged(engine_of(rank, ranks, adaptive_batch_params=params, training_data=None)[0])
+
+
+def test_it_is_there_without_adaptation_too(deepspeed_ranks):
+    (cosine, *others) = deepspeed_ranks(1)(logs_of_plain)[0]
+    assert math.isnan(cosine)
+    assert [BATCH, 1.0, BATCH, {}, -0.1] == others
+
+
 RAGGED = [7, 3, 12, 1, 9]
 
 
@@ -293,21 +379,17 @@ def test_a_policy_beside_the_papers_is_refused():
 
 
 def lines_of(rank, ranks, verbose):
+    """What is printed at DeepSpeed's own log level."""
+    from deepspeed.utils import logger
+
+    before = logger.level
     engine, _, loader, _ = engine_of(
         rank, ranks, adaptive_batch_params={**PARAMS, "verbose": verbose}
     )
-    from deepspeed.utils import logger
-
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    logger.setLevel(before)
+    with redirect_stdout(io.StringIO()) as printed:
         records = train_steps(engine, loader, 2)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.ERROR)
+    lines = printed.getvalue().splitlines()
     return [line.partition("] ")[2] for line in lines if "similarity" in line], records
 
 
@@ -395,7 +477,7 @@ REFUSED = {
         {},
         {"managed_gradient_accumulation": False},
         "1",
-        '"managed_gradient_accumulation": false: the accumulation is what adapts',
+        '"managed_gradient_accumulation": false: every engine.step() would be an update, so that',
     ),
     "experts": ({"model": experts}, {}, "0", "mixture of experts: it was not tried"),
     "mpu": ({"mpu": Mpu()}, {}, "0", "tensor or model parallelism: it was not tried"),

@@ -16,9 +16,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+import bigbatch as bb
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.optim import VRSGD
 from parallel import (
     ENGINES,
     EQUAL,
@@ -432,3 +435,46 @@ def abandoned(rank, ranks, *, wrapper):
 def test_steps_that_nobody_reads_do_not_add_up(ranks, wrapper):
     answers = [one_step(network, 2, EQUAL[:3])]
     assert all_close(answers, ranks(3)(partial(abandoned, wrapper=wrapper)))
+
+
+# torch's composable replicate()
+
+
+def replicated(rank, ranks, newer):
+    """What is said by everything that takes the model, and by an optimizer that does not."""
+    if newer:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        model = replicate(network(), mesh=init_device_mesh("cpu", (ranks,)))
+    else:
+        from torch.distributed._composable import replicate
+
+        model = replicate(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.zeros(64, 5), 8)
+    messages = []
+    for make in (
+        lambda: GradientMeter(model),
+        lambda: bb.AdaptiveBatch(model, optimizer, loader, policy=bb.SimiGrad()),
+        lambda: bb.AdaptiveBatch(nn.Sequential(model), optimizer, loader, policy=bb.SimiGrad()),
+        lambda: trained_by_itself(model),
+    ):
+        with pytest.raises((SettingError, GradientError)) as refused:
+            make()
+        messages.append(str(refused.value))
+    return messages
+
+
+def trained_by_itself(model):
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["over ddp", "over fsdp2"])
+def test_composable_replicate_is_refused_by_its_name(ranks, newer):
+    by_itself = "DistributedDataParallel" if newer else "under DDP call optimizer.attach"
+    for *of_model, alone in ranks(2)(replicated, newer):
+        assert {True} == {"replicate() of torch.distributed" in message for message in of_model}
+        assert {True} == {"DistributedDataParallel, or by fully_shard" in m for m in of_model}
+        assert by_itself in alone

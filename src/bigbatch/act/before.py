@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigbatch.act.loader import Loader
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.errors import SettingError
+from bigbatch.measure.source import MADE_LATE, are_freed, parameters_of
 
 
 class Before:
@@ -32,7 +33,9 @@ class Before:
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
         self._groups = [dict(group) for group in optimizer.param_groups]
         held = [p for group in self._groups for p in group["params"]]
-        parameters = dict.fromkeys([*model.parameters(), *held])
+        parameters = dict.fromkeys([*parameters_of(model), *held])
+        if are_freed(parameters):
+            raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
         self._parameters = [
             (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
         ]

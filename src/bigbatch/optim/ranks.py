@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.measure.source import GradientSource, PlainSource
+from bigbatch.measure.source import MADE_LATE, GradientSource, PlainSource
 
 Join = Callable[[Tensor], None]
 
@@ -26,14 +26,14 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
         return _LeafSource(parameters, optimizer)
-    if len(sharded) < len(parameters):
-        raise SettingError(
-            f"{len(sharded)} of {len(parameters)} parameters are sharded; wrap the root module by "
-            "fully_shard too"
-        )
     from bigbatch.measure.source.mesh import require_one_mesh
     from bigbatch.measure.source.shards import ShardSource
 
+    if len(sharded) < len(parameters):
+        raise SettingError(
+            f"{len(sharded)} of {len(parameters)} parameters are sharded; wrap the root module by "
+            f"fully_shard too. Where it is wrapped: {MADE_LATE}"
+        )
     require_one_mesh(sharded)
     return ShardSource(parameters)
 
@@ -50,7 +50,7 @@ class _LeafSource(PlainSource):
             raise GradientError(
                 f"{self._optimizer} on {dist.get_world_size()} ranks was not told who shares the "
                 "gradients: under DDP call optimizer.attach(ddp_model) once; under fully_shard "
-                "make the optimizer after it"
+                "make the optimizer after it, and before any forward"
             )
 
 

@@ -1,4 +1,7 @@
-"""SimiGrad as a plug-in to DeepSpeed: the unmodified release's engine, specialised in place."""
+"""SimiGrad as a plug-in to DeepSpeed: the unmodified release's engine, specialised in place.
+
+Also everything that DeepSpeed's own module has, for scripts that call it by one name.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,6 +34,7 @@ from bigbatch.connect.deepspeed.fold import (
     require_not_made,
     tell_layers,
 )
+from bigbatch.connect.deepspeed.fork import put_on
 from bigbatch.connect.deepspeed.layout import layout_of
 from bigbatch.connect.deepspeed.params import AdaptiveBatchParams, warn_of_number
 from bigbatch.connect.deepspeed.schedule import advanceable
@@ -70,7 +74,8 @@ def initialize(
     `engine.train_micro_batch_size_per_gpu()` samples where `max_micro_batch_size` is given, else of
     the configured size; then the accumulation alone changes. The scheduler is advanced once per
     configured batch of samples, and not once per update. With adaptation off the engine is
-    DeepSpeed's own.
+    DeepSpeed's own. Whatever else DeepSpeed has (`init_distributed`, `zero.Init` ...) this module
+    has too.
 
     Args:
         args: as DeepSpeed's.
@@ -103,6 +108,8 @@ def initialize(
         plain: tuple[Any, Any, Any, Any]
         plain = deepspeed.initialize(training_data=training_data, **given)
         require_not_made(plain[0])
+        if adaptive_batch_params is not None:
+            put_on(plain[0], params)
         return plain
     if policy is not None and params.enable_adjust:
         raise SettingError("policy= and enable_adjust both decide; pass one of them")
@@ -128,8 +135,19 @@ def initialize(
         scheduler=advanceable(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )
-    AdaptiveEngine.adapt(engine, train, params.verbose)
+    AdaptiveEngine.adapt(engine, train, params)
     return engine, wrapped, None if announces else EngineLoader(engine), scheduler
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever else DeepSpeed has, so that a script changes its import alone."""
+    if not hasattr(deepspeed, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has deepspeed")
+    return getattr(deepspeed, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(deepspeed)})
 
 
 class EngineLoader:

@@ -1,18 +1,20 @@
 """DeepSpeed's engine, whose accumulation and micro-batch follow an AdaptiveBatch."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import print_dist
 from torch import Tensor, nn
 
 from bigbatch.act.announced import Announced
 from bigbatch.act.samples import Batch, count_samples
 from bigbatch.checkpoint import RankStates
+from bigbatch.connect.deepspeed.fork import GRADIENT_STEP_SIZE, cosine, readable
+from bigbatch.connect.deepspeed.params import AdaptiveBatchParams
 from bigbatch.connect.deepspeed.source import ZeroSource
 from bigbatch.connect.driven import Driven
 from bigbatch.errors import BatchError, GradientError, LoopError
@@ -33,11 +35,13 @@ class AdaptiveEngine(DeepSpeedEngine):
     Made of an engine by `adapt`; everything else is DeepSpeed's. `engine.bigbatch` is the
     AdaptiveBatch, `engine.bigbatch.record` what the last step was; `train_batch_size()`,
     `train_micro_batch_size_per_gpu()` and `gradient_accumulation_steps()` are those of the next.
+    What the SimiGrad paper's scripts read is there too: docs/deepspeed.md.
     """
 
     bigbatch: AdaptiveBatch
     _driven: Driven
-    _verbose: int
+    _params: AdaptiveBatchParams
+    _similarities: dict[int, float]  # the last one of each batch size
     _backwards: int  # since the last call of step
     _done: int  # micro-batches of the present optimizer step
     _assumes: bool  # whether micro-batches were taken to have as many samples as are planned
@@ -49,23 +53,43 @@ class AdaptiveEngine(DeepSpeedEngine):
     lr_scheduler: Any  # likewise
 
     @classmethod
-    def adapt(cls, engine: DeepSpeedEngine, train: AdaptiveBatch, verbose: int) -> None:
+    def adapt(
+        cls, engine: DeepSpeedEngine, train: AdaptiveBatch, params: AdaptiveBatchParams
+    ) -> None:
         """Specialises an engine in place.
 
         Args:
             engine: DeepSpeed's.
             train: over this engine.
-            verbose: 0; 1 says every decision on rank 0; 2 on every rank.
+            params: that it was made by.
         """
         engine.__class__ = cls
         engine.bigbatch = train
         engine._driven = Driven(train)
-        engine._verbose = verbose
+        engine._params, engine._similarities = params, {}
         engine._backwards, engine._done, engine._assumes = 0, 0, False
         engine._forwarded = engine._pass = None
         if isinstance(train.batches, Announced):
             engine.module.register_forward_pre_hook(engine._count, with_kwargs=True)
         engine._carry_out_plan()
+
+    @property
+    def adaptive_batch_params(self) -> Mapping[str, Any]:
+        """As given, and the fork's state: the next step's `global_lr_modifier` ...; read-only."""
+        train = self.bigbatch
+        base = train.controller.base_batch
+        return readable(self._params, base, train.lr_factor, self._similarities)
+
+    @property
+    def cos_placeholder(self) -> Tensor:
+        """The last step's similarity; nan before the first."""
+        record = self.bigbatch.record
+        return cosine(float("nan") if record is None else record.similarity)
+
+    @property
+    def gradient_step_size(self) -> int:
+        """Nothing uses it, in the fork either."""
+        return GRADIENT_STEP_SIZE
 
     def batches(self) -> Iterator[Batch]:
         """Micro-batches of one pass over the loader; after a `break`, the rest of it."""
@@ -135,11 +159,12 @@ class AdaptiveEngine(DeepSpeedEngine):
         self.global_samples = samples + record.batch_size
         self._done = 0
         self._carry_out_plan()
-        if self._verbose:
-            log_dist(
+        self._similarities[record.batch_size] = record.similarity
+        if self._params.verbose:
+            print_dist(  # at any log level: DeepSpeed's is WARNING
                 f"batch size {record.batch_size}, similarity {record.similarity:.4f}: next "
                 f"{self.train_batch_size()} ({record.decision.reason})",
-                ranks=[0] if self._verbose == 1 else [-1],
+                ranks=[0] if self._params.verbose == 1 else [-1],
             )
 
     def save_checkpoint(

@@ -61,8 +61,9 @@ def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
         (
             '"managed_gradient_accumulation": false',
             not engine.managed_gradient_accumulation(),
-            "the accumulation is what adapts",
-            "leave it on",
+            "every engine.step() would be an update, so that your loop and not the policy decided "
+            "how many micro-batches it has",
+            "leave it out, and call engine.step() after every engine.backward(loss)",
         ),
         ("mixture of experts", engine.has_moe_layers, untried, ""),
         ("sequence parallelism", engine.sequence_parallel_size > 1, untried, ""),

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from bigbatch.measure.source.engine import EngineSource
 from bigbatch.measure.source.hooks import gradient_hook, remove
 from bigbatch.measure.source.mesh import require_one_mesh
 from bigbatch.measure.source.pieces import Held, held_in_rows
+from bigbatch.measure.source.plain import MADE_LATE
 from bigbatch.measure.source.shards import local_grad
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the name there, the sharded parameter
@@ -27,12 +29,17 @@ class FSDP2Source(EngineSource):
     leaf hook on them, once: torch keeps the unsharded tensors. Works with several groups, mixed
     precision, checkpointing, and with or without `set_requires_gradient_sync(False)`; the last
     backward of a step has to reduce. `.grad` is a DTensor: its local piece is what counts here.
+
+    After a forward without backward (an evaluation) modules hold whole parameters, a root module
+    always does: they are resharded before parameters are listed, and at the end of each step, since
+    FSDP2 does not gather again what it still holds from before the optimizer's step.
     """
 
     lockstep = True  # every forward and backward gathers parameters
     _grad_may_wait = True  # until the gradient is synchronized
 
     def __init__(self, model: nn.Module) -> None:
+        reshard(model)
         units = _units(model)
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
         first = require_one_mesh(parameters)
@@ -49,6 +56,29 @@ class FSDP2Source(EngineSource):
         self._forward_handles: dict[nn.Module, RemovableHandle] = {}
         weakref.finalize(self, remove, self._forward_handles)
         super().__init__(parameters, [mesh.get_group(dim) for dim in range(mesh.ndim)])
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Watches more parameters, which have to be sharded.
+
+        Raises:
+            SettingError: one is whole, as an optimizer has it that was made after a forward.
+        """
+        parameters = list(parameters)
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor):
+                raise SettingError(
+                    f"a parameter of shape {tuple(parameter.shape)} is whole, and the model "
+                    f"sharded: {MADE_LATE}; one that is not of the model belongs into a module "
+                    "that is sharded"
+                )
+        super().add(parameters)
+
+    def zero_grad(self) -> None:
+        """Empties the gradients, forgets the step, and gathers the new weights in the next one."""
+        super().zero_grad()
+        for unit in self._units:
+            assert isinstance(unit, FSDPModule)
+            unit.reshard()
 
     def _unhook(self) -> None:
         super()._unhook()
@@ -103,6 +133,13 @@ class FSDP2Source(EngineSource):
                 hook = gradient_hook(weakref.WeakMethod(self._gradient), weakref.ref(parameter))
                 self._handles[parameter] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._unsharded[parameter] = weakref.ref(leaf)
+
+
+def reshard(model: nn.Module) -> None:
+    """Puts the sharded parameters back into every FSDP module; nothing is sent."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _units(model: nn.Module) -> dict[nn.Module, list[_Owned]]:

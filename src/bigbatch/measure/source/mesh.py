@@ -51,6 +51,7 @@ def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
         if shard or not all(copies) or len(copies) > 1:
             raise SettingError(
                 f"a parameter has the placements {parameter.placements}, where fully_shard alone "
-                f"gives (Shard,) or (Replicate, Shard): {_REMEDY}"
+                f"gives (Shard,) or (Replicate, Shard): {_REMEDY}; for replicate(), wrap the model "
+                "in DistributedDataParallel"
             )
     return first

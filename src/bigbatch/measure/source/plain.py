@@ -23,6 +23,12 @@ from bigbatch.measure.source.pieces import Held
 # next tensor; its weak reference is one object while anybody holds it, here the last of the three.
 _Stamp = tuple[int, int, weakref.ref[Tensor]] | None
 
+MADE_LATE = (
+    "under fully_shard (FSDP2) a forward without backward leaves whole parameters in "
+    "model.parameters(), which are not what is trained; make the optimizer before any forward, or "
+    "after module.reshard() of every module that fully_shard was called on"
+)
+
 
 class PlainSource:
     """Watches leaf parameters with `Tensor.register_hook`; copies no gradient.
@@ -378,6 +384,8 @@ class PlainSource:
 
     def _refuse_autograd_grad(self) -> None:
         self.restart()
+        if are_freed(self.parameters):
+            raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
         raise GradientError(
             "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
             "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch; "
@@ -458,6 +466,11 @@ class PlainSource:
             if parameter not in self._handles:
                 hook = gradient_hook(weakref.WeakMethod(self._gradient), weakref.ref(parameter))
                 self._handles[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def are_freed(parameters: Iterable[Tensor]) -> bool:
+    """Whether an engine has taken the memory of one, which it had gathered for a forward."""
+    return any(p.numel() and not p.untyped_storage().size() for p in parameters)
 
 
 def all_zero(tensors: Iterable[Tensor]) -> bool:
