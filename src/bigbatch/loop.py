@@ -188,6 +188,18 @@ class AdaptiveBatch:
         self._update.clock.scheduler = scheduler
 
     @property
+    def scheduler_batch(self) -> float:
+        """Samples between two advances of the scheduler: the base batch.
+
+        May be set before the first step, where the schedule was written in other batches.
+        """
+        return self._update.clock.scheduler_batch
+
+    @scheduler_batch.setter
+    def scheduler_batch(self, samples: float) -> None:
+        self._update.clock.scheduler_batch = samples
+
+    @property
     def seconds(self) -> float:
         """Time spent training, over all resumptions."""
         return self._seconds_before + time.perf_counter() - self._started
@@ -195,6 +207,7 @@ class AdaptiveBatch:
     def base_steps(self, epochs: float) -> int:
         """How often the scheduler is advanced in so many epochs: samples / base batch, rounded up.
 
+        Where `scheduler_batch` is another one, samples / that.
         With tail="drop" fewer: samples that are left out do not count.
 
         Raises:
@@ -204,7 +217,7 @@ class AdaptiveBatch:
             raise SettingError(
                 "the loader has no known length; state the schedule's total yourself"
             )
-        return math.ceil(epochs * self.batches.samples / self.controller.base_batch)
+        return math.ceil(epochs * self.batches.samples / self.scheduler_batch)
 
     def planned(self, batch_size: int) -> BatchPlan:
         """How a measured step of so many samples would be cut, within the bounds."""

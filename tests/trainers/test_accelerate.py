@@ -98,6 +98,7 @@ def sizes(done):
 def test_a_prepared_training_is_the_plain_one():
     model, optimizer, loader, scheduler = parts(shuffle=True)
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     expected = steps_of(plain, model)
 
     train, other = prepared(Accelerator(cpu=True), *parts(shuffle=True))
@@ -113,6 +114,7 @@ def test_a_prepared_training_is_the_plain_one():
 def test_a_float16_scaler_of_accelerate_scales_and_steps():
     model, optimizer, loader, scheduler = parts()
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     expected = steps_of(plain, model)
 
     accelerator = Accelerator(cpu=True)
@@ -129,6 +131,7 @@ def test_a_float16_scaler_of_accelerate_scales_and_steps():
 def test_bfloat16_is_that_of_autocast():
     model, optimizer, loader, scheduler = parts()
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     forward = model.forward
 
     def autocast(x):
