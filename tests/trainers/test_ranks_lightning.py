@@ -304,3 +304,24 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks, engine, 
         assert torch.equal(weights[0], weights[1])
         assert weights[3].isfinite().all()
         assert not torch.equal(weights[1], weights[2])
+
+
+class Cycle(Training):
+    def configure_optimizers(self):
+        optimizer = sgd(self.parameters())
+        total = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def cycled(rank, ranks):
+    warnings.simplefilter("ignore")
+    callback = adaptive(Scripted(16, 48), batch_size=16)
+    options = {"strategy": "ddp", "devices": ranks, "max_epochs": 2}
+    watch = fit(callback, loader(192), Cycle(), **options)
+    scheduler = watch.trainer.lr_scheduler_configs[0].scheduler
+    return scheduler.total_steps, scheduler.last_epoch
+
+
+def test_estimated_stepping_batches_are_base_batches_of_all_ranks(ranks):
+    assert [(24, 23)] * 2 == ranks(2)(cycled)

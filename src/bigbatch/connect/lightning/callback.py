@@ -18,6 +18,7 @@ from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
 from bigbatch.connect.anew import anew
 from bigbatch.connect.driven import Driven
+from bigbatch.connect.lightning.accumulation import LoadersABaseBatch, base_batch_of
 from bigbatch.connect.lightning.log import Log
 from bigbatch.connect.lightning.settings import (
     loaders_batch,
@@ -25,6 +26,7 @@ from bigbatch.connect.lightning.settings import (
     require_scheduler,
     taken_clipping,
     taken_scheduler,
+    warn_of_end,
 )
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.policy import Policy, require_policy
@@ -119,10 +121,15 @@ class AdaptiveBatchCallback(Callback):
         if self._trains:
             require_drivable(trainer, pl_module)
             self.train = self._driven = None
+            self._given.callback(setattr, trainer, "accumulate_grad_batches", 1)
+            base = base_batch_of(self._settings)
+            loaders: Any = LoadersABaseBatch(trainer, base, self._micro_batch)
+            trainer.accumulate_grad_batches = loaders  # of estimated_stepping_batches
             self._place = trainer.global_rank, trainer.world_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses schedulers and clipping that cannot work, which are known now."""
+        trainer.accumulate_grad_batches = 1
         require_scheduler(trainer, pl_module)
         taken_clipping(trainer, pl_module)
 
@@ -145,6 +152,7 @@ class AdaptiveBatchCallback(Callback):
             meter=meter,
             **anew(self._settings),
         )
+        warn_of_end(trainer, self.train)
         self._driven = Driven(self.train)
         self._given.callback(optimizer.register_step_post_hook(self._leave_update).remove)
         self._given.callback(meter.close)
@@ -264,7 +272,6 @@ class AdaptiveBatchCallback(Callback):
         if self._clip is not None:
             self._given.callback(setattr, trainer, "gradient_clip_val", trainer.gradient_clip_val)
             trainer.gradient_clip_val = None
-        self._given.callback(setattr, trainer, "accumulate_grad_batches", 1)
 
 
 def _scaler(trainer: Trainer) -> GradScaler | None:
