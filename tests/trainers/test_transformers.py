@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     EarlyStoppingCallback,
+    ProgressCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -368,6 +369,55 @@ def test_max_steps_counts_updates_and_says_what_the_rate_follows(tmp_path):
         trainer.train()
     assert 20 == trainer.state.global_step == trainer.adaptive.steps
     assert trainer.state.epoch == trainer.adaptive.samples / 64 > 2
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Texts that do not say how many they are."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(texts(self.count))
+
+
+def test_the_epoch_of_a_stream_is_the_share_of_its_steps_as_in_the_plain_trainer(tmp_path):
+    plain = Trainer(model=gpt(), args=arguments(tmp_path, max_steps=5), train_dataset=Stream(100))
+    plain.train()
+    ours = adaptive(tmp_path, bb.Fixed(4), data=Stream(100), max_steps=5)
+    ours.train()
+
+    assert logged(plain, "epoch") == logged(ours, "epoch")
+    assert 1.0 == ours.state.epoch
+
+
+def test_the_epoch_of_a_stream_that_was_passed_is_the_share_of_its_data(tmp_path):
+    ours = adaptive(tmp_path, bb.Fixed(8), data=Stream(16), max_steps=6)
+    ours.train()
+
+    assert [1 / 6, 2 / 6, 1.5, 2.0, 2.5, 3.0] == [epoch for (epoch,) in logged(ours, "epoch")]
+
+
+class Bar(TrainerCallback):
+    """Notes where a progress bar stands when the training ends."""
+
+    def __init__(self):
+        self.stands = None
+
+    def on_train_end(self, args, state, control, **others):
+        self.stands = self.progress.training_bar.n, self.progress.training_bar.total
+
+
+@pytest.mark.parametrize("policy", [GROWING, Falling()], ids=["growing", "falling"])
+def test_the_progress_bar_of_a_finished_training_is_full(tmp_path, policy):
+    trainer = adaptive(tmp_path, policy)
+    bar = Bar()
+    trainer.add_callback(bar)
+    bar.progress = ProgressCallback()
+    trainer.add_callback(bar.progress)
+    trainer.train()
+
+    assert (trainer.adaptive.steps, trainer.adaptive.steps) == bar.stands
 
 
 @pytest.mark.parametrize(

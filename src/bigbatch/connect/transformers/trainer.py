@@ -10,6 +10,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.connect.accelerate import PreparedBatches, batches
@@ -99,7 +100,7 @@ class AdaptiveMixin(NextClass):
         super().__init__(*args, **others)
         require_trainer(self)
         self.callback_handler = PatientHandler(self.callback_handler)
-        self.callback_handler.callbacks.insert(0, Length(self._training))
+        self.callback_handler.callbacks.insert(0, Length(self._training, self.callback_handler))
 
     def train(self, *args: Any, **others: Any) -> Any:
         """As the Trainer's; an exception leaves learning rates as the schedule has them."""
@@ -119,7 +120,7 @@ class AdaptiveMixin(NextClass):
         start, base = self._sizes()
         samples = self._prepared_batches.whole or examples
         self._base_steps = max_steps
-        if in_epoch != updates * args.max_steps:  # of known length
+        if has_length(dataloader):
             updates = in_epoch = samples + 1  # at most, and the pass is seen to end
         if args.max_steps > 0:
             epochs = max(epochs, max_steps)  # at most
