@@ -22,6 +22,7 @@ from bigbatch.act.cut import Cut
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
+from bigbatch.act.stepping import require_steppable
 from bigbatch.decide.controller import Controller, warn_of_changes
 from bigbatch.decide.cutting import Cutting
 from bigbatch.decide.plan import BatchPlan
@@ -332,11 +333,7 @@ class AdaptiveBatch:
             raise SettingError(
                 'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
             )
-        if not hasattr(self.optimizer, "_optimizer_step_post_hooks"):  # accelerate's, say
-            raise SettingError(
-                f"{type(self.optimizer).__name__} is a wrapper that no hook can be put on; pass "
-                "the optimizer inside it (optimizer.optimizer)"
-            )
+        require_steppable(self.optimizer)
         meter.source.explicit = True
         meter.scaler = self.scaler
         if not set(self._watch_trained()) & set(self.model.parameters()):

@@ -18,7 +18,7 @@ from transformers import (
 
 import bigbatch as bb
 from bigbatch.connect.transformers import AdaptiveMixin, AdaptiveTrainer
-from bigbatch.errors import LoopError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim import VRAdam
 from remembering import Patient
 from tiny import LENGTH, WORDS, Gradients, arguments, gpt, logged, texts
@@ -505,6 +505,60 @@ def test_a_class_made_from_the_adaptive_one_keeps_its_own_loss(tmp_path):
     single = adaptive(tmp_path, bb.Fixed(16), max_steps=1)
     single.train()
     assert 2 * logged(single, "loss")[0][0] == pytest.approx(logged(doubled, "loss")[0][0])
+
+
+def test_a_training_step_of_a_class_made_from_the_adaptive_one_is_refused(tmp_path):
+    class Mine(AdaptiveTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    with pytest.raises(SettingError, match=r"Mine\.training_step.* override compute_loss"):
+        adaptive(tmp_path, bb.Fixed(16), kind=Mine)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_choice_of_batches_of_ones_own_is_refused(tmp_path, behind):
+    class Mine(Trainer if behind else AdaptiveTrainer):
+        def get_batch_samples(self, *args):
+            return super().get_batch_samples(*args)
+
+    kind = type("Ours", (AdaptiveMixin, Mine), {}) if behind else Mine
+    with pytest.raises(SettingError, match=r"Mine\.get_batch_samples is not called"):
+        adaptive(tmp_path, bb.Fixed(16), kind=kind)
+
+
+def test_a_class_made_from_the_adaptive_one_may_make_loader_optimizer_and_schedule(tmp_path):
+    class Mine(AdaptiveTrainer):
+        def get_train_dataloader(self):
+            loader = torch.utils.data.DataLoader(self.train_dataset, 4)
+            return self.accelerator.prepare(loader)
+
+        def create_optimizer(self, *args):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = get_linear_schedule_with_warmup(
+                optimizer or self.optimizer, 0, num_training_steps
+            )
+            return self.lr_scheduler
+
+    trainer = adaptive(tmp_path, bb.Fixed(16), kind=Mine, base_batch=8)
+    trainer.train()
+
+    rates = [rate for (rate,) in logged(trainer, "learning_rate")]
+    expected = [0.1 * 2**0.5 * (1 - step / 8) for step in range(8)]  # 2 base batches an update
+    assert expected == pytest.approx(rates)
+    assert 0.0 == trainer.lr_scheduler.get_last_lr()[0]
+
+
+def test_a_loader_of_ones_own_that_is_not_prepared_is_refused(tmp_path):
+    class Mine(AdaptiveTrainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(self.train_dataset, 4)
+
+    with pytest.raises(SettingError, match=r"pass what accelerator\.prepare returns"):
+        adaptive(tmp_path, bb.Fixed(16), kind=Mine).train()
 
 
 def test_an_epoch_that_a_callback_ends_within_its_pass_is_refused(tmp_path):

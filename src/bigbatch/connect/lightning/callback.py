@@ -16,6 +16,7 @@ from bigbatch.act.announced import Announced
 from bigbatch.act.learning_rate import Scaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
+from bigbatch.act.stepping import hooked
 from bigbatch.connect.anew import anew
 from bigbatch.connect.driven import Driven
 from bigbatch.connect.lightning.accumulation import LoadersABaseBatch, base_batch_of
@@ -154,7 +155,7 @@ class AdaptiveBatchCallback(Callback):
         )
         warn_of_end(trainer, self.train)
         self._driven = Driven(self.train)
-        self._given.callback(optimizer.register_step_post_hook(self._leave_update).remove)
+        self._given.callback(hooked(optimizer).register_step_post_hook(self._leave_update).remove)
         self._given.callback(meter.close)
         if self._loaded:
             self.train.load_state_dict(_here(self._loaded))
@@ -172,6 +173,14 @@ class AdaptiveBatchCallback(Callback):
             stack.__exit__(type(exception), exception, exception.__traceback__)
         self._given.close()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The weights that a schedule-free optimizer has for evaluation."""
+        _set_mode(trainer, "eval")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same, at last."""
+        _set_mode(trainer, "eval")
+
     # one micro-batch
 
     def on_train_batch_start(
@@ -179,6 +188,7 @@ class AdaptiveBatchCallback(Callback):
     ) -> None:
         """Says whether this batch is the last of its step, in the trainer's own terms."""
         assert self._driven is not None
+        _set_mode(trainer, "train")
         samples = self._count(batch)
         if samples < 1:
             raise BatchError(f"a batch has {samples} samples; leave empty ones out in the loader")
@@ -278,6 +288,13 @@ def _scaler(trainer: Trainer) -> GradScaler | None:
     """Of the precision plugin, where float16 has one."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler
+
+
+def _set_mode(trainer: Trainer, mode: str) -> None:
+    """Of optimizers that train other weights than those to evaluate with, as schedule-free ones."""
+    for optimizer in trainer.optimizers:
+        if callable(set_mode := getattr(optimizer, mode, None)):
+            set_mode()
 
 
 def _here(state: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from bigbatch.connect.transformers.halves import HalvedOptimizer, HalvedSchedule
 from bigbatch.connect.transformers.state import load, save
 from bigbatch.connect.transformers.supported import (
     require_arguments,
+    require_overridable,
     require_trainer,
     warn_of_growth,
 )
@@ -46,7 +47,7 @@ class AdaptiveMixin(NextClass):
     Every update of the Trainer is a step of an AdaptiveBatch over the Trainer's own loader, whose
     batches of `per_device_train_batch_size` are cut anew. What `Trainer` does besides stays: its
     callbacks, logs, evaluation, checkpoints. `training_step` of a class that comes after the mixin
-    gets micro-batches, that of one made from it a whole update.
+    gets micro-batches; one made from it overrides `compute_loss`.
 
     Args:
         args: all positional ones of the Trainer.
@@ -78,6 +79,7 @@ class AdaptiveMixin(NextClass):
         meter: Callable[[nn.Module], GradientMeter] | None = None,
         **others: Any,
     ) -> None:
+        require_overridable(type(self), AdaptiveMixin)
         require_arguments([*args, *others.values()])
         self.adaptive: AdaptiveBatch | None = None
         self.accelerator: Any
