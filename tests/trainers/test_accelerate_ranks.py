@@ -324,3 +324,29 @@ def test_the_rate_over_the_samples_is_that_of_accelerate(
     assert EPOCHS * EVEN // own == len(expected)
     assert expected[::times] == actual  # the same rate once as many samples are done
     assert (expected, actual) == (other, same)
+
+
+def evaluated(rank, ranks, evaluates):
+    with launched(rank, ranks):
+        accelerator, train, model = built({})
+        held = accelerator.prepare(DataLoader(Numbered(), 4))
+        done = []
+        for _ in train.epochs(2):
+            for step in train:
+                for x, y, _ in step:
+                    step.backward(cross_entropy(model(x), y))
+                record = step.update()
+                done.append((record.batch_size, record.loss, record.lr))
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    right = [
+                        accelerator.gather_for_metrics(model(x).argmax(-1) == y) for x, y, _ in held
+                    ]
+                model.train()
+                assert SAMPLES == sum(map(len, right))
+        return done
+
+
+def test_an_evaluation_between_epochs_changes_nothing(ranks):
+    assert ranks(2)(evaluated, False) == ranks(2)(evaluated, True)

@@ -344,6 +344,18 @@ def test_evaluation_early_stopping_and_the_best_model_work(tmp_path):
     assert min(losses) == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
+def test_an_evaluation_every_few_updates_changes_nothing(tmp_path):
+    plain = adaptive(tmp_path, GROWING)
+    evaluated = adaptive(
+        tmp_path, GROWING, eval_strategy="steps", eval_steps=2, eval_dataset=texts(8)
+    )
+    for trainer in (plain, evaluated):
+        trainer.train()
+
+    assert logged(plain, *FIGURES) == logged(evaluated, *FIGURES)
+    assert_equal(weights(plain), weights(evaluated), rtol=0, atol=0)
+
+
 def test_logs_and_checkpoints_by_epochs_come_at_their_ends(tmp_path):
     trainer = adaptive(tmp_path, GROWING, logging_strategy="epoch", save_strategy="epoch")
     trainer.train()

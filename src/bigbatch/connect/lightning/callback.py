@@ -1,5 +1,6 @@
 """A Lightning callback that changes the batch size at every step: `Trainer(callbacks=[...])`."""
 
+import gc
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -164,6 +165,8 @@ class AdaptiveBatchCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives back to the trainer what was taken over."""
         self._given.close()
+        if self._trains:  # hooks lie in cycles; a weak reference of theirs to a sharded parameter
+            gc.collect()  # would keep the next training of the module from moving it
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
