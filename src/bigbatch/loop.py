@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -22,10 +22,10 @@ from bigbatch.act.cut import Cut
 from bigbatch.act.facts import facts_of, optimizer_facts
 from bigbatch.act.learning_rate import LRScaling
 from bigbatch.act.loss_check import LossCheck
-from bigbatch.act.memory import require_no_closure
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.rate_watch import RateWatch
 from bigbatch.act.samples import Batch
+from bigbatch.act.stepping import require_steppable
 from bigbatch.decide.controller import Controller, warn_of_changes
 from bigbatch.decide.cutting import Cutting, Least
 from bigbatch.decide.plan import BatchPlan
@@ -36,7 +36,7 @@ from bigbatch.measure.slots import Slots
 from bigbatch.measure.source import GradientSource, parameters_of
 from bigbatch.optim.variance_reduced import VarianceReduced, kind_of
 from bigbatch.record import Reading, StepRecord
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import ELSEWHERE, Count, checked
 from bigbatch.step import Common, Step, trained_by
 from bigbatch.update import Update
 
@@ -94,7 +94,7 @@ class AdaptiveBatch:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Annotated[Optimizer, ELSEWHERE],
         loader: Iterable[Batch] | Batches | Announced,
         *,
         policy: Policy | Controller,
@@ -205,6 +205,18 @@ class AdaptiveBatch:
         self._update.clock.scheduler = scheduler
 
     @property
+    def scheduler_batch(self) -> float:
+        """Samples between two advances of the scheduler: the base batch.
+
+        May be set before the first step, where the schedule was written in other batches.
+        """
+        return self._update.clock.scheduler_batch
+
+    @scheduler_batch.setter
+    def scheduler_batch(self, samples: float) -> None:
+        self._update.clock.scheduler_batch = samples
+
+    @property
     def seconds(self) -> float:
         """Time spent training, over all resumptions."""
         return self._seconds_before + time.perf_counter() - self._started
@@ -212,6 +224,7 @@ class AdaptiveBatch:
     def base_steps(self, epochs: float) -> int:
         """How often the scheduler is advanced in so many epochs: samples / base batch, rounded up.
 
+        Where `scheduler_batch` is another one, samples / that.
         With tail="drop" fewer: samples that are left out do not count.
 
         Raises:
@@ -221,7 +234,7 @@ class AdaptiveBatch:
             raise SettingError(
                 "the loader has no known length; state the schedule's total yourself"
             )
-        return math.ceil(epochs * self.batches.samples / self.controller.base_batch)
+        return math.ceil(epochs * self.batches.samples / self.scheduler_batch)
 
     def planned(self, batch_size: int) -> BatchPlan:
         """How a measured step of so many samples would be cut, within the bounds."""
@@ -345,12 +358,7 @@ class AdaptiveBatch:
             raise SettingError(
                 'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
             )
-        if not hasattr(self.optimizer, "_optimizer_step_post_hooks"):  # accelerate's, say
-            raise SettingError(
-                f"{type(self.optimizer).__name__} is a wrapper that no hook can be put on; pass "
-                "the optimizer inside it (optimizer.optimizer)"
-            )
-        require_no_closure(self.optimizer)
+        require_steppable(self.optimizer)
         meter.source.explicit = True
         meter.scaler = self.scaler
         if not set(self._watch_trained()) & set(parameters_of(self.model)):

@@ -62,6 +62,7 @@ class In:
         return text + self._why
 
 
+ELSEWHERE = "checked elsewhere"  # Annotated[..., ELSEWHERE]: by code that knows a remedy
 MOST_FACTOR = 1e9  # by which anything may grow at once
 
 Count = Annotated[int, In("[1, inf)")]
@@ -215,6 +216,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return partial(_first, [_reader(one) for one in inner])
+    if ELSEWHERE in inner:
+        return partial(_instance, Any)
     if origin is Annotated:
         return partial(_inside, _reader(inner[0]), inner[1:])
     if origin is tuple:

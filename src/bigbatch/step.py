@@ -17,6 +17,7 @@ from bigbatch.act.agreement import Agreement
 from bigbatch.act.cut import Cut
 from bigbatch.act.loss_check import LossCheck
 from bigbatch.act.samples import Batch
+from bigbatch.act.stepping import hooked
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.measure.devices import moved, wide, without_autocast
 from bigbatch.measure.meter import GradientMeter
@@ -333,7 +334,7 @@ class Step:
         self._readings = (
             meter.measure(self._weights, beside) if meter.due else meter.measure_grad(beside)
         )
-        self._watch = self._optimizer.register_step_post_hook(self._note_step)
+        self._watch = hooked(self._optimizer).register_step_post_hook(self._note_step)
         total = self._total_weight()
         if total != self._reference:
             self._source.scale(self._reference / total)

@@ -98,6 +98,7 @@ def sizes(done):
 def test_a_prepared_training_is_the_plain_one():
     model, optimizer, loader, scheduler = parts(shuffle=True)
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     expected = steps_of(plain, model)
 
     train, other = prepared(Accelerator(cpu=True), *parts(shuffle=True))
@@ -113,6 +114,7 @@ def test_a_prepared_training_is_the_plain_one():
 def test_a_float16_scaler_of_accelerate_scales_and_steps():
     model, optimizer, loader, scheduler = parts()
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     expected = steps_of(plain, model)
 
     accelerator = Accelerator(cpu=True)
@@ -129,6 +131,7 @@ def test_a_float16_scaler_of_accelerate_scales_and_steps():
 def test_bfloat16_is_that_of_autocast():
     model, optimizer, loader, scheduler = parts()
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     forward = model.forward
 
     def autocast(x):
@@ -309,3 +312,42 @@ def test_a_package_that_is_missing_is_named_with_its_command(module, package, ex
         .splitlines()[-1]
         .endswith(f'needs {package}, which is not installed; run: pip install "bigbatch[{extra}]"')
     )
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within one"])
+def test_an_evaluation_changes_nothing(within):
+    accelerator = Accelerator(cpu=True)
+    plain, model = prepared(accelerator, *parts())
+    expected = steps_of(plain, model)
+
+    train, model = prepared(accelerator, *parts())
+    held = DataLoader(Numbered(20), 6, generator=torch.Generator())  # draws no seed from dropout's
+    held = accelerator.prepare(held)
+    done = []
+    torch.manual_seed(SEED)
+    for _ in train.epochs(EPOCHS):
+        for step in train:
+            numbers = []
+            for x, y, number in step:
+                step.backward(cross_entropy(model(x), y))
+                numbers += number.tolist()
+            step.clip_grad_norm_(1.0)
+            done.append((numbers, step.update()))
+            if within:
+                assert 20 == evaluated(accelerator, model, held)
+        assert 20 == evaluated(accelerator, model, held)
+
+    assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in done]
+    assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in done]
+
+
+def evaluated(accelerator, model, held):
+    """How many samples were seen, as Hugging Face's examples evaluate."""
+    model.eval()
+    seen = 0
+    with torch.no_grad():
+        for x, y, _ in held:
+            right, _ = accelerator.gather_for_metrics((model(x).argmax(-1) == y, y))
+            seen += len(right)
+    model.train()
+    return seen

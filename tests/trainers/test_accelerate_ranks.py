@@ -8,7 +8,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+)
+from transformers import get_linear_schedule_with_warmup
 
 import bigbatch as bb
 from bigbatch.connect.accelerate import adaptive_batch
@@ -123,6 +131,7 @@ def test_two_processes_train_as_one_that_plays_both(ranks):
     scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
     loader = bb.Batches(DataLoader(Numbered(), 10), virtual_ranks=2)
     train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, micro_batch=5, **POLICY)
+    train.scheduler_batch = 5  # accelerate's: one batch of the loader
     expected = steps_of(train, model, 3)
     (first, weights), (second, others) = ranks(2)(trained, {}, 3, {"batch_size": 5})
 
@@ -154,6 +163,7 @@ def variance_reduced(rank, ranks, by_hand):
         ledger = bb.SampleLedger(Numbered(), seed=0, num_replicas=ranks, rank=rank, shuffle=False)
         loader = DataLoader(Numbered(), 5, sampler=ledger)
         train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+        train.scheduler_batch = 5
         return steps_of(train, model, 2)
 
 
@@ -250,3 +260,93 @@ def unrepeated(rank, ranks, what):
     with launched(rank, ranks):
         _, train, model = built(configuration, data, options=options)
         return [number for step, *_ in steps_of(train, model, 1) for number in step]
+
+
+EPOCHS, EVEN = 3, 48  # samples, a multiple of every batch
+SPLIT, BY_ITSELF = {"split_batches": True}, {"step_scheduler_with_optimizer": False}
+
+
+def scheduled(rank, ranks, configuration, accelerator, batch_size):
+    """(samples, rate of each update), by accelerate alone or, with a batch size, by ours."""
+    with launched(rank, ranks):
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(**configuration), **accelerator
+        )
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Subset(Numbered(), range(EVEN)), 4, shuffle=True)
+        steps = len(loader) * EPOCHS  # before `prepare`, as Hugging Face's examples count them
+        scheduler = get_linear_schedule_with_warmup(optimizer, steps // 6, steps)
+        prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+        if batch_size is None:
+            return by_accelerate(*prepared)
+        model, optimizer, loader, scheduler = prepared
+        train = adaptive_batch(
+            accelerator,
+            model,
+            optimizer,
+            loader,
+            scheduler=scheduler,
+            policy=bb.Fixed(batch_size),
+            lr_scaling=None,
+            min_micro_batches=2,
+        )
+        done = steps_of(train, model, EPOCHS)
+        return [(size * number, lr[0]) for number, (_, size, _, lr) in enumerate(done)]
+
+
+def by_accelerate(model, optimizer, loader, scheduler):
+    done = 0
+    rates = []
+    for _ in range(EPOCHS):
+        for x, y, _ in loader:
+            rates.append((done, optimizer.param_groups[0]["lr"]))
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            done += loader.total_batch_size
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("configuration", "accelerator", "own"),
+    [({}, {}, 8), (SPLIT, {}, 4), ({}, BY_ITSELF, 8)],
+    ids=["processes", "split_batches", "step_scheduler_with_optimizer"],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_rate_over_the_samples_is_that_of_accelerate(
+    ranks, configuration, accelerator, own, times
+):
+    expected, other = ranks(2)(scheduled, configuration, accelerator, None)
+    actual, same = ranks(2)(scheduled, configuration, accelerator, own * times)
+
+    assert EPOCHS * EVEN // own == len(expected)
+    assert expected[::times] == actual  # the same rate once as many samples are done
+    assert (expected, actual) == (other, same)
+
+
+def evaluated(rank, ranks, evaluates):
+    with launched(rank, ranks):
+        accelerator, train, model = built({})
+        held = accelerator.prepare(DataLoader(Numbered(), 4))
+        done = []
+        for _ in train.epochs(2):
+            for step in train:
+                for x, y, _ in step:
+                    step.backward(cross_entropy(model(x), y))
+                record = step.update()
+                done.append((record.batch_size, record.loss, record.lr))
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    right = [
+                        accelerator.gather_for_metrics(model(x).argmax(-1) == y) for x, y, _ in held
+                    ]
+                model.train()
+                assert SAMPLES == sum(map(len, right))
+        return done
+
+
+def test_an_evaluation_between_epochs_changes_nothing(ranks):
+    assert ranks(2)(evaluated, False) == ranks(2)(evaluated, True)

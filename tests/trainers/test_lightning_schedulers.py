@@ -97,3 +97,90 @@ def test_the_learning_rate_monitor_sees_the_schedule(tmp_path):
 
 def distinct(values):
     return list(dict.fromkeys(values))
+
+
+class Cycle(Training):
+    """One cycle over as many steps as the trainer, or somebody, says."""
+
+    def __init__(self, total=lambda trainer: trainer.estimated_stepping_batches):
+        super().__init__()
+        self.total = total
+
+    def configure_optimizers(self):
+        optimizer = sgd(self.parameters())
+        scheduler = OneCycleLR(optimizer, 0.1, total_steps=self.total(self.trainer))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "total"),
+    [
+        ({"policy": bb.Fixed(4 * MICRO)}, 24),
+        ({"policy": Scripted(16, 40), "batch_size": 16}, 24),
+        ({"policy": bb.Fixed(4 * MICRO), "base_batch": 2 * MICRO}, 48),
+        ({"policy": bb.Controller(bb.Fixed(8 * MICRO), 32, base_batch=16)}, 24),
+        ({"policy": Scripted(16, 40)}, 96),
+    ],
+    ids=["fixed", "batch_size", "base_batch", "controller", "the loader's"],
+)
+def test_estimated_stepping_batches_are_base_batches(settings, total, recwarn):
+    watch = fit(adaptive(min_micro_batches=2, **settings), loader(192), Cycle(), max_epochs=2)
+
+    scheduler = watch.trainer.lr_scheduler_configs[0].scheduler
+    assert (total, total - 1) == (scheduler.total_steps, scheduler.last_epoch)  # from 0: its end
+    assert not said(recwarn, "is built for")
+    assert 1 == watch.trainer.accumulate_grad_batches
+
+
+def test_the_rate_over_a_fixed_batch_is_that_of_lightnings_own_accumulation():
+    expected = fit(None, loader(200), Cycle(), max_epochs=2, accumulate_grad_batches=5)
+    actual = fit(
+        adaptive(bb.Fixed(5 * MICRO), min_micro_batches=2), loader(200), Cycle(), max_epochs=2
+    )
+
+    for one, other in zip(expected.weights, actual.weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_other_numbers_of_the_trainer_count_base_batches_too():
+    def by_hand(trainer):
+        loaders = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+        assert 96 == loaders == trainer.num_training_batches * trainer.max_epochs
+        assert trainer.accumulate_grad_batches > 1
+        assert 6 == int(trainer.accumulate_grad_batches)
+        return loaders // trainer.accumulate_grad_batches
+
+    watch = fit(
+        adaptive(bb.Fixed(6 * MICRO), min_micro_batches=2),
+        loader(192),
+        Cycle(by_hand),
+        max_epochs=2,
+    )
+
+    assert 16 == watch.trainer.lr_scheduler_configs[0].scheduler.total_steps
+
+
+@pytest.mark.parametrize("total", [96, 6])
+def test_a_schedule_that_ends_elsewhere_than_the_training_is_said(total):
+    with pytest.warns(UserWarning, match=rf"is built for {total} steps.*advances it 24 times"):
+        fit(
+            adaptive(bb.Fixed(4 * MICRO), min_micro_batches=2),
+            loader(192),
+            Cycle(lambda trainer: total),
+            max_epochs=2,
+        )
+
+
+def test_most_steps_and_a_batch_that_grows_are_said_to_end_at_different_places():
+    with pytest.warns(UserWarning, match=r"max_steps=6 ends .* max_epochs ends both together"):
+        fit(
+            adaptive(Scripted(16, 40), batch_size=16, min_micro_batches=2),
+            loader(192),
+            Cycle(),
+            max_epochs=-1,
+            max_steps=6,
+        )
+
+
+def said(warned, what):
+    return [each for each in warned if what in str(each.message)]

@@ -304,3 +304,65 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks, engine, 
         assert torch.equal(weights[0], weights[1])
         assert weights[3].isfinite().all()
         assert not torch.equal(weights[1], weights[2])
+
+
+class Cycle(Training):
+    def configure_optimizers(self):
+        optimizer = sgd(self.parameters())
+        total = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def cycled(rank, ranks):
+    warnings.simplefilter("ignore")
+    callback = adaptive(Scripted(16, 48), batch_size=16)
+    options = {"strategy": "ddp", "devices": ranks, "max_epochs": 2}
+    watch = fit(callback, loader(192), Cycle(), **options)
+    scheduler = watch.trainer.lr_scheduler_configs[0].scheduler
+    return scheduler.total_steps, scheduler.last_epoch
+
+
+def test_estimated_stepping_batches_are_base_batches_of_all_ranks(ranks):
+    assert [(24, 23)] * 2 == ranks(2)(cycled)
+
+
+class Validated(Training):
+    """Also validated: before the training, within its steps, after it."""
+
+    def validation_step(self, batch, _):
+        x, y = batch
+        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def val_dataloader(self):
+        return loader(24)
+
+
+def twice(rank, ranks, engine, optimizer, validated):
+    """Two trainings of one module, the second one after an evaluation."""
+    warnings.simplefilter("ignore")
+    settings = {"policy": GROWING, "batch_size": 32, "base_batch": 16}
+    callback = adaptive(min_micro_batches=least(engine, optimizer, ranks), **settings)
+    module = (Validated if validated else Training)(optimizer, sharded=engine != "ddp")
+    options = {"devices": ranks} | ({"val_check_interval": 5} if validated else {})
+    watches = []
+    for _ in range(2):
+        options["strategy"] = strategy_of(engine, ranks)
+        watches.append(fit(callback, loader(200), module, **options))
+        module.configure_model = lambda: None  # sharded once
+        if validated:
+            watches[-1].trainer.validate(module)
+    return [(watch.records, watch.weights[-1]) for watch in watches]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, vradam], ids=["SGD", "VRAdam"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_validation_changes_nothing_on_ranks(ranks, engine, optimizer):
+    expected = ranks(2)(twice, engine, optimizer, False)[0]
+    actual = ranks(2)(twice, engine, optimizer, True)[0]
+
+    for (records, weights), (others, after) in zip(expected, actual, strict=True):
+        assert 2 < len(records)
+        for one, other in zip(records, others, strict=True):
+            assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
+        torch.testing.assert_close(weights, after, rtol=1e-9, atol=1e-12)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     EarlyStoppingCallback,
+    ProgressCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -17,7 +18,7 @@ from transformers import (
 
 import bigbatch as bb
 from bigbatch.connect.transformers import AdaptiveMixin, AdaptiveTrainer
-from bigbatch.errors import LoopError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim import VRAdam
 from remembering import Patient
 from tiny import LENGTH, WORDS, Gradients, arguments, gpt, logged, texts
@@ -343,6 +344,18 @@ def test_evaluation_early_stopping_and_the_best_model_work(tmp_path):
     assert min(losses) == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
+def test_an_evaluation_every_few_updates_changes_nothing(tmp_path):
+    plain = adaptive(tmp_path, GROWING)
+    evaluated = adaptive(
+        tmp_path, GROWING, eval_strategy="steps", eval_steps=2, eval_dataset=texts(8)
+    )
+    for trainer in (plain, evaluated):
+        trainer.train()
+
+    assert logged(plain, *FIGURES) == logged(evaluated, *FIGURES)
+    assert_equal(weights(plain), weights(evaluated), rtol=0, atol=0)
+
+
 def test_logs_and_checkpoints_by_epochs_come_at_their_ends(tmp_path):
     trainer = adaptive(tmp_path, GROWING, logging_strategy="epoch", save_strategy="epoch")
     trainer.train()
@@ -368,6 +381,55 @@ def test_max_steps_counts_updates_and_says_what_the_rate_follows(tmp_path):
         trainer.train()
     assert 20 == trainer.state.global_step == trainer.adaptive.steps
     assert trainer.state.epoch == trainer.adaptive.samples / 64 > 2
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Texts that do not say how many they are."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(texts(self.count))
+
+
+def test_the_epoch_of_a_stream_is_the_share_of_its_steps_as_in_the_plain_trainer(tmp_path):
+    plain = Trainer(model=gpt(), args=arguments(tmp_path, max_steps=5), train_dataset=Stream(100))
+    plain.train()
+    ours = adaptive(tmp_path, bb.Fixed(4), data=Stream(100), max_steps=5)
+    ours.train()
+
+    assert logged(plain, "epoch") == logged(ours, "epoch")
+    assert 1.0 == ours.state.epoch
+
+
+def test_the_epoch_of_a_stream_that_was_passed_is_the_share_of_its_data(tmp_path):
+    ours = adaptive(tmp_path, bb.Fixed(8), data=Stream(16), max_steps=6)
+    ours.train()
+
+    assert [1 / 6, 2 / 6, 1.5, 2.0, 2.5, 3.0] == [epoch for (epoch,) in logged(ours, "epoch")]
+
+
+class Bar(TrainerCallback):
+    """Notes where a progress bar stands when the training ends."""
+
+    def __init__(self):
+        self.stands = None
+
+    def on_train_end(self, args, state, control, **others):
+        self.stands = self.progress.training_bar.n, self.progress.training_bar.total
+
+
+@pytest.mark.parametrize("policy", [GROWING, Falling()], ids=["growing", "falling"])
+def test_the_progress_bar_of_a_finished_training_is_full(tmp_path, policy):
+    trainer = adaptive(tmp_path, policy)
+    bar = Bar()
+    trainer.add_callback(bar)
+    bar.progress = ProgressCallback()
+    trainer.add_callback(bar.progress)
+    trainer.train()
+
+    assert (trainer.adaptive.steps, trainer.adaptive.steps) == bar.stands
 
 
 @pytest.mark.parametrize(
@@ -455,6 +517,60 @@ def test_a_class_made_from_the_adaptive_one_keeps_its_own_loss(tmp_path):
     single = adaptive(tmp_path, bb.Fixed(16), max_steps=1)
     single.train()
     assert 2 * logged(single, "loss")[0][0] == pytest.approx(logged(doubled, "loss")[0][0])
+
+
+def test_a_training_step_of_a_class_made_from_the_adaptive_one_is_refused(tmp_path):
+    class Mine(AdaptiveTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    with pytest.raises(SettingError, match=r"Mine\.training_step.* override compute_loss"):
+        adaptive(tmp_path, bb.Fixed(16), kind=Mine)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_choice_of_batches_of_ones_own_is_refused(tmp_path, behind):
+    class Mine(Trainer if behind else AdaptiveTrainer):
+        def get_batch_samples(self, *args):
+            return super().get_batch_samples(*args)
+
+    kind = type("Ours", (AdaptiveMixin, Mine), {}) if behind else Mine
+    with pytest.raises(SettingError, match=r"Mine\.get_batch_samples is not called"):
+        adaptive(tmp_path, bb.Fixed(16), kind=kind)
+
+
+def test_a_class_made_from_the_adaptive_one_may_make_loader_optimizer_and_schedule(tmp_path):
+    class Mine(AdaptiveTrainer):
+        def get_train_dataloader(self):
+            loader = torch.utils.data.DataLoader(self.train_dataset, 4)
+            return self.accelerator.prepare(loader)
+
+        def create_optimizer(self, *args):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = get_linear_schedule_with_warmup(
+                optimizer or self.optimizer, 0, num_training_steps
+            )
+            return self.lr_scheduler
+
+    trainer = adaptive(tmp_path, bb.Fixed(16), kind=Mine, base_batch=8)
+    trainer.train()
+
+    rates = [rate for (rate,) in logged(trainer, "learning_rate")]
+    expected = [0.1 * 2**0.5 * (1 - step / 8) for step in range(8)]  # 2 base batches an update
+    assert expected == pytest.approx(rates)
+    assert 0.0 == trainer.lr_scheduler.get_last_lr()[0]
+
+
+def test_a_loader_of_ones_own_that_is_not_prepared_is_refused(tmp_path):
+    class Mine(AdaptiveTrainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(self.train_dataset, 4)
+
+    with pytest.raises(SettingError, match=r"pass what accelerator\.prepare returns"):
+        adaptive(tmp_path, bb.Fixed(16), kind=Mine).train()
 
 
 def test_an_epoch_that_a_callback_ends_within_its_pass_is_refused(tmp_path):

@@ -114,6 +114,31 @@ def reduced_by_hand(rank, ranks):
     return lines, [p.detach().clone() for p in model.parameters()]
 
 
+def evaluated(rank, ranks, folder, settings):
+    with launched(rank, ranks):
+        model = gpt(exact=True)
+        trainer = AdaptiveTrainer(
+            model=model,
+            args=arguments(folder, **settings),
+            train_dataset=texts(67),
+            eval_dataset=texts(9),
+            policy=GROWING,
+        )
+        trainer.train()
+        return logged(trainer, "loss", "batch_size"), [
+            p.detach().clone() for p in model.parameters()
+        ]
+
+
+def test_an_evaluation_every_few_updates_changes_nothing(ranks, tmp_path):
+    lines, weights = ranks(2)(evaluated, str(tmp_path), {})[0]
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2}
+    others, after = ranks(2)(evaluated, str(tmp_path), evaluates)[0]
+
+    assert lines == others
+    assert all(map(torch.equal, weights, after))
+
+
 def test_bfloat16_trains_on_two_processes(ranks, tmp_path):
     lines, _ = ranks(2)(whole_float32, str(tmp_path))[0]
     assert lines[0] > lines[-1]

@@ -2,12 +2,11 @@
 
 import copy
 import gc
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +19,17 @@ from bigbatch.act.agreement import Agreement
 from bigbatch.act.before import Before
 from bigbatch.act.loader import Loader
 from bigbatch.act.samples import Batch, count_samples, cut_samples, glue_samples
+from bigbatch.act.stepping import require_steppable
 from bigbatch.errors import RankError, SettingError
 from bigbatch.measure.source import GradientSource
 from bigbatch.measure.source.find import find_source
-from bigbatch.setting_types import Count, Share, checked
+from bigbatch.setting_types import ELSEWHERE, Count, Share, checked
 
 
 @checked
 def largest_micro_batch(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Annotated[Optimizer, ELSEWHERE],
     loader: Iterable[Batch],
     loss_of: Callable[[Batch], Tensor],
     *,
@@ -80,7 +80,7 @@ def largest_micro_batch(
         >>> largest_micro_batch(model, optimizer, loader, lambda x: model(x).square().mean())
         64
     """
-    require_no_closure(optimizer)
+    require_steppable(optimizer)
     source, known = find_source(model), Loader(loader)
     most = known.length if most is None else most
     if most is None:
@@ -210,13 +210,3 @@ def _first_batch(loader: Loader) -> Batch:
         loader.require_samples(count_samples(batch), remedy="give a loader of full batches")
         return batch
     raise SettingError("the loader is empty; give one with at least one batch")
-
-
-def require_no_closure(optimizer: Optimizer) -> None:
-    """Raises SettingError for an optimizer that evaluates the loss by itself, as LBFGS."""
-    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
-    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in arguments):
-        raise SettingError(
-            f"{type(optimizer).__name__}.step() needs a closure, which computes as often as it "
-            "likes; give an optimizer that needs none"
-        )

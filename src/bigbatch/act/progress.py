@@ -9,8 +9,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    LambdaLR,
     LRScheduler,
     OneCycleLR,
+    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -23,23 +25,25 @@ _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the gro
 class BaseBatchClock:
     """Advances a step-counting scheduler once for every base batch of samples consumed.
 
-        ticks = floor(samples / base_batch)
+        ticks = floor(samples / scheduler_batch)
 
-    So a schedule written for the base batch size keeps its shape over the data whatever the batch
-    size does. A fraction of a base batch is remembered. A scheduler that has an end stays there: a
-    OneCycleLR, which would raise, a CosineAnnealingLR, which would rise again, a SequentialLR that
-    ends with one of them, a ChainedScheduler as soon as one of its parts has ended.
+    `scheduler_batch` is the base batch, unless another one is set. So a schedule written for it
+    keeps its shape over the data whatever the batch size does. A fraction of it is remembered. A
+    scheduler that has an end stays there: a OneCycleLR, which would raise, a CosineAnnealingLR,
+    which would rise again, a SequentialLR that ends with one of them, a ChainedScheduler as soon as
+    one of its parts has ended.
 
     Args:
-        base_batch: samples per tick.
+        base_batch: batch size that the learning rate was tuned for.
         optimizer: the one that trains; a scheduler must belong to it.
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
         self.base_batch = base_batch
+        self.scheduler_batch: float = base_batch  # samples per tick
         self._optimizer = optimizer
         self._scheduler: LRScheduler | None = None
-        self._samples = 0  # since the last tick
+        self._samples: float = 0  # since the last tick
         self._left_at: int | None = None  # the scheduler's own count after its last tick here
         self._refused = 0  # ticks after the schedule's end
         self._pending: dict[str, Any] | None = None  # state of a scheduler that is still to come
@@ -71,9 +75,9 @@ class BaseBatchClock:
         """
         self.require_ready()
         self._samples += samples
-        ticks, self._samples = divmod(self._samples, self.base_batch)
+        ticks, self._samples = divmod(self._samples, self.scheduler_batch)
         if self._scheduler is not None:
-            for _ in range(ticks):
+            for _ in range(int(ticks)):
                 self._tick(self._scheduler)
             self._left_at = _ticks(self._scheduler)
 
@@ -124,7 +128,7 @@ class BaseBatchClock:
             }
         return {
             "samples": self._samples,
-            "base_batch": self.base_batch,
+            "base_batch": self.scheduler_batch,
             "scheduler": scheduler,
         }
 
@@ -134,10 +138,16 @@ class BaseBatchClock:
         Raises:
             StateError: its scheduler has counted other base batches.
         """
-        if state["scheduler"] is not None and state["base_batch"] != self.base_batch:
+        saved = state["base_batch"]
+        if state["scheduler"] is not None and saved != self.scheduler_batch:
+            remedy = (
+                f"resume with base_batch={saved}"
+                if self.scheduler_batch == self.base_batch
+                else "resume with the loader and the processes of the saved run"
+            )
             raise StateError(
-                f"the saved schedule has counted base batches of {state['base_batch']} samples, "
-                f"these are of {self.base_batch}; resume with base_batch={state['base_batch']}"
+                f"the saved schedule has counted base batches of {saved} samples, these are of "
+                f"{self.scheduler_batch}; {remedy}"
             )
         self._samples = state["samples"]
         self._pending = state["scheduler"]
@@ -200,6 +210,29 @@ def _has_ended(scheduler: LRScheduler) -> bool:
     if isinstance(scheduler, ChainedScheduler):
         return any(map(_has_ended, scheduler._schedulers))
     return False
+
+
+def total_of(scheduler: LRScheduler) -> int | None:
+    """How many ticks a scheduler was built for, where it says: `num_training_steps` and the like.
+
+    Example:
+        >>> from torch import nn, optim
+        >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        >>> total_of(OneCycleLR(optimizer, 0.1, total_steps=40))
+        40
+    """
+    if isinstance(scheduler, ChainedScheduler):
+        return min(filter(None, map(total_of, scheduler._schedulers)), default=None)
+    if isinstance(scheduler, SequentialLR):
+        last = total_of(scheduler._schedulers[-1])
+        return None if last is None else scheduler._milestones[-1] + last
+    if isinstance(scheduler, LambdaLR):  # Hugging Face's are partials
+        told = getattr(scheduler.lr_lambdas[0], "keywords", {})
+        return told.get("num_training_steps")
+    names = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}
+    return next(
+        (getattr(scheduler, names[kind]) for kind in names if isinstance(scheduler, kind)), None
+    )
 
 
 def _ticks(scheduler: LRScheduler) -> int:

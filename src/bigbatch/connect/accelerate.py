@@ -72,8 +72,9 @@ def adaptive_batch(
 
     Every sample comes once an epoch, dealt to the processes one by one: what accelerate repeats to
     give them as many batches is not. The loader's batch size stays that of one process. The
-    scheduler, which accelerate would advance once for each process, counts base batches of samples.
-    A GradScaler is accelerate's own.
+    scheduler is advanced over the samples as accelerate advances it: once for each batch of the
+    loader as it was before `prepare`, so that `num_training_steps=len(loader) * epochs`, counted
+    then, ends with the training whatever the batch size does. A GradScaler is accelerate's own.
 
     Args:
         accelerator: with `gradient_accumulation_steps=1`.
@@ -96,7 +97,7 @@ def adaptive_batch(
                 f"{name}= is a {type(given).__name__} that accelerate did not prepare; pass what "
                 "accelerator.prepare returns for it"
             )
-    return AdaptiveBatch(
+    train = AdaptiveBatch(
         model,
         optimizer.optimizer,
         loader if isinstance(loader, Batches) else batches(accelerator, loader),
@@ -105,6 +106,21 @@ def adaptive_batch(
         scaler=accelerator.scaler,
         **settings,
     )
+    train.scheduler_batch = _scheduler_batch(accelerator, train)
+    return train
+
+
+def _scheduler_batch(accelerator: Any, train: AdaptiveBatch) -> float:
+    """Samples for which accelerate advances a scheduler once.
+
+    An update of its own takes one batch of the loader on every process, and advances the scheduler
+    as often as there are processes, unless batches are split or the script does that by itself.
+    """
+    ranks, size = accelerator.num_processes, train.batches.batch_size
+    once = accelerator.split_batches or not accelerator.step_scheduler_with_optimizer
+    if size is None:
+        return train.controller.base_batch / (1 if once else ranks)
+    return size * ranks if once else size
 
 
 def require_supported(accelerator: Any) -> None:

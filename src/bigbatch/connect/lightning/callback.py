@@ -1,5 +1,6 @@
 """A Lightning callback that changes the batch size at every step: `Trainer(callbacks=[...])`."""
 
+import gc
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,8 +17,10 @@ from bigbatch.act.announced import Announced
 from bigbatch.act.learning_rate import LRScaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
+from bigbatch.act.stepping import hooked
 from bigbatch.connect.anew import anew
 from bigbatch.connect.driven import Driven
+from bigbatch.connect.lightning.accumulation import LoadersABaseBatch, base_batch_of
 from bigbatch.connect.lightning.log import Log
 from bigbatch.connect.lightning.settings import (
     loaders_batch,
@@ -25,6 +28,7 @@ from bigbatch.connect.lightning.settings import (
     require_scheduler,
     taken_clipping,
     taken_scheduler,
+    warn_of_end,
 )
 from bigbatch.decide.controller import Controller
 from bigbatch.decide.cutting import Least
@@ -122,10 +126,15 @@ class AdaptiveBatchCallback(Callback):
         if self._trains:
             require_drivable(trainer, pl_module)
             self.train = self._driven = None
+            self._given.callback(setattr, trainer, "accumulate_grad_batches", 1)
+            base = base_batch_of(self._settings)
+            loaders: Any = LoadersABaseBatch(trainer, base, self._micro_batch)
+            trainer.accumulate_grad_batches = loaders  # of estimated_stepping_batches
             self._place = trainer.global_rank, trainer.world_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses schedulers and clipping that cannot work, which are known now."""
+        trainer.accumulate_grad_batches = 1
         require_scheduler(trainer, pl_module)
         taken_clipping(trainer, pl_module)
 
@@ -148,8 +157,9 @@ class AdaptiveBatchCallback(Callback):
             meter=meter,
             **anew(self._settings),
         )
+        warn_of_end(trainer, self.train)
         self._driven = Driven(self.train)
-        self._given.callback(optimizer.register_step_post_hook(self._leave_update).remove)
+        self._given.callback(hooked(optimizer).register_step_post_hook(self._leave_update).remove)
         self._given.callback(meter.close)
         if self._loaded:
             self.train.load_state_dict(_here(self._loaded))
@@ -158,6 +168,8 @@ class AdaptiveBatchCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives back to the trainer what was taken over."""
         self._given.close()
+        if self._trains:  # hooks lie in cycles; a weak reference of theirs to a sharded parameter
+            gc.collect()  # would keep the next training of the module from moving it
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -167,6 +179,14 @@ class AdaptiveBatchCallback(Callback):
             stack.__exit__(type(exception), exception, exception.__traceback__)
         self._given.close()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The weights that a schedule-free optimizer has for evaluation."""
+        _set_mode(trainer, "eval")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same, at last."""
+        _set_mode(trainer, "eval")
+
     # one micro-batch
 
     def on_train_batch_start(
@@ -174,6 +194,7 @@ class AdaptiveBatchCallback(Callback):
     ) -> None:
         """Says whether this batch is the last of its step, in the trainer's own terms."""
         assert self._driven is not None
+        _set_mode(trainer, "train")
         samples = self._count(batch)
         if samples < 1:
             raise BatchError(f"a batch has {samples} samples; leave empty ones out in the loader")
@@ -267,13 +288,19 @@ class AdaptiveBatchCallback(Callback):
         if self._clip is not None:
             self._given.callback(setattr, trainer, "gradient_clip_val", trainer.gradient_clip_val)
             trainer.gradient_clip_val = None
-        self._given.callback(setattr, trainer, "accumulate_grad_batches", 1)
 
 
 def _scaler(trainer: Trainer) -> GradScaler | None:
     """Of the precision plugin, where float16 has one."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler
+
+
+def _set_mode(trainer: Trainer, mode: str) -> None:
+    """Of optimizers that train other weights than those to evaluate with, as schedule-free ones."""
+    for optimizer in trainer.optimizers:
+        if callable(set_mode := getattr(optimizer, mode, None)):
+            set_mode()
 
 
 def _here(state: dict[str, Any]) -> dict[str, Any]:

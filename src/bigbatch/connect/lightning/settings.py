@@ -1,6 +1,7 @@
 """What a Lightning trainer has to be set to, and what is taken over from it."""
 
 import sys
+import warnings
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,7 +19,10 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 
+from bigbatch.act.progress import total_of
+from bigbatch.decide.policy import Fixed
 from bigbatch.errors import SettingError
+from bigbatch.loop import AdaptiveBatch
 from bigbatch.optim.variance_reduced import VarianceReduced
 
 _NEVER = sys.maxsize
@@ -113,6 +117,33 @@ def taken_scheduler(trainer: Trainer) -> LRScheduler | None:
         scheduler: LRScheduler = config.scheduler
         return scheduler
     return None
+
+
+def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
+    """Says where the schedule ends before or after the training, as far as both are known."""
+    total = None if train.scheduler is None else total_of(train.scheduler)
+    if total is None or not trainer.is_global_zero:
+        return
+    name, base = type(train.scheduler).__name__, f"{train.scheduler_batch:g}"
+    if trainer.max_steps != -1 and not isinstance(train.controller.policy, Fixed):
+        warnings.warn(
+            f"max_steps={trainer.max_steps} ends the training after so many updates, and {name} "
+            f"after {total} base batches of {base} samples, which a batch that grows has gone "
+            "through before; max_epochs ends both together",
+            stacklevel=2,
+        )
+    epochs = trainer.max_epochs
+    if trainer.max_steps != -1 or epochs in (None, -1) or train.batches.samples is None:
+        return
+    steps = train.base_steps(epochs)
+    if abs(steps - total) > epochs + 1 + total / 100:  # Lightning rounds every epoch up
+        warnings.warn(
+            f"{name} is built for {total} steps, and max_epochs={epochs} advances it {steps} "
+            f"times, once for every base batch of {base} samples; build it in configure_optimizers "
+            "with trainer.estimated_stepping_batches, which counts these, or pass "
+            "AdaptiveBatchCallback(base_batch=)",
+            stacklevel=2,
+        )
 
 
 def taken_clipping(trainer: Trainer, module: LightningModule) -> float | None:

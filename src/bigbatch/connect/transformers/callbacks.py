@@ -19,32 +19,44 @@ _REPORTERS = tuple(INTEGRATION_TO_CALLBACK.values())
 class Length(TrainerCallback):
     """Tells the Trainer's state where the run stands by samples; comes before other callbacks.
 
-    `epoch` is the samples done over those of a pass. `max_steps`, which ends a training, is counted
-    anew from the samples that are left, unless it was asked for.
+    `epoch` is the samples done over those of a pass; in the first pass over data of unknown length
+    the share of `max_steps`, as the Trainer has it. `max_steps`, which ends a training, is counted
+    anew from the samples that are left, unless it was asked for, and progress bars with it.
 
     Args:
         training: gives what trains.
+        handler: the Trainer's, with all callbacks.
     """
 
-    def __init__(self, training: Callable[[], AdaptiveBatch]) -> None:
-        self._training = training
+    def __init__(self, training: Callable[[], AdaptiveBatch], handler: CallbackHandler) -> None:
+        self._training, self._handler = training, handler
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Before the Trainer decides whether this was the last step."""
         train = self._training()
         samples = train.batches.samples
         if samples is None:
+            if not train.epoch:
+                state.epoch = state.global_step / args.max_steps
             return
         state.epoch = train.samples / samples
         if args.max_steps <= 0:
             left = math.ceil(args.num_train_epochs * samples) - train.samples
             steps = math.ceil(left / train.plan.batch_size)
             state.max_steps = state.global_step + max(0, steps)
+            self._lengthen_bars(state.max_steps)
         else:
             state.num_train_epochs = math.ceil(
                 (train.samples + (args.max_steps - state.global_step) * train.plan.batch_size)
                 / samples
             )
+
+    def _lengthen_bars(self, steps: int) -> None:
+        for callback in self._handler.callbacks:
+            for name in ("training_bar", "training_tracker"):  # of a terminal, of a notebook
+                bar = getattr(callback, name, None)
+                if bar is not None:
+                    bar.total = steps
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Raises LoopError where a callback has ended the epoch within its pass."""

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.optimization import GreedyLR
 from transformers.utils import is_sagemaker_mp_enabled
 
+from bigbatch.act.stepping import require_steppable
 from bigbatch.connect.accelerate import require_supported
 from bigbatch.decide.policy import Fixed
 from bigbatch.errors import SettingError
@@ -26,9 +27,35 @@ def require_arguments(given: list[Any]) -> None:
                 raise SettingError(message)
 
 
+def require_overridable(kind: type, mixin: type) -> None:
+    """Raises SettingError where a class overrides what is called with whole updates here.
+
+    Args:
+        kind: class of a Trainer.
+        mixin: the one that makes it choose its batch size.
+    """
+    order = kind.__mro__
+    before = order[: order.index(mixin)]
+    for each in before:
+        if "training_step" in vars(each):
+            raise SettingError(
+                f"{each.__name__}.training_step would get a whole update, not a micro-batch; "
+                "override compute_loss there, or put it into a class behind the mixin: class "
+                f"{kind.__name__}(AdaptiveMixin, MyTrainer), with training_step in MyTrainer"
+            )
+    for each in order[: order.index(Trainer)]:
+        if each is not mixin and "get_batch_samples" in vars(each):
+            raise SettingError(
+                f"{each.__name__}.get_batch_samples is not called: an update has as many "
+                "micro-batches as the policy wants; override compute_loss, or the data_collator"
+            )
+
+
 def require_trainer(trainer: Any) -> None:
     """Raises SettingError for what a Trainer was built with and cannot work."""
     require_arguments([trainer.args])  # the Trainer's own, or changed by accelerate's
+    if trainer.optimizer is not None:
+        require_steppable(trainer.optimizer)
     if trainer.is_deepspeed_enabled:
         raise SettingError(_DEEPSPEED)
     scheduler = trainer.lr_scheduler

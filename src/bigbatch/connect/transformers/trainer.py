@@ -10,6 +10,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from bigbatch.act.learning_rate import LRScaling
 from bigbatch.connect.accelerate import PreparedBatches, batches
@@ -19,6 +20,7 @@ from bigbatch.connect.transformers.halves import HalvedOptimizer, HalvedSchedule
 from bigbatch.connect.transformers.state import load, save
 from bigbatch.connect.transformers.supported import (
     require_arguments,
+    require_overridable,
     require_trainer,
     warn_of_growth,
 )
@@ -47,7 +49,7 @@ class AdaptiveMixin(NextClass):
     Every update of the Trainer is a step of an AdaptiveBatch over the Trainer's own loader, whose
     batches of `per_device_train_batch_size` are cut anew. What `Trainer` does besides stays: its
     callbacks, logs, evaluation, checkpoints. `training_step` of a class that comes after the mixin
-    gets micro-batches, that of one made from it a whole update.
+    gets micro-batches; one made from it overrides `compute_loss`.
 
     Args:
         args: all positional ones of the Trainer.
@@ -80,6 +82,7 @@ class AdaptiveMixin(NextClass):
         meter: Callable[[nn.Module], GradientMeter] | None = None,
         **others: Any,
     ) -> None:
+        require_overridable(type(self), AdaptiveMixin)
         require_arguments([*args, *others.values()])
         self.adaptive: AdaptiveBatch | None = None
         self.accelerator: Any
@@ -102,7 +105,7 @@ class AdaptiveMixin(NextClass):
         super().__init__(*args, **others)
         require_trainer(self)
         self.callback_handler = PatientHandler(self.callback_handler)
-        self.callback_handler.callbacks.insert(0, Length(self._training))
+        self.callback_handler.callbacks.insert(0, Length(self._training, self.callback_handler))
 
     def train(self, *args: Any, **others: Any) -> Any:
         """As the Trainer's; an exception leaves learning rates as the schedule has them."""
@@ -122,7 +125,7 @@ class AdaptiveMixin(NextClass):
         start, base = self._sizes()
         samples = self._prepared_batches.whole or examples
         self._base_steps = max_steps
-        if in_epoch != updates * args.max_steps:  # of known length
+        if has_length(dataloader):
             updates = in_epoch = samples + 1  # at most, and the pass is seen to end
         if args.max_steps > 0:
             epochs = max(epochs, max_steps)  # at most

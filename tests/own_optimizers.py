@@ -1,0 +1,84 @@
+"""Optimizers of somebody's own, as packages have them: schedule-free, Lookahead, written short."""
+
+from collections import OrderedDict, defaultdict
+
+import torch
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains y, between z, which moves along the gradient, and x, the average to evaluate with."""
+
+    def __init__(self, parameters, lr=0.05, beta=0.9):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "training": False, "steps": 0})
+
+    def train(self):
+        self._set_training(True)
+
+    def eval(self):
+        self._set_training(False)
+
+    @torch.no_grad()
+    def _set_training(self, training):
+        for group in self.param_groups:
+            beta = group["beta"]
+            for p in group["params"] if group["training"] != training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 1 - beta if training else 1 - 1 / beta)
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.param_groups[0]["training"]:
+            raise RuntimeError("step() in eval mode; call train() first")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["steps"] += 1
+            share, beta, lr = 1 / group["steps"], group["beta"], group["lr"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, share).add_(p.grad, alpha=lr * (beta * (1 - share) - 1))
+                    z.sub_(p.grad, alpha=lr)
+        return loss
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every other step, the middle between the slow weights and those of an optimizer inside.
+
+    As timm and others have it, `Optimizer.__init__` is left out, and the state dict is another.
+    """
+
+    def __init__(self, optimizer, hooks=OrderedDict):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks(), hooks()
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, defaultdict(dict)
+        self.steps = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for p, state in self.state.items():
+                p.lerp_(state["slow"], 0.5)
+                state["slow"].copy_(p)
+        return loss
+
+    def state_dict(self):
+        slow = [state["slow"] for state in self.state.values()]
+        return {"slow": slow, "steps": self.steps, "inside": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict["inside"])
+        self.steps = state_dict["steps"]
+        for state, slow in zip(self.state.values(), state_dict["slow"], strict=True):
+            state["slow"].copy_(slow)
