@@ -40,7 +40,7 @@ def main():
     pl.seed_everything(42)
 
     dataset = WikiText2(args.data, download=False)
-    train, val, test = random_split(dataset, [len(dataset) - 66, 34, 32])
+    train, val, test = random_split(dataset, [len(dataset) - 74, 42, 32])
     train_dataloader = DataLoader(train, batch_size=4, shuffle=True)
     val_dataloader = DataLoader(val, batch_size=8)
     test_dataloader = DataLoader(test, batch_size=8)
