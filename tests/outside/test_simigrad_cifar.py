@@ -1,4 +1,4 @@
-"""SimiGrad's own CIFAR script: its fork of DeepSpeed becomes DeepSpeed with bigbatch, by one line."""
+"""SimiGrad's own CIFAR script: its fork of DeepSpeed becomes the release, by one line."""
 
 import json
 import re
