@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 COMPILED := .venv/.compiled
+OUTSIDE := .venv-outside/bin
+OUTSIDE_READY := .venv-outside/.ready
+PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNS ?= runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-release check bench picture clean
+.PHONY: help setup run test test-all test-release test-outside check bench picture clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -17,8 +20,8 @@ setup: $(READY)  ## create .venv with every extra
 $(READY): pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
+	$(BIN)/python $(PIP) -e '.[dev]'
+	$(BIN)/python $(PIP) --no-deps timm
 	@touch $@
 
 # what DeepSpeed compiles on first use: a minute; where there is no compiler its tests are skipped
@@ -30,7 +33,7 @@ run: $(READY)  ## train the digits study and write its report
 	$(BIN)/bigbatch train --runs $(RUNS)
 
 # two test processes on two cores, each with ranks of its own
-test test-all test-release: export OMP_NUM_THREADS = 1
+test test-all test-release test-outside: export OMP_NUM_THREADS = 1
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(AREA),tests/$(AREA))
 
 test: $(COMPILED)  ## every promise once, in four minutes; AREA=optim for one folder of tests
@@ -39,8 +42,19 @@ test: $(COMPILED)  ## every promise once, in four minutes; AREA=optim for one fo
 test-all: $(COMPILED)  ## what CI runs: pairs of engine, precision, ranks, rule; kill and resume
 	$(PYTEST) -m "not release"
 
-test-release: $(COMPILED)  ## the rest: full products, studies, elastic runs, chaos, fuzz
+test-release: $(COMPILED) $(if $(AREA),,test-outside)  ## the rest: full products, studies, elastic runs; test-outside
 	$(PYTEST) -m release
+
+# an environment of its own, for what nothing else here needs: 3 GB, from pip's package registry
+$(OUTSIDE_READY): pyproject.toml constraints.txt tests/outside/requirements.txt src/bigbatch/kernels/kernels.c
+	$(PYTHON) -m venv .venv-outside
+	$(OUTSIDE)/python $(PIP) -r tests/outside/requirements.txt -e '.[dev]'
+	$(OUTSIDE)/python $(PIP) --no-deps timm
+	-PATH=$(abspath $(OUTSIDE)):$$PATH $(OUTSIDE)/python tests/compiled.py
+	@touch $@
+
+test-outside: $(OUTSIDE_READY)  ## scripts and optimizers of others, chaos, fuzz; in .venv-outside
+	$(OUTSIDE)/python -m pytest -n 2 --dist worksteal tests/outside
 
 check: $(READY)  ## style, types, architecture
 	$(BIN)/ruff check .
@@ -57,5 +71,5 @@ picture: $(READY)  ## the README's picture, from a fresh digits study
 	$(BIN)/bigbatch report .picture/* -o docs/digits.png
 	rm -r .picture
 
-clean:  ## remove .venv and caches; runs/ stays
-	rm -rf .venv .mutation .mypy_cache .pytest_cache .ruff_cache .hypothesis .picture
+clean:  ## remove both environments and caches; runs/ stays
+	rm -rf .venv .venv-outside .mutation .mypy_cache .pytest_cache .ruff_cache .hypothesis .picture

@@ -14,6 +14,7 @@ AREAS = {
     "experiments": "every experiment reads its data, builds its models, trains and is scored",
     "runs": "the command, run directories, reports and replay say what happened, after faults too",
     "bench": "what the benchmarks count and draw is what they say",
+    "outside": "scripts of others train as they did, with the few lines of a user's edit",
     "project": "README, documents and examples hold; imports follow the data",
 }
 

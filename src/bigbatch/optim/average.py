@@ -83,14 +83,16 @@ class Averages:
         keys = [key for group in groups for key in group["params"]]  # numbers, or names
         if len(keys) != len(parameters):
             return state_dict  # which the base optimizer refuses
-        for key, parameter in zip(keys, parameters, strict=True):
+        of_key = dict(zip(keys, parameters, strict=True))
+        for key, parameter in of_key.items():
             if states.get(key, {}).get(_AVERAGE) is not None:
                 self._state[parameter] = _unpacked(states[key], parameter)
+        shared = {key: state for key, state in states.items() if key not in of_key}
         rest = {
             key: {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
             for key, state in states.items()
+            if key in of_key
         }
-        of_key = dict(zip(keys, parameters, strict=True))
         for group in groups:
             own = [(key, of_key[key]) for key in group["params"] if rest.get(key)]
             if group.get("beta3") is not None and group["vr"]:
@@ -98,7 +100,8 @@ class Averages:
             if group.get("fused"):  # torch's fused steps write where too small a state is not
                 for key, parameter in own:
                     _require_shape(rest[key], parameter)
-        return {**state_dict, "state": {key: state for key, state in rest.items() if state}}
+        kept = {key: state for key, state in rest.items() if state}
+        return {**state_dict, "state": kept | shared}
 
 
 class StateWithAverages(MutableMapping[Tensor, Any]):

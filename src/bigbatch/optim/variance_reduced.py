@@ -24,7 +24,7 @@ from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import Folded, How
 from bigbatch.optim.fused import misread
 from bigbatch.optim.local import LocalFold
-from bigbatch.optim.options import Factor, Gamma, RMax, require_kinds, require_valid
+from bigbatch.optim.options import Factor, Gamma, RMax, require_free, require_kinds, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import source_of
 from bigbatch.setting_types import Share, checked, setting
@@ -109,6 +109,7 @@ class VarianceReduced(Optimizer):
         self.watch = watch
         self.factors: Factors | None = None  # of the last step, where watch is on
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
+        require_free(base, self._own)
         self._factor = factor
         self._fused, self._compiled = fused, compiled
         self.attached: Attachment | None = None  # to a DDP model
@@ -421,7 +422,10 @@ class VarianceReduced(Optimizer):
             before(self)
         self._require_consolidated()
         packed = self.base.state_dict()
-        packed["state"] = {index: dict(state) for index, state in packed["state"].items()}
+        packed["state"] = {
+            index: dict(state) if isinstance(state, dict) else state  # some count steps there
+            for index, state in packed["state"].items()
+        }
         self.averages.add_to(packed, self._parameters())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
