@@ -29,6 +29,7 @@ LEVELS = {
     "loop": 8,
     "checkpoint": 9,
     "public": 10,
+    "": 10,  # the package itself, as whoever imports bigbatch has it
     "connect": 10,
     "report": 10,
     "recipes": 11,
