@@ -36,7 +36,7 @@ def misread(base: Optimizer, group: dict[str, Any]) -> str:
     """
     if not isinstance(base, _TORCHS):
         return ""
-    states = base.state or {}
+    states: Any = base.state
     for p in group["params"]:
         if p.grad is None or not p.is_cpu:
             continue
