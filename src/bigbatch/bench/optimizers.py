@@ -43,11 +43,30 @@ _LAYER = [
     (512, 2048),
     *[(512,)] * 5,
 ]
+
+
+def _block(channels: int, before: int) -> list[tuple[int, ...]]:
+    """Two convolutions of 3 x 3, each with its BatchNorm."""
+    kernels = [(channels, before, 3, 3), (channels, channels, 3, 3)]
+    return [shape for kernel in kernels for shape in (kernel, (channels,), (channels,))]
+
+
+_RESNET56 = [
+    *_block(16, 3)[:3],
+    *_block(16, 16) * 9,
+    *_block(32, 16),
+    *_block(32, 32) * 8,
+    *_block(64, 32),
+    *_block(64, 64) * 8,
+    (10, 64),
+    (10,),
+]
 LISTS: dict[str, list[tuple[int, ...]]] = {
     "1 M in 16": [(256, 256)] * 16,
     "10 M in 16": [(800, 800)] * 16,
     "24 layers, 76 M in 288": _LAYER * 24,
     "100 M in 16": [(2500, 2500)] * 16,
+    "ResNet-56, 0.85 M in 167": _RESNET56,
 }
 _LARS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 _LAMB: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}

@@ -69,9 +69,12 @@ def fits(*tensors: Tensor | None) -> bool:
     if library() is None:
         return False
     given = [tensor for tensor in tensors if tensor is not None]
-    if not all(_is_plain(t) and t.shape == given[0].shape for t in given):
-        return False
-    if all(t.is_contiguous() for t in given):
+    shape, contiguous = given[0].shape, True
+    for t in given:  # a loop: a generator costs as much as what it asks
+        if not _is_plain(t) or t.shape != shape:
+            return False
+        contiguous = contiguous and t.is_contiguous()
+    if contiguous:
         return True
     strides = given[0].stride()
     channels_last = given[0].is_contiguous(memory_format=torch.channels_last)
@@ -139,9 +142,8 @@ def run(
     count = len(layers)
     table = array("q")
     for arrays in layers:
-        table.extend(0 if t is None else t.data_ptr() for t in arrays)
-        table.extend([0] * (4 - len(arrays)))
-        table.append(_length(arrays))
+        addresses = [0 if t is None else t.data_ptr() for t in arrays]
+        table.extend([*addresses, *[0] * (4 - len(arrays)), _length(arrays)])
     threads = threads_for(sum(table[4::5]))
     made = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
     if sums is not None:
@@ -159,7 +161,7 @@ def run(
         seen.data_ptr() if watch else None,
         threads,
     )
-    written = (arrays[i] for arrays in layers for i in _WRITTEN[rule])
+    written = [arrays[i] for arrays in layers for i in _WRITTEN[rule]]
     increment_version([t for t in written if t is not None])  # as torch's own operations would
     return made.sum(0), seen.sum(0)
 

@@ -90,7 +90,8 @@ class GradientMoments:
 
     def reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
-        return parameter in self._moments and self._moments[parameter].weight > 0
+        moment = self._moments.get(parameter)
+        return moment is not None and moment.weight > 0
 
     def keeps_sum(self, parameter: Tensor) -> bool:
         """Whether S of a parameter that was reached is in a buffer of its own."""

@@ -51,7 +51,8 @@ class BorrowedSums:
         self._steps += 1
         self._borrows = self._intact and bool(self._able)
         self._moments.lender = source if self._borrows else None
-        self._moments.keeps = parameters - self._able.keys()
+        all_able = len(self._able) == len(parameters)  # hashing tensors takes its time
+        self._moments.keeps = set() if all_able else parameters - self._able.keys()
         turn, left = divmod(self._steps, _COMPARED_EVERY)
         if self._able and not left:
             self._moments.keeps.add([*self._able][turn % len(self._able)])

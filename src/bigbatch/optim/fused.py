@@ -1,6 +1,6 @@
 """Where torch's fused steps do what its other steps do, and where they do not."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,29 +36,28 @@ def misread(base: Optimizer, group: dict[str, Any]) -> str:
     """
     if not isinstance(base, _TORCHS):
         return ""
+    states: Any = base.state
     for p in group["params"]:
         if p.grad is None or not p.is_cpu:
             continue
         if isinstance(base, SGD) and p.dtype not in FULL:
             return f"does not move most of a {p.dtype} parameter"
-        if not _lie_alike(p, [p.grad, *_arrays(base.state.get(p, {}))]):
+        state = states.get(p, {}) if states else {}
+        arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
+        if not _lie_alike(p, [p.grad, *arrays]):
             return "mixes up elements where a parameter, its gradient and its state lie differently"
     return ""
 
 
-def _arrays(state: dict[str, Any]) -> Iterable[Tensor]:
-    return (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
-
-
-def _lie_alike(first: Any, others: Iterable[Any]) -> bool:
+def _lie_alike(first: Any, others: Sequence[Any]) -> bool:
     """Whether the elements of all lie in one order, without gaps."""
     if is_sharded(first):
-        first, others = local(first), map(local, others)
-    if first.is_contiguous():
-        return all(t.is_contiguous() and t.shape == first.shape for t in others)
-    strides = first.stride()
-    alike = all(t.stride() == strides and t.shape == first.shape for t in others)
-    return alike and _is_dense(first)
+        first, others = local(first), [local(t) for t in others]
+    shape, strides, contiguous = first.shape, first.stride(), first.is_contiguous()
+    for t in others:
+        if t.shape != shape or (t.stride() != strides and not (contiguous and t.is_contiguous())):
+            return False
+    return contiguous or _is_dense(first)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -74,15 +74,17 @@ class LocalFold:
             [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
         ]
         joins = [join_of(parameters) for parameters in chosen]
-        for parameter in {parameter for parameters in chosen for parameter in parameters}:
-            self._require_counted(parameter)
+        for parameters in chosen:
+            for parameter in parameters:
+                self._require_counted(parameter)
         told: dict[Tensor, Tensor] = {}  # nothing is refused from here on
         for group, parameters, join in zip(groups, chosen, joins, strict=True):
             how = self._rule.how(group, moments.weight, moments.micro_batches)
             rows = fold(how, [self._layer(p, group) for p in parameters], join)
-            if how.watch and join is not None:
-                join(rows)
-            told.update(zip(parameters, rows, strict=True))
+            if how.watch:
+                if join is not None:
+                    join(rows)
+                told.update(zip(parameters, rows, strict=True))
         return told
 
     def _require_counted(self, parameter: Tensor) -> None:

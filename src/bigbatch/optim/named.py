@@ -76,10 +76,11 @@ class VRSGD(_Fusing):
         super().__init__(base, fused=fused, **options)
 
     def _misread(self, group: dict[str, Any]) -> str:
-        states = [self.base.state[p] for p in group["params"] if p.grad is not None]
-        begun = sum(state.get("momentum_buffer") is not None for state in states)
-        if group["momentum"] and 0 < begun < len(states):
-            return "takes no momentum that has begun for some parameters only"
+        if group["momentum"]:
+            states = [self.base.state[p] for p in group["params"] if p.grad is not None]
+            begun = sum([state.get("momentum_buffer") is not None for state in states])
+            if 0 < begun < len(states):
+                return "takes no momentum that has begun for some parameters only"
         return super()._misread(group)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.measure.source import MADE_LATE, GradientSource, PlainSource
@@ -56,6 +57,8 @@ class _LeafSource(PlainSource):
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -47,8 +47,11 @@ def _marked(hook: _Hook) -> _Hook:
 
 def only_watched(parameter: Tensor) -> bool:
     """Whether all hooks on a leaf's gradient are ours, so that none changes it after them."""
-    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return all(hasattr(hook, "only_watches") for hooks in kinds for hook in (hooks or {}).values())
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            if not hasattr(hook, "only_watches"):
+                return False
+    return True
 
 
 def changed_later(parameter: Tensor) -> bool:
