@@ -105,6 +105,21 @@ def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(run):
     assert 1 == len(run.rows())
 
 
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_a_text_that_a_run_needs_is_not_read_where_it_is_another(run, what):
+    """Another vocabulary would make other numbers of the same text."""
+    run.keep({"vocab.txt": "the\nof\n"})
+    run.save_checkpoint({"model": {}})
+    assert {} == run.load_weights()
+    if what == "gone":
+        (run.path / "vocab.txt").unlink()
+    else:
+        (run.path / "vocab.txt").write_text("the\nor\n")
+    for read in (run.load_checkpoint, run.load_weights):
+        with pytest.raises(RunError, match=f"vocab.txt is {what}.* restore it from a copy"):
+            read()
+
+
 def test_a_checkpoint_without_weights_is_nothing_to_begin_from(run):
     run.save_checkpoint({"optimizer": {}})
     with pytest.raises(RunError, match="has no weights"):
