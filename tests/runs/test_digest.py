@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import bigbatch as bb
-from bigbatch.digest import load_state, save_state
+from bigbatch.digest import digests_of, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.recipes.begin import begin_from
 from bigbatch.report.run_directory import RunDirectory
@@ -124,6 +124,20 @@ def test_a_checkpoint_without_weights_is_nothing_to_begin_from(run):
     run.save_checkpoint({"optimizer": {}})
     with pytest.raises(RunError, match="has no weights"):
         run.load_weights()
+
+
+def test_a_folder_is_as_it_was_where_each_of_its_files_is(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "rank0.pt").write_bytes(WHOLE)
+    saved_with_it = digests_of(tmp_path)
+    (tmp_path / "new").touch()
+    require_digests(tmp_path, saved_with_it)
+    flip_one_bit(tmp_path / "inside" / "rank0.pt")
+    with pytest.raises(StateError, match=r"rank0.pt is damaged"):
+        require_digests(tmp_path, saved_with_it)
+    (tmp_path / "inside" / "rank0.pt").unlink()
+    with pytest.raises(StateError, match=r"rank0.pt is gone"):
+        require_digests(tmp_path, saved_with_it)
 
 
 def test_a_damaged_state_of_all_ranks_is_refused():
