@@ -69,25 +69,27 @@ def load_state(file: BinaryIO, name: str) -> Any:
 def digests_of(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below a folder, in hexadecimal digits, by its path from there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    found = {}
-    for path in files:
-        with path.open("rb") as file:
-            digest = _digest_of(file, path.stat().st_size)
-        found[path.relative_to(folder).as_posix()] = digest.hex()
-    return found
+    return {path.relative_to(folder).as_posix(): digest_of(path) for path in files}
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return _digest_of(file, path.stat().st_size).hex()
 
 
 def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
-    """Does nothing where every file of `digests_of` is as it was; others beside them do not count.
+    """Does nothing where every file with a digest is as it was; others do not count.
 
     Raises:
         StateError: one is gone, or its bytes are not those that were written.
     """
-    now = digests_of(folder)
     for name, digest in saved.items():
-        if now.get(name) != digest:
-            what = "is damaged" if name in now else "is gone"
-            raise StateError(f"{folder / name} {what}: its SHA-256 is not the one that was saved")
+        path = folder / name
+        if not path.is_file():
+            raise StateError(f"{path} is gone")
+        if digest_of(path) != digest:
+            raise StateError(f"{path} is damaged: its SHA-256 is not the one that was saved")
 
 
 def _digest_of(file: BinaryIO, length: int) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import bigbatch as bb
-from bigbatch.digest import load_state, save_state
+from bigbatch.digest import digests_of, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.recipes.begin import begin_from
 from bigbatch.report.run_directory import RunDirectory
@@ -105,10 +105,39 @@ def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(run):
     assert 1 == len(run.rows())
 
 
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_a_text_that_a_run_needs_is_not_read_where_it_is_another(run, what):
+    """Another vocabulary would make other numbers of the same text."""
+    run.keep({"vocab.txt": "the\nof\n"})
+    run.save_checkpoint({"model": {}})
+    assert {} == run.load_weights()
+    if what == "gone":
+        (run.path / "vocab.txt").unlink()
+    else:
+        (run.path / "vocab.txt").write_text("the\nor\n")
+    for read in (run.load_checkpoint, run.load_weights):
+        with pytest.raises(RunError, match=f"vocab.txt is {what}.* restore it from a copy"):
+            read()
+
+
 def test_a_checkpoint_without_weights_is_nothing_to_begin_from(run):
     run.save_checkpoint({"optimizer": {}})
     with pytest.raises(RunError, match="has no weights"):
         run.load_weights()
+
+
+def test_a_folder_is_as_it_was_where_each_of_its_files_is(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "rank0.pt").write_bytes(WHOLE)
+    saved_with_it = digests_of(tmp_path)
+    (tmp_path / "new").touch()
+    require_digests(tmp_path, saved_with_it)
+    flip_one_bit(tmp_path / "inside" / "rank0.pt")
+    with pytest.raises(StateError, match=r"rank0.pt is damaged"):
+        require_digests(tmp_path, saved_with_it)
+    (tmp_path / "inside" / "rank0.pt").unlink()
+    with pytest.raises(StateError, match=r"rank0.pt is gone"):
+        require_digests(tmp_path, saved_with_it)
 
 
 def test_a_damaged_state_of_all_ranks_is_refused():

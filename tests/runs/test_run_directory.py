@@ -94,7 +94,7 @@ def test_without_a_checkpoint_the_run_begins_anew(run):
 
 def test_a_damaged_checkpoint_is_named(run):
     (run.path / "checkpoint.pt").write_bytes(b"no checkpoint")
-    with pytest.raises(RunError, match=r"does not end with a digest.*delete it to start"):
+    with pytest.raises(RunError, match=r"not end with a digest.*delete checkpoint.pt to start"):
         run.load_checkpoint()
 
 

@@ -2,7 +2,7 @@
 
     config.yaml      what to repeat: the settings, and the versions that ran
     metrics.jsonl    one JSON object a step
-    checkpoint.pt    the latest checkpoint
+    checkpoint.pt    the latest checkpoint, with its digest
     deepspeed/       what DeepSpeed keeps of it, where it joins the ranks
     events/          the same numbers for TensorBoard
     report.html      the report
@@ -23,14 +23,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from bigbatch.digest import load_state, save_state
+from bigbatch.digest import digest_of, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.report.config import describe, read_config, read_trainings
 from bigbatch.report.files import made_whole, replacing, write_atomically
 
 Row = dict[str, Any]
-
-_ANEW = "delete it to start the run anew"
 
 
 class RunDirectory:
@@ -44,6 +42,7 @@ class RunDirectory:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
+        self._kept: dict[str, str] = {}  # digests of texts, by file name
         self._unwritten: deque[bytes] = deque()  # lines of the metrics
         self._lost: dict[str, Exception] = {}  # what could not be written, and why
         self._said: set[str] = set()
@@ -91,6 +90,7 @@ class RunDirectory:
         """Writes texts that a later run needs, by file name."""
         for name, text in texts.items():
             write_atomically(self.path / name, text.encode())
+            self._kept[name] = digest_of(self.path / name)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -166,7 +166,14 @@ class RunDirectory:
             with self.metrics.open("a") as metrics:
                 os.fsync(metrics.fileno())
             with replacing(self.path / "checkpoint.pt") as file:
-                save_state({"metrics_bytes": self._metrics_bytes(), "state": state}, file)
+                save_state(
+                    {
+                        "metrics_bytes": self._metrics_bytes(),
+                        "kept": self._kept,
+                        "state": state,
+                    },
+                    file,
+                )
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
             self.say_unsaved(error)
             return False
@@ -241,11 +248,16 @@ class RunDirectory:
         try:
             with file.open("rb") as opened:
                 saved = load_state(opened, str(file))
+            require_digests(self.path, saved["kept"])
             return int(saved["metrics_bytes"]), dict(saved["state"])
         except StateError as error:
-            raise RunError(f"{error}; restore it from a copy, or {_ANEW}") from None
+            raise RunError(
+                f"{error}; restore it from a copy, or delete {file.name} to start the run anew"
+            ) from None
         except Exception as error:
-            raise RunError(f"{file} cannot be loaded ({type(error).__name__}); {_ANEW}") from error
+            raise RunError(
+                f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run anew"
+            ) from error
 
     def _metrics_bytes(self) -> int:
         return self.metrics.stat().st_size if self.metrics.exists() else 0
