@@ -316,9 +316,9 @@ class AdaptiveBatch:
 
         Model, optimizer and scaler are loaded by the user. Policy, bounds and every other setting
         are those given at construction; what has changed is said. On as many ranks each loads its
-        own state, and goes on bit for bit; on others any rank's will do, the run goes on with the
-        same samples, and random states are left as they are. They are restored last, so load this
-        last.
+        own state, and goes on bit for bit (docs/ranks.md has the one exception); on others any
+        rank's will do, the run goes on with the same samples, and random states are left as they
+        are. They are restored last, so load this last.
 
         Raises:
             StateError: the state is of another version, or of other data.
