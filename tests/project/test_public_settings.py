@@ -282,7 +282,10 @@ def test_numbers_of_numpy_become_pythons():
     ("make", "words"),
     [
         (lambda: bb.SimiGrad(torch.tensor(0.3)), r"target=<Tensor> .* pass its \.item\(\)"),
-        (lambda: adaptive(optimizer=[torch.optim.SGD(weights())]), "1 optimizers are given as a list"),
+        (
+            lambda: adaptive(optimizer=[torch.optim.SGD(weights())]),
+            "1 optimizers are given as a list",
+        ),
         (lambda: adaptive(policy=bb.SimiGrad), r"pass SimiGrad\(\.\.\.\)"),
         (lambda: VRLARS(weights(), foreach=True), "foreach is unknown here; there are gamma"),
         (lambda: VRAdam([{"params": weights(), "lr": "fast"}]), "lr='fast' must be a number"),

@@ -78,20 +78,19 @@ class Averages:
             StateError: something is of another shape than its parameter, or it was saved with p,
                 and p is not in it.
         """
-        groups = state_dict["param_groups"]
-        states = {key: _present(state) for key, state in state_dict["state"].items()}
+        groups, saved = state_dict["param_groups"], state_dict["state"]
         keys = [key for group in groups for key in group["params"]]  # numbers, or names
         if len(keys) != len(parameters):
             return state_dict  # which the base optimizer refuses
         of_key = dict(zip(keys, parameters, strict=True))
-        for key, parameter in of_key.items():
-            if states.get(key, {}).get(_AVERAGE) is not None:
-                self._state[parameter] = _unpacked(states[key], parameter)
-        shared = {key: state for key, state in states.items() if key not in of_key}
+        states = {key: _present(state) for key, state in saved.items() if key in of_key}
+        shared = {key: state for key, state in saved.items() if key not in of_key}
+        for key, state in states.items():
+            if state.get(_AVERAGE) is not None:
+                self._state[of_key[key]] = _unpacked(state, of_key[key])
         rest = {
             key: {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
             for key, state in states.items()
-            if key in of_key
         }
         for group in groups:
             own = [(key, of_key[key]) for key in group["params"] if rest.get(key)]
