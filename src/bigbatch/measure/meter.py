@@ -36,7 +36,8 @@ class GradientMeter:
             this rank (loss * n_d / N, the usual accumulation; N is then the same on every rank).
             "mean": each is the plain mean loss of its micro-batch.
         interval: coverage of an interval for similarity and noise scale, 0.9 say; None for none.
-            One more read of each gradient and 4 KB a micro-batch.
+            One more read of each gradient and 4 KB a micro-batch. How often it really holds the
+            truth is in docs/benchmarks.md.
         layers: also measure each layer (module with parameters) by itself.
         halves: also take SimiGrad's own cosine of two half-batch gradients, for comparison. Keeps
             one whole gradient more, and sends it where there are ranks.
