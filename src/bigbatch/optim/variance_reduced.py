@@ -93,6 +93,7 @@ class VarianceReduced(Optimizer):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         if isinstance(base, LBFGS):
             raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
+        _require_torchs_state(base)
         require_factor(factor)
         require_kernels(fused)
         self.base = base
@@ -341,6 +342,18 @@ class VarianceReduced(Optimizer):
             compiled=self._compiled,
         )
 
+    def train(self) -> None:
+        """Before steps: what a schedule-free base has to be told; nothing with any other."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Before an evaluation, the same."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        if callable(set_mode := getattr(self.base, mode, None)):
+            set_mode()
+
     # what is saved
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -417,3 +430,17 @@ class VarianceReduced(Optimizer):
         require_valid(group, self._factor)
         if group["vr"]:
             self._scaled.update(dict.fromkeys(group["params"]))
+
+
+def _require_torchs_state(base: Optimizer) -> None:
+    """Raises SettingError where p could not be saved beside what the base optimizer saves."""
+    try:
+        saved = base.state_dict().keys()
+    except RuntimeError:  # of ranks that have to bring it together first
+        return
+    if not {"state", "param_groups"} <= saved:
+        raise SettingError(
+            f"{type(base).__name__} saves {sorted(map(str, saved))}, and p is saved beside "
+            "'state' and 'param_groups', as torch's optimizers have them; pass the optimizer "
+            "inside it"
+        )
