@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 import bigbatch as bb
 from bigbatch.connect.transformers import AdaptiveTrainer
 from bigbatch.errors import SettingError
+from bigbatch.optim import VarianceReduced
 from lightning_training import Training, adaptive, data, fit, loader, network, plain_loop
 from own_optimizers import Lookahead, ScheduleFree
 from tiny import arguments, gpt, texts
@@ -51,6 +52,23 @@ def test_a_loop_of_ones_own_steps_them(optimizer):
 
     actual = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(by_hand(optimizer, 2), actual, **ROUNDING)
+
+
+def reduced(parameters):
+    """Schedule-free itself: r is 1 everywhere."""
+    return VarianceReduced(ScheduleFree(parameters), gamma=1.0)
+
+
+def test_a_variance_reduced_one_is_set_by_trainers_too():
+    fit(adaptive(**FIXED), loader(64), module := Validated(reduced), val_check_interval=5)
+
+    actual = torch.cat([p.detach().flatten() for p in module.net.parameters()])
+    torch.testing.assert_close(by_hand(schedule_free, 1), actual, **ROUNDING)
+
+
+def test_a_variance_reduced_one_that_saves_otherwise_is_refused():
+    with pytest.raises(SettingError, match=r"Lookahead saves \['inside', 'slow', 'steps'\]"):
+        VarianceReduced(lookahead(network().parameters()))
 
 
 class Validated(Training):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.measure.devices import full
@@ -20,11 +20,12 @@ from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.source.ddp import DDPSource
 from bigbatch.optim.attach import Attachment, Groups, require_attachable
 from bigbatch.optim.average import Averages, StateWithAverages
+from bigbatch.optim.bases import require_base
 from bigbatch.optim.diagnostics import Factors
 from bigbatch.optim.fold import Folded, How
 from bigbatch.optim.fused import misread
 from bigbatch.optim.local import LocalFold
-from bigbatch.optim.options import Factor, Gamma, RMax, require_free, require_kinds, require_valid
+from bigbatch.optim.options import Factor, Gamma, RMax, require_kinds, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import source_of
 from bigbatch.setting_types import Share, checked, setting
@@ -102,14 +103,12 @@ class VarianceReduced(Optimizer):
     ) -> None:
         if isinstance(base, VarianceReduced):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
-        if isinstance(base, LBFGS):
-            raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
         require_kernels(fused)
         self.base = base
         self.watch = watch
         self.factors: Factors | None = None  # of the last step, where watch is on
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
-        require_free(base, self._own)
+        require_base(base, self._own)
         self._factor = factor
         self._fused, self._compiled = fused, compiled
         self.attached: Attachment | None = None  # to a DDP model
@@ -401,6 +400,18 @@ class VarianceReduced(Optimizer):
             fused=self._fused is not False,
             compiled=self._compiled,
         )
+
+    def train(self) -> None:
+        """Before steps: what a schedule-free base has to be told; nothing with any other."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Before an evaluation, the same."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        if callable(set_mode := getattr(self.base, mode, None)):
+            set_mode()
 
     # what is saved
 
