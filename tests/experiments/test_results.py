@@ -7,7 +7,7 @@ import pytest
 from bigbatch.recipes import RECIPES
 from bigbatch.recipes.bert_columns import COLUMNS
 from bigbatch.recipes.dry_run import sources
-from bigbatch.recipes.sweep import points_of
+from bigbatch.recipes.sweep import points_of, sweep_of, trainings_of
 
 RESNET56, RESNET50 = RECIPES["cifar10-resnet56"], RECIPES["imagenet-resnet50"]
 BERT = RECIPES["bert-pretrain"]
@@ -62,6 +62,20 @@ def test_table_1_has_the_steps_of_every_column_of_the_paper():
         for short, long, steps in COLUMNS.values()
     }
     assert expected == found
+
+
+def test_a_long_phase_of_table_1_begins_from_its_own_short_one_in_a_sweep():
+    settings, grid = BERT.settings(full=True), ["arm=lamb-16k-short,lamb-16k-long"]
+    points = points_of(BERT, sweep_of(BERT, settings, grid, ()), settings, full=True)
+    short, long = trainings_of(BERT, points, 1)
+    assert short == trainings_of(BERT, points, 1)[long].begin_from
+
+
+def test_a_long_phase_of_table_1_alone_says_how_to_name_its_short_one(bigbatch, tmp_path):
+    options = ("--full", "--result=table-1", "--arm=lamb-16k-long", "--data", tmp_path)
+    (tmp_path / "text.txt").write_text("one")
+    status, _, err = bigbatch("train", "bert-pretrain", *options)
+    assert (2, True) == (status, "begin_from of arm lamb-16k-long is arm lamb-16k-short" in err)
 
 
 def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phase():

@@ -231,7 +231,7 @@ def _said(
 def _require_given(recipe: Recipe, settings: Settings) -> None:
     """Raises SettingError where an arm alone needs a run that its study would have trained."""
     for name, run in settings.before.items():
-        if run in recipe.arms:
+        if run in recipe.arm_names:
             raise SettingError(
                 f"{name} of arm {settings.arm} is arm {run}; name a run of it by "
                 f"--{name.replace('_', '-')}, or train the study, which has both"

@@ -162,6 +162,11 @@ class Recipe:
             full_sweep=replace(self.full_sweep, grids=tuple(grids)),
         )
 
+    @property
+    def arm_names(self) -> set[str]:
+        """Those of both scales."""
+        return {*self.arms, *self.full_arms}
+
     def seeds_at(self, *, full: bool) -> int:
         """Trainings of each arm at a scale."""
         return self.full_seeds[0] if full else SEEDS
