@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-
 _COMMANDS = {  # where each is, and the first line of its help
     "train": (
         "bigbatch.cli.train",
