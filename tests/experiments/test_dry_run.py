@@ -258,7 +258,7 @@ def test_what_an_arm_changes_says_whose_it_is():
     assert (16, "arm simigrad-long, ours") == dataclasses.astuple(found["micro_batch"])
     lamb = recipe.arm("lamb-short", recipe.settings(full=True), full=True)
     batch = sources(recipe, lamb, full=True)["batch_size"]
-    assert (65_536, "arm lamb-short, VRGD") == dataclasses.astuple(batch)
+    assert (65_536, "arm lamb-short, VRGD, table 1") == dataclasses.astuple(batch)
     assert 65_536 == recipe.arms_at(full=True)["lamb-short"]["batch_size"]
 
 

@@ -11,8 +11,6 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-import bigbatch
-
 _COMMANDS = {  # where each is, and the first line of its help
     "train": (
         "bigbatch.cli.train",
@@ -73,7 +71,7 @@ def show() -> None:
 
 def _say_version(*, asked: bool) -> None:
     if asked:
-        typer.echo(f"bigbatch {bigbatch.__version__}")
+        typer.echo(f"bigbatch {import_module('bigbatch').__version__}")
         raise typer.Exit
 
 

@@ -10,6 +10,7 @@ import typer
 
 from bigbatch.decide.named import POLICIES
 from bigbatch.errors import RunError, SettingError
+from bigbatch.recipes import recipe_named
 from bigbatch.recipes.ranks import leads
 from bigbatch.recipes.recipe import Recipe
 from bigbatch.recipes.settings import Settings
@@ -20,6 +21,7 @@ DEAD_BAND = "Hold smaller changes: 0.1 = 10 %."
 WARM_UP = "Samples before the first change."
 
 Full = Annotated[bool, typer.Option("--full", help="The paper's settings, not the small ones.")]
+Result = Annotated[str | None, typer.Option(help="With --full: one table or figure of the paper.")]
 Data = Annotated[
     Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
 ]
@@ -59,6 +61,22 @@ def refuse_with(what: str, names: Iterable[str], by_set: Iterable[str] = (), or_
     """
     if listed := as_typed(names, by_set):
         raise SettingError(f"{what} does not go together with {listed}; leave them out{or_}")
+
+
+def recipe_of(name: str | None, result: str | None, *, full: bool) -> Recipe:
+    """The recipe of that name, the digits without one; narrowed to one result of its paper.
+
+    Raises:
+        SettingError: there is no such recipe or result, or the result is not asked for in full.
+    """
+    recipe = recipe_named(name or "digits")
+    if result is None:
+        return recipe
+    if not recipe.results:
+        raise SettingError(f"recipe {recipe.name!r} has no --result {result}; leave it out")
+    if not full:
+        raise SettingError(f"--result {result} is of the paper's scale; give --full too")
+    return recipe.repeating(result)
 
 
 def set_by(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:

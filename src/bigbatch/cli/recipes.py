@@ -11,7 +11,7 @@ from bigbatch.errors import MissingPackageError, RunError
 from bigbatch.recipes import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.recipes.data.origin import HERE, Origin
 from bigbatch.recipes.footprint import parameters_of
-from bigbatch.recipes.recipe import Changes, Recipe
+from bigbatch.recipes.recipe import Changes, Recipe, Result
 from bigbatch.recipes.sweep import points_of
 from bigbatch.report.live import LiveView, plain_console
 
@@ -76,6 +76,8 @@ def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
         f"sweep    {sweeps[0]:,} points at the small scale, {sweeps[1]:,} at the full one",
         "arms",
         *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(full=False).items()),
+        *(["results, each by --full --result"] if recipe.results else []),
+        *(f"  {name}: {_result(one)}" for name, one in recipe.results.items()),
         "commands",
         f"  {with_data}",
         f"  {with_data} --arm {next(iter(recipe.arms))} --set epochs=1",
@@ -86,6 +88,11 @@ def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
 
 def _changes(changes: Changes) -> str:
     return ", ".join(f"{key}={value}" for key, value in changes.items()) or "the recipe as it is"
+
+
+def _result(result: Result) -> str:
+    changes = _changes({name: value for name, (value, _) in result.settings.items()})
+    return changes + f"; arms {', '.join(result.arms)}" * bool(result.arms)
 
 
 def _place(origin: Origin, given: Path | None) -> str:

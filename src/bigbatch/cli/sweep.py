@@ -11,15 +11,16 @@ from bigbatch.cli.options import (
     Full,
     Out,
     Quiet,
+    Result,
     Runs,
     folder_of,
     given,
     note_overruled,
+    recipe_of,
     refuse_with,
     set_by,
 )
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes import recipe_named
 from bigbatch.recipes.jobs import train_side_by_side
 from bigbatch.recipes.launch import Launch, alone
 from bigbatch.recipes.study import report_study
@@ -29,7 +30,6 @@ from bigbatch.report.files import reserve
 from bigbatch.report.live import LiveView, plain_console
 
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
-_SEEDS = 3
 
 
 def sweep(
@@ -44,11 +44,14 @@ def sweep(
         list[str] | None,
         typer.Option("--tune", metavar="KEY", help="Show the best value of it alone."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Trainings a point [3].")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Trainings a point [3; with --full the paper's].")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Trainings at a time [cores / threads, or GPUs].")
     ] = None,
     full: Full = False,
+    result: Result = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of all trainings."),
@@ -76,7 +79,7 @@ def sweep(
     if not alone():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if resume is not None:
-        others = given(recipe=recipe, grid=grid, tune=tune, seeds=seeds, data=data)
+        others = given(recipe=recipe, grid=grid, tune=tune, seeds=seeds, result=result, data=data)
         others |= given(full=full or None, set=set_, runs=runs, out=out, dry_run=dry_run or None)
         refuse_with("--resume", others)
         if read_sweep(resume) is None:
@@ -85,7 +88,8 @@ def sweep(
         return
     if out is not None:
         refuse_with("--out", given(runs=runs))
-    chosen = recipe_named(recipe or "digits")
+    chosen = recipe_of(recipe, result, full=full)
+    repeats = seeds or chosen.seeds_at(full=full)
     settings, names = set_by(chosen.settings(full=full), set_ or ())
     if not dry_run:  # which needs no data
         settings = settings.changed({"data": folder_of(chosen, data)})
@@ -100,11 +104,11 @@ def sweep(
     if any("arm" in one for one in grids.grids):
         note_overruled(chosen, names, "--grid changes it", full=full)
     if dry_run:
-        _list(points, grids.tuned, seeds or _SEEDS, view)
+        _list(points, grids.tuned, repeats, view)
         return
     place = out or reserve(runs or Path("runs"), f"{chosen.name}-sweep")
     with context.obj.resumable(place, "sweep"):
-        start_sweep(chosen, place, points, grids.tuned, seeds or _SEEDS)
+        start_sweep(chosen, place, points, grids.tuned, repeats)
     _train(place, jobs, context.obj, view)
 
 

@@ -16,20 +16,22 @@ from bigbatch.cli.options import (
     Full,
     Out,
     Quiet,
+    Result,
     Runs,
     as_typed,
     folder_of,
     given,
     note_overruled,
+    recipe_of,
     refuse_with,
     set_by,
 )
 from bigbatch.errors import SettingError
-from bigbatch.recipes import EXPERIMENTS, recipe_named
+from bigbatch.recipes import EXPERIMENTS
 from bigbatch.recipes.launch import Launch
 from bigbatch.recipes.optimizers import OPTIMIZERS
 from bigbatch.recipes.ranks import count, from_leader
-from bigbatch.recipes.recipe import Recipe
+from bigbatch.recipes.recipe import SEEDS, Recipe
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.study import resume as resume_at
 from bigbatch.recipes.study import start_study, train_one, train_study, training_at
@@ -67,6 +69,7 @@ def train(
         Path | None, typer.Option(help="Run whose weights the model begins with.")
     ] = None,
     arm: Annotated[str | None, typer.Option(help="One arm of the study alone.")] = None,
+    result: Result = None,
     lr_from: Annotated[
         Path | None, typer.Option(help="Run with a VR optimizer whose mean r multiplies --lr.")
     ] = None,
@@ -77,7 +80,9 @@ def train(
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a single training.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the study [3].")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds of the study [3; with --full the paper's].")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints.")
     ] = None,
@@ -104,6 +109,8 @@ def train(
     At the paper's scale: bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad
 
     What that would take, without any data: bigbatch train cifar10-resnet18 --dry-run
+
+    One figure of its paper: bigbatch train cifar10-resnet56 --full --result figure-2 --dry-run
 
     Figures 1 and 3 of the VRGD paper: bigbatch train linear-regression
 
@@ -135,7 +142,7 @@ def train(
         checkpoint_every=checkpoint_every,
     )
     if resume is not None:
-        others = given(recipe=recipe, arm=arm, epochs=epochs, seeds=seeds, data=data)
+        others = given(recipe=recipe, arm=arm, result=result, epochs=epochs, seeds=seeds, data=data)
         others |= given(full=full or None, set=set_, runs=runs, out=out)
         others |= given(dry_run=dry_run or None, ranks=ranks)
         refuse_with("--resume", [*changes, *others])
@@ -146,17 +153,18 @@ def train(
         refuse_with("--out", given(runs=runs))
     folder = runs or Path("runs")
     if recipe in EXPERIMENTS:
-        others = given(arm=arm, epochs=epochs, data=data, full=full or None, set=set_)
+        others = given(arm=arm, result=result, epochs=epochs, data=data, full=full or None)
+        others |= given(set=set_)
         others |= given(dry_run=dry_run or None, ranks=ranks)
         refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
         _require_one_rank(recipe)
         place = out or reserve(folder, recipe)
         try:
-            EXPERIMENTS[recipe].run(place, seeds or 3, quiet)
+            EXPERIMENTS[recipe].run(place, seeds or SEEDS, quiet)
         finally:
             release(place)
         return
-    chosen = recipe_named(recipe or "digits")
+    chosen = recipe_of(recipe, result, full=full)
     changes |= given(arm=arm)
     asked = partial(_settings, chosen, epochs, set_ or [], changes)
     if dry_run:
@@ -176,12 +184,13 @@ def train(
         _require_given(chosen, settings)
         _train_one(settings, folder, out, launch, view)
         return
+    repeats = seeds or chosen.seeds_at(full=full)
     place, begun = from_leader(
         lambda: launch.place(lambda: out or reserve(folder, chosen.name, launch.id))
     )
     with launch.resumable(place):
         if not begun:
-            start = partial(start_study, chosen, place, settings, seeds or 3, launch.id, full=full)
+            start = partial(start_study, chosen, place, settings, repeats, launch.id, full=full)
             from_leader(start)
             overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
             note_overruled(chosen, overruled, "--arm trains one alone with it", full=full)
@@ -222,7 +231,7 @@ def _said(
 def _require_given(recipe: Recipe, settings: Settings) -> None:
     """Raises SettingError where an arm alone needs a run that its study would have trained."""
     for name, run in settings.before.items():
-        if run in recipe.arms:
+        if run in recipe.arm_names:
             raise SettingError(
                 f"{name} of arm {settings.arm} is arm {run}; name a run of it by "
                 f"--{name.replace('_', '-')}, or train the study, which has both"

@@ -1,11 +1,9 @@
 """What every variance-reduced optimizer takes, and which values it refuses."""
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.setting_types import In, NotNegative, Share, kinds_of, setting
@@ -70,13 +68,3 @@ def require_valid(group: dict[str, Any], factor: str) -> None:
                 f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; give it "
                 "to an optimizer of its own, or to a group with vr=False"
             )
-
-
-def require_free(base: Optimizer, names: Iterable[str]) -> None:
-    """Raises SettingError where the base has settings of these names in its parameter groups."""
-    taken = sorted(set(names) & set(base.defaults))
-    if taken:
-        raise SettingError(
-            f"{type(base).__name__} has {', '.join(taken)} of its own in its parameter groups, "
-            "where VarianceReduced keeps a setting of the same name; wrap another base optimizer"
-        )

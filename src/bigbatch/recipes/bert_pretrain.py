@@ -1,46 +1,37 @@
 """BERT pre-training: masked pieces and next sentences, short rows first, then long ones.
 
 SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one batch each phase, as
-the VRGD paper does: 64k, then 32k. A long arm begins from the short one. Task: J. Devlin et al.
+VRGD's table 1 does (bert_columns.py). A long arm begins from the short one. Task: J. Devlin et al.
 """
 
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from bigbatch.recipes.bert_columns import LONG, ROWS, SIMIGRAD, columns
 from bigbatch.recipes.data.columns import as_it_is
 from bigbatch.recipes.data.masking import Masking
 from bigbatch.recipes.data.sentences import Book, SentencePairs, spread
 from bigbatch.recipes.data.text import ORIGIN, corpus_of
 from bigbatch.recipes.guesses import example, loss_of, scores_of
 from bigbatch.recipes.models.bert import KEPT_AS, bert, frame_of, kept, pieces_of
-from bigbatch.recipes.recipe import OURS, Arm, Data, Recipe, Sweep
+from bigbatch.recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch.recipes.settings import Settings
-from bigbatch.recipes.vrgd import CLIPS, VRGD
+from bigbatch.recipes.vrgd import CLIPS, MEDIAN, VRGD
 
-SIMIGRAD, LONG = (f"SimiGrad's code, BERT-Large, rows of {length}" for length in (128, 512))
-STEPS = f"{VRGD}: 8,599 steps in all"
-_LAMB: Arm = {
-    "policy": ("fixed", VRGD),
-    "batch_size": (65_536, VRGD),
-    "base_batch": 32_768,
-    "lr": 0.005,
-    "lr_schedule": ("warm-up 0.2 epochs; polynomial 0.5", "NVIDIA's BERT; the warm-up is ours"),
-    "samples": (461_000_000, STEPS),
-}
-_ROWS: Arm = {"length": (512, "Devlin et al."), "predictions": (80, LONG), "micro_batch": 16}
-_LAMB_LONG: Arm = {**_LAMB, **_ROWS, "batch_size": (32_768, VRGD), "samples": (51_200_000, STEPS)}
 _SIMIGRAD_LONG: Arm = {
-    **_LAMB_LONG,
+    **ROWS,
     "batch_size": (32_768, LONG),
     "base_batch": (32_768, LONG),
     "policy": ("fixed", LONG),
+    "samples": (51_200_000, OURS),
     "lr": (0.002, LONG),
     "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", LONG),
 }
+_LAMB = {**columns("lamb"), **columns("vr-lamb")}
 _SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
 _VR: Arm = {"optimizer": ("vr-lamb", VRGD)}
-_SHORT = ("lamb-short", "vr-lamb-short")
+_SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
 
 
 def _data(settings: Settings) -> Data:
@@ -134,13 +125,21 @@ BERT_PRETRAIN = Recipe(
     full_arms={
         "simigrad-short": {},
         "simigrad-long": {"begin_from": "simigrad-short", **_SIMIGRAD_LONG},
-        "lamb-short": _LAMB,
-        "lamb-long": {"begin_from": "lamb-short", **_LAMB_LONG},
-        "vr-lamb-short": {**_LAMB, **_VR},
-        "vr-lamb-long": {"begin_from": "vr-lamb-short", **_LAMB_LONG, **_VR},
+        **_LAMB,
     },
-    sweep=Sweep(({"arm": ("simigrad-short", *_SHORT), "lr": (0.005, 0.01, 0.02)},), ("lr",)),
-    full_sweep=Sweep(({"arm": _SHORT, "lr": (0.0025, 0.005, 0.01)},), ("lr",)),
+    sweep=Sweep(
+        ({"arm": ("simigrad-short", "lamb-short", "vr-lamb-short"), "lr": (0.005, 0.01, 0.02)},),
+        ("lr",),
+    ),
+    full_sweep=Sweep(
+        (
+            {"arm": ("simigrad-short",), "target": (0.75, 0.8), "lr": (0.0004, 0.0006)},
+            {"arm": _SHORTS, "lr": (0.0025, 0.005, 0.01)},
+        ),
+        ("lr",),
+    ),
+    full_seeds=MEDIAN,
+    results={"table-1": Result(arms=tuple(_LAMB))},
     model=lambda settings: bert(settings, "Pretraining"),
     loss=lambda settings: loss_of,
     data=_data,

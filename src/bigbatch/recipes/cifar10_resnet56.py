@@ -1,4 +1,6 @@
-"""ResNet-56 on CIFAR-10 with four optimizers and their variance-reduced twins: VRGD's table 5.
+"""ResNet-56 on CIFAR-10 with four optimizers and their variance-reduced twins.
+
+VRGD's table 5 (warm-up, label smoothing, cosine) and figure 2 (x0.1 twice, without either).
 
 Source: Jiang et al., arXiv 2309.13681. Its table of rates, warm-ups and k is not public.
 """
@@ -13,14 +15,13 @@ from bigbatch.recipes.data.columns import Columns, as_it_is
 from bigbatch.recipes.data.drawn import some_drawn
 from bigbatch.recipes.models.resnet import resnet_of_three_stages
 from bigbatch.recipes.pictures import OfBytes, accuracies, class_loss, examples, shifted_and_flipped
-from bigbatch.recipes.recipe import OURS, Arm, Arms, Data, Grid, LossOf, Recipe, Rows, Sweep
+from bigbatch.recipes.recipe import OURS, Arm, Arms, Data, Grid, Recipe, Result, Rows, Sweep
 from bigbatch.recipes.settings import Settings, Value
-from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
+from bigbatch.recipes.vrgd import CLIPS, REPEATS, TO_TEN, VRGD
 
 _TABLE = f"{VRGD}, table 5"
 _TENSORFLOW = "TensorFlow's official ResNet"
-_STEPS = "warm-up 5 epochs; x0.1 at 91 and 136 epochs"
-_COSINE = "warm-up 5 epochs; cosine"
+_FIGURE = f"{VRGD}, figure 2"
 
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times those of the bases
 
@@ -68,10 +69,6 @@ def _model(settings: Settings) -> nn.Module:
     return OfBytes(network, cifar10.MEAN, cifar10.STD)
 
 
-def _loss(settings: Settings) -> LossOf:
-    return class_loss(float(settings.task["label_smoothing"]), shifted_and_flipped)
-
-
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
     seen = some_drawn(len(train), settings.samples, len(test))
@@ -98,10 +95,10 @@ CIFAR10_RESNET56 = Recipe(
         "decay_all": (True, _TENSORFLOW),
         **CLIPS,
         "lr_scaling": ("sqrt", VRGD),
-        "lr_schedule": (_STEPS, "VRGD; the warm-up's length is ours"),
+        "lr_schedule": ("warm-up 5 epochs; cosine", f"{_TABLE}; the warm-up's length is ours"),
         "precision": ("float32", OURS),
         "device": ("cuda", OURS),
-        "label_smoothing": (0.1, "VRGD; the amount is ours"),
+        "label_smoothing": (0.1, f"{_TABLE}; the amount is ours"),
         "depth": (56, VRGD),
         "width": (16, "He et al. 2015"),
     },
@@ -114,23 +111,25 @@ CIFAR10_RESNET56 = Recipe(
         "depth": 8,
         "width": 8,
     },
+    full_seeds=REPEATS,
+    results={
+        "table-5": Result(),
+        "figure-2": Result(
+            {
+                "lr_schedule": ("x0.1 at 91 and 136 epochs", _FIGURE),
+                "label_smoothing": (0.0, _FIGURE),
+            }
+        ),
+    },
     full_samples=50_000,
     full_ranks=8,
     minutes=1.6,
     origin=cifar10.ORIGIN,
     arms={name: arm for base in _LR for name, arm in _arms(base).items()},
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
-    full_sweep=Sweep(
-        _grids(
-            _LR,
-            _RATES,
-            batch_size=(256, 512, 1024, 2048, 4096, 8192),
-            lr_schedule=(_STEPS, _COSINE),
-        ),
-        ("lr",),
-    ),
+    full_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
     model=_model,
-    loss=_loss,
+    loss=lambda settings: class_loss(float(settings.task["label_smoothing"]), shifted_and_flipped),
     data=_data,
     example=examples(3, 32),
 )

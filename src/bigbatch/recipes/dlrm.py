@@ -18,7 +18,7 @@ from bigbatch.recipes.data.criteo import CRITEO, read_criteo, split
 from bigbatch.recipes.models.dlrm import DLRM
 from bigbatch.recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
-from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
+from bigbatch.recipes.vrgd import CLIPS, REPEATS, TO_TEN, VRGD
 from bigbatch.setting_types import Count, setting
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
@@ -133,6 +133,7 @@ DLRM_CRITEO = Recipe(
         "workers": 0,
         "checkpoint_every": 100,
     },
+    full_seeds=REPEATS,
     full_samples=4_195_197_692,
     full_ranks=8,
     minutes=0.3,

@@ -1,8 +1,7 @@
 """ResNet-50 on ImageNet: SimiGrad's batches held at a similarity, VRGD's LARS up to 96k samples.
 
-Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/SimiGrad, which is
-NVIDIA's ResNet50 v1.5; Jiang et al., VRGD, arXiv 2309.13681, whose rates and warm-ups of each batch
-size are not public.
+Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/SimiGrad, of NVIDIA's
+ResNet50 v1.5; Jiang et al., VRGD, arXiv 2309.13681, whose rates and warm-ups are not public.
 """
 
 from functools import partial
@@ -20,22 +19,22 @@ from bigbatch.recipes.data.origin import Origin
 from bigbatch.recipes.data.part import Part
 from bigbatch.recipes.models.resnet import resnet_of_bottlenecks
 from bigbatch.recipes.pictures import OfBytes, PictureBatch, accuracies, class_loss, examples
-from bigbatch.recipes.recipe import OURS, Arm, Data, Grid, Recipe, Sweep
+from bigbatch.recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep
 from bigbatch.recipes.settings import Settings
-from bigbatch.recipes.vrgd import CLIPS, TO_TEN, VRGD
+from bigbatch.recipes.vrgd import CLIPS, REPEATS, TO_TEN, VRGD
 
-_SIMIGRAD = "SimiGrad's code"
-_JABAS = "JABAS's example of SimiGrad"
+_SIMIGRAD, _JABAS = "SimiGrad's code", "JABAS's example of SimiGrad"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _HELD: Grid = {"policy": ("simigrad",)}
 _FIXED: Grid = {"policy": ("fixed",)}
-_LARS: Arm = {"policy": ("fixed", VRGD), "lr": 8.0, "momentum": (0.9, VRGD)}
-_VR_LARS: Arm = {"optimizer": ("vr-lars", VRGD), **_LARS}
-_LARS_GRID: Grid = {
-    "arm": ("lars", "vr-lars", "vr-lars-10"),
-    "batch_size": tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96)),
-    "lr": (4.0, 8.0, 16.0),
-}
+_TABLE: Arm = {"policy": ("fixed", VRGD), "momentum": (0.9, VRGD)}
+_VR_LARS: Arm = {"optimizer": ("vr-lars", VRGD), **_TABLE, "lr": 8.0}
+_TABLE_2 = {"momentum": 0.8, "lamb": 0.01, "lars": 8.0, "vr-lars": 8.0, "vr-lars-10": 8.0}  # lr
+_BATCHES = tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96))
+_GRIDS: list[Grid] = [
+    {"arm": (arm,), "batch_size": _BATCHES, "lr": (lr / 2, lr, 2 * lr)}
+    for arm, lr in _TABLE_2.items()
+]
 
 
 def _model(settings: Settings) -> nn.Module:
@@ -114,6 +113,8 @@ IMAGENET_RESNET50 = Recipe(
         "precision": "float32",
         "workers": 0,
     },
+    full_seeds=REPEATS,
+    results={"table-2": Result(arms=tuple(_TABLE_2))},
     full_samples=1_281_167,
     full_ranks=16,
     minutes=1.3,
@@ -127,7 +128,9 @@ IMAGENET_RESNET50 = Recipe(
     arms={
         "fixed": {"policy": "fixed"},
         "simigrad": {"policy": "simigrad"},
-        "lars": {"optimizer": ("lars", VRGD), **_LARS},
+        "momentum": {"optimizer": ("momentum", f"{VRGD}, table 2"), **_TABLE, "lr": 0.8},
+        "lamb": {"optimizer": ("lamb", f"{VRGD}, table 2"), **_TABLE, "lr": 0.01},
+        "lars": {"optimizer": ("lars", VRGD), **_TABLE, "lr": 8.0},
         "vr-lars": {"r_max": CLIPS["r_max"], **_VR_LARS},
         "vr-lars-10": {"r_max": TO_TEN, **_VR_LARS},
     },
@@ -135,7 +138,7 @@ IMAGENET_RESNET50 = Recipe(
     full_sweep=Sweep(
         (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
             {**_HELD, "target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
-            _LARS_GRID,
+            *_GRIDS,
         ),
         tuned=("lr",),
     ),

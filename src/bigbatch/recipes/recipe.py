@@ -1,7 +1,7 @@
 """What a recipe is: a paper's table of settings, and how to build what they are about."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ Arm = Mapping[str, Value | tuple[Value, str]]
 Arms = Mapping[str, Arm]
 
 OURS = "ours"  # the source of a number that no paper gives
+SEEDS = 3  # of a study at the small scale
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,19 @@ class Sweep:
     tuned: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Result:
+    """A table or a figure of a paper, at its scale.
+
+    Args:
+        settings: in which it differs from the recipe, each with its source.
+        arms: that it compares; none for all of the recipe's.
+    """
+
+    settings: Rows = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One experiment.
@@ -72,7 +86,9 @@ class Recipe:
         origin: the data.
         arms: what its study compares, as changes of the settings, a value with its source where
             that is not `OURS`; a `begin_from` or `lr_from` among them names an earlier arm.
-        full_arms: the same at the paper's scale, where it differs; the names are those of `arms`.
+        full_arms: the same at the paper's scale, where it differs; those of `arms`, or more.
+        full_seeds: trainings of each arm in the paper, with the source.
+        results: tables and figures of the paper that can be asked for, by name.
         sweep, full_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
         model: the network; draws from torch's generator as it stands.
@@ -95,6 +111,8 @@ class Recipe:
     origin: Origin
     arms: Arms
     full_arms: Arms = field(default_factory=dict)
+    full_seeds: tuple[int, str] = (SEEDS, OURS)
+    results: Mapping[str, Result] = field(default_factory=dict)
     sweep: Sweep = Sweep(())
     full_sweep: Sweep = Sweep(())
     higher_is_better: bool = True
@@ -121,6 +139,37 @@ class Recipe:
         arms = self.arms_at(full=full)
         require_choice("arm", name, arms)
         return settings.changed({**arms[name], "arm": name})
+
+    def repeating(self, result: str) -> "Recipe":
+        """The recipe with the settings and arms of one table or figure; its sweep is over these.
+
+        Raises:
+            SettingError: there is no such result.
+        """
+        require_choice("result", result, self.results)
+        one, arms = self.results[result], self.full_arms or self.arms
+        if not one.arms:
+            return replace(self, full={**self.full, **one.settings})
+        grids = [
+            {**grid, "arm": tuple(arm for arm in grid["arm"] if arm in one.arms)}
+            for grid in self.full_sweep.grids
+            if {*grid.get("arm", ())} & {*one.arms}
+        ]
+        return replace(
+            self,
+            full={**self.full, **one.settings},
+            full_arms={name: arms[name] for name in one.arms},
+            full_sweep=replace(self.full_sweep, grids=tuple(grids)),
+        )
+
+    @property
+    def arm_names(self) -> set[str]:
+        """Those of both scales."""
+        return {*self.arms, *self.full_arms}
+
+    def seeds_at(self, *, full: bool) -> int:
+        """Trainings of each arm at a scale."""
+        return self.full_seeds[0] if full else SEEDS
 
     def arms_at(self, *, full: bool) -> Mapping[str, Changes]:
         """What the study compares at a scale."""

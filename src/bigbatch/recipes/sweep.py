@@ -174,7 +174,7 @@ def _before(recipe: Recipe, point: Point, points: Sequence[Point], seed: int) ->
     return {
         name: f"{_needed(point, arm, points).name}-seed{seed}"
         for name, arm in point.settings.before.items()
-        if arm in recipe.arms
+        if arm in recipe.arm_names
     }
 
 
