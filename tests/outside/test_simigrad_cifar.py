@@ -52,16 +52,16 @@ def test_the_edit_is_one_line_and_one_less():
     assert 1 == typed(ADAPTIVE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_trains_and_its_readings_are_those_of_the_paper(tmp_path, ranks):
-    updates, accuracies, said = train(tmp_path, edited(SCRIPT, ADAPTIVE, tmp_path), ranks)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_trains_and_its_readings_are_those_of_the_paper(tmp_path, processes):
+    updates, accuracies, said = train(tmp_path, edited(SCRIPT, ADAPTIVE, tmp_path), processes)
     assert len(updates) > 20
     sizes = [row["adjusted_batch_size"] for row in updates]
     assert all(LOWEST <= size <= HIGHEST for size in sizes)
     assert len(set(sizes)) > 3
     for before, row in zip(sizes, updates, strict=False):
         moved = row["adjusted_batch_size"] - before
-        assert abs(moved) <= max(0.2 * before, 4 * ranks)
+        assert abs(moved) <= max(0.2 * before, 4 * processes)
     for row in updates:  # the rate of the batch that is to come, from .05 for the first
         epoch_rate = 0.05 if row["epoch"] < 2 else 0.005
         assert row["adjusted_learning_rate"] == pytest.approx(

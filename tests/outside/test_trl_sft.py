@@ -42,7 +42,7 @@ ADAPTIVE = f"""
 FIXED = ADAPTIVE.replace(
     f"bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})", f"bb.Fixed({LOWEST})"
 )
-LORA = ["--use_peft", "--lora_r=4", "--lora_alpha=8", "--lora_target_modules=c_attn"]
+LORA = ["--use_peft", "--lora_r=4", "--lora_alpha=8", "--lora_target_modules=.*c_attn"]
 
 
 @pytest.fixture
