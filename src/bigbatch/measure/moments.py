@@ -90,12 +90,12 @@ class GradientMoments:
 
     def reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
-        moment = self._moments.get(parameter)
-        return moment is not None and moment.weight > 0
+        return self.seen(parameter)[0]
 
-    def keeps_sum(self, parameter: Tensor) -> bool:
-        """Whether S of a parameter that was reached is in a buffer of its own."""
-        return self._moments[parameter].total is not None
+    def seen(self, parameter: Tensor) -> tuple[bool, Tensor | None]:
+        """(whether it was reached, its S where that is in a buffer of its own)."""
+        moment = self._moments.get(parameter)
+        return (False, None) if moment is None else (moment.weight > 0, moment.total)
 
     def of(self, parameter: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(S, M2) over the whole step; zeros, like its gradient, where nothing reached it."""

@@ -26,18 +26,32 @@ class BorrowedSums:
         self._borrows = False  # in the present step
         self._intact = False
         self._steps = 0
-        self._able: dict[Tensor, None] = {}  # those whose `.grad` no hook changes after ours
+        self._able: list[Tensor] = []  # those whose `.grad` no hook changes after ours
 
     def stop(self) -> None:
         """The next step keeps sums of its own."""
         self._borrows = False
         self._moments.lender = None
 
-    def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
-        """Whether the step's sums are what the backwards left; before anything is done to them."""
-        self._able = {p: None for p in parameters if p.dtype in FULL and only_watched(p)}
-        reached = [p for p in parameters if self._moments.reached(p)]
-        self._intact = source.sums_intact and all(self._is_intact(source, p) for p in reached)
+    def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> bool:
+        """Whether the step's sums are what the backwards left; before anything is done to them.
+
+        Returns:
+            Whether every parameter was reached.
+        """
+        self._able, self._intact, all_reached = [], source.sums_intact, True
+        for p in parameters:  # one pass: of many small ones, looking is what costs
+            able = p.dtype in FULL and only_watched(p)
+            if able:
+                self._able.append(p)
+            reached, kept = self._moments.seen(p)
+            all_reached = all_reached and reached
+            if not (self._intact and reached):
+                continue
+            if kept is None:
+                self._intact = able
+            elif able:  # what is kept should be in `.grad` too
+                self._intact = torch.equal(kept, source.sum_of(p))
         if self._borrows and not self._intact:
             warnings.warn(
                 "gradients were changed between backward() and step() or by a hook, as they were "
@@ -45,6 +59,7 @@ class BorrowedSums:
                 "that was done through .data, is that of the changed gradients",
                 stacklevel=6,
             )
+        return all_reached
 
     def renew(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
         """Chooses for the next step, when the sums of this one are no longer needed."""
@@ -52,15 +67,7 @@ class BorrowedSums:
         self._borrows = self._intact and bool(self._able)
         self._moments.lender = source if self._borrows else None
         all_able = len(self._able) == len(parameters)  # hashing tensors takes its time
-        self._moments.keeps = set() if all_able else parameters - self._able.keys()
+        self._moments.keeps = set() if all_able else parameters - set(self._able)
         turn, left = divmod(self._steps, _COMPARED_EVERY)
         if self._able and not left:
-            self._moments.keeps.add([*self._able][turn % len(self._able)])
-
-    def _is_intact(self, source: GradientSource, parameter: Tensor) -> bool:
-        """Whether S is in `.grad` too, or need not be; False where it only should be."""
-        able, kept = parameter in self._able, self._moments.keeps_sum(parameter)
-        if not (able and kept):
-            return able or kept
-        total, _ = self._moments.of(parameter)
-        return torch.equal(total, source.sum_of(parameter))
+            self._moments.keeps.add(self._able[turn % len(self._able)])

@@ -1,6 +1,7 @@
 """The fold in `step()`, of gradients that this process has whole, or has its pieces of."""
 
 from collections.abc import KeysView
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ class LocalFold:
             )
         agree = asks and self._all_agree()
         lost = self._out_of_range() if self._rule.asks else []
-        self.borrowed.check(source, self._scaled)
+        all_reached = self.borrowed.check(source, self._scaled)
         with torch.no_grad():
-            told = self._fold()
+            told = self._fold(all_reached=all_reached)
         self.borrowed.renew(source, self._scaled)
         return Folded(moments.micro_batches, told, agree, lost)
 
@@ -68,15 +69,14 @@ class LocalFold:
         shares = [share_out_of_range(*moments.of(p), moments.weight) for p in reached]
         return out_of_range(reached, shares)
 
-    def _fold(self) -> dict[Tensor, Tensor]:
+    def _fold(self, *, all_reached: bool) -> dict[Tensor, Tensor]:
         groups, moments = self._rule.param_groups, self._rule.moments
         chosen = [
             [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
         ]
         joins = [join_of(parameters) for parameters in chosen]
-        for parameters in chosen:
-            for parameter in parameters:
-                self._require_counted(parameter)
+        for parameter in () if all_reached else chain.from_iterable(chosen):
+            self._require_counted(parameter)
         told: dict[Tensor, Tensor] = {}  # nothing is refused from here on
         for group, parameters, join in zip(groups, chosen, joins, strict=True):
             how = self._rule.how(group, moments.weight, moments.micro_batches)

@@ -224,7 +224,7 @@ def _sums_after_a_step(
     return sum(
         optimizer.moments.of(toys[name])[0].element_size() * trained[name].numel()
         for name in _with_vr(optimizer)
-        if optimizer.moments.keeps_sum(toys[name])
+        if optimizer.moments.seen(toys[name])[1] is not None
     )
 
 
