@@ -337,3 +337,10 @@ def test_all_that_a_stream_does_not_say_is_asked_for_at_once():
         adaptive(loader=stream)
     with pytest.raises(SettingError, match=r"pass batch_size=$"):
         adaptive(loader=stream, micro_batch=8)
+
+
+@pytest.mark.parametrize("samples", [0, -8, math.nan, "8", None, True])
+def test_a_batch_of_the_schedule_that_is_none_is_refused(samples):
+    train = adaptive()
+    with pytest.raises(SettingError, match="scheduler_batch="):
+        train.scheduler_batch = samples

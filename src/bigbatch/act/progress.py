@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.setting_types import Positive, setting
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
@@ -40,13 +41,26 @@ class BaseBatchClock:
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
         self.base_batch = base_batch
-        self.scheduler_batch: float = base_batch  # samples per tick
+        self._scheduler_batch: float = base_batch
         self._optimizer = optimizer
         self._scheduler: LRScheduler | None = None
         self._samples: float = 0  # since the last tick
         self._left_at: int | None = None  # the scheduler's own count after its last tick here
         self._refused = 0  # ticks after the schedule's end
         self._pending: dict[str, Any] | None = None  # state of a scheduler that is still to come
+
+    @property
+    def scheduler_batch(self) -> float:
+        """Samples per tick.
+
+        Raises:
+            SettingError: where it is set to no positive number.
+        """
+        return self._scheduler_batch
+
+    @scheduler_batch.setter
+    def scheduler_batch(self, samples: float) -> None:
+        self._scheduler_batch = setting("scheduler_batch", samples, Positive)
 
     @property
     def scheduler(self) -> LRScheduler | None:

@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from bigbatch.decide.policy import SimiGrad
 from bigbatch.errors import SettingError
+from bigbatch.setting_types import Count, In, Number, checked, setting
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveBatchParams:
     """The keys of the paper's README.
@@ -24,11 +26,11 @@ class AdaptiveBatchParams:
     """
 
     enable_adjust: bool = False
-    similarity_target: float | None = None
-    batch_size_lower_bound: int | None = None
-    batch_size_upper_bound: int | None = None
-    max_micro_batch_size: int | None = None
-    verbose: int = 0
+    similarity_target: Annotated[float, In("[-1, 1]")] | None = None
+    batch_size_lower_bound: Count | None = None
+    batch_size_upper_bound: Count | None = None
+    max_micro_batch_size: Count | None = None
+    verbose: Annotated[int, In("[0, 2]")] = 0
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "AdaptiveBatchParams":
@@ -47,10 +49,9 @@ class AdaptiveBatchParams:
                 f"adaptive_batch_params has unknown keys {unknown}; it takes {known}"
             )
         given["enable_adjust"] = _switch(given.get("enable_adjust"))
-        given["verbose"] = int(_typed("verbose", given.get("verbose", 0), (bool, int), "0, 1 or 2"))
-        params = cls(**given)
-        params._require_valid()
-        return params
+        if isinstance(given.get("verbose"), bool):
+            given["verbose"] = int(given["verbose"])
+        return cls(**given)
 
     def policy(self) -> SimiGrad:
         """What decides by them."""
@@ -61,29 +62,16 @@ class AdaptiveBatchParams:
             max_batch=self.batch_size_upper_bound,
         )
 
-    def _require_valid(self) -> None:
-        if self.verbose not in (0, 1, 2):
-            raise SettingError(f"verbose={self.verbose} is neither 0, 1 nor 2")
-        for name in ("batch_size_lower_bound", "batch_size_upper_bound", "max_micro_batch_size"):
-            size = getattr(self, name)
-            if size is not None and (type(size) is not int or size < 1):
-                raise SettingError(f"{name}={size!r} must be a whole number of at least 1, or None")
-        target = self.similarity_target
-        if target is not None:
-            _typed("similarity_target", target, (int, float), "a number from -1 to 1")
-            if isinstance(target, bool) or not -1 <= target <= 1:
-                raise SettingError(f"similarity_target={target!r} must be a number from -1 to 1")
+    def __post_init__(self) -> None:
         if self.enable_adjust:
-            if target is None:
+            if self.similarity_target is None:
                 raise SettingError("enable_adjust needs a similarity_target, a number from -1 to 1")
             self.policy()  # refuses crossed bounds
 
 
 def _switch(value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    _typed("enable_adjust", value, (int, float), "True, False or None")
-    return True
+    setting("enable_adjust", value, bool | Number | None)
+    return value is not None and value is not False
 
 
 def warn_of_number(given: Mapping[str, Any] | None) -> None:
@@ -95,9 +83,3 @@ def warn_of_number(given: Mapping[str, Any] | None) -> None:
             "the learning rate unscaled, and took 0.0 as off; pass True or False",
             stacklevel=3,
         )
-
-
-def _typed(name: str, value: Any, types: tuple[type, ...], allowed: str) -> Any:
-    if not isinstance(value, types):
-        raise SettingError(f"{name}={value!r} must be {allowed}")
-    return value
