@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from bigbatch.digest import save_state
 from bigbatch.errors import StateError
 from deepspeed_training import (
     BATCH,
@@ -220,7 +221,7 @@ def tampered(rank, ranks, folder):
     state = torch.load(path, weights_only=False)
     assert type(state["bigbatch"]["ranks"]) is bytes
     packed = io.BytesIO()
-    torch.save([Harmful()], packed)
+    save_state([Harmful()], packed)  # with a digest that is right
     state["bigbatch"]["ranks"] = packed.getvalue()
     torch.save(state, path)
     try:

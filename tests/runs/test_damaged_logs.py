@@ -219,7 +219,7 @@ def test_a_config_that_contains_itself_is_refused(tmp_path):
 def test_settings_that_the_recipe_lacks_or_has_of_another_type_name_their_file(bigbatch, tmp_path):
     for changes, said in (
         ({"epochs": 2.5}, "epochs is 2.5"),
-        ({"workers": "two"}, "workers='two' is of another type than int"),
+        ({"workers": "two"}, "workers='two' must be a whole number"),
         ({"recipe": "none"}, "'none'"),
         ({"strange": 1}, "unknown settings"),
         ({"task": {**SETTINGS.task, "strange": 1}}, "strange"),

@@ -270,7 +270,7 @@ WRONG_POLICIES = [
     ("simigrad:goal=0.3", "'goal=0.3' is none of simigrad:target=...,min_batch=..."),
     ("simigrad:target=", "'target=' is none of simigrad:target=..."),
     ("simigrad:min_batch=8,0.3", "'0.3' is none of"),
-    ("simigrad:target=2", "target=2.0 must lie inside (-1, 1)"),
+    ("simigrad:target=2", "target=2.0 must be a number in (-1, 1)"),
     ("norm-test", "policy 'norm-test' lacks a value; write norm-test:theta=..."),
     ("schedule", "policy 'schedule' lacks a value; write schedule:TEXT; tokens_per_sample=..."),
     ("schedule:64, x2", "clause 'x2': allowed here"),

@@ -14,7 +14,7 @@ from bigbatch.optim.shards import PIECE
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
-_SUMS = 21  # doubles of a measured step, beside three a layer and `FIELDS` a rank
+_SUMS = 22  # doubles of a measured step, beside three a layer and `FIELDS` a rank
 _SKETCH = 1021  # floats, and with an interval as many doubles
 _NODE = 8  # ranks
 
@@ -58,7 +58,7 @@ def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> Handed:
 
 
 def similarity(ranks: int, layers: int = 1) -> Handed:
-    """What `GradientMeter` adds: three sums a layer, 21 others, 7 a rank."""
+    """What `GradientMeter` adds: three sums a layer, 22 others, 7 a rank."""
     return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + FIELDS * ranks)}
 
 

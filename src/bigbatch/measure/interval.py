@@ -151,7 +151,7 @@ def jackknife_excess(x: float, count: int) -> float:
         Hoeffding 1948, Efron and Stein 1981; docs/theory.md (9).
     Example:
         >>> jackknife_excess(0.0, 3), round(jackknife_excess(5.0, 1000), 2)
-        (4.0, 1.01)
+        (4.0, 1.0)
     """
     share = min(math.exp(-x), 1.0)
     pairs = (count - 1) / count * (share + 1 / (count - 1)) ** 2

@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.measure.devices import wide
 from bigbatch.measure.halves import Halves
 from bigbatch.measure.health import Health
 from bigbatch.measure.interval import Interval, jackknife, log_ratio
@@ -143,13 +145,18 @@ class GradientMeter:
             self.next_step()
             return None
         sizes, failure = self._checked_sizes(samples)
-        measured = self.measure(sizes)
+        device = self.source.parameters[0].device
+        reached = torch.full((1,), has_gradient(self.source), dtype=wide(device), device=device)
+        values = self.measure(sizes, reached).tolist()
         if failure is not None:
             raise failure  # now that the other ranks know
-        totals = self.totals(measured.tolist())
+        totals = self.totals(values)
         self.source.restart()
         self.next_step()
-        return self.noise(totals)
+        noise = self.noise(totals)
+        if not values[0]:  # on no rank
+            raise GradientError(NO_GRADIENT)
+        return noise
 
     # for those who read more than the noise in one go, as AdaptiveBatch does
 
@@ -266,8 +273,6 @@ class GradientMeter:
             if self._slots is not None:
                 self._slots.require_held(self.source.parameters)
             self.source.require_unchanged("read()")
-            if not has_gradient(self.source):
-                raise GradientError(NO_GRADIENT)
             return self._sizes(samples), None
         except GradientError as error:
             if self.source.ranks == 1:
