@@ -151,6 +151,11 @@ def test_a_start_out_of_bounds_is_said_once(bigbatch, tmp_path, options, said_of
     assert re.match(f"bigbatch: note: {said_of_it}", err)
 
 
+def test_a_dry_run_says_once_what_each_of_its_parts_finds(bigbatch):
+    status, _, err = bigbatch("train", "--batch-size", "100000", "--dry-run")
+    assert (0, 1) == (status, err.count("batch_size=100000 is out of bounds"))
+
+
 def test_a_controllers_start_out_of_its_bounds_is_said_by_the_loop():
     model, samples = nn.Linear(1, 1), TensorDataset(torch.zeros(64, 1))
     controller = Controller(SimiGrad(target=0.2, max_batch=32), 48)

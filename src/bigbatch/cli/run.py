@@ -3,6 +3,7 @@
 import signal
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import typer
@@ -16,7 +17,7 @@ from bigbatch.recipes.ranks import leads
 
 def run(app: typer.Typer) -> None:
     """Runs what the command line says, with all ranks that were started for it, and ends."""
-    warnings.showwarning = _one_line_warning
+    warnings.showwarning = partial(_one_line_warning, set())
     launch = Launch()
     try:
         try:
@@ -58,6 +59,7 @@ def _said(error: Exception) -> str:
     return text
 
 
-def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    if leads():
+def _one_line_warning(said: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    if leads() and str(message) not in said:  # by whichever line
+        said.add(str(message))
         sys.stderr.write(f"bigbatch: note: {message}\n")
