@@ -88,7 +88,7 @@ def failing_steps(wrap):
 
 def test_bytes_that_ranks_send_are_counted():
     assert 4000 == bytes_sent(linear_steps)  # the gradient
-    assert 2 * 4000 + 8 * (3 + 21 + 2 * 7) == bytes_sent(metered_steps)
+    assert 2 * 4000 + 8 * (3 + 22 + 2 * 7) == bytes_sent(metered_steps)
     with pytest.raises(RuntimeError, match="failed"):
         bytes_sent(failing_steps)
 
