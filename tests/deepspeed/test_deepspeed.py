@@ -145,6 +145,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.thorough
 def test_what_is_not_ours_is_deepspeeds_own():
     ended = subprocess.run(
         [sys.executable, "-c", FORWARDED], capture_output=True, text=True, check=False, timeout=120

@@ -121,6 +121,7 @@ def test_brackets_in_help_are_text(bigbatch, name):
 BRACKETS = "[red]a:b:fire:[/red]"
 
 
+@pytest.mark.thorough
 def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
     place = tmp_path / BRACKETS.replace("/", "-")
     options = ("--seed=0", "--epochs=1", "--set=samples=64", "--out", place)
@@ -134,6 +135,7 @@ def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
         assert str(wrong[-1]) in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "said_of_it"),
     [

@@ -56,6 +56,7 @@ def test_a_training_that_diverged_is_called_so_with_its_losses(losses, skipped, 
     assert reason in divergence_of(rows_of(losses, skipped))
 
 
+@pytest.mark.thorough
 def test_the_command_says_it_on_the_console_in_the_table_and_in_the_report(bigbatch, tmp_path):
     options = (
         "--lr=1e9",

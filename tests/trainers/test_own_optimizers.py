@@ -104,6 +104,7 @@ def test_lightning_steps_validates_and_resumes_them(tmp_path, optimizer):
     torch.testing.assert_close(expected, actual, **ROUNDING)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [ScheduleFree, lookahead])
 def test_the_trainer_steps_evaluates_and_resumes_them(tmp_path, optimizer):
     def trained(folder, **resumed):
