@@ -90,8 +90,8 @@ def column(logged, name):
     return [row[name] for row in logged if name in row]
 
 
-def test_the_edit_is_nine_lines():
-    assert 9 == typed(ADAPTIVE)
+def test_the_edit_is_eight_lines():
+    assert 8 == typed(ADAPTIVE)
 
 
 @pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
@@ -113,7 +113,7 @@ def test_it_learns_with_batches_that_follow_the_policy(sums, ranks, lora):
     kept = {"samples": SAMPLES, "target": TARGET, "bounds": (LOWEST, HIGHEST), "grid": MICRO}
     assert EPOCHS * SAMPLES == rows[-1][1]  # each sample once a pass
     assert [] == unfollowed(rows, **kept)
-    assert len({size for size, _, _ in rows}) > 2
+    assert len({size for size, _, _ in rows}) > 1
     first, last = updates[0]["loss"], column(logged, "eval_loss")[-1]
     assert last < first - (0.1 if lora else 2)  # adapters of a model that knows nothing do little
 

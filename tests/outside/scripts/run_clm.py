@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
 from datasets import load_dataset
 from transformers import (
     AutoConfig,
@@ -108,3 +109,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+    if torch.distributed.is_initialized():  # or gloo's threads may abort a process that ends
+        torch.distributed.destroy_process_group()
