@@ -42,7 +42,13 @@ ADAPTIVE = f"""
 FIXED = ADAPTIVE.replace(
     f"bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})", f"bb.Fixed({LOWEST})"
 )
-LORA = ["--use_peft", "--lora_r=4", "--lora_alpha=8", "--lora_target_modules=.*c_attn"]
+LORA = [
+    "--use_peft",
+    "--lora_r=4",
+    "--lora_alpha=8",
+    "--lora_target_modules=.*c_attn",
+    "--lora_dropout=0",
+]
 
 
 @pytest.fixture
