@@ -104,7 +104,12 @@ def test_a_fixed_batch_trains_as_the_script_does(language):
 def test_it_learns_with_batches_that_follow_the_policy(language, ranks):
     found = train(language, edited(SCRIPT, ADAPTIVE, language), "adaptive", ranks=ranks)
     rows = [(row["batch_size"], row["samples"], row.get("similarity", nan)) for row in found]
-    kept = {"samples": SAMPLES, "target": TARGET, "bounds": (LOWEST, HIGHEST), "grid": MICRO * ranks}
+    kept = {
+        "samples": SAMPLES,
+        "target": TARGET,
+        "bounds": (LOWEST, HIGHEST),
+        "grid": MICRO * ranks,
+    }
     assert EPOCHS * SAMPLES == found[-1]["samples"]  # each sample once a pass
     assert [] == unfollowed(rows, **kept)
     assert len({batch for batch, _, _ in rows}) > 3

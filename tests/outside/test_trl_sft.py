@@ -116,7 +116,12 @@ def test_it_learns_with_batches_that_follow_the_policy(sums, ranks, lora):
     logged = train(sums, edited(SCRIPT, ADAPTIVE, sums), "adaptive", *lora, ranks=ranks)
     updates = [row for row in logged if "loss" in row]
     rows = [(row["batch_size"], row["samples"], row.get("similarity", nan)) for row in updates]
-    kept = {"samples": SAMPLES, "target": TARGET, "bounds": (LOWEST, HIGHEST), "grid": MICRO * ranks}
+    kept = {
+        "samples": SAMPLES,
+        "target": TARGET,
+        "bounds": (LOWEST, HIGHEST),
+        "grid": MICRO * ranks,
+    }
     assert EPOCHS * SAMPLES == rows[-1][1]  # each sample once a pass
     assert [] == unfollowed(rows, **kept)
     assert len({size for size, _, _ in rows}) > 1
