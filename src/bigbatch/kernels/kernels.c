@@ -74,13 +74,13 @@ static Slice slice(int64_t n, int id, int threads) {
 
 typedef struct {
     float *a, *b, *c, *d;
-    int64_t n;
 } Layer;
 
 typedef struct Job Job;
 typedef void Pass(const Job *job, int64_t layer, int id, Slice part);
 struct Job {
     const Layer *layers;
+    const int64_t *lengths; /* elements of each layer */
     int64_t count;
     const double *own;   /* two numbers of each layer */
     const double *group; /* what holds for all */
@@ -109,14 +109,14 @@ static void meet(Job *job, int threads) {
 static void over_layers(void *argument, int id, int threads) {
     Job *job = argument;
     for (int64_t l = 0; threads > 1 && l < job->count; l++) {
-        if (job->layers[l].n <= SHARED) continue;
-        Slice part = slice(job->layers[l].n, id, threads);
+        if (job->lengths[l] <= SHARED) continue;
+        Slice part = slice(job->lengths[l], id, threads);
         if (job->first) job->first(job, l, id, part);
         if (job->first && job->second) meet(job, threads);
         if (job->second) job->second(job, l, id, part);
     }
     for (int64_t l; (l = atomic_fetch_add(&job->next, 1)) < job->count;) {
-        Slice all = {0, job->layers[l].n};
+        Slice all = {0, job->lengths[l]};
         if (threads > 1 && all.to > SHARED) continue;
         if (job->first) job->first(job, l, id, all);
         if (job->second) job->second(job, l, id, all);
@@ -165,7 +165,7 @@ void welford(const float *gradient, float *sum, float *m2, int64_t n, double mea
 
 /* ---- fold: gradient times r, or times the average of r ---------------------------------------- */
 
-/* layers: sum, m2, gradient, average (NULL for none), n; own: 1 / (1 - beta3^t) */
+/* layers: sum, m2, gradient, average (NULL for none); own: 1 / (1 - beta3^t) */
 enum { WEIGHT, LIMIT, RULE, SCALE, GAMMA, R_MAX, BETA3 };
 enum { GSNR, SHRINKAGE, POSITIVE_PART };
 
@@ -351,12 +351,12 @@ enum { FOLD, LARS, LAMB };
 
 /* One rule over a list of layers. passes: 1 the first, leaving its sums, 2 the second, taking them
  * from thread 0's place, 3 both. */
-void run(int rule, int passes, const Layer *layers, int64_t count, const double *own,
-         const double *group, double *sums, double *seen, int threads) {
+void run(int rule, int passes, const Layer *layers, const int64_t *lengths, int64_t count,
+         const double *own, const double *group, double *sums, double *seen, int threads) {
     static Pass *const first[] = {ratio_sums, lars_norms, lamb_moments};
     static Pass *const second[] = {fold_pass, lars_step, lamb_step};
-    Job job = {.layers = layers, .count = count, .own = own, .group = group, .sums = sums,
-               .seen = seen, .first = passes & 1 ? first[rule] : 0,
+    Job job = {.layers = layers, .lengths = lengths, .count = count, .own = own, .group = group,
+               .sums = sums, .seen = seen, .first = passes & 1 ? first[rule] : 0,
                .second = passes & 2 ? second[rule] : 0, .threads = threads};
     share(over_layers, &job, threads);
 }

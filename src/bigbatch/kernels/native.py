@@ -15,8 +15,9 @@ from torch.nn import Parameter
 _ELEMENTS_A_THREAD = 1 << 16  # fewer are not worth one
 _SUMS, _SEEN = 2, 5  # as in kernels.c
 _REAL = ctypes.c_double
+_FLOAT = torch.float32
 
-Layer = Sequence[Tensor | None]  # up to four arrays of one length
+Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of one length
 
 
 class Rule(IntEnum):
@@ -52,7 +53,7 @@ def library() -> ctypes.CDLL | None:
     loaded.welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
     loaded.run.argtypes = [
         *[ctypes.c_int] * 2,
-        pointer,
+        *[pointer] * 2,
         size,
         *[pointer] * 4,
         ctypes.c_int,
@@ -61,30 +62,30 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def fits(*tensors: Tensor | None) -> bool:
+def fits(first: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels exist and take these arrays.
 
-    They are float32 on the CPU, plain tensors, of one shape and one dense layout.
+    They are float32 on the CPU, of one shape and one dense layout, and of no subclass: that may
+    have no memory. A view may hold negated numbers.
     """
     if library() is None:
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    shape, contiguous = given[0].shape, True
-    for t in given:  # a loop: a generator costs as much as what it asks
-        if not _is_plain(t) or t.shape != shape:
+    given, contiguous = [first], True
+    for t in others:
+        if t is not None and t is not first:
+            if t.shape != first.shape:
+                return False
+            given.append(t)
+    for t in given:  # without a call: over many small layers, looking is what costs
+        plain = (type(t) is Tensor or type(t) is Parameter) and t.is_cpu and not t.is_neg()
+        if not plain or t.dtype is not _FLOAT:
             return False
         contiguous = contiguous and t.is_contiguous()
     if contiguous:
         return True
-    strides = given[0].stride()
-    channels_last = given[0].is_contiguous(memory_format=torch.channels_last)
+    strides = first.stride()
+    channels_last = first.is_contiguous(memory_format=torch.channels_last)
     return channels_last and all(t.stride() == strides for t in given)
-
-
-def _is_plain(t: Tensor) -> bool:
-    """Whether its memory holds its numbers: a subclass may have none, a view negated ones."""
-    known = type(t) is Tensor or type(t) is Parameter
-    return known and t.is_cpu and t.dtype is torch.float32 and not t.is_neg()
 
 
 def threads_for(elements: int) -> int:
@@ -140,11 +141,9 @@ def run(
     called = library()
     assert called is not None
     count = len(layers)
-    table = array("q")
-    for arrays in layers:
-        addresses = [0 if t is None else t.data_ptr() for t in arrays]
-        table.extend([*addresses, *[0] * (4 - len(arrays)), _length(arrays)])
-    threads = threads_for(sum(table[4::5]))
+    addresses = array("q", [0 if t is None else t.data_ptr() for layer in layers for t in layer])
+    lengths = array("q", [layer[0].numel() for layer in layers])
+    threads = threads_for(sum(lengths))
     made = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
     if sums is not None:
         made[0] = sums
@@ -153,7 +152,8 @@ def run(
     called.run(
         rule,
         passes,
-        _address(table),
+        _address(addresses),
+        _address(lengths),
         count,
         _address(own_),
         _address(group_),
@@ -164,12 +164,6 @@ def run(
     written = [arrays[i] for arrays in layers for i in _WRITTEN[rule]]
     increment_version([t for t in written if t is not None])  # as torch's own operations would
     return made.sum(0), seen.sum(0)
-
-
-def _length(arrays: Layer) -> int:
-    first = arrays[0]
-    assert first is not None
-    return first.numel()
 
 
 def _address(numbers: "array[int] | array[float]") -> int:

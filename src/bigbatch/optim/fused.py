@@ -42,8 +42,7 @@ def misread(base: Optimizer, group: dict[str, Any]) -> str:
             continue
         if isinstance(base, SGD) and p.dtype not in FULL:
             return f"does not move most of a {p.dtype} parameter"
-        state = states.get(p, {}) if states else {}
-        arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
+        arrays = [x for x in states.get(p, {}).values() if isinstance(x, Tensor) and x.ndim]
         if not _lie_alike(p, [p.grad, *arrays]):
             return "mixes up elements where a parameter, its gradient and its state lie differently"
     return ""
@@ -53,9 +52,10 @@ def _lie_alike(first: Any, others: Sequence[Any]) -> bool:
     """Whether the elements of all lie in one order, without gaps."""
     if is_sharded(first):
         first, others = local(first), [local(t) for t in others]
-    shape, strides, contiguous = first.shape, first.stride(), first.is_contiguous()
-    for t in others:
-        if t.shape != shape or (t.stride() != strides and not (contiguous and t.is_contiguous())):
+    shape, contiguous = first.shape, first.is_contiguous()
+    strides = () if contiguous else first.stride()
+    for t in others:  # not by all(): over many small ones, looking is what costs
+        if t.shape != shape or not (t.is_contiguous() if contiguous else t.stride() == strides):
             return False
     return contiguous or _is_dense(first)
 

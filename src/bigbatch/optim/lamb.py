@@ -74,7 +74,7 @@ class LAMB(Layerwise):
         }
 
     def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
-        layers = [(part.theta, part.gradient, *part.state) for part in parts]
+        layers = [(part.theta, part.gradient, part.state[0], part.state[1]) for part in parts]
         (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
         correct = [(1 - beta1**part.steps, 1 - beta2**part.steps) for part in parts]
         decay = group["weight_decay"] if adapts else 0.0

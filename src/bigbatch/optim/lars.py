@@ -76,14 +76,14 @@ class LARS(Layerwise):
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
     def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
-        layers = [(part.theta, part.gradient, *part.state) for part in parts]
+        layers = [(part.theta, part.gradient, part.state[0], None) for part in parts]
         lr, trust = float(group["lr"]), group["trust_coefficient"]
         decay = group["weight_decay"] if adapts else 0.0
         momentum, nesterov = group["momentum"], group["nesterov"]
         sign = -1.0 if group["maximize"] else 1.0
 
         def step(i: int, sums: Tensor) -> None:
-            theta, gradient, buffer = layers[i]
+            theta, gradient, buffer, _ = layers[i]
             weight, norm = sums.sqrt()
             rate = rules.lars_rate(weight, norm, decay, trust) if adapts else 1.0
             rules.lars_step(theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov)

@@ -194,7 +194,8 @@ class PlainSource:
         """What `.grad` holds, without `scale`; in a `whole` micro-batch what it held before."""
         held = parameter.grad if self._whole is None else self._whole[parameter]
         assert held is not None
-        return held.detach() if self._scaled == 1.0 else held.detach() / self._scaled
+        held = held.detach() if held.requires_grad else held
+        return held if self._scaled == 1.0 else held / self._scaled
 
     def absorb(self, parameter: Tensor) -> bool:
         """Whether the gradient is to be added by who asks; not where an engine or a graph is.
