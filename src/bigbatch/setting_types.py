@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial, wraps
 from numbers import Integral, Real
@@ -99,37 +99,62 @@ def checked(called: Called) -> Called:
 
 
 def _checked(function: Called) -> Called:
-    signature = inspect.signature(function)
-    hints = cache(lambda: get_type_hints(function, include_extras=True))
+    places = [name for name, one in _parameters(function).items() if one.kind in _BY_PLACE]
+    readers = cache(lambda: _readers(function))  # later: annotations may name what comes below
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        try:
-            given = signature.bind(*args, **named)
-        except TypeError:
-            return function(*args, **named)  # Python says which argument there is not
-        for name, value in given.arguments.items():
-            kind, parameter = hints().get(name, Any), signature.parameters[name]
-            if parameter.kind is parameter.VAR_KEYWORD and get_origin(kind) is Unpack:
-                given.arguments[name] = _options(value, get_args(kind)[0])
-            elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                given.arguments[name] = setting(name, value, kind)
-        return function(*given.args, **given.kwargs)
+        reads, known = readers()
+        if known and (unknown := sorted(named.keys() - reads.keys())):
+            names = ", ".join(known)
+            raise SettingError(f"{', '.join(unknown)} is unknown here; there are {names}")
+        first = [reads[name](value) for name, value in zip(places, args, strict=False)]
+        rest = {name: reads[name](x) if name in reads else x for name, x in named.items()}
+        return function(*first, *args[len(places) :], **rest)
 
     return call  # type: ignore[return-value]
 
 
-def setting(name: str, value: Any, kind: Any) -> Any:
-    """The value of a setting, as Python's own number where it was another's.
+class Kind:
+    """A type that values are held to, which need not be known to a type checker.
 
-    Raises:
-        SettingError: it is none of `kind`.
+    Args:
+        annotation: as an argument has it.
+    Example:
+        >>> kind = Kind(Count | None)
+        >>> 8 in kind, 0 in kind, str(kind)
+        (True, False, 'a whole number of at least 1, or None')
     """
-    try:
-        return _reader(kind)(value)
-    except (TypeError, ValueError, OverflowError):
-        wrong = f"{name}={_shown(value)} must be {described(kind)}{_remedy(value, kind)}"
-        raise SettingError(wrong) from None
+
+    def __init__(self, annotation: Any) -> None:
+        self._annotation, self._read = annotation, _reader(annotation)
+
+    def __contains__(self, value: Any) -> bool:
+        try:
+            self._read(value)
+        except _OTHER:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        return _words(self._annotation)
+
+    def of(self, name: str, value: Any) -> Any:
+        """The value of a setting, as Python's own number where it was another's.
+
+        Raises:
+            SettingError: it is none of this kind.
+        """
+        try:
+            return self._read(value)
+        except _OTHER:
+            remedy = _remedy(value, self._annotation)
+            raise SettingError(f"{name}={_shown(value)} must be {self}{remedy}") from None
+
+
+def setting(name: str, value: Any, annotation: Any) -> Any:
+    """The value of a setting that is held to an annotation once; see `Kind.of`."""
+    return Kind(annotation).of(name, value)
 
 
 def parsed(name: str, text: str, kind: Any) -> Any:
@@ -146,25 +171,15 @@ def parsed(name: str, text: str, kind: Any) -> Any:
     return setting(name, value, kind)
 
 
+@cache
 def kinds_of(made: type) -> dict[str, Any]:
     """What each argument of a constructor may be, those of the classes below it too."""
-    kinds: dict[str, Any] = {}
-    for each in reversed(made.__mro__):
-        kinds |= get_type_hints(vars(each).get("__init__", object), include_extras=True)
-    return kinds
+    makers = [vars(each)["__init__"] for each in reversed(made.__mro__) if "__init__" in vars(each)]
+    return {name: kind for maker in makers for name, kind in _kinds(maker)[0].items()}
 
 
-def described(kind: Any) -> str:
-    """A type in words.
-
-    Example:
-        >>> described(Count | None)
-        'a whole number of at least 1, or None'
-    """
-    words = list(dict.fromkeys(_words(one) for one in _alternatives(kind)))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
-
-
+_OTHER = (TypeError, ValueError, OverflowError)  # by a reader, for a value of another type
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 _OF_TEXT: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: _TRUTH[text.lower()],
@@ -173,12 +188,29 @@ _OF_TEXT: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def _options(given: dict[str, Any], kinds: Any) -> dict[str, Any]:
-    """What a TypedDict says of named options."""
-    known = get_type_hints(kinds, include_extras=True)
-    if unknown := sorted(set(given) - set(known)):
-        raise SettingError(f"{', '.join(unknown)} is unknown here; there are {', '.join(known)}")
-    return {name: setting(name, value, known[name]) for name, value in given.items()}
+_Reader = Callable[[Any], Any]
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _kinds(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
+    """Kinds of a function's arguments, and the names of those that a TypedDict has."""
+    hints = get_type_hints(function, include_extras=True)
+    kinds, options = {}, {}
+    for name, one in _parameters(function).items():
+        kind = hints.get(name, Any)
+        if get_origin(kind) is Unpack:
+            options = get_type_hints(get_args(kind)[0], include_extras=True)
+        elif one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            kinds[name] = kind
+    return kinds | options, list(options)
+
+
+def _readers(function: Callable[..., Any]) -> tuple[dict[str, _Reader], list[str]]:
+    kinds, options = _kinds(function)
+    return {name: partial(Kind(kind).of, name) for name, kind in kinds.items()}, options
 
 
 def _alternatives(kind: Any) -> list[Any]:
@@ -211,7 +243,7 @@ def _remedy(value: Any, kind: Any) -> str:
 
 
 @cache
-def _reader(kind: Any) -> Callable[[Any], Any]:
+def _reader(kind: Any) -> _Reader:
     """What gives a value in a type, or raises TypeError, ValueError or OverflowError."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -222,6 +254,10 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return partial(_inside, _reader(inner[0]), inner[1:])
     if origin is tuple:
         return partial(_each, [_reader(one) for one in inner])
+    if origin is list:
+        return partial(_all, _reader(inner[0]))
+    if origin is dict:
+        return partial(_named, _reader(inner[1]))
     if origin is Literal:
         return partial(_one_of, inner)
     if kind in (int, float):
@@ -229,26 +265,38 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     return partial(_instance, origin or kind)
 
 
-def _first(readers: list[Callable[[Any], Any]], value: Any) -> Any:
+def _first(readers: list[_Reader], value: Any) -> Any:
     for read in readers:
         try:
             return read(value)
-        except (TypeError, ValueError, OverflowError):
+        except _OTHER:
             continue
     raise ValueError
 
 
-def _inside(read: Callable[[Any], Any], intervals: tuple[In, ...], value: Any) -> Any:
+def _inside(read: _Reader, intervals: tuple[In, ...], value: Any) -> Any:
     value = read(value)
     if not all(value in interval for interval in intervals):
         raise ValueError
     return value
 
 
-def _each(readers: list[Callable[[Any], Any]], value: Any) -> tuple[Any, ...]:
+def _each(readers: list[_Reader], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple | list) or len(value) != len(readers):
         raise TypeError
     return tuple(read(one) for read, one in zip(readers, value, strict=True))
+
+
+def _all(read: _Reader, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [read(one) for one in value]
+
+
+def _named(read: _Reader, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise TypeError
+    return {name: read(one) for name, one in value.items()}
 
 
 def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
@@ -296,14 +344,22 @@ _WORDS = {
 
 
 def _words(kind: Any) -> str:
-    origin = get_origin(kind)
+    words = list(dict.fromkeys(map(_words_of_one, _alternatives(kind))))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+
+
+def _words_of_one(kind: Any) -> str:
+    origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        base, *intervals = get_args(kind)
-        return " ".join([_words(base), *map(str, intervals)])
+        return " ".join([_words(inner[0]), *map(str, inner[1:])])
     if origin is Literal:
-        return "one of " + ", ".join(f'"{one}"' for one in get_args(kind))
+        return "one of " + ", ".join(f'"{one}"' for one in inner)
     if origin is tuple:
-        return f"({', '.join(map(_words, get_args(kind)))})"
+        return f"({', '.join(map(_words, inner))})"
+    if origin is list:
+        return f"a list, each {_words(inner[0])}"
+    if origin is dict:
+        return f"names, each with {_words(inner[1])}"
     kind = origin or kind
     name = getattr(kind, "__name__", str(kind))
     return _WORDS.get(kind) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -1,125 +1,72 @@
 """Which type and range each value of a log, a config or a study has."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from bigbatch.errors import RunError
+from bigbatch.setting_types import In, Kind, NotNegative, Number
 
 SCHEMA = 2
 
-_LIMIT = 2**63  # of whole numbers: those of int64
+
+class _Some:
+    """A list or a mapping with anything in it."""
+
+    def __contains__(self, value: Sized) -> bool:
+        return len(value) > 0
+
+    def __str__(self) -> str:
+        return "(one or more)"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a value may be.
-
-    Args:
-        words: that say it in an error.
-        fits: whether a value is one.
-    """
-
-    words: str
-    fits: Callable[[Any], bool]
-
-    def or_null(self) -> "Kind":
-        """The same, or null."""
-        return Kind(f"{self.words} or null", lambda value: value is None or self.fits(value))
-
-
-def _is_number(value: Any) -> bool:
-    if type(value) is int:
-        return abs(value) < _LIMIT
-    return type(value) is float and math.isfinite(value)
-
-
-def whole(least: int) -> Kind:
-    """A whole number from `least` on."""
-    words = f"a whole number of {least} or more"
-    return Kind(words, lambda value: type(value) is int and least <= value < _LIMIT)
-
-
-def mapping(values: Kind, words: str) -> Kind:
-    """Names with values of one kind each."""
-
-    def fits(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            isinstance(name, str) and values.fits(one) for name, one in value.items()
-        )
-
-    return Kind(words, fits)
-
-
-NUMBER = Kind("a finite number", _is_number)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
-PLAIN = Kind(
-    "a finite number, text, true or false",
-    lambda value: any(kind.fits(value) for kind in (NUMBER, TEXT, TRUTH)),
-)
-TEXTS = Kind(
-    "a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.fits, value))
-)
-_NOT_NEGATIVE = Kind("a finite number, not negative", lambda v: _is_number(v) and v >= 0)
-_SECONDS = Kind("seconds, 0 to 1e12", lambda value: _is_number(value) and 0 <= value <= 1e12)
-_RATES = Kind(
-    "a list of one finite number or more",
-    lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_number, value)),
-)
-_FOUR = Kind(
-    "a list of four numbers or nulls",
-    lambda value: (
-        isinstance(value, list) and len(value) == 4 and all(map(NUMBER.or_null().fits, value))
-    ),
-)
-_SCORES = mapping(NUMBER.or_null(), "names with a finite number or null each, one or more")
+_Count = Annotated[int, In("[1, 9e18]")]  # of an int64
+_Whole = Annotated[int, In("[0, 9e18]")]
+_Maybe = Number | None
+_Plain = Number | str | bool
+_Seconds = Annotated[float, In("[0, 1e12]")]
 
 STEP = {  # a line of metrics.jsonl, for what is read of it
-    "schema": Kind(str(SCHEMA), lambda value: type(value) is int and value == SCHEMA),
-    "step": whole(1),
-    "epoch": whole(0),
-    "samples": whole(1),
-    "batch_size": whole(1),
-    "micro_batches": whole(1),
-    "loss": NUMBER.or_null(),
-    "lr": _RATES,
-    "signal": NUMBER.or_null(),
-    "noise": _NOT_NEGATIVE.or_null(),
-    "skipped": TRUTH,
-    "scores": Kind(_SCORES.words, lambda v: _SCORES.fits(v) and len(v) > 0).or_null(),
-    "seconds": _SECONDS,
+    "schema": Kind(Literal[2]),
+    "step": Kind(_Count),
+    "epoch": Kind(_Whole),
+    "samples": Kind(_Count),
+    "batch_size": Kind(_Count),
+    "micro_batches": Kind(_Count),
+    "loss": Kind(_Maybe),
+    "lr": Kind(Annotated[list[Number], _Some()]),
+    "signal": Kind(_Maybe),
+    "noise": Kind(NotNegative | None),
+    "skipped": Kind(bool),
+    "scores": Kind(Annotated[dict[str, _Maybe], _Some()] | None),
+    "seconds": Kind(_Seconds),
 }
 STEP_TOO = {  # not in every line
-    "target": whole(1),
-    "similarity": NUMBER.or_null(),
-    "noise_scale": NUMBER.or_null(),
-    "next_target": whole(1),
-    "next_lr_factor": NUMBER.or_null(),
-    "reason": TEXT,
-    "factors": mapping(_FOUR, "names with a list of four numbers or nulls each"),
+    "target": Kind(_Count),
+    "similarity": Kind(_Maybe),
+    "noise_scale": Kind(_Maybe),
+    "next_target": Kind(_Count),
+    "next_lr_factor": Kind(_Maybe),
+    "reason": Kind(str),
+    "factors": Kind(dict[str, tuple[_Maybe, _Maybe, _Maybe, _Maybe]]),
 }
 SETTINGS = {  # of config.yaml, for what a log is shown with
-    "arm": TEXT,
-    "seed": whole(0),
-    "epochs": whole(1),
-    "policy": TEXT,
-    "target": NUMBER,
-    "begin_from": TEXT,
-    "lr_from": TEXT,
-    "task": mapping(PLAIN, "names with a finite number, text, true or false each"),
+    "arm": Kind(str),
+    "seed": Kind(_Whole),
+    "epochs": Kind(_Count),
+    "policy": Kind(str),
+    "target": Kind(Number),
+    "begin_from": Kind(str),
+    "lr_from": Kind(str),
+    "task": Kind(dict[str, _Plain]),
 }
 SWEEP = {
-    "tuned": TEXTS,
-    "higher_is_better": TRUTH,
-    "points": Kind(
-        "names with the values of each, one or more",
-        lambda value: mapping(mapping(PLAIN, ""), "").fits(value) and len(value) > 0,
-    ),
+    "tuned": Kind(list[str]),
+    "higher_is_better": Kind(bool),
+    "points": Kind(Annotated[dict[str, dict[str, _Plain]], _Some()]),
 }
+_PLAIN = Kind(_Plain)
 
 
 def require_kinds(place: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
@@ -128,12 +75,12 @@ def require_kinds(place: str, values: Mapping[str, Any], kinds: Mapping[str, Kin
     Args:
         place: the file, and the line, of the values.
         values: by name.
-        kinds: by name.
+        kinds: of some or all of them, by name.
     """
     for name, value in values.items():
-        if name in kinds and not kinds[name].fits(value):
+        if name in kinds and value not in kinds[name]:
             raise RunError(
-                f"{place}: {name} is {shortened(value)}, and must be {kinds[name].words}; "
+                f"{place}: {name} is {shortened(value)}, and must be {kinds[name]}; "
                 "restore the file from a copy"
             )
 
@@ -149,7 +96,7 @@ def require_step(place: str, row: Any, before: Mapping[str, Any] | None) -> None
     if not isinstance(row, dict):
         raise RunError(f"{place} is {shortened(row)}, and must be a step; restore the file")
     schema = row.get("schema")
-    if not STEP["schema"].fits(schema):
+    if schema not in STEP["schema"]:
         raise RunError(f"{place} is no step of schema {SCHEMA}, but of {shortened(schema)}")
     require_names(place, row, STEP)
     require_kinds(place, row, {**STEP, **STEP_TOO})
@@ -179,4 +126,4 @@ def require_settings(place: Path | str, settings: Any) -> None:
             f"{place}: settings is {shortened(settings)}, and must be names with a value each; "
             "restore the file from a copy"
         )
-    require_kinds(str(place), settings, {**dict.fromkeys(settings, PLAIN), **SETTINGS})
+    require_kinds(str(place), settings, {**dict.fromkeys(settings, _PLAIN), **SETTINGS})
