@@ -160,6 +160,23 @@ def test_a_base_of_yours_that_is_fused_where_that_is_wrong_steps_right_and_warns
     ][:1]
 
 
+def test_momentum_of_a_fused_base_may_begin_later_for_some_parameters():
+    """Torch's fused SGD takes a list of buffers, all or none."""
+    torch.manual_seed(0)
+    fused = [leaf("contiguous", torch.float32) for _ in range(2)]
+    plain = copy.deepcopy(fused)
+    ours = VarianceReduced(SGD(fused, lr=0.1, momentum=0.9, fused=True))
+    theirs = VarianceReduced(SGD(plain, lr=0.1, momentum=0.9))
+    with pytest.warns(UserWarning, match=r"begun for some .* without its fused kernel") as told:
+        for optimizer, parameters in ((ours, fused), (theirs, plain)):
+            step(optimizer, parameters[:1], 0)
+            step(optimizer, parameters, 1)
+            step(optimizer, parameters, 2)
+    assert __file__ in {w.filename for w in told if "fused kernel" in str(w.message)}
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("error:.*fused.*")
 @pytest.mark.parametrize("base", [SGD, AdamW, Adagrad], ids=lambda base: base.__name__)
 def test_a_fused_base_is_left_alone_where_it_is_right(base):

@@ -131,7 +131,7 @@ def multiplied(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
         tensor.detach().mul_(factor)
     for group, lr in zip(groups, before, strict=True):
         group["lr"] = lr if isinstance(lr, Tensor) else lr * factor
-    used = [(lr, _writes(lr), _number(lr)) for lr in (group["lr"] for group in groups)]
+    used = [(lr, times_written(lr), _number(lr)) for lr in (group["lr"] for group in groups)]
     try:
         yield [rate for _, _, rate in used]
         _require_unchanged(groups, used)
@@ -157,7 +157,7 @@ def _require_unchanged(
     """Compares values only where something was written: a GPU's would be waited for."""
     for number, (group, (lr, writes, rate)) in enumerate(zip(groups, used, strict=True)):
         now = group.get("lr")
-        written = now is not lr or _writes(lr) != writes
+        written = now is not lr or times_written(lr) != writes
         if written and (other := _number(now)) != rate:
             raise LoopError(
                 f"the learning rate of parameter group {number} was set to {other} during the "
@@ -166,7 +166,8 @@ def _require_unchanged(
             )
 
 
-def _writes(lr: float | Tensor) -> int:
+def times_written(lr: float | Tensor | None) -> int:
+    """How often autograd has seen a rate written to in place; 0 for a number."""
     return lr._version if isinstance(lr, Tensor) else 0
 
 

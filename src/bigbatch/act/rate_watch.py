@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bigbatch.act.learning_rate import times_written
+
 
 class RateWatch:
     """Says once that a schedule of somebody else's counts updates, whose number is not known.
@@ -26,7 +28,7 @@ class RateWatch:
     def note(self, epoch: int) -> None:
         """An update has ended, in a pass of this number."""
         groups = self._optimizer.param_groups
-        self._left = [(group, group.get("lr"), _writes(group.get("lr"))) for group in groups]
+        self._left = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
         self._epoch = epoch
 
     def examine(self, epoch: int) -> None:
@@ -36,14 +38,10 @@ class RateWatch:
         now = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
         for group, rate, writes in self._left:
             other = group.get("lr")
-            if id(group) in now and (_writes(other) != writes or not _same(rate, other)):
+            if id(group) in now and (times_written(other) != writes or not _same(rate, other)):
                 self._speaks = False
                 warnings.warn(_changed(now[id(group)], rate, other), stacklevel=5)
                 return
-
-
-def _writes(rate: Any) -> int:
-    return rate._version if isinstance(rate, Tensor) else 0
 
 
 def _same(rate: Any, other: Any) -> bool:

@@ -1,10 +1,12 @@
-"""Where torch's fused steps do what its other steps do, and where they do not."""
+"""Torch's fused steps: where they do what its other steps do, and where they do not."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from bigbatch.measure.devices import FULL
@@ -28,7 +30,39 @@ def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
     )
 
 
-def misread(base: Optimizer, group: dict[str, Any]) -> str:
+class BaseStep:
+    """The step of a base optimizer, without its fused kernel where that misreads memory.
+
+    Args:
+        base: the optimizer.
+        warns: whether to say so; not to those who did not choose to fuse.
+    """
+
+    def __init__(self, base: Optimizer, *, warns: bool) -> None:
+        self._base, self._warns = base, warns
+
+    def __call__(self) -> None:
+        """Takes it."""
+        fused = [group for group in self._base.param_groups if group.get("fused")]
+        wrong = [(group, why) for group in fused if (why := _misread(self._base, group))]
+        if wrong and self._warns:
+            self._warns = False
+            warnings.warn(
+                f"{type(self._base).__name__}(fused=True) on a CPU {wrong[0][1]}, so it steps "
+                "without its fused kernel there; leave fused=True out",
+                stacklevel=6,
+            )
+        for group, _ in wrong:
+            group["fused"] = False
+        try:
+            self._base.step()
+        finally:
+            for group, _ in wrong:
+                group["fused"] = True
+        increment_version([p for group in fused for p in group["params"]])  # torch's leave it out
+
+
+def _misread(base: Optimizer, group: dict[str, Any]) -> str:
     """What torch's fused step on a CPU gets wrong of a group as it is now; empty for nothing.
 
     It goes through the memory of a parameter, its gradient and its state as if their elements lay
@@ -37,6 +71,14 @@ def misread(base: Optimizer, group: dict[str, Any]) -> str:
     if not isinstance(base, _TORCHS):
         return ""
     states: Any = base.state
+    if isinstance(base, SGD) and group["momentum"]:
+        begun = [
+            states.get(p, {}).get("momentum_buffer") is not None
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if any(begun) and not all(begun):
+            return "takes no momentum that has begun for some parameters only"
     for p in group["params"]:
         if p.grad is None or not p.is_cpu:
             continue

@@ -16,6 +16,8 @@ from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
 class _Fusing(VarianceReduced):
     """Takes torch's fused step, where that is right, for every group that did not choose."""
 
+    _chooses_fused = True
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `VarianceReduced` does; what is fused depends on this machine, not on the file."""
         chosen = [group["fused"] for group in self.param_groups]
@@ -28,9 +30,6 @@ class _Fusing(VarianceReduced):
         # with vr=False gradients may be sparse, which no fused step takes
         if group["fused"] is None and group["foreach"] is None and group["vr"]:
             group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
-
-    def _warn_of_fused(self, why: str) -> None:
-        """Nobody asked for torch's fused step."""
 
 
 class VRSGD(_Fusing):
@@ -74,14 +73,6 @@ class VRSGD(_Fusing):
             fused=fused,
         )
         super().__init__(base, fused=fused, **options)
-
-    def _misread(self, group: dict[str, Any]) -> str:
-        if group["momentum"]:
-            states = [self.base.state[p] for p in group["params"] if p.grad is not None]
-            begun = sum([state.get("momentum_buffer") is not None for state in states])
-            if 0 < begun < len(states):
-                return "takes no momentum that has begun for some parameters only"
-        return super()._misread(group)
 
 
 class VRAdam(_Fusing):

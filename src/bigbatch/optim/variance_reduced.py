@@ -1,20 +1,16 @@
 """Variance-reduced gradient descent: fold r into the gradient, then the base optimizer's step."""
 
-import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.measure.devices import full
 from bigbatch.measure.moments import GradientMoments
 from bigbatch.measure.source import GradientSource, Subscriber
 from bigbatch.measure.source.ddp import DDPSource
@@ -22,16 +18,14 @@ from bigbatch.optim.attach import Attachment, Groups, require_attachable
 from bigbatch.optim.average import Averages, StateWithAverages
 from bigbatch.optim.bases import require_base
 from bigbatch.optim.diagnostics import Factors
+from bigbatch.optim.doubts import Doubts
 from bigbatch.optim.fold import Folded, How
-from bigbatch.optim.fused import misread
+from bigbatch.optim.fused import BaseStep
 from bigbatch.optim.local import LocalFold
 from bigbatch.optim.options import Factor, Gamma, RMax, require_kinds, require_valid
 from bigbatch.optim.passes import require_kernels
 from bigbatch.optim.ranks import source_of
 from bigbatch.setting_types import Share, checked, setting
-
-_ASKS_EVERY = 16  # steps; on a GPU it waits
-_FEW = 8  # below it the ratio's variance is infinite or nearly so
 
 
 class VarianceReduced(Optimizer):
@@ -88,6 +82,8 @@ class VarianceReduced(Optimizer):
         [-1.0, -2.0]
     """
 
+    _chooses_fused = False  # for the groups that do not
+
     @checked
     def __init__(
         self,
@@ -116,10 +112,8 @@ class VarianceReduced(Optimizer):
         self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
         self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
         self._local = LocalFold(self, self._scaled.keys())
-        self._warned = False
-        self._warned_of_fused = False
-        self._warned_of_range = False
-        self._told = 0  # steps
+        self._doubts = Doubts()
+        self._step_base = BaseStep(base, warns=not self._chooses_fused)
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
@@ -289,7 +283,7 @@ class VarianceReduced(Optimizer):
         attached = self.attached
         begun = self._source.micro_batches or (attached is not None and attached.waits)
         if self._scaled and (begun or not self._changes_nothing()):
-            asks = not self._warned
+            asks = self._doubts.ask_agreement
             if attached is not None:
                 self._tell(attached.commit(asks=asks))
             else:
@@ -299,34 +293,6 @@ class VarianceReduced(Optimizer):
         self._step_base()
         self._source.restart()
         return loss
-
-    def _step_base(self) -> None:
-        """The base optimizer's step along what was folded; not by a fused one that misreads."""
-        fused = [group for group in self.param_groups if group.get("fused")]
-        wrong = [(group, why) for group in fused if (why := self._misread(group))]
-        if wrong:
-            self._warn_of_fused(wrong[0][1])
-        for group, _ in wrong:
-            group["fused"] = False
-        try:
-            self.base.step()
-        finally:
-            for group, _ in wrong:
-                group["fused"] = True
-        increment_version([p for group in fused for p in group["params"]])  # torch's leave it out
-
-    def _misread(self, group: dict[str, Any]) -> str:
-        """What torch's fused step would get wrong of a group; empty for nothing."""
-        return misread(self.base, group)
-
-    def _warn_of_fused(self, why: str) -> None:
-        if not self._warned_of_fused:
-            self._warned_of_fused = True
-            warnings.warn(
-                f"{type(self.base).__name__}(fused=True) on a CPU {why}, so it steps without its "
-                "fused kernel there; leave fused=True out",
-                stacklevel=7,
-            )
 
     def _changes_nothing(self) -> bool:
         """Whether the step is one that only makes state, as torch's checkpoints do."""
@@ -341,25 +307,8 @@ class VarianceReduced(Optimizer):
                     self.averages.make(parameter)
 
     def _tell(self, done: Folded) -> None:
-        """Keeps what was done to each layer, and warns once of what the first step shows."""
-        if not self._warned:
-            self._warned = True
-            if done.agree and not done.lost:
-                warnings.warn(
-                    "every micro-batch has the same gradient, so r says nothing; is it the same "
-                    "data, or a gradient that was averaged already?",
-                    stacklevel=6,
-                )
-            if done.k < _FEW:
-                warnings.warn(
-                    f"k = {done.k} micro-batches give a poor signal-to-noise ratio: pure noise has "
-                    f"a mean ratio of 1 / (k - 3); use k >= {_FEW}",
-                    stacklevel=6,
-                )
-        self._told += 1
-        if done.lost and not self._warned_of_range:
-            self._warned_of_range = True
-            self._warn_of_range(done.lost)
+        """Keeps what was done to each layer, and warns of what makes it doubtful."""
+        self._doubts.warn(done, self._named)
         if self.watch:
             named = [(name, p) for name, p in self._named() if p in done.told]
             rows = [done.told[p].to(done.told[named[0][1]]) for _, p in named]
@@ -373,19 +322,7 @@ class VarianceReduced(Optimizer):
     @property
     def asks(self) -> bool:
         """Whether the present step is searched for layers whose M2 is out of range."""
-        return self._told % _ASKS_EVERY == 0 and not self._warned_of_range
-
-    def _warn_of_range(self, lost: Sequence[Tensor]) -> None:
-        name = next(name for name, p in self._named() if p is lost[0])
-        dtype = full(lost[0].dtype)
-        least, most = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
-        warnings.warn(
-            f"r is not right for {len(set(lost))} layers, {name!r} the first: their micro-batch "
-            f"gradients differ by less than {least:.0e} or more than {most:.0e}, and the squares "
-            f"of that leave {dtype}'s range; multiply the loss by a constant, as a GradScaler "
-            "does: r does not change with it",
-            stacklevel=7,
-        )
+        return self._doubts.ask_range
 
     def how(self, group: dict[str, Any], weight: float, k: int) -> How:
         """The settings of a group's fold, in a step of k micro-batches of so much weight."""
