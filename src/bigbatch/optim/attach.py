@@ -255,7 +255,7 @@ class Attachment:
     def _refusal_of(self, k: int, again: bool, joining: bool, gone: bool) -> str:
         """What makes this reduction impossible; nothing where it is possible."""
         if gone:
-            return "the optimizer that was attached to this DDP model is gone; wrap the model anew"
+            return "the optimizer that was attached to this DDP model is gone; wrap the model again"
         if joining:
             return (
                 "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give "
@@ -273,7 +273,7 @@ class Attachment:
         return ""
 
     def _shard_of(self, bucket: Any) -> Shard:
-        """What this rank has of a bucket; where DDP has made it anew, p moves."""
+        """What this rank has of a bucket; where DDP has made another, p moves."""
         index, parameters = bucket.index(), bucket.parameters()
         shard = self._shards.get(index)
         if shard is None or not shard.is_of(parameters, bucket.buffer()):
@@ -343,7 +343,7 @@ def require_attachable(
         )
     if ddp._comm_hooks:
         raise SettingError(
-            "the model has a communication hook already, and DDP takes one; wrap it anew, and let "
+            "the model has a communication hook already, and DDP takes one; wrap it again, and let "
             "attach() be the only one"
         )
     shared = set(ddp.parameters())

@@ -1,4 +1,4 @@
-"""p, the momentum of r: state beside the base optimizer's, saved with each parameter."""
+"""p, the momentum of r: state next to the base optimizer's, saved with each parameter."""
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
@@ -66,7 +66,7 @@ class Averages:
         return self._state.keys()
 
     def add_to(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Puts p, sharded as its parameter is, and the number of its steps beside the base's."""
+        """Puts p, sharded as its parameter is, and the number of its steps with the base's."""
         for index, parameter in enumerate(parameters):
             if parameter in self._state:
                 state_dict["state"].setdefault(index, {}).update(self.entries(parameter))

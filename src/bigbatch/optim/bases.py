@@ -31,6 +31,6 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
         return
     if not {"state", "param_groups"} <= saved:
         raise SettingError(
-            f"{name} saves {sorted(map(str, saved))}, and p is saved beside 'state' and "
+            f"{name} saves {sorted(map(str, saved))}, and p is saved under 'state', next to "
             "'param_groups', as torch's optimizers have them; pass the optimizer inside it"
         )

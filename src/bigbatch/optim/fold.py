@@ -176,7 +176,7 @@ def _pieces(how: How, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
 
 
 def _numbers(how: How, layer: Layer) -> tuple[Any, ...]:
-    """The settings; as tensors for a compiler, which floats make compile anew."""
+    """The settings; as tensors for a compiler, which floats make compile again."""
     numbers = how.weight, how.k, how.gamma, how.r_max, how.beta3, layer.corrected
     if not how.compiled:
         return numbers

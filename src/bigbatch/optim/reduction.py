@@ -91,7 +91,7 @@ class Reduction:
                     raise GradientError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient that DDP "
                         "did not reduce (unfrozen, or given to the optimizer, after the model was "
-                        "wrapped?); wrap the model anew, and attach the optimizer to that"
+                        "wrapped?); wrap the model again, and attach the optimizer to that"
                     )
                 if self._sends_m2 and parameter in self._groups and changed_later(parameter):
                     raise GradientError(

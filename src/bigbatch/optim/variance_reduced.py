@@ -145,7 +145,7 @@ class VarianceReduced(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The base optimizer's state, and p beside it where a group has beta3."""
+        """The base optimizer's state, and p where a group has beta3."""
         averaging = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
         if not averaging:
             return self.base.state

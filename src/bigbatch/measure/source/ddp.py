@@ -22,7 +22,7 @@ class Folded(Protocol):
     early: bool
     """Whether the next reduction is none, and leaves each rank its own gradient."""
     layout: int
-    """How often it was settled anew which rank has which piece."""
+    """How often it was settled again which rank has which piece."""
 
     @property
     def done(self) -> bool:
@@ -67,7 +67,7 @@ class DDPSource(EngineSource):
 
     @property
     def layout(self) -> int:  # type: ignore[override]
-        """How often it was settled anew which rank holds which piece."""
+        """How often it was settled again which rank holds which piece."""
         return 0 if self._folded is None else self._folded.layout
 
     def synchronize(self, now: bool) -> None:

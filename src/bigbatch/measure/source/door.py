@@ -64,7 +64,7 @@ class GradientSource(Protocol):
 
     @property
     def layout(self) -> int:
-        """How often it was settled anew which rank holds which piece."""
+        """How often it was settled again which rank holds which piece."""
 
     def behind(self, trained: list[Tensor]) -> list[Tensor]:
         """The parameters of the model that an optimizer trains, which may hold others for them."""
