@@ -299,16 +299,17 @@ def begin_study(path):
 
 
 @pytest.mark.parametrize("begin", [begin_run, begin_study])
-def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkeypatch, begin):
-    def kill(_):
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkeypatch, begin, call):
+    def kill(*_):
         raise SystemExit
 
     place = tmp_path / "place"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", kill)
+        patch.setattr(os, call, kill)
         with pytest.raises(SystemExit):
             begin(place)
-    assert not place.exists()
+    assert [] == list(tmp_path.iterdir())
     begin(place)
     assert [place] == list(tmp_path.iterdir())
 

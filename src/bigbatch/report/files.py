@@ -54,31 +54,32 @@ def made_whole(path: Path) -> Iterator[Path]:
     require_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_left(path.parent)
-    beside, held = _made_beside(path)
+    making = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_MAKING}")
+    held = None
     try:
-        yield beside
+        held = _made(making)
+        yield making
         try:
-            beside.rename(path)
+            making.rename(path)
         except OSError:
             require_free(path)
             raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(making, ignore_errors=True)
         if held is not None:
             os.close(held)
 
 
-def _made_beside(path: Path) -> tuple[Path, int | None]:
-    """An empty directory beside `path`, and what holds it, where directories can be held."""
+def _made(directory: Path) -> int | None:
+    """Makes an empty directory; returns what holds it, where directories can be held."""
     while True:
-        beside = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_MAKING}")
-        beside.mkdir()
+        directory.mkdir(exist_ok=True)
         try:
-            held = _hold(beside)
+            held = _hold(directory)
         except OSError:
-            return beside, None  # no other process can hold it either, so none takes it away
-        if held is not None and beside.exists():
-            return beside, held
+            return None  # no other process can hold it either, so none takes it away
+        if held is not None and directory.exists():
+            return held
         if held is not None:  # another has just taken it for one that was left
             os.close(held)
 
