@@ -299,14 +299,14 @@ def begin_study(path):
 
 
 @pytest.mark.parametrize("begin", [begin_run, begin_study])
-@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["fcntl.flock", "os.fsync", "os.replace"])
 def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkeypatch, begin, call):
     def kill(*_):
         raise SystemExit
 
     place = tmp_path / "place"
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, kill)
+        patch.setattr(call, kill)
         with pytest.raises(SystemExit):
             begin(place)
     assert [] == list(tmp_path.iterdir())
