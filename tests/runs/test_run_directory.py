@@ -1,6 +1,5 @@
 """Runs on disk: atomic, truthful after a kill, and never overwritten."""
 
-import os
 import subprocess
 import sys
 import time
