@@ -340,6 +340,7 @@ _WORDS = {
     NoneType: "None",
     Callable: "a function",
     Iterable: "an iterable",
+    Any: "a value",
 }
 
 

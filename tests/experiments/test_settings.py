@@ -76,7 +76,7 @@ def test_a_text_that_cannot_be_read_says_what_can(text, message):
         ({"precision": "int8"}, "precision='int8' must be one of"),
         ({"device": "tpu"}, "device='tpu' must be one of"),
         ({"lr_schedule": "wavy"}, "lr_schedule 'wavy' is not understood"),
-        ({"task": 5}, "task=5 must be a dict"),
+        ({"task": 5}, "task=5 must be names, each with True or False, a whole number"),
     ],
 )
 def test_a_bad_value_is_refused_at_once(changes, message):
