@@ -175,20 +175,25 @@ def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch)
         assert f"{name} failed: sweep/{name}/config.yaml cannot be read as a run" in out
 
 
-def swept(path, scores, *, higher=True, tuned=("lr",)):
-    """A sweep whose scores are given by (lr, target); None for a run that is not there."""
+def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **changes):
+    """A sweep whose scores are given by (lr, target); None for a run that is not there.
+
+    `losses` are those of the last step where they are not 1.
+    """
     recipe = replace(DIGITS, higher_is_better=higher)
-    settings = SETTINGS.changed({"epochs": 1})
+    settings = SETTINGS.changed({"epochs": 1, **changes})
     found = points("lr=0.1,0.2", "target=0.2,0.4", tuned=tuned, settings=settings)
-    start_sweep(recipe, path, found, tuned, 2)
-    for name, training in trainings_of(recipe, found, 2).items():
+    start_sweep(recipe, path, found, tuned, seeds)
+    for name, training in trainings_of(recipe, found, seeds).items():
         score = scores[training.lr, training.target][training.seed]
         if score is not None:
             run = RunDirectory.create(path / name, training.as_dict())
             batch = round(100 * training.target)
-            one = row(1, batch=batch, accuracy=score)
+            lost = (losses or {}).get((training.lr, training.target), 1.0)
+            one = row(2, batch=batch, accuracy=score, loss=lost)
             if math.isnan(score):  # as a log has what is no number
                 one["scores"] = dict.fromkeys(one["scores"])
+            run.append(row(1, batch=batch, loss=1.0))
             run.append(one)
     return read_swept(path)
 
@@ -257,6 +262,34 @@ def test_a_point_of_which_a_run_diverged_is_not_on_the_front(tmp_path):
     sweep = swept(tmp_path / "sweep", scores)
     assert [0.2] == [point.values["target"] for point in sweep.front]
     assert "99.00 (1 of 2)" in {cells[2] for cells in sweep.table().rows}
+
+
+def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
+    diverged = {(0.1, 0.2): 1e9, (0.1, 0.4): 1e9, (0.2, 0.4): 1e9}
+    sweep = swept(tmp_path / "sweep", SCORES, losses=diverged)
+    better_but_diverged, worse = (0.1, 0.2), (0.2, 0.2)
+    assert sum(SCORES[better_but_diverged]) > sum(SCORES[worse])
+    assert [worse, (0.2, 0.4)] == [(p.values["lr"], p.values["target"]) for p in sweep.shown]
+    assert ["2", "2 (2 of 2 diverged)"] == [cells[-1] for cells in sweep.table().rows]
+    assert [0.2] == [point.values["target"] for point in sweep.front]
+    write_swept(sweep, tmp_path)
+    runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
+    assert 6 == sum(run["diverged"] == "True" for run in runs)
+    one = RunDirectory.open(
+        next(path for path in sorted((tmp_path / "sweep").iterdir()) if path.is_dir())
+    )
+    assert "diverged  test accuracy, % 90" == Followed(one).ended()
+
+
+def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_path):
+    scores = dict.fromkeys(SCORES, (0.5, 0.6, 0.7))
+    scores[0.2, 0.2] = (0.62, 0.61, 0.10)  # the better median, and the worse mean
+    sweep = swept(tmp_path / "sweep", scores, seeds=3, over_seeds="median")
+    assert "median [least, most] over 3 seeds" in sweep.title
+    assert ("0.2", "0.2", "61.00 [10.00, 62.00]") == sweep.table().rows[0][:3]
+    assert (0.51, 0.01) == pytest.approx(sweep.summary.reach(scores[0.2, 0.2]))
+    write_swept(sweep, tmp_path)
+    assert "0.1" == swept(tmp_path / "mean", scores, seeds=3).table().rows[0][0]
 
 
 def test_of_points_with_the_same_batch_the_best_alone_is_on_the_front(tmp_path):

@@ -15,6 +15,7 @@ from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import Table, history_of, seeds_of, table_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
+from bigbatch.report.summary import Summary
 from log_rows import row
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -49,6 +50,36 @@ def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
         ("b", "50.00", "40", "64", "2,560", "4.0 s"),
     ] == table_of(histories).rows
     assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
+
+
+def test_the_table_has_the_median_where_every_run_asks_for_it(tmp_path):
+    settings = {"arm": "a", "over_seeds": "median"}
+    runs = [
+        run_at(tmp_path / f"a{seed}", [row(1, accuracy=score)], seed=seed, **settings)
+        for seed, score in enumerate((0.90, 0.95, 0.10))
+    ]
+    histories = [history_of(run) for run in runs]
+    assert "90.00 [10.00, 95.00]" == table_of(histories).rows[0][1]
+    assert "median [least, most] over 3 seeds" == seeds_of(histories)
+    other = history_of(run_at(tmp_path / "b", [row(1, accuracy=0.5)], seed=0, policy="fixed"))
+    assert "mean ± standard deviation over 1 to 3 seeds" == seeds_of([*histories, other])
+
+
+@pytest.mark.parametrize(
+    ("by_median", "values", "text", "reach"),
+    [
+        (False, [1.0, 2.0, 6.0], "3.00 ± 2.65", (7**0.5, 7**0.5)),
+        (True, [1.0, 2.0, 6.0], "2.00 [1.00, 6.00]", (1.0, 4.0)),
+        (True, [6.0, 1.0], "3.50 [1.00, 6.00]", (2.5, 2.5)),
+        (True, [2.0, 2.001], "2.00", (0.0005, 0.0005)),
+        (False, [2.0], "2.00", (0.0, 0.0)),
+        (True, [2.0], "2.00", (0.0, 0.0)),
+    ],
+)
+def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text, reach):
+    summary = Summary(by_median=by_median)
+    assert text == summary.text(values, 2)
+    assert reach == pytest.approx(summary.reach(values))
 
 
 @pytest.mark.parametrize("score", ["AUC", "masked pieces right, % (held out of wikipedia-2)"])

@@ -17,7 +17,7 @@ from bigbatch.recipes.guesses import example, loss_of, scores_of
 from bigbatch.recipes.models.bert import KEPT_AS, bert, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch.recipes.settings import Settings
-from bigbatch.recipes.vrgd import CLIPS, MEDIAN, VRGD
+from bigbatch.recipes.vrgd import BY_MEDIAN, CLIPS, MEDIAN, VRGD
 
 _SIMIGRAD_LONG: Arm = {
     **ROWS,
@@ -75,6 +75,7 @@ BERT_PRETRAIN = Recipe(
         "decay_all": (False, SIMIGRAD),
         "clip": (1.0, SIMIGRAD),
         **CLIPS,
+        **BY_MEDIAN,
         "seed": (42, SIMIGRAD),
         "device": ("cuda", OURS),
         "precision": ("float16", SIMIGRAD),

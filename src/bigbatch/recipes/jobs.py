@@ -111,10 +111,10 @@ class _Jobs:
             if status is None:
                 continue
             del self._running[name]
-            scored = self._followed.pop(name).scored()
+            ended = self._followed.pop(name).ended()
             if status == 0:
                 self._finished.add(name)
-                overview.ended(f"{name} finished{scored}", self._counts())
+                overview.ended(f"{name} {ended}", self._counts())
             else:
                 self._fail(name, _reason(job.run, status), overview)
 

@@ -59,6 +59,7 @@ class Settings:
         workers: processes that load the data; 0 for none.
         checkpoint_every: steps between checkpoints.
         threads: CPU threads of torch.
+        over_seeds: "mean" or "median": what tables show of several seeds.
         task: what this recipe alone has: the model's size, the length of a sequence.
     Raises:
         SettingError: a value of another type, or out of range.
@@ -100,6 +101,7 @@ class Settings:
     workers: Whole = 0
     checkpoint_every: Count = 100
     threads: Count = 1
+    over_seeds: Literal["mean", "median"] = "mean"
     task: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from bigbatch.recipes.data.windows import Windows, windows_of
 from bigbatch.recipes.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.recipes.settings import Settings
-from bigbatch.recipes.vrgd import CLIPS, MEDIAN
+from bigbatch.recipes.vrgd import BY_MEDIAN, CLIPS, MEDIAN
 from bigbatch.setting_types import Count, setting
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
@@ -82,6 +82,7 @@ SQUAD = Recipe(
         "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
         "clip": (1.0, SIMIGRAD),
         **CLIPS,
+        **BY_MEDIAN,
         "device": ("cuda", OURS),
         "precision": ("float16", SIMIGRAD),
         "size": ("large", SIMIGRAD),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean
 from typing import Any
 
 from bigbatch.decide.named import target_of
@@ -14,6 +14,7 @@ from bigbatch.report.config import BEFORE
 from bigbatch.report.divergence import divergence_of
 from bigbatch.report.run_directory import Row, RunDirectory
 from bigbatch.report.schema import SCHEMA, require_step
+from bigbatch.report.summary import Summary
 
 Scores = Mapping[str, float]
 
@@ -177,7 +178,12 @@ def seeds_of(histories: list[History]) -> str:
         return "one run a row"
     seeds = _ends([len({run.settings.get("seed") for run in group}) for group in groups])
     of_seeds = f"{seeds} seed{'s' * (seeds != '1')}"
-    return f"mean ± standard deviation over {f'{runs} runs of ' * (runs != seeds)}{of_seeds}"
+    words = _summary_of(histories).words
+    return f"{words} over {f'{runs} runs of ' * (runs != seeds)}{of_seeds}"
+
+
+def _summary_of(histories: list[History]) -> Summary:
+    return Summary.of(history.settings for history in histories)
 
 
 def _ends(counts: list[int]) -> str:
@@ -193,57 +199,39 @@ class Table:
 
 
 def table_of(histories: list[History]) -> Table:
-    """One row per group: the mean, and the standard deviation over seeds, of its last scores."""
+    """One row per group: its last scores and what they took, summed up over seeds."""
     scores = tuple(
         dict.fromkeys(
             name for run in histories for row in run.scored()[-1:] for name in row["scores"]
         )
     )
-    rows = [_summary(name, runs, scores) for name, runs in grouped(histories).items()]
+    summary = _summary_of(histories)
+    rows = [_row(name, runs, scores, summary) for name, runs in grouped(histories).items()]
     return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
 
 
-def _summary(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
+def _row(
+    name: str, runs: list[History], scores: Sequence[str], summary: Summary
+) -> tuple[str, ...]:
     unfinished = sum(not run.finished for run in runs)
     begun = [run for run in runs if run.rows]
     if not begun:
         return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     runs = begun
-    diverged = sum(bool(divergence_of(run.rows)) for run in runs)
-    name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
+    name += diverged_text([bool(divergence_of(run.rows)) for run in runs])
     last = [run.rows[-1] for run in runs]
     return (
         name,
-        *(score_text([run.last(score) for run in runs]) for score in scores or ("",)),
-        steps_text([run.steps for run in runs], [run.skipped for run in runs]),
-        spread([run.average_batch for run in runs], 0),
-        f"{mean(row['samples'] for row in last):,.0f}",
-        f"{spread([row['seconds'] for row in last], 1)} s",
+        *(summary.of_scores([run.last(score) for run in runs]) for score in scores or ("",)),
+        summary.of_steps([run.steps for run in runs], [run.skipped for run in runs]),
+        summary.text([run.average_batch for run in runs], 0),
+        f"{fmean(row['samples'] for row in last):,.0f}",
+        f"{summary.text([row['seconds'] for row in last], 1)} s",
     )
 
 
-def score_text(scores: Sequence[float | None]) -> str:
-    """Mean and standard deviation of one score over runs: two digits from 10 on, else four.
-
-    Says of how many where some have none, having diverged or not come so far.
-    """
-    measured = [score for score in scores if score is not None]
-    if not measured:
-        return "not measured"
-    text = spread(measured, 2 if abs(mean(measured)) >= 10 else 4)
-    few = f" ({len(measured)} of {len(scores)})"
-    return text + few * (len(measured) < len(scores))
-
-
-def steps_text(steps: Sequence[int], skipped: Sequence[int]) -> str:
-    """Updates, and how many more were skipped."""
-    lost = f" ({mean(skipped):,.0f} skipped)" if any(skipped) else ""
-    return spread(steps, 0) + lost
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Mean and sample standard deviation, the latter where it is not 0 at these digits."""
-    deviation = round(stdev(values), digits) if len(values) > 1 else 0
-    text = f"{mean(values):,.{digits}f}"
-    return f"{text} ± {deviation:,.{digits}f}" if deviation else text
+def diverged_text(diverged: Sequence[bool]) -> str:
+    """What is said behind numbers of runs of which some diverged; "" where none did."""
+    count = sum(diverged)
+    return f" ({f'{count} of {len(diverged)} ' * (len(diverged) > 1)}diverged)" * bool(count)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import RunError
+from bigbatch.report.divergence import divergence_of
 from bigbatch.report.live import LiveView
 from bigbatch.report.metrics import Scores
 from bigbatch.report.run_directory import Row, RunDirectory, parse_row
@@ -64,6 +65,11 @@ class Followed:
         shown = {name: "nan" if s is None else f"{s:.4g}" for name, s in self.scores.items()}
         return "".join(f"  {name} {score}" for name, score in shown.items())
 
+    def ended(self) -> str:
+        """How it ended, and with which scores."""
+        how = "diverged" if divergence_of(self._run.rows()) else "finished"
+        return how + self.scored()
+
     def _read_on(self) -> None:
         metrics = self._run.metrics
         if not metrics.exists():
@@ -79,10 +85,7 @@ class Followed:
             try:
                 row = parse_row(line)
                 require_step(str(metrics), row, None)
-            except (
-                RunError,
-                ValueError,
-            ):  # cut, and grown again beyond where we were: not a whole line
+            except (RunError, ValueError):  # no whole line: it was cut, and has grown again
                 self._read, self._last, self.scores = 0, None, {}
                 return
             self._last, self.scores = row, row["scores"] or self.scores

@@ -59,6 +59,7 @@ SETTINGS = {  # of config.yaml, for what a log is shown with
     "target": Kind(Number),
     "begin_from": Kind(str),
     "lr_from": Kind(str),
+    "over_seeds": Kind(Literal["mean", "median"]),
     "task": Kind(dict[str, _Plain]),
 }
 SWEEP = {

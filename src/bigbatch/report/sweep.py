@@ -13,16 +13,10 @@ from typing import Any
 
 from bigbatch.errors import RunError
 from bigbatch.report.config import read_sweep, read_trainings
-from bigbatch.report.metrics import (
-    History,
-    Table,
-    finite,
-    history_of,
-    score_text,
-    spread,
-    steps_text,
-)
+from bigbatch.report.divergence import divergence_of
+from bigbatch.report.metrics import History, Table, diverged_text, finite, history_of
 from bigbatch.report.run_directory import RunDirectory
+from bigbatch.report.summary import Summary
 
 _DRAWN = 60  # runs at most whose curves are on one page; more would hide each other
 
@@ -37,6 +31,7 @@ class SweptRun:
         scores: that were measured last, by name; None for what was no finite number.
         average_batch, steps, skipped: as of `History`.
         seconds: that it trained.
+        diverged: whether it did.
     """
 
     directory: RunDirectory
@@ -46,6 +41,7 @@ class SweptRun:
     steps: int
     skipped: int
     seconds: float
+    diverged: bool
 
 
 @dataclass(frozen=True)
@@ -69,9 +65,13 @@ class SweptPoint:
         found = [run.scores.get(score) for run in self.runs]
         return [one for one in found if one is not None]
 
+    def sound(self, score: str) -> int:
+        """How many of its runs are finished, have the score and did not diverge."""
+        return sum(run.scores.get(score) is not None and not run.diverged for run in self.runs)
+
     def complete(self, score: str) -> bool:
-        """Whether each of its runs is finished and has the score."""
-        return len(self.scores(score)) == self.planned
+        """Whether all of its runs are so."""
+        return self.sound(score) == self.planned
 
     @property
     def average_batch(self) -> float:
@@ -89,6 +89,7 @@ class Swept:
         points: in the order of the grids.
         tuned: settings of which each point shows the best alone.
         higher_is_better: of the score that counts.
+        summary: of the seeds of a point.
     """
 
     path: Path
@@ -96,6 +97,7 @@ class Swept:
     points: list[SweptPoint]
     tuned: tuple[str, ...]
     higher_is_better: bool
+    summary: Summary
 
     @property
     def name(self) -> str:
@@ -115,9 +117,9 @@ class Swept:
 
     @cached_property
     def shown(self) -> list[SweptPoint]:
-        """A point for each combination of what is not tuned: the one of the best mean score.
+        """A point for each combination of what is not tuned: the one of the best score over seeds.
 
-        A point that lacks a score, of a run that failed or diverged say, is behind all that do not.
+        A point of which a run failed, diverged or has no score is behind all of which none did.
         """
         groups: dict[str, list[SweptPoint]] = {}
         for point in self.points:
@@ -134,7 +136,8 @@ class Swept:
         scores = point.scores(score)
         if not scores:
             return -point.planned, -math.inf
-        return len(scores) - point.planned, fmean(scores) * (1 if self.higher_is_better else -1)
+        sign = 1 if self.higher_is_better else -1
+        return point.sound(score) - point.planned, sign * self.summary.middle(scores)
 
     @property
     def measured(self) -> list[SweptPoint]:
@@ -173,7 +176,7 @@ class Swept:
     def title(self) -> str:
         """How to read the table."""
         most = max(point.planned for point in self.points)
-        title = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed a point"
+        title = f"{self.summary.words} over {most} seeds" if most > 1 else "one seed a point"
         if not self.tuned:
             return title
         names = " and ".join(self.tuned)
@@ -192,7 +195,7 @@ class Swept:
             (
                 *(shown_text(point.values.get(key, "")) for key in keys),
                 *([] if keys else [point.name]),
-                *_numbers(point, scores),
+                *_numbers(point, scores, self.summary),
             )
             for point in self.shown
         ]
@@ -225,7 +228,14 @@ def read_swept(path: Path) -> Swept | None:
         SweptPoint(name, values, planned.count(name), ended[name])
         for name, values in about["points"].items()
     ]
-    return Swept(path, begun, points, tuple(about["tuned"]), about["higher_is_better"])
+    return Swept(
+        path,
+        begun,
+        points,
+        tuple(about["tuned"]),
+        about["higher_is_better"],
+        Summary.of(trainings.values()),
+    )
 
 
 def _history(place: Path) -> History | None:
@@ -248,6 +258,7 @@ def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
         history.steps,
         history.skipped,
         history.rows[-1]["seconds"],
+        bool(divergence_of(history.rows)),
     )
 
 
@@ -263,18 +274,18 @@ def shown_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(point: SweptPoint, scores: list[str]) -> tuple[str, ...]:
+def _numbers(point: SweptPoint, scores: list[str], summary: Summary) -> tuple[str, ...]:
     """What was measured at a point, as the table has it."""
     runs = point.runs
     count = f"{len(runs)} of {point.planned}" if len(runs) < point.planned else str(len(runs))
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)
     return (
-        *(score_text([run.scores.get(score) for run in runs]) for score in scores),
-        spread([run.average_batch for run in runs], 0),
-        steps_text([run.steps for run in runs], [run.skipped for run in runs]),
-        f"{spread([run.seconds for run in runs], 1)} s",
-        count,
+        *(summary.of_scores([run.scores.get(score) for run in runs]) for score in scores),
+        summary.text([run.average_batch for run in runs], 0),
+        summary.of_steps([run.steps for run in runs], [run.skipped for run in runs]),
+        f"{summary.text([run.seconds for run in runs], 1)} s",
+        count + diverged_text([run.diverged for run in runs]),
     )
 
 
@@ -308,10 +319,11 @@ def _of_run(run: SweptRun) -> dict[str, Any]:
         "steps": run.steps,
         "skipped": run.skipped,
         "seconds": run.seconds,
+        "diverged": run.diverged,
     }
 
 
-_NUMBERS = ("average_batch", "steps", "skipped", "seconds")
+_NUMBERS = ("average_batch", "steps", "skipped", "seconds", "diverged")
 
 
 def as_csv(sweep: Swept) -> str:

@@ -1,7 +1,6 @@
 """A sweep's figure: score against average batch."""
 
 from itertools import cycle
-from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -59,8 +58,8 @@ def _draw_group(
     scores = [point.scores(sweep.score) for point in points]
     axes.errorbar(
         [point.average_batch for point in points],
-        [fmean(found) for found in scores],
-        [stdev(found) if len(found) > 1 else 0.0 for found in scores],
+        [sweep.summary.middle(found) for found in scores],
+        list(zip(*map(sweep.summary.reach, scores), strict=True)),
         color=color,
         marker=marker,
         markersize=5,
@@ -76,7 +75,7 @@ def _draw_group(
             texts = [f"{key} {shown_text(numbers[key])}" for key in varied if key in numbers]
         axes.annotate(
             ", ".join(texts),
-            (point.average_batch, fmean(scores[number])),
+            (point.average_batch, sweep.summary.middle(scores[number])),
             xytext=(4, 5),
             textcoords="offset points",
             fontsize=7.5,
@@ -88,7 +87,7 @@ def _draw_front(axes: Axes, sweep: Swept) -> None:
     front = sweep.front
     axes.step(
         [point.average_batch for point in front],
-        [fmean(point.scores(sweep.score)) for point in front],
+        [sweep.summary.middle(point.scores(sweep.score)) for point in front],
         where="pre",
         color="#777777",
         linestyle=":",
