@@ -55,14 +55,10 @@ def test_it_runs_by_plain_python():
     assert_learnt_digits(epochs_of([], "--data", "digits", "--epochs", 3))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.release), 3])
+@pytest.mark.release
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.release),
-        pytest.param(LAUNCHER, id="deepspeed"),
-    ],
+    "launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(LAUNCHER, id="deepspeed")]
 )
 def test_it_runs_on_two_ranks_by_either_launcher(launcher, stage):
     options = ["--data", "digits", "--epochs", 3, "--stage", stage]
