@@ -79,8 +79,8 @@ Growth = Annotated[float, In(f"(1, {MOST_FACTOR:g}]", "a factor")]
 def checked(called: Called) -> Called:
     """Holds every call of a function, or every construction of a class, to its annotations.
 
-    Numbers of NumPy become Python's. A function of a class is told from its arguments alone, so
-    types that only a type checker can tell (protocols, what a callable takes) are let through.
+    Numbers of NumPy become Python's. What only a type checker can tell is let through: protocols,
+    and what a function takes and returns.
 
     Raises:
         SettingError: by the call, for an argument of another type or out of its interval.
@@ -178,7 +178,8 @@ def kinds_of(made: type) -> dict[str, Any]:
     return {name: kind for maker in makers for name, kind in _kinds(maker)[0].items()}
 
 
-_OTHER = (TypeError, ValueError, OverflowError)  # by a reader, for a value of another type
+_Reader = Callable[[Any], Any]  # gives a value in a type, or raises one of these
+_OTHER = (TypeError, ValueError, OverflowError)
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 _OF_TEXT: dict[Any, Callable[[str], Any]] = {
@@ -186,9 +187,6 @@ _OF_TEXT: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
 }
-
-
-_Reader = Callable[[Any], Any]
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -244,7 +242,7 @@ def _remedy(value: Any, kind: Any) -> str:
 
 @cache
 def _reader(kind: Any) -> _Reader:
-    """What gives a value in a type, or raises TypeError, ValueError or OverflowError."""
+    """What holds values to a type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return partial(_first, [_reader(one) for one in inner])
