@@ -94,12 +94,7 @@ def sweep(
     if not dry_run:  # which needs no data
         settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
-    if twice := sorted(names & {key for one in grids.grids for key in one}):
-        whose = "--grid" if grid else "the sweep of the recipe"
-        raise SettingError(
-            f"--set gives {', '.join(twice)}, of which {whose} has values too; leave one of them "
-            "out" + ", or give a --grid of your own" * (not grid)
-        )
+    _require_set_once(names, {key for one in grids.grids for key in one}, typed=bool(grid))
     points = points_of(chosen, grids, settings, full=full)
     if any("arm" in one for one in grids.grids):
         note_overruled(chosen, names, "--grid changes it", full=full)
@@ -110,6 +105,16 @@ def sweep(
     with context.obj.resumable(place, "sweep"):
         start_sweep(chosen, place, points, grids.tuned, repeats)
     _train(place, jobs, context.obj, view)
+
+
+def _require_set_once(names: set[str], varied: set[str], *, typed: bool) -> None:
+    """Raises SettingError where --set gives what the grid varies."""
+    if twice := sorted(names & varied):
+        whose = "--grid" if typed else "the sweep of the recipe"
+        raise SettingError(
+            f"--set gives {', '.join(twice)}, of which {whose} has values too; leave one of them "
+            "out" + ", or give a --grid of your own" * (not typed)
+        )
 
 
 def _list(points: Sequence[Point], tuned: Sequence[str], seeds: int, view: LiveView) -> None:

@@ -158,11 +158,7 @@ def train(
         others |= given(dry_run=dry_run or None, ranks=ranks)
         refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
         _require_one_rank(recipe)
-        place = out or reserve(folder, recipe)
-        try:
-            EXPERIMENTS[recipe].run(place, seeds or SEEDS, quiet)
-        finally:
-            release(place)
+        _run_experiment(recipe, out or reserve(folder, recipe), seeds or SEEDS, quiet=quiet)
         return
     chosen = recipe_of(recipe, result, full=full)
     changes |= given(arm=arm)
@@ -185,16 +181,25 @@ def train(
         _train_one(settings, folder, out, launch, view)
         return
     repeats = seeds or chosen.seeds_at(full=full)
+    overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
     place, begun = from_leader(
         lambda: launch.place(lambda: out or reserve(folder, chosen.name, launch.id))
     )
     with launch.resumable(place):
         if not begun:
-            start = partial(start_study, chosen, place, settings, repeats, launch.id, full=full)
-            from_leader(start)
-            overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
+            from_leader(
+                partial(start_study, chosen, place, settings, repeats, launch.id, full=full)
+            )
             note_overruled(chosen, overruled, "--arm trains one alone with it", full=full)
         train_study(place, view)
+
+
+def _run_experiment(name: str, place: Path, seeds: int, *, quiet: bool) -> None:
+    """One that is no training over settings, in a directory that was reserved for it."""
+    try:
+        EXPERIMENTS[name].run(place, seeds, quiet)
+    finally:
+        release(place)
 
 
 def _settings(

@@ -159,11 +159,11 @@ def require_ours(out: Path) -> None:
     if not out.exists():
         return
     if not out.is_file():
-        raise RunError(f"{out} is no file; name another one by --out")
+        raise RunError(f"{out} is no file; give another name")
     with out.open("rb") as file:
         head = file.read(_HEAD)
     if head and not any(said.encode() in head for said in _MADE_BY):
         raise RunError(
-            f"{out} was not written by bigbatch and is left as it is; move it away, or name "
-            "another file by --out"
+            f"{out} was not written by bigbatch and is left as it is; move it away, or give "
+            "another name"
         )
