@@ -28,7 +28,7 @@ class RandomReader:
     """Reads the same again and again, as the generators give them, in a few microseconds.
 
     Python and NumPy take 6 and 30 to say their states word by word, so they are asked only when
-    something has changed in memory: every draw moves the position, or makes all words anew.
+    something has changed in memory: every draw moves the position, or makes all words again.
     """
 
     def __init__(self) -> None:
