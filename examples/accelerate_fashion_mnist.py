@@ -3,7 +3,7 @@
     python examples/accelerate_fashion_mnist.py
     accelerate launch --num-processes 2 --cpu examples/accelerate_fashion_mnist.py
 
-Reads `train-images-idx3-ubyte.gz` and the labels beside it in --data; where they are not there,
+Reads `train-images-idx3-ubyte.gz` and its labels in the folder --data; where they are not there,
 scikit-learn's digits are read instead, and nothing is downloaded.
 """
 

@@ -1,8 +1,18 @@
 """A script of others and the edit that a user makes in it: a diff whose lines are counted."""
 
+import re
 from pathlib import Path
 
 BETWEEN = "..."  # two places of the script
+
+STEPS = """\
++        for step in train:
++            for batch in step:
++                outputs = model(**batch)
++                step.backward(outputs.loss)
++            done = step.update()
++            print("update", done.batch_size, done.samples, done.similarity, done.loss)
+"""  # in place of a loop of one's own over batches of Hugging Face's
 
 
 def edited(script: Path, edit: str, into: Path) -> Path:
@@ -27,6 +37,14 @@ def edited(script: Path, edit: str, into: Path) -> Path:
     written = into / script.name
     written.write_text(text)
     return written
+
+
+def updates_of(output: str) -> list[tuple[int, int, float, float]]:
+    """(batch size, samples so far, similarity, loss) of each update that `STEPS` has printed."""
+    updates = re.findall(r"update (\d+) (\d+) (\S+) (\S+)", output)
+    return [
+        (int(size), int(so_far), float(phi), float(loss)) for size, so_far, phi, loss in updates
+    ]
 
 
 def typed(edit: str) -> int:

@@ -77,16 +77,24 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def steps_of(train, epochs, most=10**9):
-    """(numbers of the samples, record) of each step on this rank."""
+def each_step(train, clip=None):
+    """(numbers of the samples, record) of each step of a pass on this rank."""
+    for step in train:
+        numbers = []
+        for x, y, number in step:
+            step.backward(cross_entropy(train.model(x), y))
+            numbers.append(number.tolist())
+        if clip is not None:
+            step.clip_grad_norm_(clip)
+        yield numbers, step.update()
+
+
+def steps_of(train, epochs, most=10**9, clip=None):
+    """The same of several passes, or of the first `most` steps."""
     done = []
     for _ in train.epochs(epochs):
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(train.model(x), y))
-                numbers.append(number.tolist())
-            done.append((numbers, step.update()))
+        for each in each_step(train, clip):
+            done.append(each)
             if len(done) == most:
                 return done
     return done

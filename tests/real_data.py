@@ -1,4 +1,4 @@
-"""Real data sets for tests, where they are: ../shared/data beside the repository."""
+"""Real data sets for tests, where they are: ../shared/data, next to the repository."""
 
 from pathlib import Path
 

@@ -330,16 +330,16 @@ class Step:
         meter = self._meter
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        beside = self._beside()
+        totals = self._own_totals()
         self._readings = (
-            meter.measure(self._weights, beside) if meter.due else meter.measure_grad(beside)
+            meter.measure(self._weights, totals) if meter.due else meter.measure_grad(totals)
         )
         self._watch = hooked(self._optimizer).register_step_post_hook(self._note_step)
         total = self._total_weight()
         if total != self._reference:
             self._source.scale(self._reference / total)
 
-    def _beside(self) -> Tensor:
+    def _own_totals(self) -> Tensor:
         """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, reached, ...].
 
         The last are what was told. Of this rank alone, with zeros where other ranks tell something.

@@ -108,7 +108,7 @@ some_plans = st.lists(
 
 @st.composite
 def loaders(draw: st.DrawFn) -> Callable[[], Any]:
-    """Any kind of loader, as a function that makes it anew."""
+    """Any kind of loader, as a function that makes a new one."""
     n, size = draw(st.integers(1, 70)), draw(st.integers(1, 12))
     own_sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     order = draw(st.permutations(range(min(n, 12))))

@@ -375,7 +375,7 @@ def test_every_size_may_be_a_single_sample():
     assert sizes == {name: getattr(params, name) for name in sizes}
 
 
-def test_a_policy_beside_the_papers_is_refused():
+def test_another_policy_than_the_papers_is_refused():
     from bigbatch.connect import deepspeed
 
     with pytest.raises(SettingError, match="policy= and enable_adjust both decide"):

@@ -132,7 +132,7 @@ def assert_as_in_one_process(answers, *how):
         assert [size for size, _ in told] == [size for size, _ in records]
         losses = [loss for _, loss in records]
         assert pytest.approx([loss for _, loss in told], abs=1e-5) == losses
-        assert apart(expected, weights) < 1e-6  # float32 beside float64
+        assert apart(expected, weights) < 1e-6  # float32 against float64
 
 
 @pytest.mark.parametrize("reached", REACHED)

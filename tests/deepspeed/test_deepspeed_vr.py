@@ -1,4 +1,4 @@
-"""Variance-reduced optimizers, and LARS and LAMB, on DeepSpeed's stages, beside one process."""
+"""Variance-reduced optimizers, and LARS and LAMB, on DeepSpeed's stages, against one process."""
 
 import itertools
 
@@ -152,7 +152,7 @@ def on_engine_with(rank, ranks, arguments, settings):
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_that_of_one_process(deepspeed_ranks, name, stage, count):
     answers = trained(deepspeed_ranks, count, name, stage)
-    assert error(name, answers) < 1e-5  # float32 beside float64
+    assert error(name, answers) < 1e-5  # float32 against float64
     plain = {"gamma": 1.0}
     assert error(name, answers, **plain) > 1e-2  # r is seen
     for _, weights in answers[1:]:
@@ -324,7 +324,7 @@ def test_one_that_a_function_makes_is_refused_since_deepspeed_would_step_it(
 # what ZeRO pads with
 
 
-def beside_padding_that_is_no_number(rank, ranks):
+def with_padding_that_is_no_number(rank, ranks):
     engine, _, loader, _ = engine_of(rank, ranks, "VRLAMB", "3")
     optimizer = engine.optimizer
     padded = 0
@@ -340,6 +340,6 @@ def beside_padding_that_is_no_number(rank, ranks):
 
 
 def test_what_pads_a_piece_is_of_no_layer(deepspeed_ranks):
-    answers = deepspeed_ranks(3)(beside_padding_that_is_no_number)
+    answers = deepspeed_ranks(3)(with_padding_that_is_no_number)
     assert answers[-1][0] > 0
     assert error("VRLAMB", [answer[1:] for answer in answers]) < 1e-5

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:k = :UserWarning"),
 ]
 
-STEPS = 4  # DDP makes its buckets anew after the first, with a static graph after the second
+STEPS = 4  # DDP makes its buckets again after the first, with a static graph after the second
 SMALL = 0.0005  # MiB of a bucket: several buckets, as large models have
 EXACT = {"m2_dtype": torch.float64}
 MADE = MAKE | {"VRSGD with beta3": functools.partial(VRSGD, lr=0.1, beta3=0.9)}
@@ -412,7 +412,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_p_alone(ranks):
 
 
 def measured(rank, ranks, name):
-    """A meter of the user's own beside the optimizer, plain or attached."""
+    """A meter of the user's own next to the optimizer, plain or attached."""
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE[name](ddp.parameters())
     if name in VR:

@@ -1,4 +1,4 @@
-"""Meshes beside data parallelism: measured over the data axis, refused by name, or said."""
+"""Meshes in addition to data parallelism: measured over the data axis, refused by name, or said."""
 
 import warnings
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a resumed run on DDP ranks records beside one that was never stopped."""
+"""What a resumed run on DDP ranks records, and one that was never stopped."""
 
 import copy
 

@@ -1,6 +1,6 @@
 """The table of docs/ranks.md: what is measured and stepped, on which engine, in which precision.
 
-Every cell trains five steps by AdaptiveBatch on real processes, beside float64 on one process.
+Every cell trains five steps by AdaptiveBatch on real processes, against float64 on one process.
 """
 
 import contextlib

@@ -64,7 +64,7 @@ def test_the_paper_sees_its_samples_once_an_epoch(name):
 
 @pytest.mark.late
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_small_training_is_small_beside_data_of_any_size(recipe):
+def test_a_small_training_is_small_for_data_of_any_size(recipe):
     asked = recipe.settings()
     assert asked.epochs * dry_run(recipe, asked).samples <= 100_000
 

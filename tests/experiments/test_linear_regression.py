@@ -58,14 +58,14 @@ def test_plain_sgd_is_the_arm_whose_r_is_one():
     assert (trace.r == 1).all()
 
 
-def test_a_run_is_made_again_by_its_seed_whatever_runs_beside_it():
+def test_a_run_is_made_again_by_its_seed_whatever_else_runs():
     arm = widened(0.2)
     alone = train(LAWS[2], [arm], seeds=1, steps=5)[arm]
-    beside = train(LAWS[2], [sgd(0.1), arm, printed(0.2, k=8)], seeds=2, steps=5)[arm]
+    together = train(LAWS[2], [sgd(0.1), arm, printed(0.2, k=8)], seeds=2, steps=5)[arm]
     again = train(LAWS[2], [sgd(0.1), arm, printed(0.2, k=8)], seeds=2, steps=5)[arm]
-    assert torch.equal(beside.weights, again.weights)
-    torch.testing.assert_close(alone.weights[0], beside.weights[0], rtol=1e-12, atol=0)
-    assert not torch.equal(beside.weights[0], beside.weights[1])
+    assert torch.equal(together.weights, again.weights)
+    torch.testing.assert_close(alone.weights[0], together.weights[0], rtol=1e-12, atol=0)
+    assert not torch.equal(together.weights[0], together.weights[1])
 
 
 @by_law

@@ -61,7 +61,7 @@ def test_a_file_that_is_no_batch_of_cifar_is_one_error(cifar, capsys, content, s
     with pytest.raises(RunError, match=said) as raised:
         cifar10.read(cifar)
     assert "data_batch_3" in str(raised.value)
-    assert "unpack it anew" in str(raised.value)
+    assert "unpack it again" in str(raised.value)
     assert "" == capsys.readouterr().out
 
 

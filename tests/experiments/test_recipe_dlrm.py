@@ -439,7 +439,7 @@ def test_a_training_on_real_rows_learns(bigbatch, tmp_path):
     assert last["scores"]["test AUC (of 22,582 Criteo rows)"] > 0.58  # half is chance; measured .64
 
 
-def test_the_generated_log_says_so_beside_every_score(bigbatch, tmp_path):
+def test_the_generated_log_says_so_at_every_score(bigbatch, tmp_path):
     changes = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
     run = tmp_path / "run"
     status, _, err = bigbatch("train", "dlrm", "--arm", "vr-sgd", *changes, "--out", run)

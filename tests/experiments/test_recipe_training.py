@@ -280,7 +280,7 @@ def test_missing_data_are_one_line_that_says_which_files_from_where(tmp_path, mo
     with pytest.raises(RunError, match=wanted):
         origin.find(tmp_path)
     with pytest.raises(RunError, match=r"\*.txt, and a key, and a lock of the alphabet"):
-        replace(origin, beside=("a key", "a lock")).find(tmp_path)
+        replace(origin, other_files=("a key", "a lock")).find(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match="letters is not in data"):
         origin.find(None)

@@ -242,7 +242,7 @@ def test_a_damaged_file_of_deepspeed_is_refused_by_name(deepspeed_ranks, tmp_pat
     (said,) = deepspeed_ranks(1)(damaged, tmp_path, asked)
     assert "epoch0-step1" in said
     assert ".pt is damaged" in said
-    assert "delete checkpoint.pt to start the run anew" in said
+    assert "delete checkpoint.pt to start the run again" in said
 
 
 @pytest.mark.parametrize(

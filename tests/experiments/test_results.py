@@ -92,7 +92,7 @@ def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phas
     assert {(base, size) for base in ("lamb", "vr-lamb") for size in (16, 32, 64, 96, 128)} == fixed
 
 
-def test_table_2_has_momentum_and_lamb_beside_lars_at_every_batch():
+def test_table_2_has_momentum_and_lamb_next_to_lars_at_every_batch():
     recipe = RESNET50.repeating("table-2")
     swept = points_of(recipe, recipe.full_sweep, recipe.settings(full=True), full=True)
     found = {(point.settings.arm, point.settings.batch_size // 1024) for point in swept}

@@ -423,7 +423,7 @@ def test_r_does_not_depend_on_the_scale_of_the_loss(
     name: str, scale: float, dtype: torch.dtype
 ) -> None:
     expected, actual = factors_of(name, dtype, 1.0), factors_of(name, dtype, scale)
-    # no gradient is rounded anew, but norms of them are; counts at a clip are the same
+    # no gradient is rounded again, but norms of them are; counts at a clip are the same
     close = 1e-4 if dtype == torch.float32 else 1e-12
     for a, b in zip(expected, actual, strict=True):
         torch.testing.assert_close(b, a, rtol=close, atol=0)

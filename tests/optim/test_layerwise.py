@@ -508,7 +508,7 @@ def test_the_unit_of_the_gradient_cancels_where_nothing_is_excluded(
             optimizer.step()
             optimizer.zero_grad()
         ends.append(values(params))
-    # every gradient is rounded anew, in deviations down to .1 of it
+    # every gradient is rounded again, in deviations down to .1 of it
     assert difference(*ends) < 200 * torch.finfo(dtype).eps
 
 

@@ -104,7 +104,7 @@ def test_a_step_goes_by_elements_whatever_their_type_and_layout(rule, dtype, lay
 
 @pytest.mark.parametrize("rule", ["VRSGD", "VRMomentum", "VRAdam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("when", ["added", "loaded", "laid out anew"])
+@pytest.mark.parametrize("when", ["added", "loaded", "laid out again"])
 def test_what_comes_later_is_stepped_right_too(rule, dtype, when):
     """A group, a state that says fused=True, and strides that the state has not."""
     torch.manual_seed(0)

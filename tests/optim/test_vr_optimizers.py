@@ -1109,7 +1109,7 @@ def samples(seed: int = 0, n: int = 44) -> Batch:
 
 
 def train_epoch_both(loop: bb.AdaptiveBatch, oracle: vr.VRSGD | vr.VRAdam) -> list[list[int]]:
-    """An epoch of the loop beside the oracle with weights n_d; returns the n_d of each step."""
+    """An epoch of the loop and of the oracle with weights n_d; returns the n_d of each step."""
     sizes = []
     for step in loop:
         micro = []

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from edits import edited, typed
-from followed import unfollowed
+from followed import Rule, assert_followed
 from torchrun import alone
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_transformer.py"
 SAMPLES, WORDS = 256, 2466  # of the text below, which Python brings: trained on; different ones
 EPOCHS, MICRO = 2, 4
-LOWEST, HIGHEST, TARGET = 16, 64, 0.5
+LOWEST = 16
+RULE = Rule(target=0.5, lowest=LOWEST, highest=64)
 
 ADAPTIVE = f"""
  import torch
@@ -29,14 +30,14 @@ ADAPTIVE = f"""
 +        callbacks=[
 +            ModelCheckpoint(args.data / "saved", save_top_k=-1, filename="{{epoch}}"),
 +            AdaptiveBatchCallback(
-+                bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST}),
++                {RULE},
 +                batch_size={LOWEST},
 +            ),
 +        ],
 """
-FIXED = ADAPTIVE.replace(
-    f"bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})", f"bb.Fixed({LOWEST})"
-).replace(f"batch_size={LOWEST}", "lr_scaling=None")
+FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})").replace(
+    f"batch_size={LOWEST}", "lr_scaling=None"
+)
 ACCUMULATED = f"""
          gradient_clip_val=0.25,
 +        accumulate_grad_batches={LOWEST // MICRO},
@@ -84,12 +85,10 @@ def test_a_fixed_batch_trains_as_accumulation_does(tmp_path):
 def test_it_learns_with_batches_that_follow_the_policy(tmp_path, devices):
     logged = train(tmp_path / "run", edited(SCRIPT, ADAPTIVE, tmp_path), devices=devices)
     sizes = [int(size) for size in column(logged, "bigbatch/batch_size")]
-    assert EPOCHS * SAMPLES == sum(sizes)  # each sample once a pass
     similar = [row.get("bigbatch/similarity", nan) for row in logged if "bigbatch/loss" in row]
     rows = list(zip(sizes, accumulate(sizes), similar, strict=True))
-    kept = {"samples": SAMPLES, "target": TARGET, "bounds": (LOWEST, HIGHEST)}
-    assert [] == unfollowed(rows, **kept, grid=MICRO * devices)
-    assert len(set(sizes)) > 2
+    grid = MICRO * devices
+    assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=3)
     first, *_, last = column(logged, "val_loss")
     assert log(WORDS) - 0.5 > first > last  # than a guess's
     assert log(WORDS) - 0.5 > column(logged, "test_loss")[0]

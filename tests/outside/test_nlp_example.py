@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from edits import edited, typed
-from followed import unfollowed
+from edits import STEPS, edited, typed, updates_of
+from followed import Rule, assert_followed
 from torchrun import alone, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "nlp_example.py"
 SAMPLES, EPOCHS, MICRO = 480, 3, 8
-LOWEST, HIGHEST, TARGET = 8, 48, 0.5
+RULE = Rule(target=0.5, lowest=8, highest=48)
 
 ADAPTIVE = f"""
  import torch
@@ -20,7 +20,7 @@ ADAPTIVE = f"""
 +from bigbatch.connect.accelerate import adaptive_batch
  from accelerate import Accelerator
 ...
-+    policy = bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})
++    policy = {RULE}
 +    train = adaptive_batch(
 +        accelerator, model, optimizer, train_dataloader, scheduler=lr_scheduler, policy=policy
 +    )
@@ -33,16 +33,8 @@ ADAPTIVE = f"""
 -            optimizer.step()
 -            lr_scheduler.step()
 -            optimizer.zero_grad()
-+        for step in train:
-+            for batch in step:
-+                outputs = model(**batch)
-+                step.backward(outputs.loss)
-+            done = step.update()
-+            accelerator.print("update", done.batch_size, done.samples, done.similarity, done.loss)
-"""
-FIXED = ADAPTIVE.replace(
-    f"bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})", f"bb.Fixed({MICRO})"
-)
+{STEPS.replace("print", "accelerator.print")}"""
+FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({MICRO})")
 
 
 def train(script, out, ranks=1):
@@ -51,10 +43,8 @@ def train(script, out, ranks=1):
     run = alone(*command) if ranks == 1 else torchrun(ranks, *command)
     assert 0 == run.returncode, run.stderr
     accuracies = [float(said) for said in re.findall(r"accuracy ([\d.]+) of 120", run.stdout)]
-    updates = re.findall(r"update (\d+) (\d+) (\S+) (\S+)", run.stdout)
-    rows = [(int(size), int(so_far), *map(float, rest)) for size, so_far, *rest in updates]
     (rate,) = re.findall(r"last learning rate ([\d.]+)", run.stdout)
-    return accuracies, rows, float(rate)
+    return accuracies, updates_of(run.stdout), float(rate)
 
 
 def test_the_edit_is_twelve_lines():
@@ -76,11 +66,8 @@ def test_it_learns_with_batches_that_follow_the_policy(tmp_path, ranks):
     """The schedule, of as many steps as the loader had before `prepare`, ends at its end."""
     script = edited(SCRIPT, ADAPTIVE, tmp_path)
     accuracies, updates, rate = train(script, tmp_path / "weights", ranks)
-    assert EPOCHS * SAMPLES == updates[-1][1]  # each sample once a pass
     rows = [row[:3] for row in updates]
-    kept = {"samples": SAMPLES, "target": TARGET, "bounds": (LOWEST, HIGHEST), "grid": MICRO}
-    assert [] == unfollowed(rows, **kept)
-    assert len({size for size, _, _ in rows}) > 2
+    assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=MICRO, sizes=3)
     assert EPOCHS == len(accuracies)
     assert accuracies[-1] > 0.8  # .5 by a guess
     assert updates[-1][3] < updates[0][3] / 2

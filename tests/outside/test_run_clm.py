@@ -1,7 +1,7 @@
 """transformers' run_clm: its Trainer made adaptive, by four lines."""
 
 import json
-from math import log, nan
+from math import log
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 pytest.importorskip("datasets")
 
 from edits import edited, typed
-from followed import unfollowed
+from followed import Rule, assert_followed, rows_of
 from tiny_language import LENGTH, WORDS, write_language
 from torchrun import alone, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "run_clm.py"
 SAMPLES, EPOCHS = 168, 3
-MICRO, LOWEST, HIGHEST, TARGET = 4, 8, 48, 0.5
+MICRO, LOWEST = 4, 8
+RULE = Rule(target=0.5, lowest=LOWEST, highest=48)
 
 ADAPTIVE = f"""
  from datasets import load_dataset
@@ -29,13 +30,11 @@ ADAPTIVE = f"""
      TrainingArguments,
 ...
          preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-+        policy=bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST}),
++        policy={RULE},
 +        batch_size={LOWEST},
      )
 """
-FIXED = ADAPTIVE.replace(
-    f"bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})", f"bb.Fixed({LOWEST})"
-)
+FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})")
 
 
 @pytest.fixture
@@ -103,16 +102,8 @@ def test_a_fixed_batch_trains_as_the_script_does(language):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_learns_with_batches_that_follow_the_policy(language, ranks):
     found = train(language, edited(SCRIPT, ADAPTIVE, language), "adaptive", ranks=ranks)
-    rows = [(row["batch_size"], row["samples"], row.get("similarity", nan)) for row in found]
-    kept = {
-        "samples": SAMPLES,
-        "target": TARGET,
-        "bounds": (LOWEST, HIGHEST),
-        "grid": MICRO * ranks,
-    }
-    assert EPOCHS * SAMPLES == found[-1]["samples"]  # each sample once a pass
-    assert [] == unfollowed(rows, **kept)
-    assert len({batch for batch, _, _ in rows}) > 3
+    rows, grid = rows_of(found), MICRO * ranks
+    assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=4)
     assert 0 == pytest.approx(found[-1]["learning_rate"], abs=1e-3)  # of a last base batch
     assert log(WORDS) - 1 > evaluation(language, "adaptive")["eval_loss"]  # than a guess's
 

@@ -3,7 +3,6 @@
 import json
 import random
 from importlib.util import find_spec
-from math import nan
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,14 @@ pytest.importorskip("trl")
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edits import edited, typed
-from followed import unfollowed
+from followed import Rule, assert_followed, rows_of
 from tiny_language import write_language
 from torchrun import alone, torchrun
 
 SCRIPT = Path(find_spec("trl").origin).parent / "scripts" / "sft.py"
 SAMPLES, EPOCHS, MICRO = 160, 3, 4
-LOWEST, HIGHEST, TARGET = 8, 48, 0.6
+LOWEST = 8
+RULE = Rule(target=0.6, lowest=LOWEST, highest=48)
 
 ADAPTIVE = f"""
      from trl import SFTTrainer, get_dataset, get_peft_config, get_quantization_config
@@ -35,13 +35,11 @@ ADAPTIVE = f"""
 +    trainer = AdaptiveSFTTrainer(
 ...
          peft_config=get_peft_config(model_args),
-+        policy=bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST}),
++        policy={RULE},
 +        batch_size={LOWEST},
      )
 """
-FIXED = ADAPTIVE.replace(
-    f"bb.SimiGrad(target={TARGET}, min_batch={LOWEST}, max_batch={HIGHEST})", f"bb.Fixed({LOWEST})"
-)
+FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})")
 LORA = [
     "--use_peft",
     "--lora_r=4",
@@ -115,16 +113,8 @@ def test_a_fixed_batch_trains_as_the_script_does(sums, lora):
 def test_it_learns_with_batches_that_follow_the_policy(sums, ranks, lora):
     logged = train(sums, edited(SCRIPT, ADAPTIVE, sums), "adaptive", *lora, ranks=ranks)
     updates = [row for row in logged if "loss" in row]
-    rows = [(row["batch_size"], row["samples"], row.get("similarity", nan)) for row in updates]
-    kept = {
-        "samples": SAMPLES,
-        "target": TARGET,
-        "bounds": (LOWEST, HIGHEST),
-        "grid": MICRO * ranks,
-    }
-    assert EPOCHS * SAMPLES == rows[-1][1]  # each sample once a pass
-    assert [] == unfollowed(rows, **kept)
-    assert len({size for size, _, _ in rows}) > 1
+    rows, grid = rows_of(updates), MICRO * ranks
+    assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=2)
     first, last = updates[0]["loss"], column(logged, "eval_loss")[-1]
     assert last < first - (0.1 if lora else 2)  # adapters of a model that knows nothing do little
 

@@ -1,4 +1,4 @@
-"""The command line before, beside and after its commands: version, help, Ctrl-C, brackets."""
+"""The command line before, around and after its commands: version, help, Ctrl-C, brackets."""
 
 import re
 import signal

@@ -41,7 +41,7 @@ JSON = st.recursive(
     ),
     max_leaves=4,
 )
-# the folder is made once for all examples, and each writes its file anew
+# the folder is made once for all examples, and each writes its file again
 FUZZED = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 

@@ -16,7 +16,7 @@ from bigbatch.report.run_directory import RunDirectory
 
 
 def never():
-    raise AssertionError("an attempt after the first chose anew")
+    raise AssertionError("an attempt after the first chose again")
 
 
 def begin(place):

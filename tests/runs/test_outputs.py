@@ -17,9 +17,9 @@ SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
 def fill(place, told):
-    with made_whole(place) as beside:
-        (beside / "half").touch()
-        told.send(beside)
+    with made_whole(place) as making:
+        (making / "half").touch()
+        told.send(making)
         told.recv()
 
 

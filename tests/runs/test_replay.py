@@ -415,7 +415,7 @@ def test_no_walk_takes_fewer_samples_than_a_step_can_be_cut_into(logged):
     assert {least} == {*only(history, Fixed(1)).batches}
 
 
-def test_a_run_in_which_nothing_is_measured_yet_is_left_out_beside_others(bigbatch, logged, run):
+def test_a_run_in_which_nothing_is_measured_yet_is_left_out_among_others(bigbatch, logged, run):
     rows = log([100] * 3)
     for row in rows:
         row["signal"] = row["noise"] = None

@@ -106,7 +106,7 @@ def test_one_weight_of_tiny_variance_owns_the_mean_and_the_others_get_gamma():
 @pytest.mark.parametrize("smallest", [1e-9, TINY, TINY / 2**20, 0.0])
 def test_a_variance_within_rounding_is_agreement_and_owns_no_mean(smallest):
     mean, s2 = torch.full((100,), 1e3), torch.ones(100)
-    s2[:50] = smallest  # 3e-5 and less beside 1e3, whose last digit is worth 6e-5
+    s2[:50] = smallest  # 3e-5 and less against 1e3, whose last digit is worth 6e-5
     r = gsnr(mean, s2, **WIDE)
     assert pytest.approx([10.0] * 50) == r[:50].tolist()
     assert pytest.approx([1.0] * 50) == r[50:].tolist()
@@ -248,7 +248,7 @@ def test_half_gradients_are_summed_and_squared_in_float32(dtype):
     expected_mean, expected_s2 = oracle.second_moment(g, [1] * 16)
     assert (torch.float32, torch.float32) == (mean.dtype, s2.dtype)
     torch.testing.assert_close(mean, expected_mean.float())
-    # deviations of 1e-3 beside .5: float32 leaves 1e-4 of them
+    # deviations of 1e-3 of values of .5: float32 leaves 1e-4 of them
     torch.testing.assert_close(s2, expected_s2.float(), rtol=1e-3, atol=1e-12)
 
 

@@ -88,7 +88,7 @@ def test_a_meter_made_for_each_step_allocates_no_array_of_a_parameters_size(opti
     weight = nn.Parameter(torch.zeros(1000, 1000))
     with GradientMeter([weight], **options) as meter:
         first, second = (bytes_of_a_step(weight, meter, options) for _ in range(2))
-    anew = bytes_of_a_step(weight, None, options)
+    without = bytes_of_a_step(weight, None, options)
     # 40 KB: eight rows of 256 signs, and one sign a row of 1,021; an array of a byte a weight: 1 MB
     assert first - second < 40e3
-    assert anew - second < 80e3
+    assert without - second < 80e3

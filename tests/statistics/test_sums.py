@@ -325,7 +325,7 @@ def test_grad_stays_the_tensor_it_is_wherever_it_lies():
 
 
 @pytest.mark.parametrize("first", ["meter", "optimizer"])
-def test_a_meter_beside_the_optimizer_sees_nothing_of_it(first):
+def test_a_meter_next_to_the_optimizer_sees_nothing_of_it(first):
     model = network()
     makers = {"optimizer": lambda: trained_once(model), "meter": lambda: bb.GradientMeter(model)}
     order = [first, *(makers.keys() - {first})]
@@ -340,7 +340,7 @@ def test_a_meter_beside_the_optimizer_sees_nothing_of_it(first):
     assert equal(plain_gradients(), gradients(model))
 
 
-def test_a_meter_of_some_parameters_measures_beside_the_optimizer_of_all():
+def test_a_meter_of_some_parameters_measures_next_to_the_optimizer_of_all():
     model = network()
     trained_once(model)
     meter = bb.GradientMeter([model[3].weight, model[0].bias])

@@ -1,6 +1,5 @@
 """AdaptiveBatch on what accelerate prepares, in one process."""
 
-import itertools
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import bigbatch as bb
 from bigbatch.connect.accelerate import adaptive_batch, batches
 from bigbatch.errors import SettingError
+from numbered_samples import each_step, steps_of
 
 SEED = 3
 SAMPLES = 103
@@ -74,21 +74,15 @@ def prepared(accelerator, *given, **settings):
     return train, model
 
 
-def steps_of(train, model, epochs=EPOCHS, most=10**9):
-    """(numbers of the samples, record) of every step."""
+def trained(train, epochs=EPOCHS, most=10**9):
+    """(numbers of the samples, record) of every step, from the seed."""
     torch.manual_seed(SEED)
-    done = []
-    for _ in train.epochs(epochs):
-        for step in itertools.islice(train, most - len(done)):
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(model(x), y))
-                numbers += number.tolist()
-            step.clip_grad_norm_(1.0)
-            done.append((numbers, step.update()))
-        if len(done) == most:
-            break
-    return done
+    return steps_of(train, epochs, most, clip=1.0)
+
+
+def numbers_of(done):
+    """Of the samples, in order."""
+    return [number for step, _ in done for piece in step for number in piece]
 
 
 def sizes(done):
@@ -99,10 +93,10 @@ def test_a_prepared_training_is_the_plain_one():
     model, optimizer, loader, scheduler = parts(shuffle=True)
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
     plain.scheduler_batch = 8  # accelerate's: one batch of the loader
-    expected = steps_of(plain, model)
+    expected = trained(plain)
 
     train, other = prepared(Accelerator(cpu=True), *parts(shuffle=True))
-    actual = steps_of(train, other)
+    actual = trained(train)
 
     assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in actual]
     assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in actual]
@@ -115,12 +109,12 @@ def test_a_float16_scaler_of_accelerate_scales_and_steps():
     model, optimizer, loader, scheduler = parts()
     plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
     plain.scheduler_batch = 8  # accelerate's: one batch of the loader
-    expected = steps_of(plain, model)
+    expected = trained(plain)
 
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
     train, other = prepared(accelerator, *parts())
-    actual = steps_of(train, other)
+    actual = trained(train)
 
     assert sizes(expected) == sizes(actual)
     assert 4.0 * 2 ** (len(actual) // 5) == accelerator.scaler.get_scale()
@@ -139,9 +133,9 @@ def test_bfloat16_is_that_of_autocast():
             return forward(x).float()
 
     model.forward = autocast
-    expected = steps_of(plain, model)
-    train, other = prepared(Accelerator(cpu=True, mixed_precision="bf16"), *parts())
-    actual = steps_of(train, other)
+    expected = trained(plain)
+    train, _ = prepared(Accelerator(cpu=True, mixed_precision="bf16"), *parts())
+    actual = trained(train)
     assert [r.loss for _, r in expected] == [r.loss for _, r in actual]
 
 
@@ -169,9 +163,9 @@ def test_accumulate_does_nothing_where_it_is_left_in_a_script():
 )
 def test_every_sample_comes_once_an_epoch(configuration, options):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
-    train, model = prepared(accelerator, *parts(**options))
-    done = steps_of(train, model, epochs=2)
-    numbers = [number for step, _ in done for number in step]
+    train, _ = prepared(accelerator, *parts(**options))
+    done = trained(train, epochs=2)
+    numbers = numbers_of(done)
     assert list(range(SAMPLES)) == sorted(numbers[:SAMPLES]) == sorted(numbers[SAMPLES:])
     assert len(set(sizes(done))) > 1
 
@@ -179,21 +173,22 @@ def test_every_sample_comes_once_an_epoch(configuration, options):
 def test_a_seeded_order_changes_with_the_epoch():
     configuration = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-    done = steps_of(*prepared(accelerator, *parts(shuffle=True)), epochs=2)
-    numbers = [number for step, _ in done for number in step]
+    train, _ = prepared(accelerator, *parts(shuffle=True))
+    done = trained(train, epochs=2)
+    numbers = numbers_of(done)
     assert numbers[:SAMPLES] != numbers[SAMPLES:]
 
 
 def test_a_stream_goes_on_until_it_ends():
-    train, model = prepared(Accelerator(cpu=True), *parts(Stream()))
-    done = steps_of(train, model, epochs=1)
-    assert list(range(SAMPLES)) == [number for step, _ in done for number in step]
+    train, _ = prepared(Accelerator(cpu=True), *parts(Stream()))
+    done = trained(train, epochs=1)
+    assert list(range(SAMPLES)) == numbers_of(done)
 
 
 def test_what_the_loader_would_drop_is_dropped():
-    train, model = prepared(Accelerator(cpu=True), *parts(drop_last=True))
-    done = steps_of(train, model, epochs=1)
-    assert list(range(SAMPLES // 8 * 8)) == [number for step, _ in done for number in step]
+    train, _ = prepared(Accelerator(cpu=True), *parts(drop_last=True))
+    done = trained(train, epochs=1)
+    assert list(range(SAMPLES // 8 * 8)) == numbers_of(done)
 
 
 def test_batches_take_options():
@@ -201,7 +196,7 @@ def test_batches_take_options():
     model, optimizer, loader, _ = accelerator.prepare(*parts())
     cut = batches(accelerator, loader, tail="drop")
     train = adaptive_batch(accelerator, model, optimizer, cut, policy=bb.Fixed(32))
-    assert [32, 32, 32] == sizes(steps_of(train, model, epochs=1))
+    assert [32, 32, 32] == sizes(trained(train, epochs=1))
 
 
 @pytest.mark.parametrize("seedable", [False, True])
@@ -210,28 +205,20 @@ def test_a_loaded_state_goes_on_as_if_never_interrupted(tmp_path, seedable):
         AcceleratorState._reset_state(reset_partial_state=True)
         configuration = DataLoaderConfiguration(use_seedable_sampler=seedable)
         accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-        train, model = prepared(accelerator, *parts(shuffle=True))
+        train, _ = prepared(accelerator, *parts(shuffle=True))
         accelerator.register_for_checkpointing(bb.RankStates(train))
-        return accelerator, train, model
+        return accelerator, train
 
-    _, train, model = build()
-    whole = steps_of(train, model)
-    accelerator, train, model = build()
-    half = steps_of(train, model, most=7)
+    _, train = build()
+    whole = trained(train)
+    accelerator, train = build()
+    half = trained(train, most=7)
     accelerator.save_state(tmp_path)
 
-    accelerator, train, other = build()
+    accelerator, train = build()
     torch.manual_seed(SEED + 1)
     accelerator.load_state(tmp_path)
-    rest = []
-    for _ in train.epochs(EPOCHS):
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(other(x), y))
-                numbers += number.tolist()
-            step.clip_grad_norm_(1.0)
-            rest.append((numbers, step.update()))
+    rest = steps_of(train, EPOCHS, clip=1.0)
     expected = [(numbers, r.loss, r.lr) for numbers, r in whole]
     assert expected == [(numbers, r.loss, r.lr) for numbers, r in half + rest]
 
@@ -317,8 +304,8 @@ def test_a_package_that_is_missing_is_named_with_its_command(module, package, ex
 @pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within one"])
 def test_an_evaluation_changes_nothing(within):
     accelerator = Accelerator(cpu=True)
-    plain, model = prepared(accelerator, *parts())
-    expected = steps_of(plain, model)
+    plain, _ = prepared(accelerator, *parts())
+    expected = trained(plain)
 
     train, model = prepared(accelerator, *parts())
     held = DataLoader(Numbered(20), 6, generator=torch.Generator())  # draws no seed from dropout's
@@ -326,13 +313,8 @@ def test_an_evaluation_changes_nothing(within):
     done = []
     torch.manual_seed(SEED)
     for _ in train.epochs(EPOCHS):
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(model(x), y))
-                numbers += number.tolist()
-            step.clip_grad_norm_(1.0)
-            done.append((numbers, step.update()))
+        for each in each_step(train, clip=1.0):
+            done.append(each)
             if within:
                 assert 20 == evaluated(accelerator, model, held)
         assert 20 == evaluated(accelerator, model, held)

@@ -1,5 +1,7 @@
 """AdaptiveBatch on what accelerate prepares, in two processes."""
 
+from itertools import chain
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -23,6 +25,7 @@ from bigbatch.connect.accelerate import adaptive_batch
 from bigbatch.errors import SettingError
 from bigbatch.optim import VRSGD
 from launched import launched
+from numbered_samples import each_step, steps_of
 
 SEED = 3
 SAMPLES = 51  # in batches of 5, one of two ranks has a last batch that is full
@@ -54,17 +57,9 @@ def network():
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
-def steps_of(train, model, epochs):
-    done = []
-    for _ in train.epochs(epochs):
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(model(x), y))
-                numbers += number.tolist()
-            record = step.update()
-            done.append((numbers, record.batch_size, record.loss, record.lr))
-    return done
+def told(done):
+    """(numbers of the samples, batch size, loss, rates) of every step."""
+    return [(list(chain(*numbers)), r.batch_size, r.loss, r.lr) for numbers, r in done]
 
 
 def built(configuration, data=None, optimizer=torch.optim.SGD, options=None, settings=None):
@@ -84,7 +79,7 @@ def built(configuration, data=None, optimizer=torch.optim.SGD, options=None, set
 def trained(rank, ranks, configuration, epochs=3, options=None):
     with launched(rank, ranks):
         _, train, model = built(configuration, options=options)
-        done = steps_of(train, model, epochs)
+        done = told(steps_of(train, epochs))
         return done, [p.detach().clone() for p in model.parameters()]
 
 
@@ -119,8 +114,8 @@ def test_a_batch_that_is_split_is_that_of_all_processes(ranks):
 
 def split(rank, ranks, options):
     with launched(rank, ranks):
-        _, train, model = built({"split_batches": True}, options=options)
-        sizes = [size for _, size, *_ in steps_of(train, model, 1)]
+        _, train, _ = built({"split_batches": True}, options=options)
+        sizes = [size for _, size, *_ in told(steps_of(train, 1))]
         assert SAMPLES == sum(sizes)
         return sizes[:1], train.batches.batch_size
 
@@ -132,7 +127,7 @@ def test_two_processes_train_as_one_that_plays_both(ranks):
     loader = bb.Batches(DataLoader(Numbered(), 10), virtual_ranks=2)
     train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, micro_batch=5, **POLICY)
     train.scheduler_batch = 5  # accelerate's: one batch of the loader
-    expected = steps_of(train, model, 3)
+    expected = told(steps_of(train, 3))
     (first, weights), (second, others) = ranks(2)(trained, {}, 3, {"batch_size": 5})
 
     assert len({size for _, size, *_ in expected}) > 2
@@ -155,8 +150,8 @@ def test_a_variance_reduced_optimizer_is_that_of_a_plain_loop(ranks):
 def variance_reduced(rank, ranks, by_hand):
     with launched(rank, ranks):
         if not by_hand:
-            _, train, model = built({}, optimizer=VRSGD, options={"batch_size": 5})
-            return steps_of(train, model, 2)
+            _, train, _ = built({}, optimizer=VRSGD, options={"batch_size": 5})
+            return told(steps_of(train, 2))
         model = DistributedDataParallel(network())
         optimizer = VRSGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
@@ -164,7 +159,7 @@ def variance_reduced(rank, ranks, by_hand):
         loader = DataLoader(Numbered(), 5, sampler=ledger)
         train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
         train.scheduler_batch = 5
-        return steps_of(train, model, 2)
+        return told(steps_of(train, 2))
 
 
 def test_a_saved_training_goes_on_in_two_processes(ranks, tmp_path):
@@ -176,24 +171,19 @@ def test_a_saved_training_goes_on_in_two_processes(ranks, tmp_path):
 
 def interrupted(rank, ranks, folder):
     with launched(rank, ranks):
-        accelerator, train, model = built({})
+        accelerator, train, _ = built({})
         accelerator.register_for_checkpointing(bb.RankStates(train))
         done = []
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(model(x), y))
-                numbers += number.tolist()
-            record = step.update()
-            done.append((numbers, record.batch_size, record.loss, record.lr))
+        for each in each_step(train):
+            done.append(each)
             if len(done) == 3:
                 accelerator.save_state(folder)
                 break
     with launched(rank, ranks):
-        accelerator, train, model = built({})
+        accelerator, train, _ = built({})
         accelerator.register_for_checkpointing(bb.RankStates(train))
         accelerator.load_state(folder)
-        return done + steps_of(train, model, 2)
+        return told(done + steps_of(train, 2))
 
 
 class Whole(BatchSampler):
@@ -258,8 +248,8 @@ def unrepeated(rank, ranks, what):
     }
     configuration, data, options = given[what]
     with launched(rank, ranks):
-        _, train, model = built(configuration, data, options=options)
-        return [number for step, *_ in steps_of(train, model, 1) for number in step]
+        _, train, _ = built(configuration, data, options=options)
+        return [number for step, *_ in told(steps_of(train, 1)) for number in step]
 
 
 EPOCHS, EVEN = 3, 48  # samples, a multiple of every batch
@@ -291,8 +281,8 @@ def scheduled(rank, ranks, configuration, accelerator, batch_size):
             lr_scaling=None,
             min_micro_batches=2,
         )
-        done = steps_of(train, model, EPOCHS)
-        return [(size * number, lr[0]) for number, (_, size, _, lr) in enumerate(done)]
+        done = steps_of(train, EPOCHS)
+        return [(r.batch_size * number, r.lr[0]) for number, (_, r) in enumerate(done)]
 
 
 def by_accelerate(model, optimizer, loader, scheduler):
@@ -332,11 +322,7 @@ def evaluated(rank, ranks, evaluates):
         held = accelerator.prepare(DataLoader(Numbered(), 4))
         done = []
         for _ in train.epochs(2):
-            for step in train:
-                for x, y, _ in step:
-                    step.backward(cross_entropy(model(x), y))
-                record = step.update()
-                done.append((record.batch_size, record.loss, record.lr))
+            done += told(each_step(train))
             if evaluates:
                 model.eval()
                 with torch.no_grad():

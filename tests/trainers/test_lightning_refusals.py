@@ -72,8 +72,8 @@ def test_several_optimizers_are_refused_by_lightning_itself():
         fit(adaptive(bb.Fixed(16)), loader(64), Two())
 
 
-def test_an_accumulation_beside_it_is_refused():
-    refused(r"accumulate_grad_batches=2 is set beside.*batch_size=", accumulate_grad_batches=2)
+def test_an_accumulation_along_with_it_is_refused():
+    refused(r"accumulate_grad_batches=2 is set along with.*batch_size=", accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize(

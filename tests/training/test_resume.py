@@ -1,4 +1,4 @@
-"""A killed run goes on bit for bit: saved at any step, loaded into objects built anew."""
+"""A killed run goes on bit for bit: saved at any step, loaded into new objects."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""What the ranks tell each other on the host, beside the gradients; nothing on one rank."""
+"""What the ranks tell each other on the host, besides the gradients; nothing on one rank."""
 
 import json
 import zlib

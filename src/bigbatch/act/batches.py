@@ -20,7 +20,7 @@ class Batches:
     """Cuts the batches of a loader along their samples, in order, into micro-batches of any size.
 
     A change of batch size takes effect with the next step: what the loader has already prefetched
-    is cut anew, never thrown away. Cutting makes views; samples are copied, once, only where a
+    is cut again, never thrown away. Cutting makes views; samples are copied, once, only where a
     micro-batch spans two of the loader's batches, or where a rank plays several virtual ones.
     Batches whose shapes differ are cut but never glued, so a micro-batch may then be smaller than
     planned. What the loader gave has to stay as it is: one that writes its next batch into the
@@ -46,7 +46,7 @@ class Batches:
         virtual_ranks: v, a multiple of the ranks; default: the ranks.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not glued.
-        count: batch -> number of samples, beside `split`; default: what a DataLoader of known
+        count: batch -> number of samples, with `split`; default: what a DataLoader of known
             length says.
     Raises:
         SettingError: the loader can be iterated only once, an unknown option, or a number of

@@ -27,7 +27,7 @@ class Before:
             )
         self._random, self._passes = random_state(), loader.state_dict()
         self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
-        # what an optimizer holds beside that, and what the parts hold that it is made of
+        # what an optimizer holds besides that, and what the parts hold that it is made of
         parts = [getattr(part, "__dict__", None) for part in (optimizer, *vars(optimizer).values())]
         self._attributes = [(part, dict(part)) for part in parts if type(part) is dict]
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]

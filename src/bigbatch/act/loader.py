@@ -26,14 +26,14 @@ class Loader:
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         if isinstance(batches, Iterator):
-            raise SettingError("the loader is used up after one pass; give one that can start anew")
+            raise SettingError("the loader is used up after one pass; give one that starts again")
         self.batches = batches
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
         self._keeps_workers = isinstance(batches, DataLoader) and batches.persistent_workers
         self._found_workers = False  # when the pass started
         sampler = getattr(batches, "sampler", None)
         self._batch_sampler = getattr(batches, "batch_sampler", None)
-        if self._batch_sampler is None and hasattr(sampler, "sampler"):  # beside batch_size=None
+        if self._batch_sampler is None and hasattr(sampler, "sampler"):  # with batch_size=None
             self._batch_sampler = sampler
         self._sampler = getattr(self._batch_sampler, "sampler", sampler)
 

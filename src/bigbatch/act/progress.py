@@ -170,7 +170,7 @@ class BaseBatchClock:
     def _resume(self) -> None:
         """Loads into the scheduler, once both are there.
 
-        Its constructor has set the groups anew if it came after the optimizer's state.
+        Its constructor has set the groups again if it came after the optimizer's state.
         """
         self._left_at, self._refused = None, 0
         if self._scheduler is None or self._pending is None:

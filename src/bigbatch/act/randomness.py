@@ -25,10 +25,11 @@ def random_state() -> RandomState:
 
 
 class RandomReader:
-    """Reads the same again and again, as the generators give them, in a few microseconds.
+    """Reads the same again and again, as the generators give them.
 
-    Python and NumPy take 6 and 30 to say their states word by word, so they are asked only when
-    something has changed in memory: every draw moves the position, or makes all words anew.
+    Python and NumPy say their states word by word, which takes longer than all else, so they are
+    asked only when something has changed in memory: every draw moves the position, or makes all
+    words again.
     """
 
     def __init__(self) -> None:

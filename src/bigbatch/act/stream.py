@@ -24,7 +24,7 @@ from bigbatch.errors import SettingError, StateError
 
 
 class SampleStream:
-    """Fetches the loader's batches as they are needed and cuts them anew.
+    """Fetches the loader's batches as they are needed and cuts them to size.
 
     What is fetched and not taken waits; nothing is thrown away. Cutting makes views; samples are
     copied, once, only where what is taken spans two of the loader's batches or is dealt in turn.
@@ -32,7 +32,7 @@ class SampleStream:
     Args:
         loader: gives the batches.
         split: (batch, lo, hi) -> samples lo to hi; such batches are not glued.
-        count: batch -> number of samples, beside `split`; default: by the known length.
+        count: batch -> number of samples, with `split`; default: by the known length.
     Raises:
         SettingError: a number of samples that nobody says.
     """

@@ -69,7 +69,7 @@ def measure_(
         raise typer.BadParameter(f"torch sees no GPU here, so --device {device} cannot be timed")
     title = f"a step with / without; median of {rounds} interleaved rounds"
     _show(title, COLUMNS, measure.costs(rounds, device), total=4 * len(measure.SHAPES))
-    _show("beside time", measure.BESIDE, measure.beside(), total=len(measure.KINDS))
+    _show("memory and bytes sent", measure.RESOURCES, measure.resources(), total=len(measure.KINDS))
 
 
 @bench.command("optim")
@@ -94,7 +94,7 @@ def optim(
 
 @bench.command("loop")
 def loop_(rounds: Rounds = 15) -> None:
-    """What the adaptive loop costs beside a plain one, in Python, in copies, in waiting samples."""
+    """What the adaptive loop costs over a plain one, in Python, in copies, in waiting samples."""
     _show(
         f"median of {rounds} interleaved rounds", loop.COLUMNS, loop.costs(rounds), total=loop.ROWS
     )

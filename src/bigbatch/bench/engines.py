@@ -32,7 +32,7 @@ COLUMNS = (
     "memory over plain, MB",
 )
 RANKS = (2, 3, 4)
-_WARM = 3  # steps, in which DDP makes its buckets anew
+_WARM = 3  # steps, in which DDP makes its buckets again
 _MB = 1e6
 
 
@@ -120,7 +120,7 @@ def measured(team: Sequence[Kind], rounds: int, rank: int) -> Iterator[Counted]:
 
 def _base_of(kind: Kind, team: Iterable[Kind]) -> Kind:
     """What it is compared with, or itself."""
-    bases = (each for each in team if (each.engine, each.what) == (kind.engine, kind.beside))
+    bases = (each for each in team if (each.engine, each.what) == (kind.engine, kind.baseline))
     return next(bases, kind)
 
 

@@ -1,4 +1,4 @@
-"""Our similarity beside SimiGrad's cosine of two halves, where the truth is known."""
+"""Our similarity next to SimiGrad's cosine of two halves, where the truth is known."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -35,7 +35,7 @@ class Kind:
         engine: "DDP", "FSDP2", or "ZeRO-" and a stage.
         what: for the table.
         micro_batches: of a rank.
-        beside: `what` of the kind that it is compared with; None where it is such a one.
+        baseline: `what` of the kind that it is compared with; None where it is such a one.
         meter: options of a `GradientMeter`; None for none.
         vr: whether the optimizer is variance-reduced.
         nodes: whether there are two nodes, and the reduction has two levels.
@@ -47,7 +47,7 @@ class Kind:
     engine: str
     what: str
     micro_batches: int = 1
-    beside: str | None = "plain"
+    baseline: str | None = "plain"
     meter: tuple[tuple[str, Any], ...] | None = None
     vr: bool = False
     nodes: bool = False
@@ -64,33 +64,33 @@ class Kind:
 _FOUR = "plain, a = 4"
 _NODES, _NODES_FOUR = "plain, two levels", "plain, a = 4, two levels"
 _DDP = [
-    Kind("DDP", "plain", beside=None),
+    Kind("DDP", "plain", baseline=None),
     Kind("DDP", "similarity", meter=()),
     Kind("DDP", "similarity and interval", meter=(("interval", 0.9),)),
     Kind("DDP", "VR, k = ranks", vr=True),
     Kind("DDP", "SimiGrad, re-created", peer="simigrad"),
     Kind("DDP", "VRGD, re-created", peer="vrgd"),
-    Kind("DDP", _FOUR, 4, beside=None),
-    Kind("DDP", "VR, a = 4, M2 in bfloat16", 4, beside=_FOUR, vr=True),
-    Kind("DDP", _NODES, beside=None, nodes=True),
-    Kind("DDP", "VR, k = ranks, two levels", beside=_NODES, vr=True, nodes=True),
-    Kind("DDP", _NODES_FOUR, 4, beside=None, nodes=True),
-    Kind("DDP", "VR, a = 4, two levels", 4, beside=_NODES_FOUR, vr=True, nodes=True),
+    Kind("DDP", _FOUR, 4, baseline=None),
+    Kind("DDP", "VR, a = 4, M2 in bfloat16", 4, baseline=_FOUR, vr=True),
+    Kind("DDP", _NODES, baseline=None, nodes=True),
+    Kind("DDP", "VR, k = ranks, two levels", baseline=_NODES, vr=True, nodes=True),
+    Kind("DDP", _NODES_FOUR, 4, baseline=None, nodes=True),
+    Kind("DDP", "VR, a = 4, two levels", 4, baseline=_NODES_FOUR, vr=True, nodes=True),
 ]
 _FSDP2 = [
-    Kind("FSDP2", "plain", beside=None),
+    Kind("FSDP2", "plain", baseline=None),
     Kind("FSDP2", "similarity", meter=()),
     Kind("FSDP2", "similarity and interval", meter=(("interval", 0.9),)),
-    Kind("FSDP2", _FOUR, 4, beside=None),
-    Kind("FSDP2", "VR, a = 4", 4, beside=_FOUR, vr=True),
-    Kind("FSDP2", "plain, a = 4, reduced once", 4, beside=_FOUR, reduced_once=True),
+    Kind("FSDP2", _FOUR, 4, baseline=None),
+    Kind("FSDP2", "VR, a = 4", 4, baseline=_FOUR, vr=True),
+    Kind("FSDP2", "plain, a = 4, reduced once", 4, baseline=_FOUR, reduced_once=True),
 ]
 
 
 _ZERO = [
-    Kind("ZeRO", _FOUR, 4, beside=None),
-    Kind("ZeRO", "similarity, a = 4", 4, beside=_FOUR, meter=()),
-    Kind("ZeRO", "VR, a = 4", 4, beside=_FOUR, vr=True),
+    Kind("ZeRO", _FOUR, 4, baseline=None),
+    Kind("ZeRO", "similarity, a = 4", 4, baseline=_FOUR, meter=()),
+    Kind("ZeRO", "VR, a = 4", 4, baseline=_FOUR, vr=True),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the adaptive loop itself costs: beside a plain loop, in Python, in copies, in memory."""
+"""What the adaptive loop itself costs: against a plain loop, in Python, in copies, in memory."""
 
 import copy
 import shutil
@@ -32,7 +32,7 @@ _Batches = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure beside its goal; a row of a table.
+    """A figure and its goal; a row of a table.
 
     Args:
         what: is measured.
@@ -62,13 +62,13 @@ ROWS = 13
 
 def costs(rounds: int) -> Iterator[Measured]:
     """Everything that the loop adds."""
-    yield from _beside_a_plain_loop(rounds)
+    yield from _over_a_plain_loop(rounds)
     yield from _in_python(rounds)
     yield from _of_cutting()
     yield from _of_sizes(rounds)
 
 
-def _beside_a_plain_loop(rounds: int) -> Iterator[Measured]:
+def _over_a_plain_loop(rounds: int) -> Iterator[Measured]:
     """Seconds of a ResNet-18 step in the loop, over those of the same plain loop."""
     model = resnet_of_basic_blocks()
     batches = [random_batch(model, 8, 32) for _ in range(_K)]
@@ -84,7 +84,7 @@ def _beside_a_plain_loop(rounds: int) -> Iterator[Measured]:
 def _in_python(rounds: int) -> Iterator[Measured]:
     """Microseconds that a network too small to matter takes longer in the loop.
 
-    Each micro-batch bears its k-th part of what a step costs beside its micro-batches.
+    Each micro-batch bears its k-th part of what a step costs besides its micro-batches.
     """
     model = nn.Linear(4, 3)
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_MICRO_BATCHES)]

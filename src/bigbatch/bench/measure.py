@@ -1,4 +1,4 @@
-"""What measuring costs: time beside the bytes it must read, memory, bytes sent."""
+"""What measuring costs: time against the bytes it must read, memory, bytes sent."""
 
 import functools
 import subprocess
@@ -87,8 +87,8 @@ def shape_costs(shape: Shape, rounds: int, device: str) -> Iterator[Cost]:
         ("similarity and interval", 2, base, 1 + 2 * read),
         ("second moment", 3, base, 1 + 20 / 8 * add),  # 20 bytes a weight, of which add_ moves 8
     ]
-    for kind, number, beside, floor in kinds:
-        ratios = [row[number] / b for row, b in zip(times, beside, strict=True)]
+    for kind, number, compared, floor in kinds:
+        ratios = [row[number] / b for row, b in zip(times, compared, strict=True)]
         yield Cost(f"{shape.name}, {count(model) / 1e6:.1f} M: {kind}", ratios, floor)
 
 
@@ -146,8 +146,8 @@ def _add_in_place(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a kind of run takes beside time, on ResNet-18 (42.6 MB); a row of a table.
+class Resources:
+    """What a kind of run takes besides time, on ResNet-18 (42.6 MB); a row of a table.
 
     Args:
         kind: key of `KINDS`, or "plain".
@@ -162,11 +162,11 @@ class Beside:
     over: int
 
     def row(self) -> tuple[str, ...]:
-        """For a table under `BESIDE`."""
+        """For a table under `RESOURCES`."""
         return f"ResNet-18: {self.kind}", f"{self.peak:.0f}", f"{self.sent:,}", f"{self.over:,}"
 
 
-BESIDE = ("what", "peak MB", "bytes sent a step", "over the plain run")
+RESOURCES = ("what", "peak MB", "bytes sent a step", "over the plain run")
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "similarity": {},
@@ -176,7 +176,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def beside() -> Iterator[Beside]:
+def resources() -> Iterator[Resources]:
     """Memory in one process, and what each of two ranks sends under DDP."""
     plain = 0
     for kind in KINDS:
@@ -185,7 +185,7 @@ def beside() -> Iterator[Beside]:
         code = f"from bigbatch.bench.measure import peak; print(peak({kind!r}))"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
-        yield Beside(kind, float(done.stdout), sent, sent - plain)
+        yield Resources(kind, float(done.stdout), sent, sent - plain)
 
 
 def peak(kind: str) -> float:

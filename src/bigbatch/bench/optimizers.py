@@ -89,7 +89,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One row: what a step took, beside memory's speed in the same rounds.
+    """One row: what a step took, and memory's speed in the same rounds.
 
     Args:
         over: which list of parameters.

@@ -14,7 +14,7 @@ from bigbatch.optim.shards import PIECE
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
-_SUMS = 22  # doubles of a measured step, beside three a layer and `FIELDS` a rank
+_SUMS = 22  # doubles of a measured step, besides three a layer and `FIELDS` a rank
 _SKETCH = 1021  # floats, and with an interval as many doubles
 _NODE = 8  # ranks
 

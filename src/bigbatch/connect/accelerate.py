@@ -35,7 +35,7 @@ from accelerate.utils import (
     synchronize_rng_states,
 )
 
-# of a DataLoader, beside its data set and what samples from it
+# of a DataLoader, besides its data set and what samples from it
 _KEPT = (
     "num_workers",
     "collate_fn",
@@ -155,9 +155,9 @@ class PreparedBatches(Batches):
     """`Batches` of a loader that accelerate has prepared; micro-batches go to the device when cut.
 
     Args:
-        loader: what the prepared one has inside, dealt anew.
+        loader: what the prepared one has inside, dealt again.
         device: None to leave micro-batches where the loader makes them.
-        non_blocking: whether copies to it may go on beside the host.
+        non_blocking: whether the host goes on while copies to it are made.
         options: as for `Batches`.
     """
 

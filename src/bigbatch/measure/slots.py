@@ -22,8 +22,8 @@ _NAMED = 3  # parameters named in an error
 class Slots:
     """Every place of a model that holds a parameter or a module, and what it holds.
 
-    `require_held` compares identities alone: about 50 ns a place. Only where one has changed is
-    the model walked through. FSDP2 puts whole parameters where its shards were, for a forward and
+    `require_held` compares identities alone. Only where one has changed is the model walked
+    through. FSDP2 puts whole parameters where its shards were, for a forward and
     a backward; that is no change.
 
     Args:

@@ -22,7 +22,11 @@ _ORIGIN = Origin(
     name="Fashion-MNIST",
     folders=("fashion-mnist", "FashionMNIST/raw"),
     files=("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),
-    beside=("train-labels-idx1-ubyte.gz", "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+    other_files=(
+        "train-labels-idx1-ubyte.gz",
+        "t10k-images-idx3-ubyte.gz",
+        "t10k-labels-idx1-ubyte.gz",
+    ),
     source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
     size="70,000 pictures of 28 x 28 in 10 classes, 29 MiB",
 )

@@ -38,7 +38,7 @@ class Footprint:
         state: bytes of what the optimizer saves: momenta, a VR optimizer's average of r.
         second_moment: bytes of a VR optimizer's M2; 0 without one.
         m2_sent: bytes of the same as a rank hands it to the others: bfloat16, unless float64.
-        sums: bytes of the sums of gradients that a VR optimizer keeps beside `.grad`, in the first
+        sums: bytes of the sums of gradients that a VR optimizer keeps besides `.grad`, in the first
             step and in later ones; on one process without DeepSpeed alone.
         sample: bytes of one sample as the model is given it.
         activations: bytes that the forward of a micro-batch keeps for its backward, with the
@@ -148,7 +148,7 @@ def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object)
 
 
 def _attention_backward(_: Shape, *given: Any, **__: object) -> int:
-    """Twice as many, as of any product; that the kernel forms the first anew is not counted."""
+    """Twice as many, as of any product; that the kernel forms the first again is not counted."""
     return 2 * _attention(*given)
 
 

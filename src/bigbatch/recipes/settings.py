@@ -33,7 +33,7 @@ class Settings:
         seed: of the model's start, the order of the data, and dropout where there is some.
         data: folder of the real data; "" for what a recipe always has.
         samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
-        begin_from: run whose weights the model begins with; a relative one is beside this run.
+        begin_from: run whose weights the model begins with; a relative one is next to this run.
         lr_from: run with a VR optimizer whose mean r multiplies lr, but not of weights that the
             recipe steps without r; "" for none.
         epochs: passes over the training data.

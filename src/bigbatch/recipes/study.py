@@ -79,11 +79,11 @@ def write_study(
         for run in settings.before.values():
             if run not in trainings:
                 RunDirectory.open(path / run)
-    with made_whole(path) as beside:
+    with made_whole(path) as making:
         listed = {name: settings.as_dict() for name, settings in trainings.items()}
         about = {"trainings": listed, **({"sweep": sweep} if sweep else {})}
         text = describe("study", about, launch)
-        write_atomically(beside / "study.yaml", text)
+        write_atomically(making / "study.yaml", text)
 
 
 def train_study(path: Path, view: LiveView) -> None:
@@ -170,9 +170,9 @@ def settings_in(place: Path | str, values: dict[str, Any]) -> Settings:
 
 
 def training_at(place: Path, settings: Settings) -> Training:
-    """A training whose run lies at `place`: what it needs is beside that, what it kept in there."""
-    recipe, beside = recipe_named(settings.recipe), place.resolve().parent  # where it lies now
-    before = {name: str(beside / path) for name, path in settings.before.items()}
+    """A training whose run lies at `place`: what it needs is next to it, what it kept is in it."""
+    recipe, folder = recipe_named(settings.recipe), place.resolve().parent  # where it lies now
+    before = {name: str(folder / path) for name, path in settings.before.items()}
     own = {name: place / file for name, file in recipe.kept_as.items()}
     kept = {name: str(file) for name, file in own.items() if file.is_file()}
     if from_leader((place / "checkpoint.pt").exists):

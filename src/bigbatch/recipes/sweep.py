@@ -73,7 +73,7 @@ def points_of(
     """Every combination of each grid, once; without those whose min_batch exceeds their max_batch.
 
     An `arm` among the settings brings the arm's changes at this scale; the others come on top. What
-    has no effect beside others does not vary there: a fixed batch has no target.
+    has no effect with others does not vary there: a fixed batch has no target.
 
     Raises:
         SettingError: a setting that cannot vary or work, or has no effect, or nothing is left.
@@ -170,7 +170,7 @@ def _file_name(value: Value) -> str:
 
 
 def _before(recipe: Recipe, point: Point, points: Sequence[Point], seed: int) -> dict[str, str]:
-    """The directories beside it of the runs that this one needs, by the settings that name them."""
+    """The directories, next to its own, of the runs that it needs, by the settings naming them."""
     return {
         name: f"{_needed(point, arm, points).name}-seed{seed}"
         for name, arm in point.settings.before.items()

@@ -190,7 +190,7 @@ class Training:
                 raise  # the checkpoint may be as good as ever
             raise RunError(
                 f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: "
-                f"{error}); resume it with the release that wrote it, or delete it to start anew"
+                f"{error}); resume it with the release that wrote it, or delete it to start again"
             ) from error
 
 

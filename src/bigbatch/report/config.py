@@ -112,7 +112,7 @@ def read_sweep(path: Path) -> dict[str, Any] | None:
     if sweep is None:
         return None
     if not isinstance(sweep, dict):
-        raise RunError(f"{file} does not say how its sweep is shown; sweep anew")
+        raise RunError(f"{file} does not say how its sweep is shown; run the sweep again")
     require_names(f"{file}, sweep", sweep, SWEEP)
     require_kinds(f"{file}, sweep", sweep, SWEEP)
     for name, settings in read_trainings(path).items():

@@ -25,15 +25,15 @@ _HEAD = 4096  # bytes of a file within which it does
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Replaces `path` as a whole: at any moment it holds the old bytes or the new ones."""
-    beside = path.with_name(f".{path.name}.new")
+    new = path.with_name(f".{path.name}.new")
     try:
-        with beside.open("wb") as file:
+        with new.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        new.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -56,8 +56,8 @@ class RunDirectory:
         Raises:
             RunError: there is something at `path` already.
         """
-        with made_whole(path) as beside:
-            write_atomically(beside / "config.yaml", describe("run", settings, launch))
+        with made_whole(path) as making:
+            write_atomically(making / "config.yaml", describe("run", settings, launch))
         return cls(path, settings)
 
     @classmethod
@@ -147,7 +147,7 @@ class RunDirectory:
                 rows.append(parse_row(line))
             except ValueError:
                 raise RunError(
-                    f"{self.metrics}, line {number} is damaged; restore the file, or train anew"
+                    f"{self.metrics}, line {number} is damaged; restore the file, or train again"
                 ) from None
         with suppress(ValueError):
             rows.append(parse_row(last))
@@ -252,11 +252,12 @@ class RunDirectory:
             return int(saved["metrics_bytes"]), dict(saved["state"])
         except StateError as error:
             raise RunError(
-                f"{error}; restore it from a copy, or delete {file.name} to start the run anew"
+                f"{error}; restore it from a copy, or delete {file.name} to start the run again"
             ) from None
         except Exception as error:
             raise RunError(
-                f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run anew"
+                f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run "
+                "again"
             ) from error
 
     def _metrics_bytes(self) -> int:
@@ -266,7 +267,7 @@ class RunDirectory:
         if self._metrics_bytes() < length:
             raise RunError(
                 f"{self.metrics} is shorter than its checkpoint remembers; delete checkpoint.pt to "
-                "start the run anew"
+                "start the run again"
             )
         if self.metrics.exists():
             os.truncate(self.metrics, length)

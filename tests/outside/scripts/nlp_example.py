@@ -1,6 +1,6 @@
 """Fine-tuning BERT for pairs of sentences, in the shape of accelerate's examples/nlp_example.py.
 
-Written anew and short: its loaders, its loop, its evaluation. GLUE's MRPC is replaced by pairs
+Written from scratch, short: its loaders, its loop, its evaluation. GLUE's MRPC is replaced by pairs
 that are made here, and the pretrained BERT by a small one that is not trained yet.
 """
 

@@ -1,6 +1,6 @@
 """Language modeling with the Trainer, in the shape of transformers' examples/pytorch/run_clm.py.
 
-Written anew and short: its arguments, its grouping of texts, its calls of the Trainer. What it
+Written from scratch, short: its arguments, its grouping of texts, its calls of the Trainer. What it
 does about the Hub, models to download and logging levels is left out.
 """
 

@@ -1,9 +1,9 @@
 """CIFAR training of the SimiGrad paper's code, in the shape of its main.py.
 
-Written anew and short, from what the script calls: the fork's arguments and its engine, a loader
-of single samples glued to the micro-batch in force, rates and measurements read from the engine.
-ResNet18 on CIFAR-10 is replaced by a small network with batch norm on the digits of scikit-learn,
-and TensorBoard by lines that are printed.
+Written from scratch, short, by what the script calls: the fork's arguments and its engine, a
+loader of single samples glued to the micro-batch in force, rates and measurements read from the
+engine. ResNet18 on CIFAR-10 is replaced by a small network with batch norm on the digits of
+scikit-learn, and TensorBoard by lines that are printed.
 """
 
 import argparse

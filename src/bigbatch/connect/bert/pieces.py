@@ -70,7 +70,7 @@ def train_pieces(texts: Callable[[], Iterable[str]], size: int) -> Pieces:
     breaks ties by it. So the texts are read twice: for their letters, and with these in order.
 
     Args:
-        texts: gives them anew on each call.
+        texts: gives all of them on each call.
         size: most pieces, special ones and letters included.
     Raises:
         SettingError: the letters alone are more.

@@ -216,7 +216,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         elif self.global_rank == 0:
             warnings.warn(
                 f"{path} was saved without bigbatch: batch size, samples and place in the data "
-                f"begin anew, at a batch of {self.train_batch_size()}",
+                f"start again, at a batch of {self.train_batch_size()}",
                 stacklevel=2,
             )
         return path, state

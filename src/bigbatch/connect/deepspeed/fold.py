@@ -111,7 +111,7 @@ class ZeroFold:
     """The fold, in the step of the base optimizer, over the tensors that ZeRO gave it.
 
     DeepSpeed has clipped by then, by the norm of the gradient itself. p stands in the base
-    optimizer's state, beside what is its own, so DeepSpeed saves and loads it.
+    optimizer's state, next to what is its own, so DeepSpeed saves and loads it.
 
     Args:
         optimizer: whose base optimizer the engine steps.

@@ -100,7 +100,7 @@ class Replicated(_Whole):
 
 
 class Accumulated(_Whole):
-    """Stage 1 of bfloat16 with float32 accumulation: a float32 gradient beside `.grad`."""
+    """Stage 1 of bfloat16 with float32 accumulation: a float32 gradient in addition to `.grad`."""
 
     def __init__(self, optimizer: Any) -> None:
         self.parameters = _joined(optimizer.bf16_groups)
@@ -256,7 +256,7 @@ class Offloaded:
             optimizer.finalize_gradient_accumulation_boundary()
 
     def empty(self) -> None:
-        """The partitions' gradients, and what is added up beside them."""
+        """The partitions' gradients, and what is added up besides them."""
         self._kept.empty()
         sums = getattr(self._optimizer, "accumulated_grads_in_cpu", {})
         for tensor in [*sums.values(), *(flat.grad for flat in self._flats)]:
@@ -279,7 +279,7 @@ def layout_of(engine: Any) -> Layout:
             optimizer.single_partition_of_fp32_groups,
         )
         return Offloaded(partitioned, optimizer, flats) if offloaded else partitioned
-    groups = getattr(optimizer, "fp16_groups", None)  # of half types, beside float32 copies
+    groups = getattr(optimizer, "fp16_groups", None)  # of half types, which have float32 copies
     return Replicated(_joined(groups or [group["params"] for group in optimizer.param_groups]))
 
 

@@ -99,10 +99,10 @@ class ZeroSource(EngineSource):
         if self.foreign_backward and not self._begun:
             raise GradientError(
                 "a backward of your own came before the step, and what it left in ZeRO cannot be "
-                "taken out; use engine.backward(loss), and make the engine anew"
+                "taken out; use engine.backward(loss), and make the engine again"
             )
         if not self._begun:
-            self._stamp()  # looks at the pieces anew: those of the step before are gone
+            self._stamp()  # looks at the pieces again: those of the step before are gone
         super()._begin()
 
     @_disable_dynamo

@@ -18,7 +18,7 @@ from bigbatch.act.learning_rate import LRScaling
 from bigbatch.act.randomness import random_state, restore_random_state
 from bigbatch.act.samples import Batch
 from bigbatch.act.stepping import hooked
-from bigbatch.connect.anew import anew
+from bigbatch.connect.copy_settings import copy_settings
 from bigbatch.connect.driven import Driven
 from bigbatch.connect.lightning.accumulation import LoadersABaseBatch, base_batch_of
 from bigbatch.connect.lightning.log import Log
@@ -155,7 +155,7 @@ class AdaptiveBatchCallback(Callback):
             scheduler=taken_scheduler(trainer),
             scaler=_scaler(trainer),
             meter=meter,
-            **anew(self._settings),
+            **copy_settings(self._settings),
         )
         warn_of_end(trainer, self.train)
         self._driven = Driven(self.train)

@@ -42,7 +42,7 @@ def require_drivable(trainer: Trainer, module: LightningModule) -> None:
     require_strategy(trainer.strategy)
     if trainer.accumulate_grad_batches != 1:
         raise SettingError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} is set beside "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} is set along with "
             "AdaptiveBatchCallback, which changes it; leave it out, and pass "
             "AdaptiveBatchCallback(batch_size=) as where to start"
         )

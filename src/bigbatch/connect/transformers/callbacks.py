@@ -21,7 +21,7 @@ class Length(TrainerCallback):
 
     `epoch` is the samples done over those of a pass; in the first pass over data of unknown length
     the share of `max_steps`, as the Trainer has it. `max_steps`, which ends a training, is counted
-    anew from the samples that are left, unless it was asked for, and progress bars with it.
+    again from the samples that are left, unless it was asked for, and progress bars with it.
 
     Args:
         training: gives what trains.

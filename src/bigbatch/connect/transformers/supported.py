@@ -104,7 +104,7 @@ def _refused(args: Any) -> Iterator[str]:
         yield _DEEPSPEED
     if args.auto_find_batch_size:
         yield (
-            "auto_find_batch_size=True starts the training anew with smaller batches; set "
+            "auto_find_batch_size=True starts the training again with smaller batches; set "
             "per_device_train_batch_size, or micro_batch=, to what fits"
         )
     if args.n_gpu > 1:
@@ -141,7 +141,7 @@ def _refused_loops(args: Any) -> Iterator[str]:
 def _refused_data(args: Any) -> Iterator[str]:
     if args.ignore_data_skip:
         yield (
-            "ignore_data_skip=True would begin the data of an interrupted epoch anew; leave it "
+            "ignore_data_skip=True would start the data of an interrupted epoch again; leave it "
             "out: a resumed run goes on with the samples that are left"
         )
     if _value(getattr(args, "train_sampling_strategy", "random")) == "batch_rebalance":

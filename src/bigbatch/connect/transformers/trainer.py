@@ -14,7 +14,7 @@ from transformers.trainer_utils import has_length
 
 from bigbatch.act.learning_rate import LRScaling
 from bigbatch.connect.accelerate import PreparedBatches, batches
-from bigbatch.connect.anew import anew
+from bigbatch.connect.copy_settings import copy_settings
 from bigbatch.connect.transformers.callbacks import Length, PatientHandler
 from bigbatch.connect.transformers.halves import HalvedOptimizer, HalvedScheduler, Halves
 from bigbatch.connect.transformers.state import load, save
@@ -47,7 +47,7 @@ class AdaptiveMixin(NextClass):
         class MyTrainer(AdaptiveMixin, Seq2SeqTrainer): ...
 
     Every update of the Trainer is a step of an AdaptiveBatch over the Trainer's own loader, whose
-    batches of `per_device_train_batch_size` are cut anew. What `Trainer` does besides stays: its
+    batches of `per_device_train_batch_size` are cut to size. What else `Trainer` does stays: its
     callbacks, logs, evaluation, checkpoints. `training_step` of a class that comes after the mixin
     gets micro-batches; one made from it overrides `compute_loss`.
 
@@ -148,7 +148,7 @@ class AdaptiveMixin(NextClass):
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
-        settings = anew(self._settings)  # `train` may be called again
+        settings = copy_settings(self._settings)  # `train` may be called again
         if settings["meter"] is not None:
             settings["meter"] = settings["meter"](model)
         assert self._prepared_batches is not None

@@ -1,4 +1,4 @@
-"""Where what is made of a user's data is kept: never beside the data, which may be others' too."""
+"""Where what is made of a user's data is kept: never next to the data, which may be others' too."""
 
 import hashlib
 import os

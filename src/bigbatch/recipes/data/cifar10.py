@@ -16,7 +16,7 @@ ORIGIN = Origin(
     name="CIFAR-10",
     folders=("cifar10", "cifar-10-batches-py"),
     files=("data_batch_1",),
-    beside=("data_batch_2 to data_batch_5", "test_batch"),
+    other_files=("data_batch_2 to data_batch_5", "test_batch"),
     source="the version for Python of CIFAR-10, cs.toronto.edu/~kriz/cifar.html",
     size="60,000 pictures of 32 x 32 in 10 classes, 178 MiB",
 )
@@ -61,7 +61,7 @@ def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
         raise ORIGIN.lacking(file) from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise RunError(
-            f"{file} is no batch of CIFAR-10 ({type(error).__name__}: {error}); unpack it anew "
+            f"{file} is no batch of CIFAR-10 ({type(error).__name__}: {error}); unpack it again "
             f"from {ORIGIN.source}"
         ) from None
     return pictures, labels

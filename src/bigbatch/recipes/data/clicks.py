@@ -85,8 +85,8 @@ def packed(file: Path) -> Packed:
     """The rows of one of Criteo's files.
 
     They are written into the user's cache folder, once for all processes, and mapped into memory;
-    their end says of which file, so that of another one, or cut short, they are written anew. Where
-    there can be no cache folder the rows are held in memory, by each process, and it is said.
+    their end says of which file, so that of another one, or cut short, they are written again.
+    Where there can be no cache folder the rows are held in memory, by each process, and it is said.
 
     Raises:
         RunError: the file is no click log, or its rows do not fit into the cache folder.

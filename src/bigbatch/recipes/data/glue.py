@@ -45,7 +45,7 @@ ORIGIN = Origin(
     "GLUE",
     folders=("glue",),
     files=(*(f"{name}/train.tsv" for name in TASKS), _ARCHIVE),
-    beside=("dev.tsv in the same folder",),
+    other_files=("dev.tsv in the same folder",),
     source=f"TASK.zip from gluebenchmark.com, unpacked ({_ARCHIVE}: a folder glue of these)",
     size=", ".join(TASKS),
 )

@@ -67,7 +67,7 @@ def read_idx(file: Path, dimensions: int) -> Tensor:
     if content[:4] != bytes((0, 0, _BYTES, dimensions)) or len(content) != start + size:
         raise RunError(
             f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
-            f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it anew"
+            f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"
         )
     values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
     return torch.from_numpy(values.copy())

@@ -20,7 +20,7 @@ class Origin:
         source: who publishes it, and where.
         size: in words.
         otherwise: what is used where no folder is given; "" for nothing.
-        beside: the files that are needed too.
+        other_files: what is needed too.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Origin:
     source: str = ""
     size: str = ""
     otherwise: str = ""
-    beside: Sequence[str] = ()
+    other_files: Sequence[str] = ()
 
     def find(self, given: Path | None) -> Path | None:
         """The folder with the files, below the one that is given, or below `data`.
@@ -55,7 +55,7 @@ class Origin:
     def needed(self) -> str:
         """Which files, and where they come from."""
         files = " or ".join(self.files)
-        return f"{', and '.join((files, *self.beside))} of {self.source}"
+        return f"{', and '.join((files, *self.other_files))} of {self.source}"
 
     def lacking(self, file: Path) -> RunError:
         """What to raise where one of the files is not in the folder."""

@@ -80,7 +80,7 @@ class SentencePairs(Dataset[Pairs]):
     Each document is cut into rows one after another. A row's place of parting, whether its second
     segment is replaced (half are), by what, and which pieces are hidden depend on the seed and the
     row's number alone: the same after an interruption and on any rank. Each row comes `draws`
-    times, drawn anew.
+    times, each time with other draws.
 
     Args:
         book: the documents.

@@ -20,7 +20,7 @@ ORIGIN = Origin(
     "SQuAD 1.1",
     folders=("squad-v1.1", "squad"),
     files=(_DEV, f"{_DEV}.gz"),
-    beside=(f"{_TRAIN} or {_TRAIN}.gz",),
+    other_files=(f"{_TRAIN} or {_TRAIN}.gz",),
     source="rajpurkar.github.io/SQuAD-explorer",
     size="87,599 and 10,570 questions",
 )

@@ -13,7 +13,7 @@ from bigbatch.recipes.data.stdlib_text import stdlib_text
 _TITLE = re.compile(r" = [^=].* = ")  # of an article; its parts have " = = ... = = "
 _JOINT = re.compile(r" @([-,.])@ ")  # WikiText's way to part "1 @,@ 000"
 _HELD_OUT_EVERY = 50  # documents of a corpus that has no split of its own
-VOCAB = "vocab.txt"  # may lie beside the text
+VOCAB = "vocab.txt"  # may lie in the folder of the text
 _WIKITEXT = ("train", "valid")
 
 ORIGIN = Origin(
@@ -32,7 +32,7 @@ class Corpus:
 
     Args:
         name: as the names of scores say it.
-        train, held_out: give the documents anew on each call, one at a time.
+        train, held_out: give all documents on each call, one at a time.
         rule: which documents are held out.
     """
 
@@ -76,8 +76,8 @@ def _wikitext(folder: Path) -> list[Path]:
         name = files[0].name
         part, other = _WIKITEXT if _WIKITEXT[0] in name else _WIKITEXT[::-1]
         raise RunError(
-            f"{files[0]} is WikiText's by its name, and {name.replace(part, other)} is not beside "
-            "it; put it there, or give other text another name"
+            f"{files[0]} is WikiText's by its name, and {name.replace(part, other)} is not in "
+            "its folder; put it there, or give other text another name"
         )
     return files
 

@@ -69,7 +69,7 @@ def windows_of(
         room = frame.length - len(words) - 3
         if room < 1:
             raise SettingError(
-                f"length={frame.length} has no room for a window beside a question of {len(words)} "
+                f"length={frame.length} has no room for a window with a question of {len(words)} "
                 f"pieces; set length={_LONGEST_QUESTION + stride} or more"
             )
         answer = _answer(question, places)

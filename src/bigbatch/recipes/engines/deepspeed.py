@@ -117,7 +117,7 @@ class DeepSpeed:
             )
         if not (folder / state["folder"]).is_dir():
             raise RunError(
-                f"{folder / state['folder']} is gone; delete checkpoint.pt to start the run anew"
+                f"{folder / state['folder']} is gone; delete checkpoint.pt to start the run again"
             )
         from_leader(lambda: _require_unchanged(folder / state["folder"], state["digests"]))
         self.joined.load_checkpoint(str(folder), state["folder"])
@@ -128,7 +128,7 @@ def _require_unchanged(folder: Path, digests: dict[str, str]) -> None:
         require_digests(folder, digests)
     except StateError as error:
         raise RunError(
-            f"{error}; restore it from a copy, or delete checkpoint.pt to start the run anew"
+            f"{error}; restore it from a copy, or delete checkpoint.pt to start the run again"
         ) from None
 
 

@@ -35,7 +35,7 @@ class Engine(Protocol):
         """Trains through one pass over the data, or the rest of it; one record a step."""
 
     def state_dict(self) -> State:
-        """What `load_state_dict` needs beside what `save` leaves elsewhere. Collective."""
+        """What `load_state_dict` needs besides what `save` leaves elsewhere. Collective."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the run's checkpoint. Collective."""

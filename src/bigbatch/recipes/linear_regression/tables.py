@@ -47,7 +47,7 @@ def details_of(findings: Sequence[LawFindings]) -> Table:
     ]
     return Table(
         "Every claim at every setting",
-        "Each verdict is computed from the numbers beside it.",
+        "Each verdict is computed from the numbers next to it.",
         ("the paper's claim", "inputs", "lr", "method", "verdict", "measured"),
         sorted(rows, key=lambda row: row[0]),
     )

@@ -39,7 +39,7 @@ def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces
     """The vocabulary of a training: the first that there is of these four.
 
     The file that the setting `vocab` names, which is the run's own where it goes on; the one in the
-    run that this begins from; the one beside the data; one of at most `vocabulary` pieces, trained
+    run that this begins from; the one next to the data; one of at most `vocabulary` pieces, trained
     on the texts. Collective.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any
 from bigbatch.decide.controller import has_state
 
 
-def anew(settings: dict[str, Any]) -> dict[str, Any]:
+def copy_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The same settings; what remembers something as a copy, so that no training goes on with it.
 
     Args:
@@ -15,7 +15,7 @@ def anew(settings: dict[str, Any]) -> dict[str, Any]:
     Example:
         >>> from bigbatch import Controller, SimiGrad
         >>> given = {"policy": Controller(SimiGrad(0.2), batch_size=8), "base_batch": 8}
-        >>> anew(given)["policy"] is given["policy"]
+        >>> copy_settings(given)["policy"] is given["policy"]
         False
     """
     return {
