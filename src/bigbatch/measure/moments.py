@@ -99,10 +99,11 @@ class GradientMoments:
 
     def of(self, parameter: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(S, M2) over the whole step; zeros, like its gradient, where nothing reached it."""
-        moment = self._moment(parameter, gradient)
-        if not moment.weight:
-            return torch.zeros_like(moment.m2), moment.m2.zero_()
-        total = _laid_out(self._sum(parameter, moment), moment.m2)
+        moment = self._moments.get(parameter)
+        if moment is None or not moment.weight:
+            m2 = self._moment(parameter, gradient).m2.zero_()
+            return torch.zeros_like(m2), m2
+        total = self._sum(parameter, moment)
         self._catch_up(moment, total, self.weight)
         return total, moment.m2
 

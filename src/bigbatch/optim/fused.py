@@ -48,8 +48,8 @@ class BaseStep:
         if wrong and self._warns:
             self._warns = False
             warnings.warn(
-                f"{type(self._base).__name__}(fused=True) on a CPU {wrong[0][1]}, so it steps "
-                "without its fused kernel there; leave fused=True out",
+                f"{type(self._base).__name__}(fused=True) {wrong[0][1]}, so it steps without "
+                "its fused kernel there; leave fused=True out",
                 stacklevel=6,
             )
         for group, _ in wrong:
@@ -63,30 +63,30 @@ class BaseStep:
 
 
 def _misread(base: Optimizer, group: dict[str, Any]) -> str:
-    """What torch's fused step on a CPU gets wrong of a group as it is now; empty for nothing.
+    """What torch's fused step gets wrong of a group as it is now; empty for nothing.
 
-    It goes through the memory of a parameter, its gradient and its state as if their elements lay
-    in one order and without gaps. SGD's leaves out most of a half type (pytorch issue 191763).
+    On a CPU it goes through the memory of a parameter, its gradient and its state as if their
+    elements lay in one order and without gaps. SGD's leaves out most of a half type there (pytorch
+    issue 191763), and takes a momentum of all parameters or of none.
     """
     if not isinstance(base, _TORCHS):
         return ""
     states: Any = base.state
-    if isinstance(base, SGD) and group["momentum"]:
-        begun = [
-            states.get(p, {}).get("momentum_buffer") is not None
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        if any(begun) and not all(begun):
-            return "takes no momentum that has begun for some parameters only"
+    begun = set()
     for p in group["params"]:
-        if p.grad is None or not p.is_cpu:
+        if p.grad is None:
+            continue
+        state = states.get(p, {})
+        begun.add(state.get("momentum_buffer") is not None)
+        if not p.is_cpu:
             continue
         if isinstance(base, SGD) and p.dtype not in FULL:
-            return f"does not move most of a {p.dtype} parameter"
-        arrays = [x for x in states.get(p, {}).values() if isinstance(x, Tensor) and x.ndim]
+            return f"does not move most of a {p.dtype} parameter on a CPU"
+        arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
         if not _lie_alike(p, [p.grad, *arrays]):
-            return "mixes up elements where a parameter, its gradient and its state lie differently"
+            return "mixes up elements on a CPU that lie otherwise in a gradient or in the state"
+    if len(begun) > 1:
+        return "takes no momentum that has begun for some parameters only"
     return ""
 
 
