@@ -197,7 +197,7 @@ class Counted:
         self.total = self.x.sum()
 
 
-def test_a_field_that_a_batch_makes_itself_is_made_anew():
+def test_a_field_that_a_batch_makes_itself_is_made_again():
     part = cut_samples(Counted(torch.arange(6)), 1, 3)
     assert ([1, 2], 3) == (part.x.tolist(), part.total.item())
 

@@ -182,7 +182,7 @@ def without_ours(rank, ranks, folder):
     return said, begins, len(train_steps(engine, loader, 2))
 
 
-def test_a_checkpoint_without_our_state_is_said_on_rank_0_and_begins_anew(
+def test_a_checkpoint_without_our_state_is_said_on_rank_0_and_starts_again(
     deepspeed_ranks, tmp_path
 ):
     first, second = deepspeed_ranks(2)(without_ours, str(tmp_path))

@@ -793,7 +793,7 @@ def test_the_norm_is_that_of_what_the_optimizer_trains(ranks):
         assert pytest.approx(norms) == list(seen)
 
 
-def wrapped_anew(rank, ranks):
+def wrapped_again(rank, ranks):
     model = network()
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRAdam"](model.parameters())
@@ -809,7 +809,7 @@ def wrapped_anew(rank, ranks):
 
 
 def test_p_goes_along_when_a_model_is_wrapped_anew(ranks):
-    results = ranks(2)(wrapped_anew)
+    results = ranks(2)(wrapped_again)
     assert bitwise_equal(results)
     assert difference(alone("VRAdam", 2, 2), results[0]) < 1e-11
 

@@ -231,7 +231,7 @@ def test_a_compressed_tar_is_refused(tmp_path):
         splits_of(tmp_path, 1)
 
 
-def test_the_tar_of_tars_of_the_publisher_is_to_be_packed_anew(tmp_path):
+def test_the_tar_of_tars_of_the_publisher_is_to_be_packed_again(tmp_path):
     write_tar(tmp_path / "train.tar", {"n01440764.tar": b"", "n01443537.tar": b""})
     with pytest.raises(RunError, match=r"no member CLASS/NAME\.JPEG, but n01440764\.tar"):
         splits_of(tmp_path, 2)

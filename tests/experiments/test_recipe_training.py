@@ -164,7 +164,7 @@ def test_a_run_begins_with_the_weights_of_another(bigbatch, tmp_path):
 
 
 @pytest.mark.thorough
-def test_weights_of_another_shape_begin_anew_which_is_said(bigbatch, tmp_path):
+def test_weights_of_another_shape_start_again_which_is_said(bigbatch, tmp_path):
     train(bigbatch, tmp_path / "first")
 
     def wider(settings):

@@ -335,7 +335,7 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     assert ([], 60) == (half.front, len(half.drawn))
 
 
-def test_a_log_that_was_cut_and_grew_again_is_read_anew(tmp_path):
+def test_a_log_that_was_cut_and_grew_again_is_read_again(tmp_path):
     run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
     followed = Followed(run)
     run.append(row(1, accuracy=0.5))

@@ -85,7 +85,7 @@ def test_loading_a_checkpoint_cuts_off_the_metrics_past_it(run):
     assert [{"step": 1}] == run.rows()
 
 
-def test_without_a_checkpoint_the_run_begins_anew(run):
+def test_without_a_checkpoint_the_run_starts_again(run):
     run.append({"step": 1})
     assert run.load_checkpoint() is None
     assert [] == run.rows()

@@ -357,7 +357,7 @@ def test_gradients_of_the_inputs_are_no_micro_batch():
     assert same(expected_of(model, batches), meter.read(EQUAL))
 
 
-def test_zeroing_halfway_begins_the_step_anew():
+def test_zeroing_halfway_starts_the_step_again():
     model, batches = network(), data(RAGGED)
     meter = GradientMeter(model)
     accumulate(model, data([7, 7]))

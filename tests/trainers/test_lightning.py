@@ -405,7 +405,7 @@ def test_an_error_leaves_learning_rate_and_trainer_as_they_were():
     assert (1, 0.5) == (trainer.accumulate_grad_batches, trainer.gradient_clip_val)
 
 
-def test_a_second_training_with_the_same_callback_starts_anew():
+def test_a_second_training_with_the_same_callback_starts_from_the_beginning():
     callback = adaptive(GROWING, **SETTINGS)
 
     first = fit(callback, loader(100))
@@ -417,7 +417,7 @@ def test_a_second_training_with_the_same_callback_starts_anew():
 
 
 @pytest.mark.parametrize("what", ["policy", "controller", "rule"])
-def test_what_remembers_something_starts_anew_too(what):
+def test_what_remembers_something_starts_from_the_beginning_too(what):
     policy, rule = GROWING, None
     if what == "controller":
         policy = bb.Controller(GROWING, 8)

@@ -124,7 +124,7 @@ def test_a_checkpoint_from_within_a_step_is_of_its_start(tmp_path):
     assert 2 * 7 * MICRO == resumed.records[0]["samples"]
 
 
-def test_a_checkpoint_without_the_callback_starts_it_anew(tmp_path):
+def test_a_checkpoint_without_the_callback_starts_it_again(tmp_path):
     fit(None, loader(64), enable_checkpointing=True, default_root_dir=tmp_path)
     (saved,) = tmp_path.rglob("*.ckpt")
 

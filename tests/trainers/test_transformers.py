@@ -437,7 +437,7 @@ def test_the_progress_bar_of_a_finished_training_is_full(tmp_path, policy):
     [(bb.Controller(GROWING, 8), None), (Patient(), 8)],
     ids=["controller", "policy"],
 )
-def test_a_second_training_starts_anew(tmp_path, policy, start):
+def test_a_second_training_starts_from_the_beginning(tmp_path, policy, start):
     trainer = adaptive(tmp_path, policy, batch_size=start, num_train_epochs=1)
     trainer.train()
     first = logged(trainer, "batch_size", "samples")

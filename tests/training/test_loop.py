@@ -1338,7 +1338,7 @@ def test_a_rule_of_ones_own_keeps_what_it_remembers():
     assert whole == first + rates(other, 1)
 
 
-def test_batches_of_another_training_begin_anew():
+def test_batches_of_another_training_start_again():
     numbers = bb.Batches([torch.arange(i, i + 8) for i in range(0, 48, 8)])
     seen: list[list[int]] = []
     for _ in range(2):

@@ -88,6 +88,8 @@ def scaling_named(lr_scaling: LRScaling, base_batch: int) -> Scaling:
     Args:
         lr_scaling: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
         base_batch: batch size that the learning rate was tuned for.
+    Raises:
+        SettingError: another name, or an argument of another type.
     """
     if callable(lr_scaling):
         return lr_scaling

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from bigbatch.errors import SettingError
+from bigbatch.optim.options import Gamma, RMax
 from bigbatch.recipes.lr_schedule import LRSchedule
 from bigbatch.report.config import BEFORE
 from bigbatch.setting_types import (
+    Cosine,
     Count,
     In,
     NotNegative,
@@ -73,7 +75,7 @@ class Settings:
     begin_from: str = ""
     epochs: Count
     policy: str = "simigrad"
-    target: Number = 0.2
+    target: Cosine = 0.2
     min_batch: Count
     max_batch: Count
     smoothing: NotNegative = 0.0
@@ -90,8 +92,8 @@ class Settings:
     weight_decay: NotNegative = 0.0
     decay_all: bool = True
     clip: NotNegative = 0.0
-    gamma: Number = 0.1
-    r_max: Number = 1.0
+    gamma: Gamma = 0.1
+    r_max: RMax = 1.0
     lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
     lr_schedule: str = "constant"
     device: Literal["cpu", "cuda"] = "cpu"
