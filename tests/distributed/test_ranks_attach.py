@@ -808,7 +808,7 @@ def wrapped_again(rank, ranks):
     return weights(model)
 
 
-def test_p_goes_along_when_a_model_is_wrapped_anew(ranks):
+def test_p_goes_along_when_a_model_is_wrapped_again(ranks):
     results = ranks(2)(wrapped_again)
     assert bitwise_equal(results)
     assert difference(alone("VRAdam", 2, 2), results[0]) < 1e-11

@@ -93,7 +93,7 @@ def everything(train):
     return {"model": model, "optimizer": optimizer, "train": bb.RankStates(train)}
 
 
-def test_a_checkpoint_without_our_state_says_so_or_begins_the_loop_anew(tmp_path):
+def test_a_checkpoint_without_our_state_says_so_or_starts_the_loop_again(tmp_path):
     theirs = everything(build(0, 1, "plain", 4))
     del theirs["train"]
     dcp.save(theirs, checkpoint_id=tmp_path)

@@ -169,21 +169,21 @@ class GradientMeter:
         self.step = number
         self._listen()
 
-    def measure(self, sizes: Sequence[float] | None, beside: Tensor | None = None) -> Tensor:
+    def measure(self, sizes: Sequence[float] | None, extra: Tensor | None = None) -> Tensor:
         """Everything that the noise of this step rests on, summed over ranks; nothing waits.
 
         Args:
             sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
-            beside: what else is to be added up over the ranks; it comes first.
+            extra: what else is to be added up over the ranks; it comes first.
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it.
         """
         are_means = self.loss == "mean"
-        return self._sums.measure(sizes, are_means=are_means, scaler=self.scaler, beside=beside)
+        return self._sums.measure(sizes, are_means=are_means, scaler=self.scaler, extra=extra)
 
-    def measure_grad(self, beside: Tensor) -> Tensor:
-        """[*beside, |.grad|^2] of a step that is not measured, added up over the ranks."""
-        return self._sums.measure_grad(beside)
+    def measure_grad(self, extra: Tensor) -> Tensor:
+        """[*extra, |.grad|^2] of a step that is not measured, added up over the ranks."""
+        return self._sums.measure_grad(extra)
 
     def totals(self, values: Sequence[float]) -> Totals:
         """What `measure` gave, once the host has read it; raises where a rank took no part."""

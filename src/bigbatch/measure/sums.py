@@ -53,7 +53,7 @@ class StepSums:
         *,
         are_means: bool,
         scaler: GradScaler | None,
-        beside: Tensor | None,
+        extra: Tensor | None,
     ) -> Tensor:
         """One vector with all sums, the same on every rank.
 
@@ -61,11 +61,11 @@ class StepSums:
             sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
             are_means: whether h_d is the mean gradient g_d, and not n_d times as long.
             scaler: of the losses.
-            beside: what else is to be added up over the ranks; it comes first.
+            extra: what else is to be added up over the ranks; it comes first.
         """
         with without_autocast(self._device):
             squares, n = self._of_micro_batches(sizes)
-            parts = {} if beside is None else {"beside": beside}
+            parts = {} if extra is None else {"extra": extra}
             parts |= self._parts(squares, n, sizes)
             one = torch.ones((), dtype=n.dtype, device=n.device)
             parts["scale"] = (one if scaler is None else scaler.scale(one)) / self._source.ranks
@@ -83,10 +83,10 @@ class StepSums:
             return torch.cat([packed, sums])
 
     @torch.no_grad()
-    def measure_grad(self, beside: Tensor) -> Tensor:
-        """[*beside, |.grad|^2], added up over the ranks."""
+    def measure_grad(self, extra: Tensor) -> Tensor:
+        """[*extra, |.grad|^2], added up over the ranks."""
         squares = self.of_grad().sum() / self._source.replicas
-        return self._summed({"beside": beside, "of_sum": squares})
+        return self._summed({"extra": extra, "of_sum": squares})
 
     @torch.no_grad()
     def of_grad(self) -> Tensor:
