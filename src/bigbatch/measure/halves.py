@@ -65,7 +65,7 @@ class Halves:
 
     @staticmethod
     def cosine(of_sum: float, of_signed: float, dot: float) -> float:
-        """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly zero next to the other.
+        """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly 0 next to the other.
 
         Then float32 sums do not tell their difference from rounding.
         """
