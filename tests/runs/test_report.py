@@ -95,6 +95,17 @@ def test_a_table_is_shown_whole_in_80_columns(score):
     assert "a-long-n" in said
 
 
+def test_a_table_of_long_numbers_is_folded_and_loses_none_in_80_columns():
+    shown = io.StringIO()
+    columns = ("policy", "lr", "test accuracy, %", "average batch", "steps", "wall time", "runs")
+    cells = ("simigrad", "0.02", "64.44 [55.33, 71.33]", "79 [59, 90]", "34 [30, 46] (3 skipped)")
+    cells = (*cells, "0.5 [0.4, 0.5] s", "3, 3 diverged")
+    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "over 3 seeds")
+    said = shown.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(word in said for cell in cells for word in cell.split())
+
+
 def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
     one = run_at(tmp_path / "s1" / "x", [row(1, accuracy=0.5)], arm="a")
     other = run_at(tmp_path / "s2" / "x", [row(1, accuracy=0.9)], arm="a", epochs=2)

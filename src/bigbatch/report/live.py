@@ -145,9 +145,10 @@ def _shown(found: Table, title: str, *, folds: bool) -> Shown:
     headers = [column.replace(" ", "\n") for column in found.columns]
     table = Shown(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
     table.columns[0].overflow, table.columns[0].min_width = "fold", 8
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", not folds
-        column.overflow = "fold" if folds else "ellipsis"
+    for number, column in enumerate(table.columns[1:], start=1):
+        column.justify, column.no_wrap, column.overflow = "right", not folds, "fold"
+        if not folds:
+            column.min_width = max((len(row[number]) for row in found.rows), default=0)
     for row in found.rows:
         table.add_row(*row)
     return table

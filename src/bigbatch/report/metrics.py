@@ -219,7 +219,8 @@ def _row(
         return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     runs = begun
-    name += diverged_text([bool(divergence_of(run.rows)) for run in runs])
+    diverged = sum(bool(divergence_of(run.rows)) for run in runs)
+    name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
     last = [run.rows[-1] for run in runs]
     return (
         name,
@@ -229,9 +230,3 @@ def _row(
         f"{fmean(row['samples'] for row in last):,.0f}",
         f"{summary.text([row['seconds'] for row in last], 1)} s",
     )
-
-
-def diverged_text(diverged: Sequence[bool]) -> str:
-    """What is said behind numbers of runs of which some diverged; "" where none did."""
-    count = sum(diverged)
-    return f" ({f'{count} of {len(diverged)} ' * (len(diverged) > 1)}diverged)" * bool(count)

@@ -14,7 +14,7 @@ from typing import Any
 from bigbatch.errors import RunError
 from bigbatch.report.config import read_sweep, read_trainings
 from bigbatch.report.divergence import divergence_of
-from bigbatch.report.metrics import History, Table, diverged_text, finite, history_of
+from bigbatch.report.metrics import History, Table, finite, history_of
 from bigbatch.report.run_directory import RunDirectory
 from bigbatch.report.summary import Summary
 
@@ -278,6 +278,7 @@ def _numbers(point: SweptPoint, scores: list[str], summary: Summary) -> tuple[st
     """What was measured at a point, as the table has it."""
     runs = point.runs
     count = f"{len(runs)} of {point.planned}" if len(runs) < point.planned else str(len(runs))
+    diverged = sum(run.diverged for run in runs)
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)
     return (
@@ -285,7 +286,7 @@ def _numbers(point: SweptPoint, scores: list[str], summary: Summary) -> tuple[st
         summary.text([run.average_batch for run in runs], 0),
         summary.of_steps([run.steps for run in runs], [run.skipped for run in runs]),
         f"{summary.text([run.seconds for run in runs], 1)} s",
-        count + diverged_text([run.diverged for run in runs]),
+        count + f", {diverged} diverged" * bool(diverged),
     )
 
 

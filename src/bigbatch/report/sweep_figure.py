@@ -73,6 +73,7 @@ def _draw_group(
         texts = [shown_text(numbers[key]) for key in varied if key in numbers]
         if len(varied) > 1:
             texts = [f"{key} {shown_text(numbers[key])}" for key in varied if key in numbers]
+        texts += ["diverged"] * any(run.diverged for run in point.runs)
         axes.annotate(
             ", ".join(texts),
             (point.average_batch, sweep.summary.middle(scores[number])),
