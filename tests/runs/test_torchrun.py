@@ -151,7 +151,7 @@ def test_a_run_of_two_ranks_goes_on_alone_with_the_same_samples(one_process, tmp
     ("options", "message"),
     [
         pytest.param(  # on all ranks
-            ["--target", "1.5"], "target=1.5 must lie inside (-1, 1)", marks=pytest.mark.release
+            ["--target", "1.5"], "target=1.5 must be a number in (-1, 1)", marks=pytest.mark.release
         ),
         (["--out", "mine"], "mine is already in use; nothing was overwritten"),  # on rank 0
     ],
