@@ -116,10 +116,10 @@ def _checked(function: Called) -> Called:
 
 
 class Kind:
-    """A type that values are held to, which need not be known to a type checker.
+    """What a value may be, as the annotation of an argument says it.
 
     Args:
-        annotation: as an argument has it.
+        annotation: a type, a union, a `Literal`, a tuple, list or dict of such, or `Annotated`.
     Example:
         >>> kind = Kind(Count | None)
         >>> 8 in kind, 0 in kind, str(kind)

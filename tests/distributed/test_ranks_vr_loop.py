@@ -9,7 +9,16 @@ from torch.nn.functional import cross_entropy
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.measure.source import PlainSource
-from numbered_samples import SAMPLES, Numbered, ledger_loader, network, together, whole, wrapped
+from numbered_samples import (
+    SAMPLES,
+    Numbered,
+    ledger_loader,
+    network,
+    steps_of,
+    together,
+    whole,
+    wrapped,
+)
 from optimizer_table import MAKE, VR
 
 pytestmark = [
@@ -36,23 +45,9 @@ def build(rank, ranks, engine, name, virtual_ranks=4, **settings):
 
 def run(rank, ranks, engine, name, updates, clip=None):
     train = build(rank, ranks, engine, name)
-    done = []
-    for _ in train.epochs(10**9):
-        for step in train:
-            numbers = []
-            for x, y, number in step:
-                step.backward(cross_entropy(train.model(x), y))
-                numbers.append(number.tolist())
-            if clip is not None:
-                step.clip_grad_norm_(clip)
-            done.append((numbers, step.update()))
-            if len(done) == updates:
-                return (
-                    [numbers for numbers, _ in done],
-                    [record for _, record in done],
-                    [whole(p) for p in train.model.parameters()],
-                )
-    raise AssertionError
+    done = steps_of(train, 10**9, updates, clip)
+    weights = [whole(p) for p in train.model.parameters()]
+    return [numbers for numbers, _ in done], [record for _, record in done], weights
 
 
 @pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])

@@ -21,6 +21,7 @@ from bigbatch.report.overview import Followed
 from bigbatch.report.page import write_swept
 from bigbatch.report.run_directory import RunDirectory
 from bigbatch.report.sweep import read_swept
+from bigbatch.report.sweep_figure import sweep_figure
 from log_rows import row
 
 SETTINGS = DIGITS.settings()
@@ -275,10 +276,16 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     write_swept(sweep, tmp_path)
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 6 == sum(run["diverged"] == "True" for run in runs)
-    one = RunDirectory.open(
-        next(path for path in sorted((tmp_path / "sweep").iterdir()) if path.is_dir())
-    )
-    assert "diverged  test accuracy, % 90" == Followed(one).ended()
+    one = Followed(sweep.points[0].runs[0].directory)
+    assert "diverged  test accuracy, % 90" == one.ended()
+    assert 1 == sum("diverged" in text.get_text() for text in sweep_figure(sweep).axes[0].texts)
+
+
+def test_a_damaged_log_of_a_run_that_ended_stops_no_sweep(tmp_path):
+    ended = swept(tmp_path / "sweep", SCORES).points[0].runs[0].directory
+    damaged = ended.metrics.read_text().replace('"loss": 1.0', '"loss": "1.0"', 1)
+    ended.metrics.write_text(damaged)
+    assert Followed(ended).ended().startswith("finished")
 
 
 def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_path):
@@ -287,8 +294,9 @@ def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_
     sweep = swept(tmp_path / "sweep", scores, seeds=3, over_seeds="median")
     assert "median [least, most] over 3 seeds" in sweep.title
     assert ("0.2", "0.2", "61.00 [10.00, 62.00]") == sweep.table().rows[0][:3]
-    assert (0.51, 0.01) == pytest.approx(sweep.summary.reach(scores[0.2, 0.2]))
-    write_swept(sweep, tmp_path)
+    (bars,) = sweep_figure(sweep).axes[0].containers
+    low, high = bars.lines[2][0].get_segments()[0]
+    assert (10, 62) == pytest.approx((low[1], high[1]))
     assert "0.1" == swept(tmp_path / "mean", scores, seeds=3).table().rows[0][0]
 
 

@@ -175,7 +175,16 @@ def test_momentum_of_a_fused_base_may_begin_later_for_some_parameters():
     step(theirs, plain, 1), step(theirs, plain, 2)
     assert __file__ in {w.filename for w in told if "fused kernel" in str(w.message)}
     for one, other in zip(fused, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # a few roundings
+
+
+@pytest.mark.filterwarnings("error:.*fused.*")
+def test_momentum_that_has_ended_is_no_reason_to_leave_the_fused_kernel():
+    parameters = [leaf("contiguous", torch.float32) for _ in range(2)]
+    optimizer = VarianceReduced(SGD(parameters, lr=0.1, momentum=0.9, fused=True))
+    step(optimizer, parameters[:1], 0)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    step(optimizer, parameters, 1)
 
 
 @pytest.mark.filterwarnings("error:.*fused.*")

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import re
 
 import pytest
 import yaml
@@ -101,6 +102,7 @@ def a_log_with_another_value(tmp_path_factory, rows, path):
     run = run_with(tmp_path_factory.mktemp("fuzz") / "run", ())
     write_log(run, rows)
     history, said = or_said(lambda: read_all(run))
+    assert Followed(run).ended()
     if history is None:
         assert str(run.metrics) in said
         assert f"line {path[0] + 1}" in said or f"line {path[0] + 2}" in said
@@ -233,6 +235,21 @@ def test_settings_that_the_recipe_lacks_or_has_of_another_type_name_their_file(b
         assert (2, 1) == (status, error.count("\n"))
         assert f"{place / 'config.yaml'}: " in error
         assert said in error
+
+
+def test_a_training_that_goes_on_over_a_damaged_row_ends_with_one_line(bigbatch, tmp_path):
+    place = tmp_path / "run"
+    short = ("--seed=0", "--epochs=1", "--set=samples=64", "--quiet")
+    assert 0 == bigbatch("train", "digits", *short, "--out", place)[0]
+    log, config = place / "metrics.jsonl", place / "config.yaml"
+    number = re.search(r'"loss": ([^,]+),', log.read_text())[1]
+    text = f'"{number[2:]}"'  # as long, since the checkpoint knows how much is whole
+    log.write_text(log.read_text().replace(number, text, 1))
+    config.write_text(config.read_text().replace("epochs: 1\n", "epochs: 2\n"))
+    status, _, error = bigbatch("train", "--resume", place, "--quiet")
+    assert 2 == status
+    assert f"bigbatch: {log}, line 1: loss is " in error
+    assert "Traceback" not in error
 
 
 @pytest.fixture(scope="module")

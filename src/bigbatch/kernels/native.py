@@ -15,7 +15,6 @@ from torch.nn import Parameter
 _ELEMENTS_A_THREAD = 1 << 16  # fewer are not worth one
 _SUMS, _SEEN = 2, 5  # as in kernels.c
 _REAL = ctypes.c_double
-_FLOAT = torch.float32
 
 Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of one length
 
@@ -78,7 +77,7 @@ def fits(first: Tensor, *others: Tensor | None) -> bool:
             given.append(t)
     for t in given:  # without a call: over many small layers, looking is what costs
         plain = (type(t) is Tensor or type(t) is Parameter) and t.is_cpu and not t.is_neg()
-        if not plain or t.dtype is not _FLOAT:
+        if not plain or t.dtype is not torch.float32:
             return False
         contiguous = contiguous and t.is_contiguous()
     if contiguous:

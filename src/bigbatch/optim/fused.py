@@ -85,7 +85,7 @@ def _misread(base: Optimizer, group: dict[str, Any]) -> str:
         arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
         if not _lie_alike(p, [p.grad, *arrays]):
             return "mixes up elements on a CPU that lie otherwise in a gradient or in the state"
-    if len(begun) > 1:
+    if len(begun) > 1 and group.get("momentum"):
         return "takes no momentum that has begun for some parameters only"
     return ""
 

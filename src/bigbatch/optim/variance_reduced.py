@@ -82,7 +82,7 @@ class VarianceReduced(Optimizer):
         [-1.0, -2.0]
     """
 
-    _chooses_fused = False  # for the groups that do not
+    _chooses_fused = False  # of itself, for groups that say nothing
 
     @checked
     def __init__(

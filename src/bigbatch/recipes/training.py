@@ -27,10 +27,9 @@ from bigbatch.recipes.scores import device_of, moved, sound_scores
 from bigbatch.recipes.settings import Settings
 from bigbatch.recipes.trainable import CAST, require_trainable
 from bigbatch.record import StepRecord
-from bigbatch.report.divergence import divergence_of
 from bigbatch.report.events import Events
 from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import Scores, row_of
+from bigbatch.report.metrics import Scores, history_of, row_of
 from bigbatch.report.page import write_report
 from bigbatch.report.run_directory import RunDirectory
 
@@ -59,7 +58,7 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
 def _end(run: RunDirectory, *, trained: bool) -> None:
     """Says that the training diverged, and writes the report where there is none of all of it."""
     report = run.path / "report.html"
-    if trained and (reason := divergence_of(run.rows())):
+    if trained and (reason := history_of(run).divergence):
         warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
     if trained or not report.exists():
         write_report([run], report, run.name)

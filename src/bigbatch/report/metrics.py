@@ -120,6 +120,11 @@ class History:
         lost = sum(row["batch_size"] for row in self.rows if row["skipped"])
         return float((self.rows[-1]["samples"] - lost) / self.steps)
 
+    @property
+    def divergence(self) -> str:
+        """How it diverged, in words; "" where it did not."""
+        return divergence_of(self.rows)
+
     def scored(self) -> list[Row]:
         """The steps after which scores were measured."""
         return [row for row in self.rows if row["scores"] is not None]
@@ -219,7 +224,7 @@ def _row(
         return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
     name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
     runs = begun
-    diverged = sum(bool(divergence_of(run.rows)) for run in runs)
+    diverged = sum(bool(run.divergence) for run in runs)
     name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
     last = [run.rows[-1] for run in runs]
     return (

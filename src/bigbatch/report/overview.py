@@ -1,7 +1,7 @@
 """What a sweep shows while it runs: a line a running training in a terminal, else a line an end."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rich.live import Live
@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import RunError
-from bigbatch.report.divergence import divergence_of
 from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import Scores
+from bigbatch.report.metrics import Scores, history_of
 from bigbatch.report.run_directory import Row, RunDirectory, parse_row
 from bigbatch.report.schema import require_step
 
@@ -67,7 +66,9 @@ class Followed:
 
     def ended(self) -> str:
         """How it ended, and with which scores."""
-        how = "diverged" if divergence_of(self._run.rows()) else "finished"
+        how = "finished"
+        with suppress(RunError):  # a damaged log stops no sweep: who reads it next says so
+            how = "diverged" if history_of(self._run).divergence else how
         return how + self.scored()
 
     def _read_on(self) -> None:

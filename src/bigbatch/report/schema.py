@@ -28,7 +28,7 @@ _Plain = Number | str | bool
 _Seconds = Annotated[float, In("[0, 1e12]")]
 
 STEP = {  # a line of metrics.jsonl, for what is read of it
-    "schema": Kind(Literal[2]),
+    "schema": Kind(Annotated[int, In(f"[{SCHEMA}, {SCHEMA}]")]),
     "step": Kind(_Count),
     "epoch": Kind(_Whole),
     "samples": Kind(_Count),
@@ -67,6 +67,7 @@ SWEEP = {
     "higher_is_better": Kind(bool),
     "points": Kind(Annotated[dict[str, dict[str, _Plain]], _Some()]),
 }
+_IN_A_STEP = STEP | STEP_TOO
 _PLAIN = Kind(_Plain)
 
 
@@ -100,7 +101,7 @@ def require_step(place: str, row: Any, before: Mapping[str, Any] | None) -> None
     if schema not in STEP["schema"]:
         raise RunError(f"{place} is no step of schema {SCHEMA}, but of {shortened(schema)}")
     require_names(place, row, STEP)
-    require_kinds(place, row, {**STEP, **STEP_TOO})
+    require_kinds(place, row, _IN_A_STEP)
     if row["micro_batches"] > row["batch_size"]:
         raise RunError(
             f"{place}: micro_batches is {row['micro_batches']}, and must be at most the batch_size "

@@ -13,7 +13,6 @@ from typing import Any
 
 from bigbatch.errors import RunError
 from bigbatch.report.config import read_sweep, read_trainings
-from bigbatch.report.divergence import divergence_of
 from bigbatch.report.metrics import History, Table, finite, history_of
 from bigbatch.report.run_directory import RunDirectory
 from bigbatch.report.summary import Summary
@@ -258,7 +257,7 @@ def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
         history.steps,
         history.skipped,
         history.rows[-1]["seconds"],
-        bool(divergence_of(history.rows)),
+        bool(history.divergence),
     )
 
 
