@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 
 # what DeepSpeed compiles on first use: a minute; where there is no compiler its tests are skipped
 $(COMPILED): $(READY)
-	-PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/compiled.py
+	-PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/helpers/compiled.py
 	@touch $@
 
 run: $(READY)  ## train the digits study and write its report
@@ -50,7 +50,7 @@ $(OUTSIDE_READY): pyproject.toml constraints.txt tests/outside/requirements.txt 
 	$(PYTHON) -m venv .venv-outside
 	$(OUTSIDE)/python $(PIP) -r tests/outside/requirements.txt -e '.[dev]'
 	$(OUTSIDE)/python $(PIP) --no-deps timm
-	-PATH=$(abspath $(OUTSIDE)):$$PATH $(OUTSIDE)/python tests/compiled.py
+	-PATH=$(abspath $(OUTSIDE)):$$PATH $(OUTSIDE)/python tests/helpers/compiled.py
 	@touch $@
 
 test-outside: $(OUTSIDE_READY)  ## scripts and optimizers of others, chaos, fuzz; in .venv-outside

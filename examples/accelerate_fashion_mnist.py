@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
-from bigbatch.connect.accelerate import adaptive_batch
+from bigbatch.integrations.accelerate import adaptive_batch
 
 
 def read(folder: Path, samples: int) -> TensorDataset:

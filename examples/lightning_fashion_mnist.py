@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
-from bigbatch.connect.lightning import AdaptiveBatchCallback
+from bigbatch.integrations.lightning import AdaptiveBatchCallback
 
 
 def read(folder: str, part: str) -> TensorDataset:

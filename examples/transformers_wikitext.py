@@ -16,7 +16,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import bigbatch as bb
-from bigbatch.connect.transformers import AdaptiveTrainer
+from bigbatch.integrations.transformers import AdaptiveTrainer
 
 LENGTH = 64  # characters of a sample
 

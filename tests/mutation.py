@@ -247,7 +247,7 @@ def record(arguments) -> None:
     """`map`: one run of the tests."""
     shutil.rmtree(KEPT, ignore_errors=True)
     KEPT.mkdir()
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests/helpers")])
     command = [sys.executable, "-m", "pytest", "-p", "mutation", "-n", "2", "--dist", "worksteal"]
     marks = [] if arguments.everything else ["-m", "not release"]
     variables = {"MUTATION_MAP": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -315,7 +315,7 @@ def _run(folder: Path, tests: list[str]) -> None:
     log = os.open(KEPT / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    paths = [str(folder), str(ROOT / "tests")]
+    paths = [str(folder), str(ROOT / "tests"), str(ROOT / "tests/helpers")]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.chdir(ROOT)

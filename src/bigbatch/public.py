@@ -1,12 +1,12 @@
 """The names that users of `import bigbatch` have."""
 
-from bigbatch.act.batches import Batches
-from bigbatch.act.ledger import SampleLedger
-from bigbatch.act.memory import largest_micro_batch
-from bigbatch.checkpoint import RankStates
-from bigbatch.decide.controller import Controller
-from bigbatch.decide.plan import BatchPlan
-from bigbatch.decide.policy import (
+from bigbatch.data.batches import Batches
+from bigbatch.data.sampler import SampleLedger
+from bigbatch.errors import BigbatchError
+from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.plan import BatchPlan
+from bigbatch.policies.policy import (
     Advise,
     Decision,
     Fixed,
@@ -16,14 +16,14 @@ from bigbatch.decide.policy import (
     Progress,
     SimiGrad,
 )
-from bigbatch.decide.schedule import Schedule
-from bigbatch.errors import BigbatchError
-from bigbatch.loop import AdaptiveBatch
-from bigbatch.measure.meter import GradientMeter
-from bigbatch.measure.noise import GradientNoise
-from bigbatch.measure.smoothing import NoiseAverage
-from bigbatch.record import StepRecord
-from bigbatch.step import Step
+from bigbatch.statistics.averages import NoiseAverage
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.distributed_state import RankStates
+from bigbatch.training.find_micro_batch import largest_micro_batch
+from bigbatch.training.step import Step
+from bigbatch.training.step_record import StepRecord
 
 __all__ = [
     "AdaptiveBatch",

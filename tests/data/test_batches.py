@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import bigbatch as bb
 from bigbatch import Batches, BatchPlan
-from bigbatch.act.randomness import random_state, restore_random_state
+from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError, SettingError, StateError
 from properties import property_test
 

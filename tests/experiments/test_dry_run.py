@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.bench import scaling
-from bigbatch.cli.dry_run import in_bytes
+from bigbatch.cli.dry_run_tables import in_bytes
 from bigbatch.errors import SettingError
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.dry_run import dry_run, sent, sources
-from bigbatch.recipes.optimizers import OPTIMIZERS
-from bigbatch.recipes.recipe import Sweep
-from bigbatch.recipes.study import start_study
-from bigbatch.recipes.sweep import points_of
-from bigbatch.recipes.training import Training
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.build_optimizer import OPTIMIZERS
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.dry_run import dry_run, sent, sources
+from bigbatch.experiments.recipe import Sweep
+from bigbatch.experiments.study import start_study
+from bigbatch.experiments.sweep import points_of
+from bigbatch.experiments.train_run import Training
 
 ARMS = [
     pytest.param(

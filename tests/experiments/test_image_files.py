@@ -12,10 +12,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.data.columns import as_it_is
-from bigbatch.recipes.data.crops import middle_of, part_of
-from bigbatch.recipes.data.image_files import ImageFiles
-from bigbatch.recipes.data.image_splits import splits_of
+from bigbatch.experiments.datasets.crops import middle_of, part_of
+from bigbatch.experiments.datasets.image_files import ImageFiles
+from bigbatch.experiments.datasets.image_splits import splits_of
+from bigbatch.experiments.datasets.in_memory import as_it_is
 from real_data import FOLDER, needs
 
 WHOLE = partial(middle_of, resize=8, size=8)

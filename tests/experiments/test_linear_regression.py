@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from bigbatch.optim import VRSGD
-from bigbatch.recipes.linear_regression import claims
-from bigbatch.recipes.linear_regression.experiment import (
+from bigbatch.experiments.linear_regression import claims
+from bigbatch.experiments.linear_regression.arms import Spread, first_below, study
+from bigbatch.experiments.linear_regression.experiment import (
     BATCH,
     GROUPS,
     TRUTH,
@@ -18,10 +18,10 @@ from bigbatch.recipes.linear_regression.experiment import (
     train,
     widened,
 )
-from bigbatch.recipes.linear_regression.laws import LAWS
-from bigbatch.recipes.linear_regression.report import write
-from bigbatch.recipes.linear_regression.study import Spread, first_below, study
-from bigbatch.recipes.linear_regression.tables import details_of, tables_of
+from bigbatch.experiments.linear_regression.input_distributions import LAWS
+from bigbatch.experiments.linear_regression.report import write
+from bigbatch.experiments.linear_regression.tables import details_of, tables_of
+from bigbatch.optim import VRSGD
 
 by_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 

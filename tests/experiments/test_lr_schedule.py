@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes.lr_schedule import LRSchedule
+from bigbatch.experiments.lr_schedule import LRSchedule
 
 EPOCHS, SAMPLES = 10, 1000
 

@@ -3,8 +3,8 @@
 import pytest
 
 from bigbatch import Fixed, GradientNoise, NoiseScale, Schedule, SimiGrad
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.optimizers import build_controller
+from bigbatch.experiments.build_optimizer import build_controller
+from bigbatch.experiments.digits import DIGITS
 
 
 def controller(**changes):

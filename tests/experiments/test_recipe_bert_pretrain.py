@@ -14,19 +14,25 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bigbatch.connect.bert import Classifier, Pieces, Pretraining, SpanFinder, train_pieces
-from bigbatch.connect.bert.pieces import SPECIAL
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.bert_pretrain import BERT_PRETRAIN
-from bigbatch.recipes.data.columns import Columns
-from bigbatch.recipes.data.frame import Frame
-from bigbatch.recipes.data.masking import IGNORED, Masking
-from bigbatch.recipes.data.sentences import Book, SentencePairs
-from bigbatch.recipes.data.text import corpus_of
-from bigbatch.recipes.guesses import scores_of
-from bigbatch.recipes.settings import Settings
-from bigbatch.recipes.study import training_at
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.experiments.bert_pretrain import BERT_PRETRAIN
+from bigbatch.experiments.datasets.in_memory import Columns
+from bigbatch.experiments.datasets.masking import IGNORED, Masking
+from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs
+from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.text import corpus_of
+from bigbatch.experiments.models.hf_bert import (
+    Classifier,
+    Pieces,
+    Pretraining,
+    SpanFinder,
+    train_pieces,
+)
+from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
+from bigbatch.experiments.pretraining_loss import scores_of
+from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.study import training_at
+from bigbatch.runs.run_directory import RunDirectory
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.char_lm import CHAR_LM
-from bigbatch.recipes.data.characters import codes_of, first_and_rest, windows_of
-from bigbatch.recipes.data.stdlib_text import stdlib_text
-from bigbatch.recipes.models.char_transformer import CharTransformer
-from bigbatch.recipes.training import Training
+from bigbatch.experiments.char_lm import CHAR_LM
+from bigbatch.experiments.datasets.characters import codes_of, first_and_rest, windows_of
+from bigbatch.experiments.datasets.stdlib_text import stdlib_text
+from bigbatch.experiments.models.char_transformer import CharTransformer
+from bigbatch.experiments.train_run import Training
 from real_data import FOLDER, needs
 
 TINY = {"length": 16, "width": 16, "depth": 1, "heads": 2, "epochs": 1, "samples": 1_500}

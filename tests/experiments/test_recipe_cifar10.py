@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.data import cifar10
-from bigbatch.recipes.data.drawn import drawn
-from bigbatch.recipes.optimizers import build_controller, build_optimizer
-from bigbatch.recipes.sweep import points_of, trainings_of
-from bigbatch.recipes.training import Training
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.build_optimizer import build_controller, build_optimizer
+from bigbatch.experiments.datasets import cifar10
+from bigbatch.experiments.datasets.sample_choice import drawn
+from bigbatch.experiments.sweep import points_of, trainings_of
+from bigbatch.experiments.train_run import Training
 from cifar_files import write_few
 from real_data import needs
 from torchrun import torchrun

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bigbatch.connect.criteo import read_clicks
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.clicks import click_scores
-from bigbatch.recipes.data.click_log import click_log
-from bigbatch.recipes.data.clicks import CLICK, Clicks, packed
-from bigbatch.recipes.data.criteo import CRITEO, in_order, read_criteo, split
-from bigbatch.recipes.dlrm import DLRM_CRITEO
-from bigbatch.recipes.models.dlrm import DLRM
-from bigbatch.recipes.training import Training
+from bigbatch.experiments.ctr_metrics import click_scores
+from bigbatch.experiments.datasets.click_rows import CLICK, Clicks, packed
+from bigbatch.experiments.datasets.criteo import CRITEO, in_order, read_criteo, split
+from bigbatch.experiments.datasets.criteo_tsv import read_clicks
+from bigbatch.experiments.datasets.synthetic_clicks import click_log
+from bigbatch.experiments.dlrm import DLRM_CRITEO
+from bigbatch.experiments.models.dlrm_network import DLRM
+from bigbatch.experiments.train_run import Training
 from real_data import FOLDER, needs
 
 TINY = {"log_rows": 2_000, "table_rows": 50, "bottom": "8-4", "top": "8-1"}

@@ -11,12 +11,12 @@ from rich.console import Console
 from torch import nn
 
 from bigbatch.errors import RunError
-from bigbatch.measure.source import is_of_network, note_waiting
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.training import Training, train_run
-from bigbatch.report.live import LiveView
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.train_run import Training, train_run
+from bigbatch.gradients import is_of_network, note_waiting
+from bigbatch.runs.console import LiveView
+from bigbatch.runs.run_directory import RunDirectory
 
 SETTINGS = DIGITS.settings().changed({"policy": "fixed:64", "epochs": 1, "checkpoint_every": 5})
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"

@@ -9,8 +9,8 @@ import torch
 from sklearn.metrics import f1_score, matthews_corrcoef
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.data.glue import TASKS, read_task
-from bigbatch.recipes.glue import GLUE
+from bigbatch.experiments.datasets.glue_tasks import TASKS, read_task
+from bigbatch.experiments.glue import GLUE
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes.imagenet_resnet50 import IMAGENET_RESNET50 as RECIPE
-from bigbatch.recipes.optimizers import build_controller, build_optimizer
-from bigbatch.recipes.training import Training
+from bigbatch.experiments.build_optimizer import build_controller, build_optimizer
+from bigbatch.experiments.imagenet_resnet50 import IMAGENET_RESNET50 as RECIPE
+from bigbatch.experiments.train_run import Training
 from real_data import FOLDER, needs
 
 TINY = {"classes": 2, "size": 16, "resize": 16, "width": 2, "micro_batch": 8, "epochs": 2}

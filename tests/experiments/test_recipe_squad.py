@@ -8,12 +8,10 @@ import pytest
 import torch
 from torchmetrics.text import SQuAD as Oracle
 
-from bigbatch.connect.bert import Pieces
-from bigbatch.connect.bert.pieces import SPECIAL
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.answers import scores_of
-from bigbatch.recipes.data.frame import Frame
-from bigbatch.recipes.data.squad import (
+from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.squad_features import best_spans, most_context, windows_of
+from bigbatch.experiments.datasets.squad_questions import (
     Question,
     dev_file,
     exact_match,
@@ -21,8 +19,10 @@ from bigbatch.recipes.data.squad import (
     read_questions,
     train_file,
 )
-from bigbatch.recipes.data.windows import best_spans, most_context, windows_of
-from bigbatch.recipes.squad import SQUAD
+from bigbatch.experiments.models.hf_bert import Pieces
+from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
+from bigbatch.experiments.squad import SQUAD
+from bigbatch.experiments.squad_metrics import scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

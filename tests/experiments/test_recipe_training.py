@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.data.columns import Columns
-from bigbatch.recipes.data.drawn import drawn
-from bigbatch.recipes.data.origin import Origin
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.scores import share_right, sound_scores
-from bigbatch.recipes.training import Training
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.datasets.in_memory import Columns
+from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.sample_choice import drawn
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.distributed_eval import share_right, sound_scores
+from bigbatch.experiments.train_run import Training
 
 FIXED = {"policy": "fixed:64", "epochs": 1}
 

@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.dry_run import dry_run
-from bigbatch.recipes.training import Training, train_run
-from bigbatch.report.live import LiveView
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.dry_run import dry_run
+from bigbatch.experiments.train_run import Training, train_run
+from bigbatch.runs.console import LiveView
+from bigbatch.runs.run_directory import RunDirectory
 from deepspeed_training import quiet
 from torchrun import alone, torchrun
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes.models.resnet import (
+from bigbatch.experiments.models.resnet import (
     resnet_of_basic_blocks,
     resnet_of_bottlenecks,
     resnet_of_three_stages,

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.bert_columns import COLUMNS
-from bigbatch.recipes.dry_run import sources
-from bigbatch.recipes.sweep import points_of, sweep_of, trainings_of
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.dry_run import sources
+from bigbatch.experiments.sweep import points_of, sweep_of, trainings_of
+from bigbatch.experiments.vrgd_table1 import COLUMNS
 
 RESNET56, RESNET50 = RECIPES["cifar10-resnet56"], RECIPES["imagenet-resnet50"]
 BERT = RECIPES["bert-pretrain"]

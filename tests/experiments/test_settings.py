@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.optimizers import OPTIMIZERS, build_optimizer
-from bigbatch.recipes.recipe import OURS
-from bigbatch.recipes.settings import Settings
+from bigbatch.experiments.build_optimizer import OPTIMIZERS, build_optimizer
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.recipe import OURS
+from bigbatch.experiments.settings import Settings
 
 DEFAULT = DIGITS.settings()
 

@@ -13,15 +13,15 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.errors import SettingError
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.digits import DIGITS
-from bigbatch.recipes.recipe import Sweep
-from bigbatch.recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch.report.overview import Followed
-from bigbatch.report.page import write_swept
-from bigbatch.report.run_directory import RunDirectory
-from bigbatch.report.sweep import read_swept
-from bigbatch.report.sweep_figure import sweep_figure
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.recipe import Sweep
+from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of, trainings_of
+from bigbatch.runs.html_report import write_swept
+from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.runs.sweep_console import Followed
+from bigbatch.runs.sweep_figure import sweep_figure
+from bigbatch.runs.sweep_results import read_swept
 from log_rows import row
 
 SETTINGS = DIGITS.settings()

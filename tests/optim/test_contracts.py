@@ -1,7 +1,7 @@
 """What every optimizer has to keep: one list of optimizers, and each contract over all of it.
 
 The list is ROWS; a contract is one function. Numbers are in the other files: oracles of VRSGD and
-VRAdam in test_vr_optimizers.py, of LARS and LAMB in test_layerwise.py.
+VRAdam in test_vr_optimizers.py, of LARS and LAMB in test_trust_ratio.py.
 """
 
 import contextlib

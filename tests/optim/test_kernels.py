@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from bigbatch.bench import optimizers
+from bigbatch.bench import optimizer_cost
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
@@ -19,7 +19,7 @@ from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 ROOT = Path(__file__).parents[2]
 TRAINS = """
 import torch
-from bigbatch.bench.optimizers import path
+from bigbatch.bench.optimizer_cost import path
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import LARS, VRLAMB
 torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_kernels_are_asked_for_where_they_are_missing_or_found():
 def test_the_bench_says_the_path_and_has_a_row_for_every_optimizer(bigbatch):
     status, out, _ = bigbatch("bench", "optim", "--rounds", 1, "--over", "1 M in 16")
     assert status == 0
-    rivals = [one.name for team in optimizers.teams() for one in team]
+    rivals = [one.name for team in optimizer_cost.teams() for one in team]
     for name in ("VR-SGD", "VR-Momentum", "VR-Adam", "VR-LARS", "VR-LAMB", *rivals):
         assert f"| {name} " in out, name
     assert "second moment, in a real backward" in out
@@ -98,8 +98,10 @@ def test_the_bench_refuses_a_list_that_it_does_not_have(bigbatch):
 
 
 def test_a_rows_ratios_are_time_times_speed_over_bytes():
-    one = optimizers.Contestant("x", 20, list, times=[2.0, 4.0, 6.0])
-    cost = optimizers.StepCost("list", one, 100, base=[1.0] * 3, in_place=[1e3] * 3, copy=[5e2] * 3)
+    one = optimizer_cost.Contestant("x", 20, list, times=[2.0, 4.0, 6.0])
+    cost = optimizer_cost.StepCost(
+        "list", one, 100, base=[1.0] * 3, in_place=[1e3] * 3, copy=[5e2] * 3
+    )
     assert (
         "list",
         "x",

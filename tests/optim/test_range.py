@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.optim import VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
-from bigbatch.optim.rules import FACTORS
+from bigbatch.optim.functional import FACTORS
 from oracles import vr
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The slow, obvious versions of what `bigbatch.measure` computes, in float64 and two passes."""
+"""The slow, obvious versions of what `bigbatch.statistics` computes, in float64 and two passes."""
 
 from typing import NamedTuple
 

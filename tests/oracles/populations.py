@@ -1,4 +1,4 @@
-"""The slow, obvious versions of `bigbatch.bench.populations`, one sample after the other."""
+"""Slow versions of `bigbatch.bench.synthetic_gradients`, one sample after the other."""
 
 from typing import NamedTuple
 

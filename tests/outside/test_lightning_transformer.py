@@ -23,7 +23,7 @@ RULE = Rule(target=0.5, lowest=LOWEST, highest=64)
 ADAPTIVE = f"""
  import torch
 +import bigbatch as bb
-+from bigbatch.connect.lightning import AdaptiveBatchCallback
++from bigbatch.integrations.lightning import AdaptiveBatchCallback
  from lightning.pytorch.callbacks import ModelCheckpoint
 ...
 -        callbacks=[ModelCheckpoint(args.data / "saved", save_top_k=-1, filename="{{epoch}}")],

@@ -17,7 +17,7 @@ RULE = Rule(target=0.5, lowest=8, highest=48)
 ADAPTIVE = f"""
  import torch
 +import bigbatch as bb
-+from bigbatch.connect.accelerate import adaptive_batch
++from bigbatch.integrations.accelerate import adaptive_batch
  from accelerate import Accelerator
 ...
 +    policy = {RULE}

@@ -23,7 +23,7 @@ RULE = Rule(target=0.5, lowest=LOWEST, highest=48)
 ADAPTIVE = f"""
  from datasets import load_dataset
 +import bigbatch as bb
-+from bigbatch.connect.transformers import AdaptiveTrainer as Trainer
++from bigbatch.integrations.transformers import AdaptiveTrainer as Trainer
 ...
      HfArgumentParser,
 -    Trainer,

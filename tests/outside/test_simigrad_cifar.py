@@ -16,7 +16,7 @@ LOWEST, HIGHEST, TARGET, BATCH = 32, 256, 0.4, 32
 ADAPTIVE = """
 -import deepspeed
  import torch
-+from bigbatch.connect import deepspeed
++from bigbatch.integrations import deepspeed
 ...
 -            optimizer.zero_grad()
 """

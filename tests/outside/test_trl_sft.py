@@ -26,7 +26,7 @@ RULE = Rule(target=0.8, lowest=LOWEST, highest=48)
 ADAPTIVE = f"""
      from trl import SFTTrainer, get_dataset, get_peft_config, get_quantization_config
 +    import bigbatch as bb
-+    from bigbatch.connect.transformers import AdaptiveMixin
++    from bigbatch.integrations.transformers import AdaptiveMixin
 +
 +    class AdaptiveSFTTrainer(AdaptiveMixin, SFTTrainer):
 +        pass

@@ -30,9 +30,9 @@ from bigbatch import (
     Schedule,
     SimiGrad,
 )
-from bigbatch.decide.cutting import Cutting
 from bigbatch.errors import SettingError
-from bigbatch.measure.interval import Interval
+from bigbatch.policies.plan_constraints import Cutting
+from bigbatch.statistics.confidence import Interval
 from properties import property_test
 
 

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,36 +12,31 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, interrupts, kernels < digest, setting_types < measure < decide < act, optim < record
-# < step < update < loop < checkpoint < public, connect, report < recipes < bench < cli
+# errors, interrupts, kernels < digest, optional_packages, setting_types < gradients < statistics
+# < policies < data, optim < training < integrations, runs < experiments < bench < cli
 LEVELS = {
     "errors": 0,
     "interrupts": 0,
     "kernels": 0,
     "digest": 1,
+    "optional_packages": 1,
     "setting_types": 1,
-    "measure": 2,
-    "decide": 3,
-    "act": 4,
-    "optim": 4,
-    "record": 5,
-    "step": 6,
-    "update": 7,
-    "loop": 8,
-    "checkpoint": 9,
-    "public": 10,
-    "": 10,  # the package itself, as whoever imports bigbatch has it
-    "connect": 10,
-    "report": 10,
-    "recipes": 11,
-    "bench": 12,
-    "cli": 13,
-    "__main__": 14,
+    "gradients": 2,
+    "statistics": 3,
+    "policies": 4,
+    "data": 5,
+    "optim": 5,
+    "training": 6,
+    "public": 7,
+    "": 7,  # the package itself, as whoever imports bigbatch has it
+    "integrations": 7,
+    "runs": 7,
+    "experiments": 8,
+    "bench": 9,
+    "cli": 10,
+    "__main__": 11,
 }
-LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["loop"]} | {
-    "checkpoint",
-    "public",
-}
+LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["training"]} | {"public"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -83,9 +79,9 @@ def test_every_room_has_a_place():
     assert rooms - {"__init__", "__pycache__", "py"} <= set(LEVELS) | {"py.typed"}
 
 
-def test_decide_knows_no_tensor_no_clock_and_no_file():
+def test_policies_know_no_tensor_no_clock_and_no_file():
     forbidden = {"torch", "numpy", "time", "datetime", "os", "pathlib", "io", "random"}
-    for file in (SOURCE / "decide").glob("*.py"):
+    for file in (SOURCE / "policies").glob("*.py"):
         assert not forbidden & {name.split(".")[0] for name in imports_of(file)}, file
 
 
@@ -96,23 +92,31 @@ def test_the_library_needs_torch_and_numpy_alone():
             assert {name.split(".")[0] for name in imports_of(file)} <= allowed, file
 
 
-# which room of connect/ may import what
-OPTIONAL = {
-    "accelerate": {"accelerate"},
-    "bert": {"tokenizers", "transformers"},
-    "criteo": {"pandas"},
-    "deepspeed": {"deepspeed"},
-    "lightning": {"lightning"},
-    "transformers": {"accelerate", "transformers"},
+OPTIONAL = {  # which modules may import what
+    "integrations.accelerate": {"accelerate"},
+    "integrations.deepspeed": {"deepspeed"},
+    "integrations.lightning": {"lightning"},
+    "integrations.transformers": {"accelerate", "transformers"},
+    "experiments.models.hf_bert": {"tokenizers", "transformers"},
+    "experiments.datasets.criteo_tsv": {"pandas"},
 }
 
 
-def test_optional_packages_are_imported_in_connect_alone_each_in_its_rooms():
+def test_optional_packages_are_imported_in_their_modules_alone():
     packages = set().union(*OPTIONAL.values())
     for file in FILES:
-        room = module_of(file).removeprefix("bigbatch.connect.").split(".")[0]
+        module = module_of(file).removeprefix("bigbatch.")
+        allowed = [
+            names for place, names in OPTIONAL.items() if (module + ".").startswith(place + ".")
+        ]
         imported = {name.split(".")[0] for name in imports_of(file)} & packages
-        assert imported <= OPTIONAL.get(room, set()), f"{file} imports {imported}"
+        assert imported <= set().union(*allowed), f"{file} imports {imported}"
+
+
+def test_one_base_name_has_one_meaning():
+    names = Counter(file.stem for file in FILES if file.stem != "__init__")
+    names.update(folder.parent.name for folder in SOURCE.rglob("*/__init__.py"))
+    assert not {name for name, count in names.items() if count > 1}
 
 
 def test_importing_bigbatch_brings_no_package_that_torch_does_not():
@@ -134,7 +138,8 @@ def test_names_are_imported_when_the_first_is_asked_for():
         "assert 'torch' not in sys.modules\n"
         "assert not hasattr(bigbatch, 'nonsense')\n"
         "from bigbatch import *\n"
-        "assert bigbatch.AdaptiveBatch is AdaptiveBatch is bigbatch.loop.AdaptiveBatch\n"
+        "from bigbatch.training import adaptive_batch\n"
+        "assert bigbatch.AdaptiveBatch is AdaptiveBatch is adaptive_batch.AdaptiveBatch\n"
         "assert {*bigbatch.__all__, 'optim', 'errors'} <= set(dir(bigbatch))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,18 +12,18 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bigbatch.decide.policy import Fixed
 from bigbatch.errors import RunError
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.study import settings_in
-from bigbatch.recipes.sweep import points_of, start_sweep, sweep_of
-from bigbatch.report.config import read_sweep, read_trainings
-from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import history_of, seeds_of, table_of
-from bigbatch.report.overview import Followed
-from bigbatch.report.replay import replay, table_of_replay
-from bigbatch.report.run_directory import RunDirectory
-from bigbatch.report.sweep import as_csv, as_json, read_swept
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.study import settings_in
+from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
+from bigbatch.policies.policy import Fixed
+from bigbatch.runs.console import LiveView
+from bigbatch.runs.metrics import history_of, seeds_of, table_of
+from bigbatch.runs.replay import replay, table_of_replay
+from bigbatch.runs.run_config import read_sweep, read_trainings
+from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.runs.sweep_console import Followed
+from bigbatch.runs.sweep_results import as_csv, as_json, read_swept
 from log_rows import row
 from properties import property_test
 

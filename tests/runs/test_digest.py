@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import bigbatch as bb
 from bigbatch.digest import digests_of, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
-from bigbatch.recipes.begin import begin_from
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.experiments.init_from_run import begin_from
+from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
 from numbered_samples import build
 from properties import property_test
@@ -149,7 +149,7 @@ def test_a_damaged_state_of_all_ranks_is_refused():
 
 
 def test_a_damaged_state_in_a_checkpoint_of_transformers_is_refused(tmp_path):
-    state = pytest.importorskip("bigbatch.connect.transformers.state")
+    state = pytest.importorskip("bigbatch.integrations.transformers.checkpoint")
     state.save(tmp_path, 0, 3, {"counts": [1, 2]})
     assert (3, {"counts": [1, 2]}) == state.load(tmp_path, 0)
     flip_one_bit(tmp_path / "adaptive_batch_0.pt")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch.report.divergence import divergence_of
+from bigbatch.runs.divergence import divergence_of
 
 START = 2.3  # of ten classes
 

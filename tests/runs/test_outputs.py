@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from bigbatch.errors import RunError
-from bigbatch.report.figures import save_picture
-from bigbatch.report.files import made_whole, require_ours
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.runs.atomic_files import made_whole, require_ours
+from bigbatch.runs.curves import save_picture
+from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
 
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}

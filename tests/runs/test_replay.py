@@ -3,11 +3,11 @@
 import pytest
 
 from bigbatch import Controller, Fixed, GradientNoise, NormTest, Schedule, SimiGrad
-from bigbatch.decide.named import policy_named
 from bigbatch.errors import RunError, SettingError
-from bigbatch.report.metrics import history_of
-from bigbatch.report.replay import StepTime, Trace, replay
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.policies.parse import policy_named
+from bigbatch.runs.metrics import history_of
+from bigbatch.runs.replay import StepTime, Trace, replay
+from bigbatch.runs.run_directory import RunDirectory
 
 
 def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0.001 * B, epoch=0):

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from bigbatch.errors import RunError
-from bigbatch.report.layers import heat_maps
-from bigbatch.report.live import LiveView
-from bigbatch.report.metrics import Table, history_of, seeds_of, table_of
-from bigbatch.report.page import write_report
-from bigbatch.report.run_directory import RunDirectory
-from bigbatch.report.summary import Summary
+from bigbatch.runs.console import LiveView
+from bigbatch.runs.gsnr_heatmap import heat_maps
+from bigbatch.runs.html_report import write_report
+from bigbatch.runs.metrics import Table, history_of, seeds_of, table_of
+from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.runs.seed_summary import Summary
 from log_rows import row
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")

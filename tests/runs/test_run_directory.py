@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError
-from bigbatch.recipes import RECIPES
-from bigbatch.recipes.study import start_study
-from bigbatch.report.events import Events
-from bigbatch.report.files import made_whole, release, reserve, write_atomically
-from bigbatch.report.run_directory import RunDirectory, find_runs
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.study import start_study
+from bigbatch.runs.atomic_files import made_whole, release, reserve, write_atomically
+from bigbatch.runs.run_directory import RunDirectory, find_runs
+from bigbatch.runs.tensorboard import Events
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
 def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
     hold = (
         "import sys; from pathlib import Path\n"
-        "from bigbatch.report.run_directory import RunDirectory\n"
+        "from bigbatch.runs.run_directory import RunDirectory\n"
         "with RunDirectory.open(Path(sys.argv[1])).locked():\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.report.events import Events
-from bigbatch.report.run_directory import RunDirectory
+from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.runs.tensorboard import Events
 from numbered_samples import Shard, build, network, run, steps_of
 
 # disks and logs

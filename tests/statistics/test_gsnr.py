@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from bigbatch.errors import GradientError
-from bigbatch.measure.moments import GradientMoments
-from bigbatch.measure.source import PlainSource
-from bigbatch.optim.rules import gsnr
+from bigbatch.gradients import PlainSource
+from bigbatch.optim.functional import gsnr
+from bigbatch.statistics.second_moment import GradientMoments
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import bigbatch as bb
-from bigbatch.act.loss_check import LossCheck
 from bigbatch.errors import LoopError
+from bigbatch.training.loss_check import LossCheck
 
 torch.set_num_threads(1)
 SEED = 2

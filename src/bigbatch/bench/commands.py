@@ -14,19 +14,19 @@ from rich.table import Table
 
 from bigbatch.bench import (
     coverage,
-    engines,
-    halves,
-    kinds,
-    loop,
-    measure,
-    optimizers,
+    engine_cost,
+    loop_cost,
+    meter_cost,
+    optimizer_cost,
     scaling,
-    trainers,
-    twins,
+    similarity_accuracy,
+    step_kinds,
+    trainer_cost,
+    vr_vs_base,
 )
 from bigbatch.bench.timing import COLUMNS
-from bigbatch.report.figures import PICTURES, require_writable
-from bigbatch.report.live import plain_console
+from bigbatch.runs.console import plain_console
+from bigbatch.runs.curves import PICTURES, require_writable
 
 bench = typer.Typer(
     help="Measure what things cost on this machine, as ratios.",
@@ -68,35 +68,43 @@ def measure_(
     if device != "cpu" and not torch.cuda.is_available():
         raise typer.BadParameter(f"torch sees no GPU here, so --device {device} cannot be timed")
     title = f"a step with / without; median of {rounds} interleaved rounds"
-    _show(title, COLUMNS, measure.costs(rounds, device), total=4 * len(measure.SHAPES))
-    _show("memory and bytes sent", measure.RESOURCES, measure.resources(), total=len(measure.KINDS))
+    _show(title, COLUMNS, meter_cost.costs(rounds, device), total=4 * len(meter_cost.SHAPES))
+    _show(
+        "memory and bytes sent",
+        meter_cost.RESOURCES,
+        meter_cost.resources(),
+        total=len(meter_cost.KINDS),
+    )
 
 
 @bench.command("optim")
 def optim(
     rounds: Rounds = 7,
     over: Annotated[
-        list[str] | None, typer.Option(help=f"Parameter lists: {', '.join(optimizers.LISTS)}.")
+        list[str] | None, typer.Option(help=f"Parameter lists: {', '.join(optimizer_cost.LISTS)}.")
     ] = None,
 ) -> None:
     """What optimizer steps cost, over the bytes that must move, memory's speed and their base."""
     for name in over or ():
-        if name not in optimizers.LISTS:
-            raise typer.BadParameter(f"--over {name!r}: one of {', '.join(optimizers.LISTS)}")
-    title = f"{optimizers.path()}; median [least, most] of {rounds} interleaved rounds"
-    lists = over or list(optimizers.LISTS)
-    rows = (row for name in lists for row in optimizers.step_costs(name, rounds))
-    total = len(lists) * sum(len(team) for team in optimizers.teams())
-    _show(title, optimizers.COLUMNS, rows, total=total)
-    _show(title, optimizers.MOMENT_COLUMNS, optimizers.moment_costs(rounds), total=3)
-    _show("median of 3 rounds", COLUMNS, [optimizers.import_cost(rounds=3)])
+        if name not in optimizer_cost.LISTS:
+            raise typer.BadParameter(f"--over {name!r}: one of {', '.join(optimizer_cost.LISTS)}")
+    title = f"{optimizer_cost.path()}; median [least, most] of {rounds} interleaved rounds"
+    lists = over or list(optimizer_cost.LISTS)
+    rows = (row for name in lists for row in optimizer_cost.step_costs(name, rounds))
+    total = len(lists) * sum(len(team) for team in optimizer_cost.teams())
+    _show(title, optimizer_cost.COLUMNS, rows, total=total)
+    _show(title, optimizer_cost.MOMENT_COLUMNS, optimizer_cost.moment_costs(rounds), total=3)
+    _show("median of 3 rounds", COLUMNS, [optimizer_cost.import_cost(rounds=3)])
 
 
 @bench.command("loop")
 def loop_(rounds: Rounds = 15) -> None:
     """What the adaptive loop costs over a plain one, in Python, in copies, in waiting samples."""
     _show(
-        f"median of {rounds} interleaved rounds", loop.COLUMNS, loop.costs(rounds), total=loop.ROWS
+        f"median of {rounds} interleaved rounds",
+        loop_cost.COLUMNS,
+        loop_cost.costs(rounds),
+        total=loop_cost.ROWS,
     )
 
 
@@ -108,20 +116,20 @@ def engines_(
     ] = None,
 ) -> None:
     """What ranks send under DDP, FSDP2 and DeepSpeed, counted and by formula, and its cost."""
-    counts = ranks or engines.RANKS
-    total = sum(len(kinds.kinds(engine, n)) for n in counts for engine in kinds.ENGINES)
+    counts = ranks or engine_cost.RANKS
+    total = sum(len(step_kinds.kinds(engine, n)) for n in counts for engine in step_kinds.ENGINES)
     title = f"gloo, ranks share {os.cpu_count()} cores; median [least, most] of {rounds} rounds"
-    _show(title, engines.COLUMNS, engines.costs(rounds, counts), total=total)
+    _show(title, engine_cost.COLUMNS, engine_cost.costs(rounds, counts), total=total)
     _show(scaling.TITLE, scaling.COLUMNS, scaling.run(), total=scaling.ROWS)
     title = f"one process; median [least, most] of {rounds} rounds"
-    _show(title, trainers.COLUMNS, trainers.costs(rounds), total=trainers.ROWS)
+    _show(title, trainer_cost.COLUMNS, trainer_cost.costs(rounds), total=trainer_cost.ROWS)
 
 
 @bench.command("twins")
 def twins_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
     """Variance-reduced optimizers and their bases on the digits, each at its best rate."""
     title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
-    _show(title, twins.COLUMNS, twins.run(seeds), total=3 * len(twins.GRIDS) + 1)
+    _show(title, vr_vs_base.COLUMNS, vr_vs_base.run(seeds), total=3 * len(vr_vs_base.GRIDS) + 1)
 
 
 @bench.command("coverage")
@@ -133,7 +141,7 @@ def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = Non
 
 @bench.command("halves")
 def halves_(
-    trials: Trials = halves.TRIALS,
+    trials: Trials = similarity_accuracy.TRIALS,
     seed: Seed = 0,
     data: Data = None,
     out: Annotated[
@@ -144,9 +152,11 @@ def halves_(
     """Our similarity and SimiGrad's own cosine of the same steps, against the truth."""
     if out is not None:
         require_writable(out, PICTURES)
-    rows = _show("two estimates", halves.COLUMNS, halves.run(seed, trials, data))
+    rows = _show(
+        "two estimates", similarity_accuracy.COLUMNS, similarity_accuracy.run(seed, trials, data)
+    )
     if out is not None:
-        halves.figure(rows, out)
+        similarity_accuracy.figure(rows, out)
 
 
 def _show(

@@ -9,16 +9,16 @@ from statistics import fmean, median
 
 import torch
 
-from bigbatch.bench.populations import (
+from bigbatch.bench.synthetic_gradients import (
     SIMILARITIES,
     Population,
     backwards,
     measured,
     populations,
 )
-from bigbatch.measure.meter import GradientMeter
-from bigbatch.measure.noise import GradientNoise
-from bigbatch.measure.smoothing import NoiseAverage
+from bigbatch.statistics.averages import NoiseAverage
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientNoise
 
 TRIALS = 200
 LEVELS = (0.5, 0.68, 0.8, 0.9, 0.95, 0.99)  # nominal

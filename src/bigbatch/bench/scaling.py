@@ -1,4 +1,4 @@
-"""What ranks send and keep, by formula; tests/bench/test_bench_engines.py holds it to counts."""
+"""What ranks send and keep, by formula; tests/bench/test_engine_cost.py holds it to counts."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from bigbatch.bench.sent import moved
-from bigbatch.measure.health import Health
-from bigbatch.measure.moments import join
-from bigbatch.measure.totals import FIELDS, Totals, unpack
-from bigbatch.optim.shards import PIECE
+from bigbatch.bench.comm_bytes import moved
+from bigbatch.optim.bucket_shards import PIECE
+from bigbatch.statistics.sanity_checks import Health
+from bigbatch.statistics.second_moment import join
+from bigbatch.statistics.step_totals import FIELDS, Totals, unpack
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2

@@ -17,6 +17,6 @@ def main() -> None:
         if sys.argv[1:2] in _LISTED:
             show()
             return
-        from bigbatch.cli.run import run  # and torch with it
+        from bigbatch.cli.exit_status import run  # and torch with it
 
         run(app)

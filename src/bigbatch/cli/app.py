@@ -13,11 +13,11 @@ from typer.main import get_command
 
 _COMMANDS = {  # where each is, and the first line of its help
     "train": (
-        "bigbatch.cli.train",
+        "bigbatch.cli.train_command",
         "Trains a recipe: its whole study, or one training where a setting is given.",
     ),
     "sweep": (
-        "bigbatch.cli.sweep",
+        "bigbatch.cli.sweep_command",
         "Trains a recipe at every point of a grid, several trainings at a time.",
     ),
     "compare": ("bigbatch.cli.reports", "Shows runs and studies in one table."),
@@ -27,7 +27,7 @@ _COMMANDS = {  # where each is, and the first line of its help
         "Shows what other policies would have chosen on a finished run's log, and at what cost.",
     ),
     "recipes": (
-        "bigbatch.cli.recipes",
+        "bigbatch.cli.recipe_list",
         "Lists what can be trained; of one, its arms, data and commands.",
     ),
     "bench": ("bigbatch.bench.commands", "Measure what things cost on this machine, as ratios."),

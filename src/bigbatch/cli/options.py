@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bigbatch.decide.named import POLICIES
 from bigbatch.errors import RunError, SettingError
-from bigbatch.recipes import recipe_named
-from bigbatch.recipes.ranks import leads
-from bigbatch.recipes.recipe import Recipe
-from bigbatch.recipes.settings import Settings
+from bigbatch.experiments import recipe_named
+from bigbatch.experiments.process_group import leads
+from bigbatch.experiments.recipe import Recipe
+from bigbatch.experiments.settings import Settings
+from bigbatch.policies.parse import POLICIES
 
 POLICY = f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}."
 SMOOTHING = "Samples to average noise over."

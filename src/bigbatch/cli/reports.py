@@ -6,16 +6,16 @@ from typing import Annotated
 import typer
 
 from bigbatch.cli.options import DEAD_BAND, POLICY, SMOOTHING, WARM_UP, given
-from bigbatch.decide.named import policy_named
 from bigbatch.errors import SettingError
-from bigbatch.report.figures import PICTURES, require_writable
-from bigbatch.report.live import LiveView, plain_console
-from bigbatch.report.metrics import history_of, seeds_of, table_of
-from bigbatch.report.page import write_report
-from bigbatch.report.replay import replay as replayed
-from bigbatch.report.replay import save_figure, table_of_replay, time_in_words
-from bigbatch.report.run_directory import find_runs
-from bigbatch.report.sweep import read_swept
+from bigbatch.policies.parse import policy_named
+from bigbatch.runs.console import LiveView, plain_console
+from bigbatch.runs.curves import PICTURES, require_writable
+from bigbatch.runs.html_report import write_report
+from bigbatch.runs.metrics import history_of, seeds_of, table_of
+from bigbatch.runs.replay import replay as replayed
+from bigbatch.runs.replay import save_figure, table_of_replay, time_in_words
+from bigbatch.runs.run_directory import find_runs
+from bigbatch.runs.sweep_results import read_swept
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
 

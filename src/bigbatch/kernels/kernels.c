@@ -1,7 +1,7 @@
 /* Passes over float arrays that torch would make in several, so that memory is read once.
  *
- * Plain C11, loaded by native.py; the reference are the pure functions of optim/rules.py and the
- * torch operations of measure/moments.py. A list of layers is one call, shared by threads that live
+ * Plain C11, loaded by native.py; the reference are the pure functions of optim/functional.py and the
+ * torch operations of statistics/second_moment.py. A list of layers is one call, shared by threads that live
  * as long as it. Sums are kept in double: the number of threads changes their last
  * bits only.
  */

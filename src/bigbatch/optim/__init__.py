@@ -2,7 +2,7 @@
 
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
-from bigbatch.optim.named import VRLAMB, VRLARS, VRSGD, VRAdam
 from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.vr_optimizers import VRLAMB, VRLARS, VRSGD, VRAdam
 
 __all__ = ["LAMB", "LARS", "VRLAMB", "VRLARS", "VRSGD", "VRAdam", "VarianceReduced"]

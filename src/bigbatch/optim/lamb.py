@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.gradients.dtypes import full
 from bigbatch.kernels import native
-from bigbatch.measure.devices import full
-from bigbatch.optim import rules
-from bigbatch.optim.layerwise import Layerwise, Parameters, Part
-from bigbatch.optim.options import Betas, Rate
-from bigbatch.optim.passes import Passes
+from bigbatch.optim import functional
+from bigbatch.optim.gsnr_options import Betas, Rate
+from bigbatch.optim.trust_ratio import Layerwise, Parameters, Part
+from bigbatch.optim.two_pass import Passes
 from bigbatch.setting_types import NotNegative, Positive, checked
 
 
@@ -82,15 +82,15 @@ class LAMB(Layerwise):
 
         def moments(i: int) -> Tensor:
             theta, gradient, m, v = layers[i]
-            rules.lamb_moments(sign * gradient, m, v, beta1, beta2)
-            u = rules.lamb_direction(theta, m, v, correct[i], eps, decay)
-            return torch.stack([rules.squares(theta), rules.squares(u)])
+            functional.lamb_moments(sign * gradient, m, v, beta1, beta2)
+            u = functional.lamb_direction(theta, m, v, correct[i], eps, decay)
+            return torch.stack([functional.squares(theta), functional.squares(u)])
 
         def step(i: int, sums: Tensor) -> None:
             theta, _, m, v = layers[i]
             weight, norm = sums.sqrt()
-            rate = rules.lamb_rate(weight, norm) if adapts else 1.0
-            u = rules.lamb_direction(theta, m, v, correct[i], eps, decay)
+            rate = functional.lamb_rate(weight, norm) if adapts else 1.0
+            u = functional.lamb_direction(theta, m, v, correct[i], eps, decay)
             theta.sub_(u * (lr * rate))
 
         return Passes(

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
-from bigbatch.optim import rules
-from bigbatch.optim.layerwise import Layerwise, Parameters, Part
-from bigbatch.optim.options import Rate
-from bigbatch.optim.passes import Passes
+from bigbatch.optim import functional
+from bigbatch.optim.gsnr_options import Rate
+from bigbatch.optim.trust_ratio import Layerwise, Parameters, Part
+from bigbatch.optim.two_pass import Passes
 from bigbatch.setting_types import NotNegative, Positive, Share, checked
 
 
@@ -85,14 +85,16 @@ class LARS(Layerwise):
         def step(i: int, sums: Tensor) -> None:
             theta, gradient, buffer, _ = layers[i]
             weight, norm = sums.sqrt()
-            rate = rules.lars_rate(weight, norm, decay, trust) if adapts else 1.0
-            rules.lars_step(theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov)
+            rate = functional.lars_rate(weight, norm, decay, trust) if adapts else 1.0
+            functional.lars_step(
+                theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov
+            )
 
         return Passes(
             native.Rule.LARS,
             layers,
             own=[(0.0, 0.0)] * len(layers),
             group=[lr, decay, sign, adapts, momentum, trust, nesterov],
-            first=lambda i: torch.stack([rules.squares(x) for x in layers[i][:2]]),
+            first=lambda i: torch.stack([functional.squares(x) for x in layers[i][:2]]),
             second=step,
         )

@@ -11,21 +11,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.measure.moments import GradientMoments
-from bigbatch.measure.source import GradientSource, Subscriber
-from bigbatch.measure.source.ddp import DDPSource
-from bigbatch.optim.attach import Attachment, Groups, require_attachable
-from bigbatch.optim.average import Averages, StateWithAverages
-from bigbatch.optim.bases import require_base
-from bigbatch.optim.diagnostics import Factors
-from bigbatch.optim.doubts import Doubts
-from bigbatch.optim.fold import Folded, How
-from bigbatch.optim.fused import BaseStep
-from bigbatch.optim.local import LocalFold
-from bigbatch.optim.options import Factor, Gamma, RMax, require_kinds, require_valid
-from bigbatch.optim.passes import require_kernels
-from bigbatch.optim.ranks import source_of
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.ddp import DDPSource
+from bigbatch.optim.apply_gsnr import Folded, How
+from bigbatch.optim.base_optimizers import require_base
+from bigbatch.optim.ddp_comm_hook import Attachment, Groups, require_attachable
+from bigbatch.optim.fused_step import BaseStep
+from bigbatch.optim.gsnr_momentum import Averages, StateWithAverages
+from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_kinds, require_valid
+from bigbatch.optim.gsnr_warnings import Doubts
+from bigbatch.optim.layer_gsnr import Factors
+from bigbatch.optim.local_step import LocalFold
+from bigbatch.optim.sharding import source_of
+from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Share, checked, setting
+from bigbatch.statistics.second_moment import GradientMoments
 
 
 class VarianceReduced(Optimizer):

@@ -1,0 +1,105 @@
+"""Variance-reduced optimizers and their bases on the digits, each at its own best learning rate."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.train_run import Training
+
+_SCORE = "test accuracy, %"
+COLUMNS = ("optimizer", "best lr", _SCORE, "training loss", "mean r")
+# learning rates of the base batch, the same grid for a base and its twin
+GRIDS = {
+    "momentum": (0.005, 0.01, 0.02, 0.04, 0.08),
+    "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
+    "lars": (1.0, 2.0, 4.0, 8.0, 16.0),
+    "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
+}
+_BATCH, _MICRO = 512, 64  # so k = 8
+_LAST = 10  # steps that the training loss is averaged over
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One way to train at one learning rate, over the seeds.
+
+    Args:
+        name: of the optimizer and its clip.
+        lr: of the base batch.
+        accuracies, losses, factors: one a seed: test accuracy at the end, training loss of the last
+            steps, mean r over layers and steps (1 without).
+    """
+
+    name: str
+    lr: float
+    accuracies: list[float]
+    losses: list[float]
+    factors: list[float]
+
+    def row(self) -> tuple[str, ...]:
+        """For a table under `COLUMNS`: mean and standard deviation over the seeds."""
+        return (
+            self.name,
+            f"{self.lr:.3g}",
+            f"{mean(self.accuracies):.2f} ± {stdev(self.accuracies):.2f}",
+            f"{mean(self.losses):.4f} ± {stdev(self.losses):.4f}",
+            f"{mean(self.factors):.2f}",
+        )
+
+
+def run(seeds: int) -> Iterator[Outcome]:
+    """Base, twin with r_max = 1, twin with r_max = 1 / gamma, and momentum at the twin's mean rate.
+
+    Each at the learning rate of its grid that has the least training loss, so that no test picture
+    is chosen by; the last has the twin's best rate times its mean r, the control for a twin that
+    only takes shorter steps. The other rules do not see a factor that all weights share.
+    """
+    for base, grid in GRIDS.items():
+        plain = _best(base, 1.0, grid, seeds)
+        twin = _best(f"vr-{base}", 1.0, grid, seeds)
+        yield plain
+        yield twin
+        yield _best(f"vr-{base}", 10.0, grid, seeds)
+        if base == "momentum":
+            control = twin.lr * mean(twin.factors)
+            yield _outcome(base, 1.0, control, seeds, "momentum at lr x mean(r)")
+
+
+def _best(optimizer: str, r_max: float, grid: tuple[float, ...], seeds: int) -> Outcome:
+    clip = f", r_max = {r_max:g}" if optimizer.startswith("vr-") else ""
+    outcomes = [_outcome(optimizer, r_max, lr, seeds, optimizer + clip) for lr in grid]
+    return min(outcomes, key=lambda outcome: mean(outcome.losses))
+
+
+def _outcome(optimizer: str, r_max: float, lr: float, seeds: int, name: str) -> Outcome:
+    ends = [_train(optimizer, r_max, lr, seed) for seed in range(seeds)]
+    return Outcome(name, lr, *(list(column) for column in zip(*ends, strict=True)))
+
+
+def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, float, float]:
+    settings = DIGITS.settings().changed(
+        {
+            "dropout": 0.25,
+            "double": False,
+            "policy": "fixed",
+            "batch_size": _BATCH,
+            "micro_batch": _MICRO,
+            "virtual_ranks": 1,
+            "optimizer": optimizer,
+            "r_max": r_max,
+            "lr": lr,
+            "seed": seed,
+        }
+    )
+    training = Training(DIGITS, settings)
+    losses, factors = [], []
+    for _ in training.train.epochs(settings.epochs):
+        for step in training.train:
+            for batch in step:
+                step.backward(training.loss_of(training.joined, batch))
+            record = step.update()
+            losses.append(record.loss)
+            told = record.factors
+            factors.append(1.0 if told is None else float(told.mean.mean()))
+    return training.scores()[_SCORE], mean(losses[-_LAST:]), mean(factors)

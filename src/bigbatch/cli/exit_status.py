@@ -1,0 +1,65 @@
+"""One command from its start to its exit status: what goes wrong on purpose is one line."""
+
+import signal
+import sys
+import warnings
+from functools import partial
+from typing import Any
+
+import typer
+from typer.exceptions import TyperException
+
+from bigbatch.errors import BigbatchError
+from bigbatch.experiments.process_group import leads
+from bigbatch.experiments.torchrun import Launch, heard_if_leading
+from bigbatch.interrupts import INTERRUPTED, ignore, interrupts_by
+
+
+def run(app: typer.Typer) -> None:
+    """Runs what the command line says, with all ranks that were started for it, and ends."""
+    warnings.showwarning = partial(_one_line_warning, set())
+    launch = Launch()
+    try:
+        try:
+            launch = Launch.join(trains=sys.argv[1:2] == ["train"])
+            with heard_if_leading(), interrupts_by(signal.default_int_handler):
+                status = app(standalone_mode=False, obj=launch) or 0
+        finally:
+            ignore()
+    except (BigbatchError, TyperException, OSError) as error:
+        launch.tell(_line_of(error))
+        status = 2
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except Exception as error:
+        launch.tell_failure(error)
+        status = 1
+    except SystemExit as ending:
+        launch.end(ending.code)
+    if status == INTERRUPTED:  # typer returns it too
+        launch.tell("interrupted")
+    launch.end(status)
+
+
+def _line_of(error: Exception) -> str:
+    if isinstance(error, TyperException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.strerror is None:  # a damaged picture, say
+        return f"{type(error).__name__}: {_said(error)}"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
+    return _said(error)
+
+
+def _said(error: Exception) -> str:
+    """What an error says; raised in a loader's worker, it has torch's traceback around that."""
+    text, name = str(error), type(error).__name__
+    if text.startswith(f"Caught {name} in DataLoader worker process"):
+        return text.rpartition(f"{name}: ")[2]
+    return text
+
+
+def _one_line_warning(said: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    if leads() and str(message) not in said:  # by whichever line
+        said.add(str(message))
+        sys.stderr.write(f"bigbatch: note: {message}\n")

@@ -1,0 +1,363 @@
+"""Re-cuts any loader's batches into the plan's micro-batches: nothing lost, nothing twice."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from bigbatch.data.collate import Batch
+from bigbatch.data.loader_state import Loader
+from bigbatch.data.micro_batches import MicroBatch, StepBatches
+from bigbatch.data.rank_consistency import Agreement, part
+from bigbatch.data.sample_buffer import SampleStream
+from bigbatch.errors import BatchError, SettingError, StateError
+from bigbatch.policies.plan import BatchPlan
+from bigbatch.setting_types import Count, checked
+
+_SAMPLES = "their numbers of samples"
+
+
+class Batches:
+    """Cuts the batches of a loader along their samples, in order, into micro-batches of any size.
+
+    A change of batch size takes effect with the next step: what the loader has already prefetched
+    is cut again, never thrown away. Cutting makes views; samples are copied, once, only where a
+    micro-batch spans two of the loader's batches, or where a rank plays several virtual ones.
+    Batches whose shapes differ are cut but never glued, so a micro-batch may then be smaller than
+    planned. What the loader gave has to stay as it is: one that writes its next batch into the
+    memory of the last must give copies.
+
+    On several ranks each has a loader of its own, of every W-th sample (`SampleLedger`,
+    DistributedSampler), and all take equally many micro-batches of every step. Who gets which
+    sample is defined for v virtual ranks: the samples of a step are dealt to them in turn, and a
+    real rank plays v / W of them. So the groups that are compared are the same on any number of
+    ranks that divides v.
+
+    Args:
+        loader: any iterable of batches that can be iterated once per epoch.
+        tail: what becomes of the last samples of an epoch when too few for a step of their own
+            are left. "share": they join the last step, or are shared by the last two, so that
+            the steps keep their bounds where any cut can. "step": they are a step by themselves.
+            Fewer than one for each virtual rank join the last step in both, even where that makes
+            it, or a micro-batch of one sample, larger than its bound.
+            "drop": an incomplete last step is left out.
+        uneven: what to do where ranks have unequally many samples, beyond one more on the first
+            of them. "stop": the steps end together, and what stayed unread is said. "raise":
+            BatchError.
+        virtual_ranks: v, a multiple of the ranks; default: the ranks.
+        split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
+            first size. Such batches are not glued.
+        count: batch -> number of samples, with `split`; default: what a DataLoader of known
+            length says.
+    Raises:
+        SettingError: the loader can be iterated only once, an unknown option, or a number of
+            samples that nobody says.
+    Example:
+        >>> import torch
+        >>> batches = Batches([torch.arange(4), torch.arange(4, 6)])
+        >>> batches.start(epoch=0)
+        >>> [m.tolist() for m, _ in batches.step(BatchPlan(1, 3, 2), least=1)]
+        [[0, 1, 2], [3, 4, 5]]
+    """
+
+    @checked
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        *,
+        tail: Literal["share", "step", "drop"] = "share",
+        uneven: Literal["stop", "raise"] = "stop",
+        virtual_ranks: Count | None = None,
+        split: Callable[[Batch, int, int], Batch] | None = None,
+        count: Callable[[Batch], int] | None = None,
+    ) -> None:
+        if split is None and count is not None:
+            raise SettingError("count= belongs to split=; pass both, or split= alone")
+        self.tail = tail
+        self.uneven = uneven
+        self.consumed = 0  # samples of this pass that steps have taken, over all ranks
+        self.virtual_ranks = virtual_ranks or 1
+        self._asked = virtual_ranks
+        self._loader = Loader(loader)
+        self._stream = SampleStream(self._loader, split, count)
+        self._agreement = Agreement()
+        self._lockstep = False
+        self._total = self._loader.length  # samples of a whole pass, over all ranks, if it is said
+        self._end: int | None = None  # the same of the present pass, once known
+        self._learned: int | None = None  # the same of a pass that was read to its end
+        self._unread: list[int] = []  # by each rank, when the pass ends
+        self._said = False
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in one of the loader's own batches; None where it does not say."""
+        return self._loader.batch_size
+
+    @property
+    def samples(self) -> int | None:
+        """Samples in one epoch over all ranks; None where nobody says, until one has been seen."""
+        return self._learned if self._total is None else self._total
+
+    @property
+    def _distinct(self) -> int | None:
+        """The same without those that a sampler repeats."""
+        samples, distinct = self.samples, self._loader.distinct
+        return samples if samples is None or distinct is None else min(samples, distinct)
+
+    @property
+    def order(self) -> str:
+        """What decides on the order of the samples, in words."""
+        return self._loader.order
+
+    @property
+    def open(self) -> bool:
+        """Whether an epoch has started and not ended."""
+        return self._stream.open
+
+    def share(self, agreement: Agreement, *, lockstep: bool) -> None:
+        """Several ranks take the steps together from now on. Collective.
+
+        Args:
+            agreement: of these ranks.
+            lockstep: whether they must do equally many backwards.
+        Raises:
+            SettingError: `virtual_ranks` is no multiple of them, or needs batches that are glued;
+                or a sampler deals to other ranks.
+        """
+        self._agreement, self._lockstep = agreement, lockstep
+        self._stream.close()  # of another training
+        self.virtual_ranks = self._asked or agreement.ranks
+        if self.virtual_ranks % agreement.ranks:
+            raise SettingError(
+                f"virtual_ranks={self._asked} is no multiple of the {agreement.ranks} ranks; "
+                "choose one that every number of ranks you will use divides"
+            )
+        if self.virtual_ranks > agreement.ranks and not self._stream.glues:
+            raise SettingError(
+                "virtual_ranks beyond the ranks deals single samples, which split= cannot"
+            )
+        self._require_dealt_to_all()
+        self._agree_on_total()
+        padding = self._loader.padding
+        if padding and agreement.ranks > 1 and agreement.rank == 0:
+            warnings.warn(
+                f"the sampler repeats {padding} samples in every epoch to give all ranks as many; "
+                "SampleLedger does not",
+                stacklevel=4,
+            )
+
+    def start(self, epoch: int) -> None:
+        """Starts a pass and tells sampler and data set the epoch. Collective."""
+        self._stream.begin(epoch)
+        self._agree_on_total()
+        self.consumed, self._end = 0, self._total
+
+    def step(
+        self, plan: BatchPlan, least: int, most: int | None = None, rows: int = 1
+    ) -> StepBatches | None:
+        """The micro-batches of the next optimizer step; None where the pass is over.
+
+        Collective where a loader does not say its length.
+
+        Args:
+            plan: how the step is cut, among the virtual ranks.
+            least: fewest samples that the step after it may be left with.
+            most: upper bound of a step in samples, or None.
+            rows: fewest rows of a step that is the tail.
+        Raises:
+            BatchError: the ranks' samples are uneven, and uneven="raise".
+        """
+        ranks = self._agreement.ranks
+        if ranks > 1 and self._total is None:
+            self._agree_on_end(plan.batch_size + max(least, self.virtual_ranks))
+        fewest = plan.batch_size if self.tail == "drop" else self.virtual_ranks
+        rest = self.rest(fewest)
+        if rest is not None and rest < fewest:
+            self._close()
+            return None
+        return StepBatches(self, plan, least, most, rows)
+
+    def was_whole(self, samples: int, plan: BatchPlan) -> bool:
+        """Whether a step that had so many samples is one to decide by: planned, or a whole pass."""
+        return samples in (plan.batch_size, self.consumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands: "pass" for all ranks, "stream" for this one."""
+        here = {
+            "open": self.open,
+            "consumed": self.consumed,
+            "samples": self._distinct,
+            "order": self.order,
+        }
+        return {"pass": here, "stream": self._stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], epoch: int, *, mine: bool = True) -> None:
+        """Goes on in the middle of a pass. Collective.
+
+        Args:
+            state: from `state_dict`.
+            epoch: of the pass.
+            mine: whether the state is of this rank, among as many. Of another, the position of all
+                ranks is taken, and the loader's order must be the same on any number of them.
+        Raises:
+            StateError: the loader is not the one of the state.
+        """
+        self._stream.close()
+        self._loader.tell_epoch(epoch)
+        self._agree_on_total()
+        here, stream = state["pass"], state["stream"]
+        self._learned, self.consumed = here["samples"], here["consumed"]
+        if not here["open"]:
+            if mine:
+                self._loader.between_passes(stream["loader"])
+            return
+        if self._total is not None and here["samples"] not in (None, self._distinct):
+            raise StateError(
+                f"the loader has {self._distinct} samples, the saved one had {here['samples']}; "
+                "resume with the same data"
+            )
+        if not stream["as_said"] and (stream["jumped"] or not mine):
+            raise StateError(
+                "the loader gave fewer samples than it says (a collate function that leaves some "
+                "out?), so where the pass stands in its order is not known on another number of "
+                "ranks, or after a change of the batch size; resume between two epochs"
+            )
+        if mine:
+            self._stream.load_state_dict(stream, epoch)
+        else:
+            self._skip(here, epoch)
+        self._end = self._total
+
+    # for StepBatches
+
+    def rest(self, ahead: int) -> int | None:
+        """Samples still to come in this pass; None where at least `ahead`, and nobody says more."""
+        if self._agreement.ranks == 1:
+            self._stream.read_until(ahead if self._end is None else 1)
+            if self._stream.ended:
+                self._end = self._stream.counted
+            elif self._end is not None and (
+                self.consumed >= self._end or not self._stream.as_said
+            ):  # more than was said, or fewer
+                self._end = None
+                return self.rest(ahead)
+        return None if self._end is None else self._end - self.consumed
+
+    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
+        """The next rows, a row being one sample of every virtual rank: this rank's share.
+
+        Returns:
+            A micro-batch for each virtual rank that is played here, and how many rows they are:
+            fewer than asked for where batches cannot be glued.
+        """
+        rank, ranks, before = self._agreement.rank, self._agreement.ranks, self.consumed
+        played = self.virtual_ranks // ranks
+        wanted = rows * played
+        if self._end is not None:
+            wanted = min(wanted, part(self._end, rank, ranks) - part(self.consumed, rank, ranks))
+        batches, samples = self._stream.take(wanted, played)
+        if samples < wanted:
+            self._require_short_allowed(played)
+            rows = -(-samples // played)
+        self.consumed += rows * self.virtual_ranks
+        if ranks == 1:
+            self.consumed = self._stream.counted - self._stream.waiting
+        elif self._end is not None:
+            self.consumed = min(self.consumed, self._end)
+        return [
+            MicroBatch(
+                batch, part(samples, turn, played), self._everywhere(before, rows, turn, played)
+            )
+            for turn, batch in enumerate(batches)
+        ], rows
+
+    def _everywhere(self, before: int, rows: int, turn: int, played: int) -> int:
+        """Samples of the micro-batches that the ranks take together."""
+        ranks = self._agreement.ranks
+        if self.consumed - before == rows * self.virtual_ranks:
+            return rows * ranks
+        taken = (part(self.consumed, r, ranks) - part(before, r, ranks) for r in range(ranks))
+        return sum(part(samples, turn, played) for samples in taken)
+
+    # what the ranks agree on
+
+    def _require_dealt_to_all(self) -> None:
+        """Else samples come twice or never; said on every rank alike."""
+        ranks = self._agreement.ranks
+        rows = self._agreement.gather(self._loader.dealt_to or ranks, what="their samplers")
+        for rank, (dealt_to,) in enumerate(rows):
+            if dealt_to != ranks:
+                raise SettingError(
+                    f"the sampler of rank {rank} deals samples to num_replicas={dealt_to:.0f} "
+                    f"ranks, and {ranks} share the model; give it num_replicas={ranks} and the "
+                    "rank among them"
+                )
+
+    def _agree_on_total(self) -> None:
+        length, ranks = self._loader.length, self._agreement.ranks
+        rows = self._agreement.gather(-1 if length is None else length, what=_SAMPLES)
+        lengths = [round(length) for (length,) in rows]
+        total = sum(lengths)
+        if min(lengths) < 0:
+            self._total = None
+        elif lengths == [part(total, rank, ranks) for rank in range(ranks)]:
+            self._total = total
+        else:
+            self._total = ranks * min(lengths)
+            self._say_uneven([n - min(lengths) for n in lengths])
+
+    def _agree_on_end(self, ahead: int) -> None:
+        """Streams of unknown length: the first to end ends the pass for all, a whole row each."""
+        self._stream.read_until(-(-ahead // self._agreement.ranks))
+        told = self._agreement.gather(self._stream.waiting, self._stream.ended, what=_SAMPLES)
+        ends = [round(waiting) for waiting, ended in told if ended]
+        if ends:
+            self._end = self.consumed + min(ends) * self._agreement.ranks
+            self._unread = [round(waiting) - min(ends) for waiting, _ in told]
+
+    def _say_uneven(self, unread: list[int]) -> None:
+        """Said once, on every rank alike where it raises."""
+        message = (
+            f"the ranks have unequally many samples, and the steps end together, so {unread} of "
+            "them (at least) stay unread in an epoch; shard them evenly, or use a SampleLedger"
+        )
+        if self.uneven == "raise":
+            raise BatchError(message)
+        if self._agreement.rank == 0 and not self._said:
+            warnings.warn(message, stacklevel=4)
+        self._said = True
+
+    def _require_short_allowed(self, played: int) -> None:
+        """Fewer samples could be taken than a micro-batch should have."""
+        if self._stream.waiting:
+            if self._lockstep or played > 1:
+                raise BatchError(
+                    "batches of different shapes cannot be glued, and the ranks must do equally "
+                    "many backwards of equal groups; pad them to one length in the collate function"
+                )
+        elif self._agreement.ranks > 1:
+            raise BatchError(
+                f"the loader ended after {self._stream.counted} samples, fewer than it said; ranks "
+                "that take steps together need the true length, or none (an IterableDataset)"
+            )
+
+    # the ends of a pass
+
+    def _close(self) -> None:
+        self._learned = self._learned if self._end is None else self._end
+        self._stream.close()
+        if any(self._unread):
+            self._say_uneven(self._unread)
+        self._unread = []
+
+    def _skip(self, state: dict[str, Any], epoch: int) -> None:
+        """The rest of a pass that other ranks began."""
+        rank, ranks = self._agreement.rank, self._agreement.ranks
+        if not self._loader.ordered or self.order != state["order"]:
+            warnings.warn(
+                f"the order of this pass was {state['order']} and is {self.order}: on "
+                "another number of ranks some of its samples come twice and others never; a "
+                "SampleLedger has one order for any number of ranks",
+                stacklevel=4,
+            )
+        consumed: int = state["consumed"]
+        self._stream.skip(epoch, consumed, part(consumed, rank, ranks))

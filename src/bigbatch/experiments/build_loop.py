@@ -1,0 +1,89 @@
+"""The loop of a training, over its data: what settings say of batches, order and ranks."""
+
+import math
+import warnings
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from bigbatch.data.batches import Batches
+from bigbatch.data.sampler import SampleLedger
+from bigbatch.experiments.build_optimizer import build_controller
+from bigbatch.experiments.datasets.sample_choice import drawn
+from bigbatch.experiments.datasets.subset import Part
+from bigbatch.experiments.process_group import count
+from bigbatch.experiments.recipe import Data
+from bigbatch.experiments.settings import Settings
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.lr_scaling import LRScaling
+
+
+def loop_over(
+    data: Data,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Optimizer,
+    virtual_ranks: int,
+    scaler: GradScaler | None = None,
+    min_micro_batches: int | None = None,
+) -> AdaptiveBatch:
+    """The loop that settings name, over a data set.
+
+    Raises:
+        SettingError: the settings cannot work.
+    """
+    return AdaptiveBatch(
+        model,
+        optimizer,
+        batches_of(data, settings, virtual_ranks),
+        policy=build_controller(settings),
+        micro_batch=settings.micro_batch,
+        min_micro_batches=min_micro_batches,
+        lr_scaling=scaling_of(settings),
+        scaler=scaler,
+    )
+
+
+def scaling_of(settings: Settings) -> LRScaling:
+    """The rule by which the rate follows the batch; None for none."""
+    return None if settings.lr_scaling == "none" else settings.lr_scaling
+
+
+def batches_of(data: Data, settings: Settings, virtual_ranks: int) -> Batches:
+    """This rank's share of the data, in the order of the seed."""
+    return Batches(_loader(data, settings), virtual_ranks=virtual_ranks)
+
+
+def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
+    part, samples = data.train, len(data.train)  # type: ignore[arg-type]
+    if 0 < settings.samples < samples:
+        part = Part(part, drawn(samples, settings.samples))
+    return DataLoader(
+        part,
+        min(settings.base_batch, settings.micro_batch),
+        sampler=SampleLedger(part, seed=settings.seed),  # type: ignore[arg-type]
+        collate_fn=data.collate,
+        num_workers=settings.workers,
+    )
+
+
+def virtual_ranks_of(settings: Settings) -> int:
+    """Those of the settings, or the least multiple that the ranks divide."""
+    needed = math.lcm(settings.virtual_ranks, count())
+    if needed != settings.virtual_ranks:
+        _note_other_groups(settings.virtual_ranks, count(), needed)
+    return needed
+
+
+@cache
+def _note_other_groups(given: int, ranks: int, needed: int) -> None:
+    """Once a process, not once a training of a study."""
+    warnings.warn(
+        f"virtual_ranks={given} is no multiple of the {ranks} ranks, so {needed} are used: other "
+        "groups of samples, and another run, than on fewer ranks",
+        stacklevel=4,
+    )

@@ -1,0 +1,94 @@
+"""The optimizer and the controller that settings name."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from bigbatch.experiments.settings import Settings, require_choice
+from bigbatch.optim import LAMB, LARS, VarianceReduced
+from bigbatch.optim.gsnr_options import Options
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.parse import policy_named
+
+Named = tuple[str, Tensor]
+
+
+def build_controller(settings: Settings) -> Controller:
+    """The policy that the settings name, with the controller's options.
+
+    The recipe's target, bounds and batch are those of a policy whose text does not give its own.
+
+    Raises:
+        SettingError: an unknown name, or a value out of range.
+    """
+    policy = policy_named(
+        settings.policy,
+        target=settings.target,
+        min_batch=settings.min_batch,
+        max_batch=settings.max_batch,
+        batch_size=settings.batch_size,
+    )
+    return Controller(
+        policy,
+        getattr(policy, "batch_size", settings.batch_size),
+        settings.base_batch,
+        smoothing=settings.smoothing or None,
+        dead_band=settings.dead_band,
+        warm_up=settings.warm_up,
+    )
+
+
+def build_optimizer(
+    settings: Settings,
+    parameters: Iterable[Named],
+    without_vr: frozenset[str] = frozenset(),
+    share: float = 1.0,
+) -> Optimizer:
+    """The optimizer that the settings name, over a model's named parameters.
+
+    LARS and LAMB leave biases and norms (one dimension at most) without decay and trust ratio; the
+    others decay them where `decay_all` says so.
+
+    Args:
+        settings: its name and numbers.
+        parameters: by name.
+        without_vr: names of those that a VR optimizer steps as its base does.
+        share: of lr that all the others have.
+    Raises:
+        SettingError: an unknown name, or a value out of range.
+    """
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for name, parameter in parameters:
+        decays = settings.decay_all or parameter.ndim > 1
+        group = groups.setdefault((decays, name not in without_vr), {"params": []})
+        group["params"].append((name, parameter))
+    adapted = settings.optimizer.startswith("vr-")
+    for (decays, vr), group in groups.items():
+        group |= {} if decays else {"weight_decay": 0.0}
+        group |= {"lr": share * settings.lr} if vr else {}
+        group |= {} if vr or not adapted else {"vr": False}
+    base = _BASES[settings.optimizer.removeprefix("vr-")](list(groups.values()), settings)
+    if not adapted:
+        return base
+    beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
+    watch = settings.engine == "ddp"  # DeepSpeed lays the weights into pieces without names
+    options = Options(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
+    return VarianceReduced(base, **options)
+
+
+def stepped_by(optimizer: Optimizer) -> Optimizer:
+    """Whose `step` an engine may call itself."""
+    return optimizer.base if isinstance(optimizer, VarianceReduced) else optimizer
+
+
+_BASES: dict[str, Callable[[list[dict[str, Any]], Settings], Optimizer]] = {
+    "sgd": lambda p, s: SGD(p, s.lr, weight_decay=s.weight_decay),
+    "momentum": lambda p, s: SGD(p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay),
+    "adam": lambda p, s: AdamW(p, s.lr, weight_decay=s.weight_decay),
+    "lars": lambda p, s: LARS(p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay),
+    "lamb": lambda p, s: LAMB(p, s.lr, weight_decay=s.weight_decay),
+}
+OPTIMIZERS = (*_BASES, *(f"vr-{name}" for name in _BASES))

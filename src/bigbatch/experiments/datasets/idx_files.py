@@ -1,0 +1,73 @@
+"""IDX, the form of MNIST and of those that took its place: a header, then bytes; gzip or plain."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigbatch.errors import RunError
+from bigbatch.experiments.datasets.files import readable
+from bigbatch.experiments.datasets.in_memory import Columns
+from bigbatch.experiments.datasets.location import Origin
+
+_BYTES = 8  # the type's number in the header
+
+
+def read_pictures(folder: Path, origin: Origin) -> tuple[Columns, Columns]:
+    """Training and test set of a folder in MNIST's form: pictures (N, 1, H, W) and labels.
+
+    Args:
+        folder: with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of t10k; each
+            with .gz at its end, or without.
+        origin: where they come from.
+    Raises:
+        RunError: one is missing, is no IDX, or there are more pictures than labels, or less.
+    """
+    return _set(folder, origin, "train"), _set(folder, origin, "t10k")
+
+
+def _set(folder: Path, origin: Origin, part: str) -> Columns:
+    pictures = read_idx(_file(folder, origin, f"{part}-images-idx3-ubyte"), dimensions=3)
+    labels = read_idx(_file(folder, origin, f"{part}-labels-idx1-ubyte"), dimensions=1)
+    if len(pictures) != len(labels):
+        raise RunError(
+            f"{folder} has {len(pictures)} pictures and {len(labels)} labels of {part}; take both "
+            "files from one place"
+        )
+    return Columns(pictures[:, None], labels.long())
+
+
+def _file(folder: Path, origin: Origin, name: str) -> Path:
+    for file in (folder / f"{name}.gz", folder / name):
+        if file.exists():
+            return file
+    raise origin.lacking(folder / f"{name}.gz")
+
+
+def read_idx(file: Path, dimensions: int) -> Tensor:
+    """The bytes of one file, in its own shape.
+
+    The header is two zeros, 8 for bytes, the number of dimensions, then each of them as four bytes,
+    the highest first.
+
+    Args:
+        file: gzip or plain.
+        dimensions: that it must have.
+    Raises:
+        RunError: it is no such file.
+    """
+    with readable(file):
+        raw = file.read_bytes()
+        content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    start = 4 + 4 * dimensions
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+    size = int(np.prod(shape))
+    if content[:4] != bytes((0, 0, _BYTES, dimensions)) or len(content) != start + size:
+        raise RunError(
+            f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
+            f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"
+        )
+    values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return torch.from_numpy(values.copy())

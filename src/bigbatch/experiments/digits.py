@@ -1,0 +1,126 @@
+"""Handwritten digits that come with scikit-learn: 1,797 real images of 8 x 8, no download.
+
+A demonstration on two cores, not a benchmark: every arm trains the same small network over the
+same samples, with one learning rate for the base batch and the square root for any other.
+
+Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, 1998.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bigbatch.experiments.datasets.in_memory import Columns, as_it_is
+from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.distributed_eval import share_right
+from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.vrgd_paper import CLIPS
+
+_TEST_SHARE = 0.25
+_SPLIT_SEED = 0  # one split for every seed and arm
+
+
+def network(dropout: float = 0.25) -> nn.Module:
+    """Two convolutions and one hidden layer, 72 thousand parameters; no BatchNorm."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 128),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(128, 10),
+    )
+
+
+def _dtype(settings: Settings) -> torch.dtype:
+    return torch.float64 if settings.task["double"] else torch.float32
+
+
+def _model(settings: Settings) -> nn.Module:
+    return network(float(settings.task["dropout"])).to(_dtype(settings))
+
+
+def _loss(settings: Settings) -> LossOf:
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return functional.cross_entropy(model(x), y)
+
+    return loss_of
+
+
+def _data(settings: Settings) -> Data:
+    from sklearn.datasets import load_digits  # two seconds
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
+    y = torch.tensor(labels)
+    train, test = (
+        Columns(x[part], y[part])
+        for part in train_test_split(
+            range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
+        )
+    )
+    right = partial(share_right, data=test, settings=settings)
+    return Data(train, lambda model: {"test accuracy, %": right(model)}, as_it_is)
+
+
+def _example(settings: Settings, samples: int) -> tuple[Tensor, Tensor]:
+    x = torch.empty(samples, 1, 8, 8, dtype=_dtype(settings), device="meta")
+    return x, torch.empty(samples, dtype=torch.long, device="meta")
+
+
+DIGITS = Recipe(
+    name="digits",
+    summary="small CNN on scikit-learn's handwritten digits: fixed, scheduled, measured batches",
+    paper="a demonstration, of no paper",
+    full={
+        "epochs": (25, OURS),
+        "target": (0.3, OURS),
+        "min_batch": (16, OURS),
+        "max_batch": (512, OURS),
+        "batch_size": (32, OURS),
+        "base_batch": (32, OURS),
+        "micro_batch": (128, OURS),
+        "virtual_ranks": (4, OURS),
+        "lr": (0.02, OURS),
+        **CLIPS,
+        "dropout": (0.0, OURS),
+        "double": (True, OURS),  # so that the curves are the same on 1, 2 and 4 ranks
+    },
+    small={},
+    full_samples=1_347,
+    minutes=0.2,
+    origin=Origin("scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"),
+    arms={
+        "fixed-32": {"policy": "fixed"},
+        "fixed-512": {"policy": "fixed", "batch_size": 512},
+        "schedule": {"policy": "schedule: 32, x2 every 5 epochs"},
+        "noise-scale": {
+            "policy": "noise-scale",
+            "smoothing": 4000.0,
+            "warm_up": 4000.0,
+            "dead_band": 0.1,
+        },
+        "simigrad": {"policy": "simigrad"},
+        "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
+    },
+    sweep=Sweep(
+        (
+            {"policy": ("fixed",), "batch_size": (32, 128, 512), "lr": (0.01, 0.02, 0.04)},
+            {"policy": ("simigrad",), "target": (0.1, 0.3, 0.5), "lr": (0.01, 0.02, 0.04)},
+        ),
+        tuned=("lr",),
+    ),
+    model=_model,
+    loss=_loss,
+    data=_data,
+    example=_example,
+)

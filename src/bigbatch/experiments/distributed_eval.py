@@ -1,0 +1,106 @@
+"""What ranks do together to judge a model: each its share, the sums over all."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from bigbatch.errors import SettingError
+from bigbatch.experiments.datasets.in_memory import as_it_is
+from bigbatch.experiments.process_group import count, rank
+from bigbatch.experiments.recipe import Batch
+from bigbatch.experiments.settings import Settings
+
+
+def device_of(settings: Settings) -> torch.device:
+    """This rank's.
+
+    Raises:
+        SettingError: there is no such device.
+    """
+    if settings.device == "cuda":
+        if not torch.cuda.is_available():
+            raise SettingError("device='cuda' is not there; write --set device=cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(settings.device)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on the device."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+
+
+def share_of(
+    data: Dataset[Any], settings: Settings, collate: Callable[[Any], Batch] = as_it_is
+) -> Iterator[Batch]:
+    """Micro-batches of this rank's share of a data set, on its device; each sample is in one."""
+    mine = Subset(data, range(rank(), len(data), count()))  # type: ignore[arg-type]
+    own = torch.Generator()  # a loader draws one number, which training must not miss
+    loader = DataLoader(
+        mine,
+        settings.micro_batch,
+        collate_fn=collate,
+        num_workers=settings.workers,
+        generator=own,
+    )
+    device = device_of(settings)
+    for batch in loader:
+        yield moved(batch, device)
+
+
+def sound_scores(
+    model: nn.Module, measure: Callable[[nn.Module], dict[str, float]], device: torch.device
+) -> dict[str, float]:
+    """What is measured of the model; nan where an output of it is no finite number. Collective.
+
+    The largest of such outputs is the first one, which now and then is right.
+    """
+    strange = torch.zeros((), device=device)
+
+    def count_strange(_: nn.Module, __: Any, output: Any) -> None:
+        for x in tree_leaves(output):
+            strange.add_((~x.isfinite()).sum())
+
+    handle = model.register_forward_hook(count_strange)
+    try:
+        scores = measure(model)
+    finally:
+        handle.remove()
+    return dict.fromkeys(scores, math.nan) if summed(strange).item() else scores
+
+
+def summed(values: Tensor) -> Tensor:
+    """Over all ranks, in float64. Collective."""
+    values = values.detach().double()
+    if count() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def collected(values: Tensor) -> Tensor:
+    """The rows of all ranks on each, on the CPU, rank after rank. Collective."""
+    values = values.detach().cpu()
+    if count() == 1:
+        return values
+    rows: list[Any] = [None] * count()
+    dist.all_gather_object(rows, values)
+    return torch.cat(rows)
+
+
+def share_right(
+    model: nn.Module,
+    data: Dataset[Any],
+    settings: Settings,
+    collate: Callable[[Any], Batch] = as_it_is,
+) -> float:
+    """Percentage of samples (x, label) whose largest logit is the label's. Collective."""
+    right = torch.zeros(2, device=device_of(settings))
+    for x, labels in share_of(data, settings, collate):
+        right += torch.stack([(model(x).argmax(-1) == labels).sum(), right.new_tensor(len(labels))])
+    hits, samples = summed(right).tolist()
+    return 100 * float(hits) / float(samples)

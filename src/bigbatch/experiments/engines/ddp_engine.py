@@ -1,0 +1,79 @@
+"""A training whose ranks DistributedDataParallel joins."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from bigbatch.experiments.build_loop import loop_over, virtual_ranks_of
+from bigbatch.experiments.engines.engine import Loss, State
+from bigbatch.experiments.process_group import count, gathered, joined, leads, rank
+from bigbatch.experiments.recipe import Data
+from bigbatch.experiments.settings import Settings
+from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.training.step import attached_of
+from bigbatch.training.step_record import StepRecord
+
+
+class DDP:
+    """DistributedDataParallel; one process alone goes without.
+
+    Args:
+        model: on this rank's device.
+        optimizer: of its parameters.
+        data: to train on.
+        settings: of the training.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, data: Data, settings: Settings
+    ) -> None:
+        self.joined = joined(model)
+        self._model, self._optimizer, self._clip = model, optimizer, settings.clip
+        half = settings.precision == "float16"
+        self._scaler = GradScaler(settings.device) if half else None
+        ranks = virtual_ranks_of(settings)
+        self.train = loop_over(data, settings, self.joined, optimizer, ranks, self._scaler)
+
+    def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
+        """As `Engine` says."""
+        for step in self.train:
+            for batch in step:
+                try:
+                    step.backward(loss_of(batch))
+                except Exception as error:
+                    step.advise(error)
+                    raise
+            if self._clip:
+                step.clip_grad_norm_(self._clip)
+            yield step.update()
+
+    def state_dict(self) -> State:
+        """As `Engine` says; of all ranks on rank 0."""
+        attached = attached_of(self._optimizer)
+        if attached is not None:
+            attached.consolidate()
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler and self._scaler.state_dict(),
+            "train": gathered(self.train.state_dict()),
+        }
+
+    def save(self, run: RunDirectory) -> None:
+        """As `Engine` says."""
+        state = self.state_dict()
+        if leads():
+            run.save_checkpoint(state)
+
+    def load_state_dict(self, state: State, path: Path) -> None:
+        """As `Engine` says; each rank from its own state, if there are as many."""
+        of_ranks = state["train"]
+        mine = of_ranks[rank() if len(of_ranks) == count() else 0]
+        self._model.load_state_dict(state["model"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.train.load_state_dict(mine)  # with the other ranks, one of which may be gone

@@ -1,0 +1,44 @@
+"""What a training asks of what joins its ranks.
+
+An engine owns the loop. It runs micro-batches backward, ends steps, saves and goes on; what a
+micro-batch's loss is, and what is logged, it is told and does not know.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from bigbatch.experiments.recipe import Batch
+from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.step_record import StepRecord
+
+Loss = Callable[[Batch], Tensor]  # the mean over a micro-batch's samples
+
+State = dict[str, Any]
+
+
+class Engine(Protocol):
+    """What a training asks of its engine.
+
+    Args:
+        joined: the model, called so that its gradients are those of all ranks.
+        train: the loop, over this rank's share of the data.
+    """
+
+    joined: nn.Module
+    train: AdaptiveBatch
+
+    def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
+        """Trains through one pass over the data, or the rest of it; one record a step."""
+
+    def state_dict(self) -> State:
+        """What `load_state_dict` needs besides what `save` leaves elsewhere. Collective."""
+
+    def save(self, run: RunDirectory) -> None:
+        """Replaces the run's checkpoint. Collective."""
+
+    def load_state_dict(self, state: State, path: Path) -> None:
+        """Goes on from the checkpoint of the run at `path`. Collective."""

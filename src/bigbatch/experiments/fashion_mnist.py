@@ -1,0 +1,98 @@
+"""A small residual network on Fashion-MNIST: fixed and measured batches in a minute on two cores.
+
+A demonstration, of no paper.
+
+Source of the data: H. Xiao, K. Rasul and R. Vollgraf, Fashion-MNIST, arXiv 1708.07747.
+"""
+
+from pathlib import Path
+
+from torch import nn
+
+from bigbatch.experiments.datasets import idx_files
+from bigbatch.experiments.datasets.in_memory import as_it_is
+from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.image_classification import OfBytes, accuracies, class_loss, examples
+from bigbatch.experiments.models.resnet import resnet_of_three_stages
+from bigbatch.experiments.recipe import OURS, Data, Grid, Recipe, Sweep
+from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.vrgd_paper import CLIPS
+
+_ORIGIN = Origin(
+    name="Fashion-MNIST",
+    folders=("fashion-mnist", "FashionMNIST/raw"),
+    files=("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),
+    other_files=(
+        "train-labels-idx1-ubyte.gz",
+        "t10k-images-idx3-ubyte.gz",
+        "t10k-labels-idx1-ubyte.gz",
+    ),
+    source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
+    size="70,000 pictures of 28 x 28 in 10 classes, 29 MiB",
+)
+_MEAN, _STD = (0.2860,), (0.3530,)  # of the training pictures
+
+
+def _model(settings: Settings) -> nn.Module:
+    depth, width = int(settings.task["depth"]), int(settings.task["width"])
+    return OfBytes(resnet_of_three_stages(depth, width, classes=10, channels=1), _MEAN, _STD)
+
+
+def _data(settings: Settings) -> Data:
+    train, test = idx_files.read_pictures(Path(settings.data), _ORIGIN)
+    return Data(train, accuracies(test, settings), as_it_is)
+
+
+def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
+    """Batches held at targets, and fixed ones, over the same rates."""
+    rates = (0.05, 0.1, 0.2)
+    held: Grid = {"policy": ("simigrad",), "target": targets, "lr": rates}
+    return Sweep((held, {"policy": ("fixed",), "batch_size": sizes, "lr": rates}), tuned=("lr",))
+
+
+FASHION_MNIST = Recipe(
+    name="fashion-mnist",
+    summary="small ResNet on Fashion-MNIST: fixed and measured batches",
+    paper="a demonstration, of no paper",
+    full={
+        "epochs": (30, OURS),
+        "target": (0.3, OURS),
+        "min_batch": (32, OURS),
+        "max_batch": (4096, OURS),
+        "batch_size": (64, OURS),
+        "base_batch": (64, OURS),
+        "micro_batch": (256, OURS),
+        "virtual_ranks": (4, OURS),
+        "lr": (0.1, OURS),
+        "weight_decay": (5e-4, OURS),
+        **CLIPS,
+        "lr_schedule": ("warm-up 1 epoch; cosine", OURS),
+        "device": ("cuda", OURS),
+        "depth": (20, OURS),
+        "width": (16, OURS),
+    },
+    small={
+        "samples": 20_000,
+        "epochs": 4,
+        "max_batch": 1024,
+        "lr_schedule": "warm-up 0.2 epochs; cosine",
+        "device": "cpu",
+        "depth": 8,
+        "width": 8,
+    },
+    full_samples=60_000,
+    minutes=0.7,
+    origin=_ORIGIN,
+    arms={
+        "fixed-64": {"policy": "fixed"},
+        "fixed-1024": {"policy": "fixed", "batch_size": 1024},
+        "simigrad": {"policy": "simigrad"},
+        "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
+    },
+    sweep=_sweep((0.1, 0.3), (64, 1024)),
+    full_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
+    model=_model,
+    loss=lambda _: class_loss(),
+    data=_data,
+    example=examples(1, 28),
+)

@@ -1,0 +1,137 @@
+"""Four small tasks of GLUE: another check of a pre-training, of neither paper.
+
+SST-2 (does a reviewer like the film), CoLA (is a sentence English), MRPC (do two sentences say the
+same), RTE (does one follow from the other); `glue_task` says which.
+
+Source of the tasks: A. Wang et al., GLUE, 2018.
+"""
+
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
+from bigbatch.experiments.datasets.in_memory import Columns, as_it_is
+from bigbatch.experiments.datasets.sequence_pair import Frame, Numbers
+from bigbatch.experiments.distributed_eval import collected, share_of
+from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.experiments.settings import Settings, require_choice
+from bigbatch.experiments.vrgd_paper import CLIPS
+
+_OFFICIAL = {  # scores, the first of which counts, and scikit-learn's metrics
+    "SST-2": {"accuracy, %": "accuracy_score"},
+    "CoLA": {"Matthews correlation, %": "matthews_corrcoef"},
+    "MRPC": {"F1, %": "f1_score", "accuracy, %": "accuracy_score"},
+    "RTE": {"accuracy, %": "accuracy_score"},
+}
+
+
+def _loss(settings: Settings) -> LossOf:
+    def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        *rows, classes = batch
+        return functional.cross_entropy(model(*rows), classes)
+
+    return loss_of
+
+
+def _data(settings: Settings) -> Data:
+    name = str(settings.task["glue_task"])
+    train, dev = (read_task(Path(settings.data), name, part) for part in ("train", "dev"))
+    pieces = pieces_of(settings, lambda: (text for texts, _ in train for text in texts))
+    frame = frame_of(pieces, settings)
+
+    def columns(rows: Rows) -> Columns:
+        texts = [list(pieces.numbers(column)) for column in zip(*(t for t, _ in rows), strict=True)]
+        return _columns(frame, texts, [label for _, label in rows])
+
+    judged = columns(dev)
+    return Data(
+        columns(train),
+        lambda model: _scores(model, judged, name, settings),
+        as_it_is,
+        keeps=kept(pieces),
+    )
+
+
+def _columns(frame: Frame, texts: list[list[Numbers]], labels: list[int]) -> Columns:
+    """(pieces, segments, real, class) of each row."""
+    rows = [frame.around(*row) for row in zip(*texts, strict=True)]
+    stacked = (torch.from_numpy(numpy.stack(column)) for column in zip(*rows, strict=True))
+    return Columns(*stacked, torch.tensor(labels))
+
+
+def _scores(model: nn.Module, dev: Columns, name: str, settings: Settings) -> dict[str, float]:
+    """The task's official ones."""
+    from sklearn import metrics  # two seconds
+
+    found = [
+        torch.stack([classes, model(*rows).argmax(-1)], 1)
+        for *rows, classes in share_of(dev, settings)
+    ]
+    wanted, guessed = collected(torch.cat(found)).unbind(1)
+    return {
+        f"{score} ({name} dev)": 100 * float(getattr(metrics, measured)(wanted, guessed))
+        for score, measured in _OFFICIAL[name].items()
+    }
+
+
+def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
+    require_choice("GLUE task", str(settings.task["glue_task"]), TASKS)
+    classes = torch.empty(samples, dtype=torch.long, device="meta")
+    return (*example_rows(settings, samples), classes)
+
+
+GLUE = Recipe(
+    name="glue",
+    summary="one of four GLUE tasks, fine-tuned from a BERT of bert-pretrain: Adam against VR-Adam",
+    paper="a check of ours, of neither paper",
+    full={
+        "epochs": (3, OURS),
+        "policy": ("fixed", OURS),
+        "min_batch": (32, OURS),
+        "max_batch": (32, OURS),
+        "batch_size": (32, OURS),
+        "base_batch": (32, OURS),
+        "micro_batch": (4, OURS),  # eight groups, which variance reduction needs
+        "optimizer": ("adam", OURS),
+        "lr": (2e-5, OURS),
+        "lr_schedule": ("warm-up 0.3 epochs; polynomial 1", OURS),
+        "weight_decay": (0.01, OURS),
+        "decay_all": (False, OURS),
+        "clip": (1.0, OURS),
+        **CLIPS,
+        "device": ("cuda", OURS),
+        "precision": ("float16", OURS),
+        "size": ("large", OURS),
+        "vocabulary": (30_522, OURS),
+        "vocab": ("", OURS),
+        "dropout": (0.1, OURS),
+        "length": (128, OURS),
+        "glue_task": ("SST-2", OURS),
+    },
+    small={
+        "epochs": 1,
+        "samples": 8_000,
+        "lr": 1e-3,
+        "device": "cpu",
+        "precision": "float32",
+        "size": "tiny",
+        "vocabulary": 300,  # as at bert-pretrain's small scale
+        "length": 48,
+    },
+    full_samples=67_349,
+    minutes=0.8,
+    origin=ORIGIN,
+    arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
+    sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
+    model=lambda settings: bert(settings, "Classifier"),
+    loss=_loss,
+    data=_data,
+    example=_example,
+    kept_as=KEPT_AS,
+)

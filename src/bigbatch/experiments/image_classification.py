@@ -1,0 +1,136 @@
+"""Pictures of classes: normalised in the network, augmented where they are, scored.
+
+A batch is (pictures, labels): bytes (N, channels, height, width) and int64 (N,).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from bigbatch.experiments.distributed_eval import share_right
+from bigbatch.experiments.recipe import LossOf
+from bigbatch.experiments.settings import Settings
+
+PictureBatch = tuple[Tensor, Tensor]
+_VECTOR = 8  # numbers of float32
+
+TEST = "test accuracy, %"
+GAP = "train minus test, %"
+
+
+class OfBytes(nn.Module):
+    """A network behind the normalisation of its pictures.
+
+        network((x / 255 - mean) / std)
+
+    Args:
+        network: takes numbers; its weights are laid out for channels that lie last, which is
+            quicker on CPUs and GPUs, but where oneDNN would write past its arrays.
+        mean, std: of each channel of the training pictures, in [0, 1].
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        if not any(map(_is_written_past, network.modules())):
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.network = network
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, 255 * torch.tensor(values)[:, None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (N, classes) of pictures of bytes."""
+        out: Tensor = self.network((x - self.mean) / self.std)
+        return out
+
+
+def _is_written_past(module: nn.Module) -> bool:
+    """Whether oneDNN's backward for channels that lie last, on a CPU with AVX2, is out of bounds.
+
+    Found with torch 2.13: strides of 1 x 1 convolutions over fewer channels than a vector holds
+    numbers end in `free(): invalid next size`, now and then in a segmentation fault.
+    """
+    return (
+        isinstance(module, nn.Conv2d)
+        and module.kernel_size == (1, 1)
+        and module.stride != (1, 1)
+        and module.in_channels < _VECTOR
+    )
+
+
+def shifted_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
+    """Each picture moved by up to `padding` pixels over black, and mirrored in half of all cases.
+
+    A random crop of the padded picture, and a random flip, for a whole batch on its device; draws
+    from torch's generator.
+    """
+    samples, channels, height, width = x.shape
+    device = x.device
+    top, left = torch.randint(2 * padding + 1, (2, samples, 1), device=device)
+    rows = top + torch.arange(height, device=device)
+    columns = left + torch.arange(width, device=device)
+    mirrored = torch.randint(2, (samples, 1), device=device) == 1
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    padded = functional.pad(x, (padding, padding, padding, padding))
+    sample = torch.arange(samples, device=device)[:, None, None, None]
+    channel = torch.arange(channels, device=device)[None, :, None, None]
+    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def class_loss(
+    label_smoothing: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
+) -> LossOf:
+    """The mean cross-entropy of a micro-batch.
+
+    Args:
+        label_smoothing: share of the label that all classes divide among themselves.
+        augment: of the pictures, while the model is in training.
+    """
+
+    def loss_of(model: nn.Module, batch: PictureBatch) -> Tensor:
+        pictures, labels = batch
+        if model.training and augment is not None:
+            pictures = augment(pictures)
+        return functional.cross_entropy(model(pictures), labels, label_smoothing=label_smoothing)
+
+    return loss_of
+
+
+def accuracies(
+    test: Dataset[Any], settings: Settings, train: Dataset[Any] | None = None
+) -> Callable[[nn.Module], dict[str, float]]:
+    """The scores of a model: test accuracy; with a part of the training set also the gap.
+
+    Args:
+        test: pictures that are not trained on.
+        settings: of the training.
+        train: pictures that are trained on, here as they are, without augmentation.
+    """
+    right = partial(share_right, settings=settings)
+
+    def scores(model: nn.Module) -> dict[str, float]:
+        found = {TEST: right(model, test)}
+        if train is not None:
+            of_train = right(model, train)
+            found |= {f"train accuracy, % ({len(train):,} samples)": of_train}  # type: ignore[arg-type]
+            found |= {GAP: of_train - found[TEST]}
+        return found
+
+    return scores
+
+
+def examples(channels: int, size: int) -> Callable[[Settings, int], PictureBatch]:
+    """The `example` of a recipe with such pictures."""
+
+    def example(settings: Settings, samples: int) -> PictureBatch:
+        pictures = torch.empty(samples, channels, size, size, dtype=torch.uint8, device="meta")
+        return pictures, torch.empty(samples, dtype=torch.long, device="meta")
+
+    return example

@@ -1,0 +1,150 @@
+"""Everything that is trained: tables, both figures, learning rates and controls, law by law."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bigbatch.experiments.linear_regression.experiment import (
+    STEPS,
+    Arm,
+    Trace,
+    printed,
+    sgd,
+    train,
+    widened,
+)
+from bigbatch.experiments.linear_regression.input_distributions import Law
+
+SGD, PRINTED, WIDENED = "SGD", "r <= 1", "r <= 1/gamma"
+METHODS: dict[str, Callable[[float], Arm]] = {SGD: sgd, PRINTED: printed, WIDENED: widened}
+CLIPS = {PRINTED: printed, WIDENED: widened}
+
+GAMMAS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+KS = tuple(2**power for power in range(1, 11))
+STIFFNESS = tuple(0.01 * 2 ** (power / 4) for power in range(39))  # lr x curvature, .01 to 7.2
+PASSES = 2  # over the batches of a law: the second for the controls, which need the first's r
+MILLIONTH = 1e-6
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over seeds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Spread":
+        """Of a tensor with one value a seed."""
+        each = values.double().where(~values.isnan(), torch.inf).tolist()
+        return cls(median(each), min(each), max(each))
+
+
+@dataclass(frozen=True)
+class LawFindings:
+    """What was measured with one input law.
+
+    Args:
+        law: of the inputs.
+        traces: of every arm.
+        controls: of SGD at lr x mean(r), by the arm whose r it is.
+    """
+
+    law: Law
+    traces: dict[Arm, Trace]
+    controls: dict[Arm, Trace] = field(default_factory=dict)
+
+    def final(self, arm: Arm) -> Spread:
+        """Loss after the last step."""
+        return Spread.of(self.traces[arm].losses[:, -1])
+
+    def relative(self, arm: Arm) -> Spread:
+        """Loss after the last step over SGD's, at the same learning rate and seed."""
+        return Spread.of(self.traces[arm].losses[:, -1] / self.traces[sgd(arm.lr)].losses[:, -1])
+
+    def steps_needed(self, arm: Arm) -> Tensor:
+        """Steps until its loss is SGD's last one, (S,); same learning rate; inf for never."""
+        goal = self.traces[sgd(arm.lr)].losses[:, -1:]
+        return first_below(self.traces[arm].losses, goal)
+
+    def mean_r(self, arm: Arm) -> Spread:
+        """r over all weights and steps."""
+        return Spread.of(self.traces[arm].r.mean((1, 2)))
+
+    def control(self, arm: Arm) -> Spread:
+        """Last loss of SGD at lr x mean(r)."""
+        return Spread.of(self.controls[arm].losses[:, -1])
+
+    def best(self, method: str) -> tuple[float, Spread]:
+        """The learning rate of the grid with the least last loss, and that loss."""
+        return _least({lr: self.final(METHODS[method](lr)) for lr in grid(self.law)})
+
+    def soonest(self, method: str) -> tuple[float, Spread]:
+        """The learning rate of the grid soonest at a millionth of the first loss, and the steps."""
+        steps = {}
+        for lr in grid(self.law):
+            losses = self.traces[METHODS[method](lr)].losses
+            steps[lr] = Spread.of(first_below(losses, MILLIONTH * losses[:, :1]))
+        return _least(steps)
+
+
+def _least(of: dict[float, Spread]) -> tuple[float, Spread]:
+    """By the worst seed: a learning rate at which one of them diverges is none."""
+    lr = min(of, key=lambda lr: (of[lr].most, of[lr].median))
+    return lr, of[lr]
+
+
+def first_below(losses: Tensor, goal: Tensor) -> Tensor:
+    """First step at which each row of (S, 101) losses is no more than its goal; inf for never."""
+    below = losses <= goal
+    first = below.double().argmax(1).double()
+    return first.where(below.any(1), torch.inf)
+
+
+def grid(law: Law) -> list[float]:
+    """The learning rates that every method is tuned over."""
+    return [stiffness / law.curvature for stiffness in STIFFNESS]
+
+
+def against_gamma(clip: str, lr: float) -> dict[float, Arm]:
+    """One arm for each of `GAMMAS`."""
+    return {gamma: CLIPS[clip](lr, gamma=gamma) for gamma in GAMMAS}
+
+
+def against_k(clip: str, lr: float) -> dict[float, Arm]:
+    """One arm for each of `KS`."""
+    return {k: CLIPS[clip](lr, k=k) for k in KS}
+
+
+def arms_of(law: Law) -> set[Arm]:
+    """Everything to be trained in the first pass."""
+    arms = {make(lr) for make in METHODS.values() for lr in (*law.lrs, *grid(law))}
+    for lr in law.lrs:
+        for clip in CLIPS:
+            arms |= {*against_gamma(clip, lr).values(), *against_k(clip, lr).values()}
+    return arms
+
+
+def study(
+    law: Law, seeds: int, steps: int = STEPS, advance: Callable[[], None] = lambda: None
+) -> LawFindings:
+    """Trains all arms of a law, then SGD at each VR arm's lr x mean(r).
+
+    Args:
+        law: of the inputs.
+        seeds: runs of each arm.
+        steps: of each run.
+        advance: called after each step of each of the `PASSES`.
+    """
+    found = LawFindings(law, train(law, arms_of(law), seeds, steps, advance))
+    pairs = {
+        arm: sgd(arm.lr * found.mean_r(arm).median)
+        for arm in (clip(lr) for clip in CLIPS.values() for lr in law.lrs)
+    }
+    slowed = train(law, pairs.values(), seeds, steps, advance)
+    found.controls.update({arm: slowed[control] for arm, control in pairs.items()})
+    return found

@@ -1,0 +1,152 @@
+"""Figures 1 and 3 of the paper, redrawn for every input law and both upper clips."""
+
+from collections.abc import Sequence
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from bigbatch.experiments.linear_regression.arms import (
+    CLIPS,
+    METHODS,
+    LawFindings,
+    against_gamma,
+    against_k,
+)
+from bigbatch.experiments.linear_regression.claims import BEST_GAMMA, BEST_K
+from bigbatch.experiments.linear_regression.experiment import GAMMA, GROUPS, TRUTH, Trace
+
+_COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_FLOOR = 1e-30  # a loss below is 0 to float64, and has no place on a logarithmic axis
+
+
+def figure1(findings: Sequence[LawFindings]) -> Figure:
+    """A row for each law: losses, the weights under VR-SGD, and r of each weight and step."""
+    figure = Figure(figsize=(17, 3.1 * len(findings)), layout="constrained")
+    rows = figure.subplots(len(findings), 5, squeeze=False)
+    for found, (curves, *panels) in zip(findings, rows, strict=True):
+        lr = found.law.shown
+        _losses(curves, found)
+        for method, weights, heat in zip(CLIPS, panels[:2], panels[2:], strict=True):
+            trace = found.traces[METHODS[method](lr)]
+            _weights(weights, trace, f"weights ({method})")
+            image = _heat(heat, trace, f"r of each weight ({method})")
+        bar = figure.colorbar(image, ax=panels[2:], pad=0.01, ticks=[0.1, 0.3, 1, 3, 10])
+        bar.ax.set_yticklabels(["0.1", "0.3", "1", "3", "10"], fontsize=8)
+    rows[0, 0].legend(fontsize=8, frameon=False)
+    _legend_of_weights(rows[0, 1])
+    return figure
+
+
+def _losses(axes: Axes, found: LawFindings) -> None:
+    lr = found.law.shown
+    for (name, method), color in zip(METHODS.items(), _COLORS, strict=False):
+        losses = found.traces[method(lr)].losses.clamp_min(_FLOOR)
+        steps = range(losses.shape[1])
+        axes.plot(steps, losses.median(0).values, color=color, linewidth=1.3, label=name)
+        low, high = losses.amin(0), losses.amax(0)
+        axes.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
+    axes.set_yscale("log")
+    _dress(axes, f"{found.law.name}, lr {lr:g}: loss", "step")
+
+
+def _weights(axes: Axes, trace: Trace, title: str) -> None:
+    for i, path in enumerate(trace.weights.median(0).values.T):
+        axes.plot(path, color=_color_of(i), linewidth=1.2)
+    for value in TRUTH.tolist():
+        axes.axhline(value, color="#999999", linewidth=0.4, linestyle=":")
+    axes.set_ylim(-0.5, 11)
+    axes.set_yticks([1, 3, 5, 6, 8, 10])
+    _dress(axes, title, "step")
+
+
+def _color_of(weight: int) -> tuple[float, float, float, float]:
+    """One colour for weights as far from the middle: w5 and w6 dark, w1 and w10 light."""
+    distance = abs(weight - 4.5) - 0.5
+    return colormaps["viridis"](distance / 4.6)
+
+
+def _legend_of_weights(axes: Axes) -> None:
+    for i in range(5):
+        pair = f"w{5 - i}, w{6 + i}"
+        axes.plot([], [], color=_color_of(4 - i), label=pair)
+    axes.legend(fontsize=7, frameon=True, ncols=3, loc="lower right")
+
+
+def _heat(axes: Axes, trace: Trace, title: str) -> ScalarMappable:
+    r = trace.r.median(0).values.T.numpy()
+    image = axes.imshow(
+        r,
+        aspect="auto",
+        origin="lower",
+        cmap="RdBu_r",
+        norm=LogNorm(GAMMA, 1 / GAMMA),
+        extent=(0.5, r.shape[1] + 0.5, 0.5, r.shape[0] + 0.5),
+        interpolation="nearest",
+    )
+    axes.set_yticks(range(1, len(r) + 1), [f"w{i}" for i in range(1, len(r) + 1)])
+    _dress(axes, title, "step", grid=False)
+    return image
+
+
+def figure3(findings: Sequence[LawFindings]) -> Figure:
+    """Last loss over SGD's against gamma and k: a row for each clip, a column for each law."""
+    figure = Figure(figsize=(3.4 * len(findings), 12), layout="constrained")
+    rows = figure.subplots(4, len(findings), squeeze=False)
+    panels = [(what, clip) for what in ("gamma", "k") for clip in CLIPS]
+    for row, (what, clip) in zip(rows, panels, strict=True):
+        row[0].set_ylabel(f"{clip}: last loss / SGD's", fontsize=9)
+        for axes, found in zip(row, findings, strict=True):
+            _sweep(axes, found, clip, what)
+            _dress(axes, found.law.name, what)
+    for axes in rows[0]:
+        axes.legend(fontsize=7, title="lr", title_fontsize=7)
+    return figure
+
+
+def _sweep(axes: Axes, found: LawFindings, clip: str, what: str) -> None:
+    of_gamma = what == "gamma"
+    for lr, color in zip(found.law.lrs, _COLORS, strict=False):
+        arms = (against_gamma if of_gamma else against_k)(clip, lr)
+        shares = [found.relative(arm) for arm in arms.values()]
+        middle = [share.median for share in shares]
+        axes.plot(
+            list(arms),
+            middle,
+            color=color,
+            marker=".",
+            markersize=4,
+            linewidth=1.1,
+            label=f"{lr:g}",
+        )
+        least, most = [share.least for share in shares], [share.most for share in shares]
+        axes.fill_between(list(arms), least, most, color=color, alpha=0.2, linewidth=0)
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.yaxis.set_minor_formatter(FuncFormatter(_plain) if high < 2 * low else NullFormatter())
+    axes.set_xscale("log", base=10 if of_gamma else 2)
+    axes.set_xticks([0.01, 0.04, 0.1, 0.2, 0.5, 1] if of_gamma else [2, 8, 32, 64, 256, 1024])
+    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.axvspan(*(BEST_GAMMA if of_gamma else BEST_K), color="#009e73", alpha=0.12, linewidth=0)
+    axes.axvline(GAMMA if of_gamma else GROUPS, color="#999999", linewidth=0.8, linestyle=":")
+    axes.axhline(1, color="#999999", linewidth=0.8)
+
+
+def _plain(value: float, _: object) -> str:
+    return f"{value:g}"
+
+
+def _dress(axes: Axes, title: str, x: str, grid: bool = True) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(x, fontsize=8)
+    axes.tick_params(labelsize=8, which="both")
+    if grid:
+        axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,115 @@
+"""BERT as three recipes build it from their settings: network, vocabulary, rows.
+
+All of it needs `transformers` and `tokenizers`, which are imported where something is built.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch.experiments.datasets.files import text_of
+from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.text import VOCAB
+from bigbatch.experiments.process_group import from_leader
+from bigbatch.experiments.settings import Settings
+
+if TYPE_CHECKING:
+    from bigbatch.experiments.models.hf_bert import Pieces
+
+
+def bert(settings: Settings, head: str) -> nn.Module:
+    """The network with a head of `hf_bert`, as `size`, `vocabulary`, `dropout` say.
+
+    Raises:
+        MissingPackageError: `transformers` is not installed.
+        SettingError: there is no such size.
+    """
+    from bigbatch.experiments.models import hf_bert as networks
+
+    task = settings.task
+    made: nn.Module = getattr(networks, head)(task["size"], task["vocabulary"], task["dropout"])
+    return made
+
+
+def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces":
+    """The vocabulary of a training: the first that there is of these four.
+
+    The file that the setting `vocab` names, which is the run's own where it goes on; the one in the
+    run that this begins from; the one next to the data; one of at most `vocabulary` pieces, trained
+    on the texts. Collective.
+
+    Raises:
+        RunError: `vocab` names no file.
+        SettingError: there are more pieces than the network has room for.
+    """
+    from bigbatch.experiments.models.hf_bert import Pieces, train_pieces
+
+    room = int(settings.task["vocabulary"])
+
+    def read() -> tuple[str, ...]:
+        file = _file(settings)
+        if file is None:
+            return train_pieces(texts, room).vocabulary
+        vocabulary = tuple(text_of(file).splitlines())
+        if len(vocabulary) > room:
+            raise SettingError(
+                f"{file} has {len(vocabulary)} pieces and the network room for vocabulary={room}; "
+                f"set vocabulary={len(vocabulary)}"
+            )
+        return vocabulary
+
+    return Pieces(from_leader(read))
+
+
+def _file(settings: Settings) -> Path | None:
+    """The vocabulary that is given, if one is."""
+    given = Path(str(settings.task["vocab"]))
+    if settings.task["vocab"]:
+        if not given.is_file():
+            raise RunError(f"there is no vocabulary {given}; name a vocab.txt that exists")
+        return given
+    places = [Path(folder) / VOCAB for folder in (settings.begin_from, settings.data) if folder]
+    return next((place for place in places if place.is_file()), None)
+
+
+def kept(pieces: "Pieces") -> dict[str, str]:
+    """The vocabulary as a run keeps it, for another that begins from it."""
+    return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
+
+
+KEPT_AS = {"vocab": VOCAB}  # of each recipe with pieces
+
+
+def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
+    """Rows of the setting `length`.
+
+    Raises:
+        SettingError: BERT has fewer positions, or a pair does not fit.
+    """
+    return Frame(pieces.begin, pieces.end, pieces.pad, _length(settings))
+
+
+def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(pieces, segments, real) on the meta device.
+
+    Raises:
+        SettingError: BERT has fewer positions, or a pair does not fit.
+    """
+    shape = (samples, _length(settings))
+    number = torch.empty(shape, dtype=torch.int32, device="meta")
+    return number, number, torch.empty(shape, dtype=torch.bool, device="meta")
+
+
+def _length(settings: Settings) -> int:
+    """Pieces of a row."""
+    length = int(settings.task["length"])
+    if not _SHORTEST <= length <= _POSITIONS:
+        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} pieces")
+    return length
+
+
+_SHORTEST, _POSITIONS = 16, 512

@@ -1,0 +1,188 @@
+"""What a recipe is: a paper's table of settings, and how to build what they are about."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.settings import Settings, Value, require_choice
+
+Batch = Any
+LossOf = Callable[[nn.Module, Batch], Tensor]
+Rows = Mapping[str, tuple[Value, str]]
+Grid = Mapping[str, tuple[Value, ...]]
+Changes = Mapping[str, Value]
+Arm = Mapping[str, Value | tuple[Value, str]]
+Arms = Mapping[str, Arm]
+
+OURS = "ours"  # the source of a number that no paper gives
+SEEDS = 3  # of a study at the small scale
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a model is trained and judged on.
+
+    Args:
+        train: map-style data set; where it has `__getitems__`, that gives a whole batch, and
+            `collate` takes it.
+        scores: of the model in its present state, by name, in the unit the name says; the first
+            is the one that counts. Draws no random numbers. Collective: on several ranks all call
+            it, and all get the same.
+        collate: makes a batch of samples.
+        keeps: texts that the run directory keeps by file name, for a run that begins from it.
+    """
+
+    train: Dataset[Any]
+    scores: Callable[[nn.Module], dict[str, float]]
+    collate: Callable[[Any], Batch] = default_collate
+    keeps: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Grids of settings, and what is drawn from them.
+
+    Args:
+        grids: each a product of values by setting; a point whose min_batch exceeds its max_batch
+            is left out.
+        tuned: settings of which each point shows the best alone.
+    """
+
+    grids: tuple[Grid, ...]
+    tuned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A table or a figure of a paper, at its scale.
+
+    Args:
+        settings: in which it differs from the recipe, each with its source.
+        arms: that it compares; none for all of the recipe's.
+    """
+
+    settings: Rows = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One experiment.
+
+    Args:
+        name: on the command line.
+        summary: one line.
+        paper: whose experiment it is.
+        full: every setting at the paper's scale with its source, `OURS` where no paper says it;
+            what is no field of `Settings` is the recipe's own.
+        small: what differs where two cores have minutes for it.
+        full_samples: of an epoch of the paper's training, for a dry run.
+        full_ranks: of that training.
+        minutes: that one training takes at the small scale on two cores.
+        origin: the data.
+        arms: what its study compares, as changes of the settings, a value with its source where
+            that is not `OURS`; a `begin_from` or `lr_from` among them names an earlier arm.
+        full_arms: the same at the paper's scale, where it differs; those of `arms`, or more.
+        full_seeds: trainings of each arm in the paper, with the source.
+        results: tables and figures of the paper that can be asked for, by name.
+        sweep, full_sweep: what `bigbatch sweep` trains at each scale.
+        higher_is_better: of the score that counts.
+        model: the network; draws from torch's generator as it stands.
+        loss: mean loss over the samples of a micro-batch; it may augment where the model trains.
+        data: what is read from `settings.data`, or always there.
+        example: batch of so many samples on the meta device.
+        without_vr: names of parameters that a VR optimizer steps as its base does.
+        kept_as: by a setting that names a file, what the run keeps a copy of it as, which it reads
+            when it goes on.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    full: Rows
+    small: Changes
+    full_samples: int
+    full_ranks: int = 1
+    minutes: float
+    origin: Origin
+    arms: Arms
+    full_arms: Arms = field(default_factory=dict)
+    full_seeds: tuple[int, str] = (SEEDS, OURS)
+    results: Mapping[str, Result] = field(default_factory=dict)
+    sweep: Sweep = Sweep(())
+    full_sweep: Sweep = Sweep(())
+    higher_is_better: bool = True
+    model: Callable[[Settings], nn.Module]
+    loss: Callable[[Settings], LossOf]
+    data: Callable[[Settings], Data]
+    example: Callable[[Settings, int], Batch]
+    without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
+    kept_as: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self, *, full: bool = False) -> Settings:
+        """Those of the paper's scale, or of the small one."""
+        values = {name: value for name, (value, _) in self.full.items()}
+        own = {name: values.pop(name) for name in list(values) if name not in _FIELDS}
+        paper = Settings(recipe=self.name, task=own, **values)  # type: ignore[arg-type]
+        return paper if full else paper.changed(self.small)
+
+    def arm(self, name: str, settings: Settings, *, full: bool = False) -> Settings:
+        """The settings of one arm of the study, at the scale that `settings` are of.
+
+        Raises:
+            SettingError: there is no such arm.
+        """
+        arms = self.arms_at(full=full)
+        require_choice("arm", name, arms)
+        return settings.changed({**arms[name], "arm": name})
+
+    def repeating(self, result: str) -> "Recipe":
+        """The recipe with the settings and arms of one table or figure; its sweep is over these.
+
+        Raises:
+            SettingError: there is no such result.
+        """
+        require_choice("result", result, self.results)
+        one, arms = self.results[result], self.full_arms or self.arms
+        if not one.arms:
+            return replace(self, full={**self.full, **one.settings})
+        grids = [
+            {**grid, "arm": tuple(arm for arm in grid["arm"] if arm in one.arms)}
+            for grid in self.full_sweep.grids
+            if {*grid.get("arm", ())} & {*one.arms}
+        ]
+        return replace(
+            self,
+            full={**self.full, **one.settings},
+            full_arms={name: arms[name] for name in one.arms},
+            full_sweep=replace(self.full_sweep, grids=tuple(grids)),
+        )
+
+    @property
+    def arm_names(self) -> set[str]:
+        """Those of both scales."""
+        return {*self.arms, *self.full_arms}
+
+    def seeds_at(self, *, full: bool) -> int:
+        """Trainings of each arm at a scale."""
+        return self.full_seeds[0] if full else SEEDS
+
+    def arms_at(self, *, full: bool) -> Mapping[str, Changes]:
+        """What the study compares at a scale."""
+        tables = self.arm_tables(full=full)
+        return {arm: {name: one for name, (one, _) in rows.items()} for arm, rows in tables.items()}
+
+    def arm_tables(self, *, full: bool) -> Mapping[str, Rows]:
+        """The same, each value with its source."""
+        arms = (full and self.full_arms) or self.arms
+        return {
+            arm: {name: one if isinstance(one, tuple) else (one, OURS) for name, one in own.items()}
+            for arm, own in arms.items()
+        }
+
+
+_FIELDS = Settings.__dataclass_fields__

@@ -1,0 +1,127 @@
+"""SQuAD 1.1: BERT learns to point to the answer of a question in a paragraph.
+
+How both papers judge their pre-training. It begins from a run of `bert-pretrain`, with that run's
+vocabulary; without one from nothing, which shows that all works and no more.
+
+Source of the task: P. Rajpurkar et al., SQuAD, 2016.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bigbatch.experiments.datasets.in_memory import as_it_is
+from bigbatch.experiments.datasets.squad_features import Windows, windows_of
+from bigbatch.experiments.datasets.squad_questions import (
+    ORIGIN,
+    Question,
+    dev_file,
+    read_questions,
+    train_file,
+)
+from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.squad_metrics import scores_of
+from bigbatch.experiments.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
+from bigbatch.setting_types import Count, setting
+
+SIMIGRAD = "SimiGrad's code, SQuAD"
+
+
+def _loss(settings: Settings) -> LossOf:
+    def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        *rows, first, last = batch
+        of_first, of_last = model(*rows)
+        ends = functional.cross_entropy(of_first, first) + functional.cross_entropy(of_last, last)
+        return ends / 2
+
+    return loss_of
+
+
+def _data(settings: Settings) -> Data:
+    folder = Path(settings.data)
+    file, trained_on = train_file(folder)
+    train, dev = read_questions(file), read_questions(dev_file(folder))
+    limit = int(settings.task["judged"])
+    if 0 < limit < len(dev):
+        dev = dev[:: len(dev) // limit][:limit]
+    pieces = pieces_of(settings, lambda: (q.text + "\n" + q.context for q in train))
+    frame = frame_of(pieces, settings)
+
+    def windows(questions: list[Question]) -> Windows:
+        asked = pieces.located(question.text for question in questions)
+        contexts = pieces.located(question.context for question in questions)
+        return windows_of(questions, asked, contexts, frame, int(settings.task["stride"]))
+
+    judged, where = windows(dev), f"({len(dev):,} dev questions{trained_on})"
+    return Data(
+        windows(train).rows,
+        lambda model: scores_of(model, judged, dev, settings, where),
+        as_it_is,
+        keeps=kept(pieces),
+    )
+
+
+def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
+    setting("stride", settings.task["stride"], Count)
+    end = torch.empty(samples, dtype=torch.long, device="meta")
+    return (*example_rows(settings, samples), end, end)
+
+
+SQUAD = Recipe(
+    name="squad",
+    summary="SQuAD 1.1 answered by a BERT of bert-pretrain: Adam against VR-Adam",
+    paper="SimiGrad and VRGD",
+    full={
+        "epochs": (2, SIMIGRAD),
+        "policy": ("fixed", SIMIGRAD),
+        "min_batch": (24, SIMIGRAD),
+        "max_batch": (24, SIMIGRAD),
+        "batch_size": (24, SIMIGRAD),
+        "base_batch": (24, SIMIGRAD),
+        "micro_batch": (3, OURS),  # eight groups, which variance reduction needs
+        "optimizer": ("adam", SIMIGRAD),
+        "lr": (3e-5, SIMIGRAD),
+        "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
+        "clip": (1.0, SIMIGRAD),
+        **CLIPS,
+        **BY_MEDIAN,
+        "device": ("cuda", OURS),
+        "precision": ("float16", SIMIGRAD),
+        "size": ("large", SIMIGRAD),
+        "vocabulary": (30_522, OURS),
+        "vocab": ("", OURS),
+        "dropout": (0.1, OURS),
+        "length": (384, SIMIGRAD),
+        "stride": (128, SIMIGRAD),
+        "judged": (0, OURS),
+    },
+    small={
+        "epochs": 2,
+        "samples": 2_400,
+        "lr": 1e-3,
+        "device": "cpu",
+        "precision": "float32",
+        "size": "tiny",
+        "vocabulary": 300,  # as at bert-pretrain's small scale
+        "dropout": 0.0,
+        "length": 256,
+        "stride": 128,
+        "judged": 300,
+    },
+    full_seeds=MEDIAN,
+    full_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
+    minutes=1.8,
+    origin=ORIGIN,
+    arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
+    sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
+    model=lambda settings: bert(settings, "SpanFinder"),
+    loss=_loss,
+    data=_data,
+    example=_example,
+    kept_as=KEPT_AS,
+)

@@ -1,0 +1,74 @@
+"""Which source a model needs."""
+
+import sys
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.errors import SettingError
+from bigbatch.gradients.ddp import DDPSource
+from bigbatch.gradients.protocols import GradientSource
+from bigbatch.gradients.single_process import PlainSource
+
+_REPLICATES = {  # torch's module -> the class that its replicate() puts among a model's bases
+    "torch.distributed._composable.replicate": "DDP",
+    "torch.distributed._composable.replicate_with_fsdp": "ReplicateModule",
+}
+
+
+def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
+    """The source of a model's gradients, by how it is wrapped; compiled or not.
+
+    Raises:
+        SettingError: a wrapper that cannot be measured, or several.
+    """
+    if not isinstance(model, nn.Module):
+        return PlainSource(model)
+    modules = list(model.modules())
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+        raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")
+    if _is_replicated(modules):
+        raise SettingError(
+            "replicate() of torch.distributed._composable cannot be measured: torch keeps it "
+            "private; wrap the model in DistributedDataParallel, or by fully_shard"
+        )
+    if _is_fully_sharded(modules):
+        from bigbatch.gradients.fsdp2 import FSDP2Source
+
+        return FSDP2Source(model)
+    if "torch.distributed.tensor" in sys.modules:
+        from bigbatch.gradients.device_mesh import require_no_pieces
+
+        require_no_pieces(model.parameters())
+    wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if len(wrappers) > 1:
+        raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
+    if wrappers:
+        return DDPSource(wrappers[0], model.parameters())
+    return PlainSource(model.parameters())
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Its parameters as optimizers train them: sharded under fully_shard, after a forward too.
+
+    A forward without backward leaves whole ones in the modules; they are resharded.
+    """
+    if _is_fully_sharded(list(model.modules())):
+        from bigbatch.gradients.fsdp2 import reshard
+
+        reshard(model)
+    return list(model.parameters())
+
+
+def _is_fully_sharded(modules: list[nn.Module]) -> bool:
+    """Without importing FSDP2 for those who do not use it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
+
+
+def _is_replicated(modules: list[nn.Module]) -> bool:
+    """By composable replicate(), the older over DDP or the newer over FSDP2."""
+    loaded = [(sys.modules.get(name), kind) for name, kind in _REPLICATES.items()]
+    kinds = tuple(getattr(module, kind) for module, kind in loaded if hasattr(module, kind))
+    return any(isinstance(module, kinds) for module in modules)

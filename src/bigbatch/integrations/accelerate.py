@@ -1,0 +1,295 @@
+"""AdaptiveBatch on what Hugging Face's accelerate has prepared."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from bigbatch.data.batches import Batches
+from bigbatch.data.collate import Batch
+from bigbatch.data.micro_batches import MicroBatch
+from bigbatch.data.sampler import SampleLedger
+from bigbatch.errors import SettingError
+from bigbatch.integrations.sharded_sampler import Dealt
+from bigbatch.optional_packages import required
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.policy import Policy
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+
+accelerate = required("accelerate", "accelerate")
+
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+)
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import (
+    broadcast_object_list,
+    send_to_device,
+    synchronize_rng_states,
+)
+
+# of a DataLoader, besides its data set and what samples from it
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def adaptive_batch(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Iterable[Batch] | Batches,
+    *,
+    policy: Policy | Controller,
+    scheduler: Any = None,
+    **settings: Any,
+) -> AdaptiveBatch:
+    """An AdaptiveBatch over what `accelerator.prepare` gave, on any number of processes.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        train = adaptive_batch(accelerator, model, optimizer, loader, policy=bb.SimiGrad(0.2))
+        for epoch in train.epochs(10):
+            for step in train:
+                for x, y in step:
+                    step.backward(loss_fn(model(x), y))  # not accelerator.backward
+                record = step.update()  # not optimizer.step, scheduler.step, zero_grad
+
+    Every sample comes once an epoch, dealt to the processes one by one: what accelerate repeats to
+    give them as many batches is not. The loader's batch size stays that of one process. The
+    scheduler is advanced over the samples as accelerate advances it: once for each batch of the
+    loader as it was before `prepare`, so that `num_training_steps=len(loader) * epochs`, counted
+    then, ends with the training whatever the batch size does. A GradScaler is accelerate's own.
+
+    Args:
+        accelerator: with `gradient_accumulation_steps=1`.
+        model: prepared by it.
+        optimizer: prepared by it.
+        loader: prepared by it, or `batches(accelerator, loader, ...)` with options.
+        policy: as for `AdaptiveBatch`.
+        scheduler: prepared by it, or None.
+        settings: all others of `AdaptiveBatch`.
+    Raises:
+        SettingError: a setting of accelerate that cannot work, with the remedy.
+    """
+    require_supported(accelerator)
+    for name, given, kind in (
+        ("optimizer", optimizer, AcceleratedOptimizer),
+        ("scheduler", scheduler, AcceleratedScheduler),
+    ):
+        if not isinstance(given, kind) and (given is not None or name == "optimizer"):
+            raise SettingError(
+                f"{name}= is a {type(given).__name__} that accelerate did not prepare; pass what "
+                "accelerator.prepare returns for it"
+            )
+    train = AdaptiveBatch(
+        model,
+        optimizer.optimizer,
+        loader if isinstance(loader, Batches) else batches(accelerator, loader),
+        policy=policy,
+        scheduler=None if scheduler is None else scheduler.scheduler,
+        scaler=accelerator.scaler,
+        **settings,
+    )
+    train.scheduler_batch = _scheduler_batch(accelerator, train)
+    return train
+
+
+def _scheduler_batch(accelerator: Any, train: AdaptiveBatch) -> float:
+    """Samples for which accelerate advances a scheduler once.
+
+    An update of its own takes one batch of the loader on every process, and advances the scheduler
+    as often as there are processes, unless batches are split or the script does that by itself.
+    """
+    ranks, size = accelerator.num_processes, train.batches.batch_size
+    once = accelerator.split_batches or not accelerator.step_scheduler_with_optimizer
+    if size is None:
+        return train.controller.base_batch / (1 if once else ranks)
+    return size * ranks if once else size
+
+
+def require_supported(accelerator: Any) -> None:
+    """Raises SettingError where the accelerator does what AdaptiveBatch does, or what it cannot."""
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise SettingError(
+            f"gradient_accumulation_steps={steps}: accumulation follows from the batch size and "
+            "micro_batch here; leave it at 1 in Accelerator, and accelerator.accumulate out"
+        )
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind == "DEEPSPEED":
+        raise SettingError(
+            "accelerate's DeepSpeed plugin steps the optimizer inside the engine; use "
+            "bigbatch.integrations.deepspeed, without accelerate"
+        )
+    if kind in ("MEGATRON_LM", "XLA"):
+        raise SettingError(f"distributed_type={kind} is not supported; DDP and FSDP2 are")
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise SettingError(
+            "FSDP1 flattens parameters; pass FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None and parallel.non_data_parallel_size > 1:
+        raise SettingError(
+            f"parallelism_config has {parallel.non_data_parallel_size} ranks that share samples; "
+            "tensor, context and sequence parallelism are not supported: leave data parallelism"
+        )
+
+
+class PreparedBatches(Batches):
+    """`Batches` of a loader that accelerate has prepared; micro-batches go to the device when cut.
+
+    Args:
+        loader: what the prepared one has inside, dealt again.
+        device: None to leave micro-batches where the loader makes them.
+        non_blocking: whether the host goes on while copies to it are made.
+        options: as for `Batches`.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        device: torch.device | None,
+        *,
+        non_blocking: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(loader, **options)
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        self.whole: int | None = sampler.total if isinstance(sampler, Dealt) else None  # all ranks
+        self._device, self._non_blocking = device, non_blocking
+
+    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
+        """As of `Batches`, on the device."""
+        taken, rows = super().take(rows)
+        if self._device is None:
+            return taken, rows
+        return [
+            micro._replace(batch=send_to_device(micro.batch, self._device, self._non_blocking))
+            for micro in taken
+        ], rows
+
+
+def batches(
+    accelerator: Any, loader: Any, *, placed: bool = True, **options: Any
+) -> PreparedBatches:
+    """The batches of a prepared loader, every sample once. Collective.
+
+    Args:
+        accelerator: that prepared it.
+        loader: its DataLoader.
+        placed: whether micro-batches are put on the accelerator's device, where it would have.
+        options: as for `Batches`: `tail`, `uneven`, `virtual_ranks`, `split`, `count`.
+    Raises:
+        SettingError: it was not prepared, or repeats samples in a way that cannot be undone.
+    """
+    if isinstance(loader, DataLoaderDispatcher):
+        inside, device = _undispatched(accelerator, loader), accelerator.device
+    elif isinstance(loader, DataLoaderShard):
+        inside, device = _unsharded(accelerator, loader), loader.device
+    else:
+        raise SettingError(
+            f"the loader is a {type(loader).__name__} that accelerate did not prepare; pass what "
+            "accelerator.prepare returns for a DataLoader"
+        )
+    return PreparedBatches(
+        inside, device if placed else None, non_blocking=accelerator.non_blocking, **options
+    )
+
+
+def _undispatched(accelerator: Any, loader: Any) -> Any:
+    """A loader that process 0 reads for all."""
+    if accelerator.num_processes > 1:
+        raise SettingError(
+            "dispatch_batches=True (accelerate's default for an IterableDataset) repeats samples "
+            "at the end of a pass; pass Accelerator(dataloader_config=DataLoaderConfiguration("
+            "dispatch_batches=False)), and drop_last=True to the DataLoader"
+        )
+    return loader.base_dataloader
+
+
+def _unsharded(accelerator: Any, loader: Any) -> Any:
+    """A loader of which every process reads its part."""
+    base, ranks = loader.base_dataloader, accelerator.num_processes
+    shard = base.sampler if isinstance(base.sampler, BatchSampler) else base.batch_sampler
+    if loader.skip_batches or isinstance(shard, SkipBatchSampler):
+        raise SettingError(
+            "the loader skips batches of a pass that was interrupted; AdaptiveBatch knows where it "
+            "stood: pass the whole loader, and load its state"
+        )
+    if isinstance(base.dataset, IterableDataset):
+        return _streamed(base, ranks)
+    inner = shard.batch_sampler if isinstance(shard, BatchSamplerShard) else shard
+    sampler = getattr(inner, "sampler", None)
+    if ranks == 1 and isinstance(sampler, (SampleLedger, DistributedSampler)):
+        return base  # which begins anywhere, and has one order for any number of ranks
+    if type(inner) is BatchSampler and shard is base.batch_sampler:
+        split = isinstance(shard, BatchSamplerShard) and shard.split_batches
+        size = inner.batch_size // (ranks if split else 1)
+        return _dealt(accelerator, loader, inner, size)
+    if ranks > 1 and getattr(shard, "even_batches", True):
+        raise SettingError(
+            f"{type(inner).__name__} gives whole batches, of which accelerate repeats some on "
+            f"{ranks} processes; pass DataLoaderConfiguration(even_batches=False) to Accelerator, "
+            "or give the DataLoader batch_size= and sampler="
+        )
+    return base
+
+
+def _streamed(base: Any, ranks: int) -> Any:
+    if ranks > 1 and isinstance(base.dataset, IterableDatasetShard) and not base.dataset.drop_last:
+        raise SettingError(
+            "accelerate repeats samples of an IterableDataset at the end of a pass, to give all "
+            f"{ranks} processes as many; pass drop_last=True to the DataLoader"
+        )
+    return base
+
+
+def _dealt(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader[Any]:
+    """The same loader over single samples of this process; nothing is repeated."""
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    if ranks > 1:
+        _synchronize(loader, inner.sampler)
+    base = loader.base_dataloader
+    multiple = size * ranks if inner.drop_last else 1
+    sampler = BatchSampler(Dealt(inner.sampler, rank, ranks, multiple), size, drop_last=False)
+    kept = {name: getattr(base, name) for name in _KEPT}
+    kind: type[DataLoader[Any]] = type(base)  # torch's own, or torchdata's stateful one
+    return kind(base.dataset, batch_sampler=sampler, **kept)
+
+
+def _synchronize(loader: Any, sampler: Any) -> None:
+    """One order on all processes, from here on. Collective."""
+    if isinstance(sampler, (SampleLedger, DistributedSampler)):
+        raise SettingError(
+            f"a {type(sampler).__name__} deals samples to ranks, and accelerate deals what it "
+            "gives once more; give the DataLoader shuffle=True or a sampler of the whole data set"
+        )
+    others = {str(getattr(kind, "value", kind)) for kind in loader.rng_types or ()} - {"generator"}
+    if others:
+        raise SettingError(
+            f"rng_types={sorted(others)} gives all processes the same random numbers in every "
+            "pass; leave rng_types out of Accelerator: the order is agreed on by itself"
+        )
+    if hasattr(sampler, "initial_seed"):
+        sampler.initial_seed = broadcast_object_list([sampler.initial_seed])[0]
+    elif hasattr(sampler, "generator"):
+        if sampler.generator is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            sampler.generator = torch.Generator().manual_seed(seed)
+        synchronize_rng_states(["generator"], sampler.generator)

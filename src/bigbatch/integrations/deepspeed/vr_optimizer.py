@@ -1,0 +1,235 @@
+"""Variance-reduced optimizers on ZeRO: moments of the shards that the ranks have joined."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bigbatch.errors import SettingError
+from bigbatch.gradients import PlainSource
+from bigbatch.gradients.dtypes import full
+from bigbatch.integrations.deepspeed.gradient_source import ZeroSource, shape_of
+from bigbatch.integrations.deepspeed.zero_layout import (
+    Accumulated,
+    Foldable,
+    Layout,
+    Offloaded,
+    Partitioned,
+    Pieces,
+    Replicated,
+    Sharded,
+)
+from bigbatch.optim.apply_gsnr import Folded, Layer, fold
+from bigbatch.optim.trust_ratio import Layerwise
+from bigbatch.optim.variance_reduced import VarianceReduced
+
+_AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
+
+
+class ZeroShards(PlainSource):
+    """Micro-batch j of all ranks together, as every backward leaves it in this rank's pieces.
+
+    Every backward joins the ranks, as stages 2 and 3 do anyway. What it leaves is taken out, and
+    the sum of all is put in its place after the last; so k is the accumulation alone.
+
+    Args:
+        leaves: the source of the same engine.
+        layout: of its gradients.
+    """
+
+    joined = True
+    _engine_writes = True
+
+    def __init__(self, leaves: ZeroSource, layout: Foldable) -> None:
+        self._leaves, self._layout = leaves, layout
+        leaves.always = True
+        self._sums: dict[Tensor, Tensor] = {}
+        super().__init__(layout.parameters, explicit=True)
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """This rank's piece of the sum so far, float32 at least."""
+        return self._sums[parameter]
+
+    @contextmanager
+    def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
+        """The backward inside is one of all ranks, of so many samples together."""
+        with super().micro_batch(weight):
+            yield
+            self._take()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The backward inside is of no samples on any rank; nothing compares it with others."""
+        with super().idle():
+            yield
+            self._add(self._layout.pieces())
+
+    def _take(self) -> None:
+        pieces = self._layout.pieces()
+        for parameter, piece in pieces.items():
+            self._emit(parameter, piece)
+        self._add(pieces)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._sums.clear()
+        super()._begin()
+
+    def _add(self, pieces: Pieces) -> None:
+        """Takes the pieces out of ZeRO, or puts the sums in their place."""
+        for parameter, piece in pieces.items():
+            if parameter in self._sums:
+                self._sums[parameter].add_(piece)
+            else:
+                self._sums[parameter] = piece.to(full(piece.dtype), copy=True)
+        if self._leaves.last:
+            for parameter, piece in pieces.items():
+                piece.copy_(self._sums[parameter])
+        else:
+            self._layout.clear()
+        self._leaves.stamp()
+
+    def _hook(self) -> None:
+        """Nothing: the pieces are looked at after each backward."""
+
+    def _stamp(self) -> list[None]:  # type: ignore[override]
+        """The other source sees who writes to them."""
+        return [None] * len(self.parameters)
+
+    def _is_clean(self) -> bool:
+        """And before the first backward, that they are."""
+        return True
+
+    def _require_known_ranks(self) -> None:
+        """They are."""
+
+
+class ZeroFold:
+    """The fold, in the step of the base optimizer, over the tensors that ZeRO gave it.
+
+    DeepSpeed has clipped by then, by the norm of the gradient itself. p stands in the base
+    optimizer's state, next to what is its own, so DeepSpeed saves and loads it.
+
+    Args:
+        optimizer: whose base optimizer the engine steps.
+        layout: of the gradients.
+    """
+
+    def __init__(self, optimizer: VarianceReduced, layout: Foldable) -> None:
+        self._optimizer, self._layout = optimizer, layout
+        self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
+        optimizer.base.register_step_post_hook(self._keep)
+
+    def __call__(self) -> Folded:
+        """Folds into the gradients that the base optimizer has now: all, or one sub-group's."""
+        moments = self._optimizer.moments
+        for group in self._optimizer.param_groups:
+            how = self._optimizer.how(group, moments.weight, moments.micro_batches)
+            layers = [
+                layer
+                for flat in (group["params"] if group["vr"] else ())
+                for layer in self._layers(flat, group["beta3"])
+            ]
+            if layers:
+                fold(how, layers, self._layout.join)
+        return Folded(moments.micro_batches, {}, agree=False)
+
+    def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
+        if flat.grad is None:
+            return
+        average, corrected = (None, 1.0) if beta3 is None else self._average(flat, beta3)
+        cut = self._layout.cut(flat, flat.grad)
+        averages = [None] * len(cut) if average is None else self._layout.cut(flat, average)
+        for (parameter, gradient), held in zip(cut, averages, strict=True):
+            total, m2 = self._optimizer.moments.of(parameter, gradient)
+            yield Layer(total, m2, gradient, None if held is None else held[1], corrected)
+
+    def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
+        state = self._optimizer.base.state.get(flat, {})
+        average = state.get(_AVERAGE)
+        if average is None:
+            average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
+        steps = int(state.get(_STEPS, 0)) + 1
+        self._made[flat] = average, steps
+        return average, 1 / (1 - beta3**steps)
+
+    def _keep(self, *_: Any) -> None:
+        """Once the base optimizer has state of its own, which it makes where there is none."""
+        for flat, (average, steps) in self._made.items():
+            self._optimizer.base.state[flat].update(
+                {_AVERAGE: average, _STEPS: torch.tensor(float(steps), dtype=torch.float32)}
+            )
+        self._made.clear()
+
+
+class Layers:
+    """What LARS and LAMB need to know of the layers in ZeRO's partitions.
+
+    Args:
+        layout: of the engine.
+    """
+
+    def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
+        self.join = layout.join
+        self._layout = layout
+
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
+        """Pieces of a tensor like a partition, and the dimensions of their layers."""
+        return [(len(shape_of(p)), piece) for p, piece in self._layout.cut(flat, tensor)]
+
+
+def tell_layers(optimizer: Optimizer, layout: Layout) -> None:
+    """Where ZeRO has put partitions in the place of layers, LARS and LAMB are told of these.
+
+    Raises:
+        SettingError: they cannot be.
+    """
+    if not isinstance(optimizer, Layerwise) or isinstance(layout, Replicated):
+        return
+    if isinstance(layout, Accumulated):
+        raise SettingError(
+            f"{type(optimizer).__name__} with bf16 at stage 1 and float32 accumulation: it needs "
+            "norms of whole layers, which were not tried there; set "
+            '"data_types": {"grad_accum_dtype": "bf16"}, or use stage 2'
+        )
+    assert isinstance(layout, Partitioned | Sharded | Offloaded)
+    optimizer.partition = Layers(layout)
+
+
+def require_not_made(engine: Any) -> None:
+    """Raises SettingError where a function has made DeepSpeed a variance-reduced optimizer.
+
+    DeepSpeed would step it by itself: every rank by an r of its own, or over no gradients.
+    """
+    made = engine.basic_optimizer
+    if isinstance(made, VarianceReduced):
+        raise SettingError(
+            f"{type(made).__name__} was made by a function that was passed as optimizer=; make it "
+            "first, and pass the optimizer itself"
+        )
+
+
+def foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> Foldable:
+    """The layout, if a variance-reduced optimizer can work there.
+
+    Raises:
+        SettingError: r would not be right, or was not tried.
+    """
+    name, stage = type(optimizer).__name__, engine.zero_optimization_stage()
+    if isinstance(layout, Offloaded):
+        why = "with the optimizer offloaded to the CPU gradients are not where they are joined"
+    elif isinstance(layout, Accumulated):
+        why = "with bf16 at stage 1 and float32 accumulation gradients are added up outside .grad"
+    elif isinstance(layout, Replicated) and engine.bfloat16_enabled():
+        why = "with bf16 at stage 0 the optimizer steps float32 copies of the parameters"
+    elif optimizer.watch:
+        why = "watch=True would name partitions and not layers; leave it out"
+    else:
+        assert isinstance(layout, Replicated | Partitioned | Sharded)
+        return layout
+    raise SettingError(
+        f"{name} at stage {stage}: {why}; docs/deepspeed.md has the stages and types that work"
+    )

@@ -1,0 +1,9 @@
+"""Lightning: a callback that changes the batch size at every step."""
+
+from bigbatch.optional_packages import required
+
+required("lightning", "lightning")
+
+from bigbatch.integrations.lightning.callback import AdaptiveBatchCallback
+
+__all__ = ["AdaptiveBatchCallback"]

@@ -1,0 +1,192 @@
+"""What a Lightning trainer has to be set to, and what is taken over from it."""
+
+import sys
+import warnings
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch.errors import SettingError
+from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.policies.policy import Fixed
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.scheduler import total_of
+
+_NEVER = sys.maxsize
+
+
+def require_drivable(trainer: Trainer, module: LightningModule) -> None:
+    """Whether the accumulation of a training can be changed by a callback, before it is set up.
+
+    Raises:
+        SettingError: something else is in charge of it, or the strategy cannot be measured.
+    """
+    if not module.automatic_optimization:
+        raise SettingError(
+            f"{type(module).__name__} has automatic_optimization=False, and its own loop steps the "
+            "optimizer; set it to True, or use bigbatch.AdaptiveBatch in that loop"
+        )
+    require_strategy(trainer.strategy)
+    if trainer.accumulate_grad_batches != 1:
+        raise SettingError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} is set along with "
+            "AdaptiveBatchCallback, which changes it; leave it out, and pass "
+            "AdaptiveBatchCallback(batch_size=) as where to start"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            raise SettingError(
+                f"{type(callback).__name__} sets accumulate_grad_batches too; leave it out, or "
+                "AdaptiveBatchCallback (a schedule of batch sizes is policy=Schedule(...))"
+            )
+
+
+def require_strategy(strategy: Any) -> None:
+    """Whether gradients can be measured under a strategy.
+
+    Raises:
+        SettingError: they cannot; with the remedy.
+    """
+    if isinstance(strategy, DeepSpeedStrategy):
+        raise SettingError(
+            "under DeepSpeedStrategy the engine accumulates by its own "
+            "gradient_accumulation_steps, which Lightning sets once, from "
+            "accumulate_grad_batches, and no callback can change; use "
+            "bigbatch.integrations.deepspeed in a loop of your own, or strategy='ddp'"
+        )
+    if isinstance(strategy, FSDPStrategy):
+        raise SettingError(
+            "FSDPStrategy wraps by FullyShardedDataParallel (FSDP1), which flattens parameters; "
+            "use ModelParallelStrategy, and fully_shard (FSDP2) in configure_model()"
+        )
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        raise SettingError(
+            f"{type(strategy).__name__} is not known; use one device, DDPStrategy or "
+            "ModelParallelStrategy with fully_shard"
+        )
+
+
+def require_scheduler(trainer: Trainer, module: LightningModule) -> None:
+    """Whether the scheduler that counts steps can be advanced in base batches.
+
+    Raises:
+        SettingError: it cannot, or there are several.
+    """
+    stepped = _stepped(trainer)
+    if len(stepped) > 1:
+        raise SettingError(
+            f'{len(stepped)} schedulers have interval="step"; join them by '
+            'torch.optim.lr_scheduler.ChainedScheduler, or give them interval="epoch"'
+        )
+    for config in stepped:
+        name = type(config.scheduler).__name__
+        if config.reduce_on_plateau:
+            raise SettingError(
+                f'{name} has interval="step": steps change their size, and it waits for so many of '
+                'them; give it interval="epoch"'
+            )
+        if config.frequency != 1:
+            raise SettingError(
+                f"{name} has frequency={config.frequency}, in steps, and is advanced once per base "
+                "batch; pass AdaptiveBatchCallback(base_batch=) and frequency=1"
+            )
+        if is_overridden("lr_scheduler_step", module):
+            raise SettingError(
+                f"lr_scheduler_step() is overridden, and {name} is advanced in base batches "
+                'without it; remove the one, or give the scheduler interval="epoch"'
+            )
+
+
+def taken_scheduler(trainer: Trainer) -> LRScheduler | None:
+    """The scheduler that counts steps, if there is one; Lightning goes on to save and show it."""
+    for config in _stepped(trainer):
+        config.frequency = _NEVER
+        scheduler: LRScheduler = config.scheduler
+        return scheduler
+    return None
+
+
+def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
+    """Says where the schedule ends before or after the training, as far as both are known."""
+    total = None if train.scheduler is None else total_of(train.scheduler)
+    if total is None or not trainer.is_global_zero:
+        return
+    name, base = type(train.scheduler).__name__, f"{train.scheduler_batch:g}"
+    if trainer.max_steps != -1 and not isinstance(train.controller.policy, Fixed):
+        warnings.warn(
+            f"max_steps={trainer.max_steps} ends the training after so many updates, and {name} "
+            f"after {total} base batches of {base} samples, which a batch that grows has gone "
+            "through before; max_epochs ends both together",
+            stacklevel=2,
+        )
+    epochs = trainer.max_epochs
+    if trainer.max_steps != -1 or epochs in (None, -1) or train.batches.samples is None:
+        return
+    steps = train.base_steps(epochs)
+    if abs(steps - total) > epochs + 1 + total / 100:  # Lightning rounds every epoch up
+        warnings.warn(
+            f"{name} is built for {total} steps, and max_epochs={epochs} advances it {steps} "
+            f"times, once for every base batch of {base} samples; build it in configure_optimizers "
+            "with trainer.estimated_stepping_batches, which counts these, or pass "
+            "AdaptiveBatchCallback(base_batch=)",
+            stacklevel=2,
+        )
+
+
+def taken_clipping(trainer: Trainer, module: LightningModule) -> float | None:
+    """The norm to clip by, where that is not Lightning's to do: a variance-reduced optimizer.
+
+    Its `.grad` is not the gradient any more under DDP, and nowhere to be written to unseen.
+
+    Raises:
+        SettingError: it cannot be done by norm.
+    """
+    if not isinstance(trainer.optimizers[0], VarianceReduced):
+        return None
+    if is_overridden("configure_gradient_clipping", module):
+        raise SettingError(
+            "configure_gradient_clipping() is overridden, and .grad of a variance-reduced "
+            "optimizer is not the gradient under DDP; use Trainer(gradient_clip_val=), or another "
+            "optimizer"
+        )
+    most = trainer.gradient_clip_val
+    if most and trainer.gradient_clip_algorithm == "value":
+        raise SettingError(
+            'gradient_clip_algorithm="value" would clip r g under a variance-reduced optimizer; '
+            'use gradient_clip_algorithm="norm"'
+        )
+    return float(most) if most else None
+
+
+def loaders_batch(trainer: Trainer) -> int:
+    """Samples in a batch of the training loader.
+
+    Raises:
+        SettingError: it does not say.
+    """
+    loader = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None)
+    size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(size, int):
+        raise SettingError(
+            f"{type(loader).__name__} does not say its batch_size; pass "
+            "AdaptiveBatchCallback(micro_batch=)"
+        )
+    return size
+
+
+def _stepped(trainer: Trainer) -> list[Any]:
+    return [config for config in trainer.lr_scheduler_configs if config.interval == "step"]

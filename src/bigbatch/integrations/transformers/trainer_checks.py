@@ -1,0 +1,160 @@
+"""Settings of the Trainer that cannot work, or not as one thinks, each with its remedy."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import GreedyLR
+from transformers.utils import is_sagemaker_mp_enabled
+
+from bigbatch.errors import SettingError
+from bigbatch.integrations.accelerate import require_supported
+from bigbatch.policies.policy import Fixed
+from bigbatch.training.optimizer_checks import require_steppable
+
+
+def require_arguments(given: list[Any]) -> None:
+    """Raises SettingError for training arguments that cannot work, before anything is built.
+
+    Args:
+        given: arguments of a Trainer, with its TrainingArguments among them or not.
+    """
+    for args in given:
+        if isinstance(args, TrainingArguments):
+            for message in _refused(args):
+                raise SettingError(message)
+
+
+def require_overridable(kind: type, mixin: type) -> None:
+    """Raises SettingError where a class overrides what is called with whole updates here.
+
+    Args:
+        kind: class of a Trainer.
+        mixin: the one that makes it choose its batch size.
+    """
+    order = kind.__mro__
+    before = order[: order.index(mixin)]
+    for each in before:
+        if "training_step" in vars(each):
+            raise SettingError(
+                f"{each.__name__}.training_step would get a whole update, not a micro-batch; "
+                "override compute_loss there, or put it into a class behind the mixin: class "
+                f"{kind.__name__}(AdaptiveMixin, MyTrainer), with training_step in MyTrainer"
+            )
+    for each in order[: order.index(Trainer)]:
+        if each is not mixin and "get_batch_samples" in vars(each):
+            raise SettingError(
+                f"{each.__name__}.get_batch_samples is not called: an update has as many "
+                "micro-batches as the policy wants; override compute_loss, or the data_collator"
+            )
+
+
+def require_trainer(trainer: Any) -> None:
+    """Raises SettingError for what a Trainer was built with and cannot work."""
+    require_arguments([trainer.args])  # the Trainer's own, or changed by accelerate's
+    if trainer.optimizer is not None:
+        require_steppable(trainer.optimizer)
+    if trainer.is_deepspeed_enabled:
+        raise SettingError(_DEEPSPEED)
+    scheduler = trainer.lr_scheduler
+    if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
+        raise SettingError(_plateau(f"optimizers=(..., {type(scheduler).__name__})"))
+    if trainer.is_distributed_loading_by_transformers:
+        raise SettingError(
+            "the model was sharded when it was loaded (distributed_config), outside accelerate; "
+            "load it whole, and pass fsdp=True to TrainingArguments"
+        )
+    require_supported(trainer.accelerator)
+
+
+def warn_of_growth(args: Any, policy: Any) -> None:
+    """Says that `max_steps` ends a training and its learning rate at different places."""
+    constant = "constant" in str(args.lr_scheduler_type)
+    if not constant and not isinstance(policy, Fixed):
+        warnings.warn(
+            f"max_steps={args.max_steps} ends the training after so many updates, and the "
+            "learning rate after so many base batches, which a batch that grows has gone "
+            "through before; num_train_epochs ends both together",
+            stacklevel=4,
+        )
+
+
+_DEEPSPEED = (
+    "DeepSpeed steps the optimizer inside its engine; use bigbatch.integrations.deepspeed, or "
+    "leave deepspeed= out"
+)
+
+
+def _plateau(setting: str) -> str:
+    return (
+        f"{setting} follows a metric, and the schedule here counts base batches of samples; choose "
+        'another, such as "linear", or "constant" and a policy that grows the batch instead'
+    )
+
+
+def _refused(args: Any) -> Iterator[str]:
+    if args.gradient_accumulation_steps != 1:
+        yield (
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: accumulation follows "
+            "from batch_size= and micro_batch= here; leave it at 1"
+        )
+    if getattr(args, "deepspeed", None):
+        yield _DEEPSPEED
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True starts the training again with smaller batches; set "
+            "per_device_train_batch_size, or micro_batch=, to what fits"
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"{args.n_gpu} GPUs in one process (DataParallel) are not supported; start one process "
+            "for each by torchrun, or set CUDA_VISIBLE_DEVICES"
+        )
+    if is_sagemaker_mp_enabled():
+        yield "SageMaker's model parallelism is not supported; train with DDP or FSDP2"
+    yield from _refused_loops(args)
+    yield from _refused_data(args)
+
+
+def _refused_loops(args: Any) -> Iterator[str]:
+    optim, schedule = _value(args.optim), _value(args.lr_scheduler_type)
+    if "lomo" in optim or "layerwise" in optim:
+        yield (
+            f"optim={optim!r} updates weights inside backward, before the gradient of the batch is "
+            'known; choose another, such as "adamw_torch"'
+        )
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        yield _plateau(f"lr_scheduler_type={schedule!r}")
+    if args.fsdp and int((args.fsdp_config or {}).get("version", 2)) == 1:
+        yield "fsdp_config['version']=1 flattens parameters; set it to 2"
+    if args.fsdp and (args.fsdp_config or {}).get("xla"):
+        yield "fsdp_config['xla']=True is not supported; leave it out"
+    if getattr(args, "enable_jit_checkpoint", False):
+        yield (
+            "enable_jit_checkpoint=True saves in the middle of an update, which cannot be resumed; "
+            "leave it out and save by save_steps"
+        )
+
+
+def _refused_data(args: Any) -> Iterator[str]:
+    if args.ignore_data_skip:
+        yield (
+            "ignore_data_skip=True would start the data of an interrupted epoch again; leave it "
+            "out: a resumed run goes on with the samples that are left"
+        )
+    if _value(getattr(args, "train_sampling_strategy", "random")) == "batch_rebalance":
+        yield (
+            "train_sampling_strategy='batch_rebalance' composes batches of one size; choose "
+            "'random', 'sequential' or 'group_by_length'"
+        )
+    if not args.average_tokens_across_devices and args.world_size > 1:
+        yield (
+            "average_tokens_across_devices=False weighs ranks equally, whatever their tokens; "
+            "leave it True: every token of the batch counts the same here"
+        )
+
+
+def _value(setting: Any) -> str:
+    return str(getattr(setting, "value", setting))

@@ -1,0 +1,220 @@
+"""The fold: r g where g was, over lists of layers; by kernels where they fit, else by torch."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bigbatch.kernels import native
+from bigbatch.optim import functional
+from bigbatch.optim.gsnr_momentum import Averages
+from bigbatch.optim.sharding import Join
+from bigbatch.optim.two_pass import Passes
+from bigbatch.statistics.second_moment import GradientMoments
+
+_PIECE = 1 << 16  # elements, of 256 KB in float32
+
+
+@dataclass
+class Layer:
+    """One parameter: its moments, its gradient, and p where r is averaged.
+
+    Args:
+        total, m2: S and M2 of its micro-batch gradients.
+        gradient: what is multiplied, in place.
+        average: p, moved in place; None for no momentum on r.
+        corrected: 1 / (1 - beta3^t).
+    """
+
+    total: Tensor
+    m2: Tensor
+    gradient: Tensor
+    average: Tensor | None = None
+    corrected: float = 1.0
+
+    @property
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As the kernel takes them."""
+        return self.total, self.m2, self.gradient, self.average
+
+
+@dataclass(frozen=True)
+class How:
+    """What holds for all layers of a parameter group in one step.
+
+    Args:
+        factor: which r, a name of `functional.FACTORS`.
+        gamma, r_max: its bounds.
+        beta3: momentum of r, for the layers that have an average.
+        weight: N, the sum of the micro-batches' weights.
+        k: how many they were.
+        watch: whether to tell what was done.
+        fused: whether kernels may be used; layers that do not fit them go by torch.
+        compiled: whether what goes by torch is given to `torch.compile`.
+    """
+
+    factor: str
+    gamma: float
+    r_max: float
+    beta3: float
+    weight: float
+    k: int
+    watch: bool = False
+    fused: bool = True
+    compiled: bool = False
+
+
+class Rule(Protocol):
+    """What a fold asks of the optimizer that it is done for."""
+
+    watch: bool
+    """Whether to tell what was done."""
+    averages: Averages
+    """p, where it is not on the shards."""
+    moments: GradientMoments
+    """Of this rank's micro-batches."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, with vr and beta3."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether to look for layers whose M2 is out of range, in the present step."""
+
+    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
+        """The settings of a group for a step of so much weight and so many micro-batches."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What was done in a step.
+
+    Args:
+        k: micro-batches, or other groups, that r compared.
+        told: of each parameter what `fold` tells, over all ranks; zeros or nothing where unwatched.
+        agree: whether all of them had the same gradient, as far as was asked.
+        lost: layers here whose r is not right, as far as was asked: their M2 is out of range.
+    """
+
+    k: int
+    told: dict[Tensor, Tensor]
+    agree: bool
+    lost: Sequence[Tensor] = ()
+
+
+_FEW = 0.01  # of a layer's elements: r of the others is hardly another
+
+
+def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
+    """Those of which more than a few elements have an M2 that is out of range; waits once."""
+    told = torch.stack(list(shares)).tolist() if shares else []
+    return [p for p, share in zip(parameters, told, strict=True) if share > _FEW]
+
+
+def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
+    """Multiplies every gradient by r, or by p_hat.
+
+        r from `rules`;   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
+
+    Args:
+        how: the settings.
+        layers: what this process has of them.
+        join: adds up numbers of layers over the ranks that hold the rest; None: all is here.
+    Returns:
+        Where `how.watch`, of the parts that are here: the sum of r, elements at gamma, elements at
+        r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
+    """
+    rule, limit = list(functional.FACTORS).index(how.factor), functional.agreement(torch.float32)
+    return Passes(
+        native.Rule.FOLD,
+        layers=[layer.arrays for layer in layers],
+        own=[(layer.corrected, 0.0) for layer in layers],
+        group=[how.weight, limit, rule, how.k - 1, how.gamma, how.r_max, how.beta3],
+        first=(lambda i: _sums(how, layers[i])) if how.factor == "gsnr" else None,
+        second=lambda i, sums: _fold(how, layers[i], sums),
+        watch=how.watch,
+    ).run(fused=how.fused, join=join)
+
+
+# by torch
+
+
+def _sums(how: How, layer: Layer) -> Tensor:
+    weight, *_ = _numbers(how, layer)
+    live_sums = _compiled(_live_sums) if how.compiled else _live_sums
+    pieces = _pieces(how, layer.total, layer.m2)
+    return torch.stack([live_sums(total, m2, weight) for total, m2 in pieces]).sum(0)
+
+
+def _fold(how: How, layer: Layer, sums: Tensor) -> Tensor | None:
+    numbers = _numbers(how, layer)
+    mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
+    multiply = _compiled(_multiply) if how.compiled else _multiply
+    told = [
+        multiply(how.factor, how.watch, mean, *numbers, *piece)
+        for piece in _pieces(how, *layer.arrays)
+    ]
+    return torch.stack([seen for seen in told if seen is not None]).sum(0) if how.watch else None
+
+
+def _pieces(how: How, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
+    """The arrays in pieces that stay in a CPU's cache; whole where that cannot be or need not."""
+    given = [array for array in arrays if array is not None]
+    if not all(array.is_contiguous() for array in given):
+        yield arrays
+        return
+    flat = [None if array is None else array.view(-1) for array in arrays]
+    if how.compiled or given[0].device.type != "cpu":
+        yield flat
+        return
+    for start in range(0, max(1, given[0].numel()), _PIECE):
+        yield [None if x is None else x[start : start + _PIECE] for x in flat]
+
+
+def _numbers(how: How, layer: Layer) -> tuple[Any, ...]:
+    """The settings; as tensors for a compiler, which floats make compile again."""
+    numbers = how.weight, how.k, how.gamma, how.r_max, how.beta3, layer.corrected
+    if not how.compiled:
+        return numbers
+    m2 = layer.m2
+    return tuple(torch.full((), number, dtype=m2.dtype, device=m2.device) for number in numbers)
+
+
+def _live_sums(total: Tensor, m2: Tensor, weight: float) -> Tensor:
+    return functional.live_sums(functional.ratio(total, m2, weight))
+
+
+def _multiply(
+    factor: str,
+    watch: bool,
+    mean: Tensor,
+    weight: float,
+    k: float,
+    gamma: float,
+    r_max: float,
+    beta3: float,
+    corrected: float,
+    total: Tensor,
+    m2: Tensor,
+    gradient: Tensor,
+    average: Tensor | None,
+) -> Tensor | None:
+    q = functional.ratio(total, m2, weight)
+    r = functional.FACTORS[factor](q, mean, k, gamma, r_max)
+    hat = r if average is None else functional.averaged(average, r, beta3, corrected)
+    if not watch:
+        gradient.mul_(hat)
+        return None
+    before = functional.squares(gradient)
+    gradient.mul_(hat)
+    told = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, functional.squares(gradient)]
+    return torch.stack([number.to(r.dtype) for number in told])
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)

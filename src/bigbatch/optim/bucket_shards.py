@@ -1,0 +1,240 @@
+"""What one rank has of DDP's buckets, and how it gets there and back."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from bigbatch.gradients.dtypes import full
+from bigbatch.optim.collectives import Level, Piece
+from bigbatch.optim.gsnr_momentum import Averages
+from bigbatch.statistics.norms import flattened
+from bigbatch.statistics.second_moment import join
+
+PIECE = 16 << 20  # bytes of one: DDP's first step is one bucket of the whole model
+_AHEAD = 2  # pieces on their way
+
+M2Of = Callable[[Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of a parameter's elements, in the order of its memory.
+
+    Args:
+        parameter: whose.
+        there: which of its elements.
+        here: where they are in the shard, or the piece.
+    """
+
+    parameter: Tensor
+    there: slice
+    here: slice
+
+
+class Shard:
+    """This rank's elements of one bucket: the mean gradient of the step, and p.
+
+    Args:
+        places: the parameters of the bucket and where each begins.
+        buffer: the bucket's own.
+        levels: of ranks that share it.
+    """
+
+    def __init__(
+        self, places: list[tuple[Tensor, int]], buffer: Tensor, levels: list[Level]
+    ) -> None:
+        self.parameters = [parameter for parameter, _ in places]
+        self.levels = levels
+        self._places = places
+        self._buffer = (buffer.numel(), buffer.dtype)
+        ranks = 1
+        for level in levels:
+            ranks *= len(level.members)
+        most = max(1, PIECE // buffer.element_size() // ranks) * ranks
+        starts = range(0, buffer.numel(), most)
+        self.pieces = [Piece(s, min(s + most, buffer.numel()), levels) for s in starts]
+        self.here: list[slice] = []  # of each piece's shard
+        self.spans: list[Span] = []
+        at = 0
+        for piece in self.pieces:
+            length = piece.shard.stop - piece.shard.start
+            self.here.append(slice(at, at + length))
+            self.spans += self.spans_of(piece.shard, at)
+            at += length
+        self.mean = torch.zeros(at, dtype=full(buffer.dtype), device=buffer.device)
+        self._average: Tensor | None = None
+        self._next: Tensor | None = None  # what p is if the step is taken
+        self._steps: dict[Tensor, int] = {}  # of p
+
+    def is_of(self, parameters: Collection[Tensor], buffer: Tensor) -> bool:
+        """Whether it is of these parameters in this order."""
+        same = [id(p) for p in parameters] == [id(p) for p in self.parameters]
+        return same and (buffer.numel(), buffer.dtype) == self._buffer
+
+    def spans_of(self, run: slice, at: int = 0) -> list[Span]:
+        """The parameters' elements in a run of the bucket, which begins at `at` elsewhere."""
+        spans = []
+        for parameter, start in self._places:
+            low, high = max(run.start, start), min(run.stop, start + parameter.numel())
+            if low < high:
+                here = slice(at + low - run.start, at + high - run.start)
+                spans.append(Span(parameter, slice(low - start, high - start), here))
+        return spans
+
+    # p
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether p of a parameter is here and on the other ranks."""
+        return parameter in self._steps
+
+    def is_brought(self, averages: Averages) -> bool:
+        """Whether every rank has p of the whole bucket, as it is now."""
+        return all(averages.of(p)[0] is not None for p in self._steps)
+
+    def begin(self, groups: dict[Tensor, dict[str, Any]], averages: Averages) -> None:
+        """Prepares the next p, if any parameter of the bucket has one."""
+        self._next = None
+        asked = [p for p in self.parameters if p in groups and groups[p]["beta3"] is not None]
+        if not asked:
+            return
+        if self._average is None:
+            self._average = torch.zeros_like(self.mean)
+            for span in self.spans:
+                whole, _ = averages.of(span.parameter)
+                if whole is not None:
+                    flat = flattened(whole, span.parameter.stride())
+                    self._average[span.here] = flat[span.there]
+        for parameter in asked:
+            if parameter not in self._steps:
+                self._steps[parameter] = averages.of(parameter)[1]
+        self._next = self._average.clone()
+
+    def average_of(self, span: Span, group: dict[str, Any]) -> tuple[Tensor | None, float]:
+        """(p, 1 / (1 - beta3^t)) of the step that may be taken."""
+        beta3 = group["beta3"]
+        if beta3 is None or self._next is None:
+            return None, 1.0
+        return self._next[span.here], 1 / (1 - beta3 ** (self._steps[span.parameter] + 1))
+
+    def commit(self, averages: Averages) -> None:
+        """The step was taken, for the parameters that have a gradient."""
+        if self._next is None or self._average is None:
+            return
+        for span in self.spans:
+            if span.parameter.grad is None:
+                self._next[span.here] = self._average[span.here]
+        self._average, self._next = self._next, None
+        for parameter in self._steps:
+            if parameter.grad is not None:
+                self._steps[parameter] += 1
+            averages.drop(parameter)
+
+    def bring(self, averages: Averages) -> None:
+        """Gives every rank p of the whole bucket. Collective."""
+        if self._average is None:
+            return
+        numel, _ = self._buffer
+        flat = self.mean.new_empty(numel)
+        for piece, here in zip(self.pieces, self.here, strict=True):
+            piece.gather(self._average[here], flat[piece.start : piece.stop])()
+        for parameter, start in self._places:
+            if parameter in self._steps:
+                whole = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
+                flattened(whole, parameter.stride()).copy_(flat[start : start + whole.numel()])
+                averages.put(parameter, whole, self._steps[parameter])
+
+
+class Bucket:
+    """A bucket on its way: dealt, received and joined, sent back.
+
+    Args:
+        shard: what this rank is to have of it.
+        buffer: its sums on this rank; what everybody has in the end.
+        m2_of: M2 of a parameter on this rank, flat; None where no rank has any.
+        m2_dtype: in which it is sent; None: bfloat16, or float64 where the sums are.
+    """
+
+    def __init__(
+        self, shard: Shard, buffer: Tensor, m2_of: M2Of | None, m2_dtype: torch.dtype | None
+    ) -> None:
+        self.shard = shard
+        self.folded = False
+        self.future = future_on(buffer.device)
+        self._buffer, self._m2_of = buffer, m2_of
+        own = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
+        self._m2_dtype = m2_dtype or own
+        self._dealt: list[list[Callable[[], Tensor]]] = []
+        self._gathering: list[Callable[[], None]] = []
+        for _ in shard.pieces[:_AHEAD]:
+            self._deal()
+
+    def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
+        """Writes S of the shard where its mean belongs, and returns M2."""
+        m2 = torch.empty_like(self.shard.mean)
+        for number, here in enumerate(self.shard.here):
+            rows = [received() for received in self._dealt[number]]
+            self._dealt[number] = []
+            if len(self._dealt) < len(self.shard.pieces):
+                self._deal()
+            self._join(self.shard.pieces[number], rows, here, m2, weights, fused)
+        return m2
+
+    def send_back(self, folded: Tensor) -> None:
+        """Begins to give everybody what was made of the shard."""
+        folded = folded.to(self._buffer.dtype)
+        for piece, here in zip(self.shard.pieces, self.shard.here, strict=True):
+            whole = self._buffer[piece.start : piece.stop]
+            self._gathering.append(piece.gather(folded[here], whole))
+        self.folded = True
+
+    def finish(self) -> None:
+        """Waits for what the others send, and tells DDP."""
+        for gathered in self._gathering:
+            gathered()
+        self.future.set_result(self._buffer)
+
+    def _deal(self) -> None:
+        """The next piece: S, and M2 if there is any."""
+        piece = self.shard.pieces[len(self._dealt)]
+        dealt = [piece.deal(self._buffer[piece.start : piece.stop], 0)]
+        if self._m2_of is not None:
+            dealt.append(piece.deal(self._m2(piece, self._m2_of), 0))
+        self._dealt.append(dealt)
+
+    def _m2(self, piece: Piece, m2_of: M2Of) -> Tensor:
+        length = piece.stop - piece.start
+        sent = torch.zeros(length, dtype=self._m2_dtype, device=self._buffer.device)
+        for span in self.shard.spans_of(slice(piece.start, piece.stop)):
+            m2 = m2_of(span.parameter)
+            if m2 is not None:
+                sent[span.here] = m2[span.there]
+        return sent
+
+    def _join(
+        self,
+        piece: Piece,
+        rows: list[Tensor],
+        here: slice,
+        m2: Tensor,
+        weights: Sequence[float],
+        fused: bool,
+    ) -> None:
+        """Level by level; M2 of the first may be missing."""
+        for number, level in enumerate(self.shard.levels):
+            last = number == len(self.shard.levels) - 1
+            total = self.shard.mean[here] if last else self.shard.mean.new_empty(rows[0].shape[1])
+            second = m2[here] if last else torch.empty_like(total)
+            of_members = [sum(weights[rank] for rank in ranks) for ranks in level.members]
+            join(rows[0], rows[1] if len(rows) > 1 else (), of_members, total, second, fused=fused)
+            if not last:
+                between = (total, second.to(self._m2_dtype))
+                rows = [received() for received in [piece.deal(x, number + 1) for x in between]]
+
+
+def future_on(device: torch.device) -> Future[Tensor]:
+    """For DDP, which waits for it; on a GPU with what was launched there before its result."""
+    return Future() if device.type == "cpu" else Future(devices=[device])

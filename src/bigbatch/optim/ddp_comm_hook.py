@@ -1,0 +1,351 @@
+"""Variance reduction under DistributedDataParallel, inside the all-reduce of the gradients."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.errors import GradientError, SettingError, StateError
+from bigbatch.gradients.ddp import FOLDED
+from bigbatch.gradients.shard_indices import Held, held_in_runs, places_in_memory
+from bigbatch.optim.apply_gsnr import Folded, Rule, out_of_range
+from bigbatch.optim.bucket_pipeline import Reduction
+from bigbatch.optim.bucket_shards import Shard, Span, future_on
+from bigbatch.optim.collectives import levels_of, new_group
+from bigbatch.statistics.norms import flattened
+
+Groups = Literal["all", "ranks"]
+
+_EPS = 1e-6  # as torch's own clipping has it
+
+
+class Attachment:
+    """A variance-reduced optimizer under DDP: its fold, and the true gradient's norm.
+
+    After the last backward of a step `.grad` holds r g on every rank, bit for bit the same. Every
+    backward of a step but the last runs under `no_sync`. p of a weight is on one rank;
+    `consolidate` brings it to all before the optimizer's `state_dict()`.
+
+    A subscriber of the source of the optimizer's gradients, to know their weights.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        rule: Rule,
+        groups: Groups,
+        m2_dtype: torch.dtype | None,
+        node_group: dist.ProcessGroup | None,
+        *,
+        fused: bool,
+    ) -> None:
+        self.ranks = dist.get_world_size(ddp.process_group)
+        self.by_ranks = groups == "ranks"
+        self.layout = 0
+        self.early = False  # whether the next reduction is to leave each rank its own gradient
+        # DDP keeps this for as long as it lives, out of the garbage collector's sight
+        self._ddp, self._rule_ref = weakref.ref(ddp), weakref.ref(rule)
+        self._group: dist.ProcessGroup = ddp.process_group
+        self._levels = levels_of(ddp.process_group, node_group)
+        self._m2_dtype, self._fused = m2_dtype, fused
+        self._refusal = ""  # of the present step
+        self._taken = False  # whether that is done
+        self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
+        self._shards: dict[int, Shard] = {}  # by the number of the bucket
+        self._of: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
+        self._reduction: Reduction | None = None  # of the present step
+        self._host = _host_group(ddp)
+        ddp.register_comm_hook(self, fold_hook)
+        FOLDED[ddp] = self
+
+    # what users ask
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """|g| of all that the optimizer trains, before r, in the unit of the losses; 0-dim.
+
+        Raises:
+            GradientError: the present step has not been reduced.
+        """
+        squares_of = self._require_done("grad_norm").squares
+        trained = {p for group in self._rule.param_groups for p in group["params"]}
+        squares = [square for p, square in squares_of.items() if p in trained]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+    def clip_grad_norm_(self, max_norm: float, scaler: GradScaler | None = None) -> Tensor:
+        """Shortens r g as torch's clipping would shorten g: by max_norm / |g| where that is < 1.
+
+        Args:
+            max_norm: greatest |g|, without the scaler's scale.
+            scaler: of the losses. Its `unscale_(optimizer)` comes before, as ever.
+        Returns:
+            |g| before it.
+        """
+        norm = self.grad_norm
+        if scaler is not None:
+            norm = norm / scaler.scale(torch.ones_like(norm))
+        trained = (p.grad for group in self._rule.param_groups for p in group["params"])
+        grads = [grad for grad in trained if grad is not None]
+        share = (max_norm / (norm + _EPS)).clamp(max=1.0)
+        with torch.no_grad():
+            torch._foreach_mul_(grads, share)
+        self.scale(share)
+        return norm
+
+    def consolidate(self) -> None:
+        """Brings p of every weight to every rank, for `state_dict()`. Collective."""
+        for _, shard in sorted(self._shards.items()):
+            shard.bring(self._rule.averages)
+
+    def __reduce__(self) -> Any:
+        """A copy of the DDP model is not attached."""
+        return _nobody, ()
+
+    # what the optimizer asks
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step was folded and not taken."""
+        return self.done and not self._taken
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether p of it is spread over the ranks."""
+        return any(shard.keeps(parameter) for shard in self._shards.values())
+
+    def is_of(self, ddp: DistributedDataParallel) -> bool:
+        """Whether it folds in that model."""
+        return self._ddp() is ddp
+
+    def commit(self, *, asks: bool) -> Folded:
+        """The step is taken, and p with it.
+
+        Args:
+            asks: whether to look if all groups agree, which waits for the device.
+        """
+        done = self._require_done("step()")
+        if self._taken:
+            raise GradientError("step() was called twice for one backward; .grad is r g already")
+        done.require_all_in()
+        self._taken = True
+        for shard in self._shards.values():
+            shard.commit(self._rule.averages)
+        agree = asks and not done.live.any() and bool(self.grad_norm)
+        shares = done.out_of_range
+        lost = out_of_range([p for p, _ in shares], [share for _, share in shares])
+        return Folded(done.k, done.told, agree, lost)
+
+    def forget(self) -> None:
+        """p is the optimizer's own from here on, whole on every rank."""
+        self._shards.clear()
+        self._of.clear()
+        self.layout += 1
+
+    def require_consolidated(self) -> None:
+        """Raises StateError where p is on the ranks that compute it only."""
+        averages = self._rule.averages
+        if not all(shard.is_brought(averages) for shard in self._shards.values()):
+            raise StateError(
+                "p, the average of r, is spread over the ranks: call optimizer.attached."
+                "consolidate() on every rank before state_dict(), which sends nothing"
+            )
+
+    # what the source asks
+
+    @property
+    def done(self) -> bool:
+        """Whether the present step is folded."""
+        return self._reduction is not None and self._reduction.done
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """This rank's elements of the mean gradient of a parameter, flat; before r."""
+        parts = [shard.mean[span.here] for shard, span in self._of.get(parameter, ())]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else parameter.new_zeros(0)
+
+    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's elements of any tensor that is shaped like the parameter."""
+        flat = flattened(whole, parameter.stride())
+        parts = [flat[span.there] for _, span in self._of.get(parameter, ())]
+        return torch.cat(parts) if parts else flat[:0]
+
+    def held(self, parameter: Tensor, count: int) -> Held:
+        """Which of the first `count` elements of a parameter are among them."""
+        runs = [span.there for _, span in self._of.get(parameter, ())]
+        places = places_in_memory(count, parameter.shape, parameter.stride())
+        return held_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
+
+    def scale(self, factor: float | Tensor) -> None:
+        """The gradients were multiplied."""
+        if self._reduction is not None:
+            for square in self._reduction.squares.values():
+                square.mul_(factor**2)
+
+    # a subscriber
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._reduction, self._refusal, self._taken = None, "", False
+        self._own = [0.0, 0.0]
+
+    def micro_batch(self, weight: float) -> None:
+        """A micro-batch starts."""
+        self._own = [self._own[0] + 1, self._own[1] + weight]
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """It is in the bucket, when it comes."""
+
+    def end(self) -> None:
+        """The micro-batch is complete."""
+
+    # a reduction
+
+    @torch.no_grad()
+    def reduce(self, bucket: Any) -> Future[Tensor]:
+        """Takes DDP's next bucket."""
+        if bucket.index() == 0 and not self.early:
+            self._start()
+        if self.early or self._reduction is None:
+            buffer = bucket.buffer()
+            if not self.early:  # the mean, for whatever else steps along it
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self.ranks)
+            unfolded = future_on(buffer.device)
+            unfolded.set_result(buffer)
+            return unfolded
+        future = self._reduction.take(self._shard_of(bucket), bucket.buffer())
+        if bucket.is_last():
+            shards = [shard for _, shard in sorted(self._shards.items())]
+            self._reduction.end([p for shard in shards for p in shard.parameters])
+        return future
+
+    def _start(self) -> None:
+        """Tells the other ranks of this one's micro-batches; a refusal is everybody's.
+
+        It is raised by `step()`: an error in the middle of a backward would break DDP. What is
+        refused is averaged.
+        """
+        ddp, rule = self._ddp(), self._rule_ref()
+        joining = ddp is not None and bool(ddp._join_config.enable)
+        again = self._reduction is not None or bool(self._refusal)
+        facts = [*self._own, again, joining, rule is None]
+        mine = torch.tensor(facts, dtype=torch.float64, device="cpu")
+        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(rows, mine, group=self._host)
+        counts, weights, *wrong = torch.stack(rows).T.tolist()
+        k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
+        self._reduction, self._refusal = None, self._refusal_of(k, *map(any, wrong))
+        if rule is not None and not self._refusal:
+            self._reduction = Reduction(
+                weakref.proxy(rule),
+                self._group,
+                weights,
+                k,
+                sends_m2=not self.by_ranks and max(counts) > 1,
+                m2_dtype=self._m2_dtype,
+                fused=self._fused,
+            )
+
+    def _refusal_of(self, k: int, again: bool, joining: bool, gone: bool) -> str:
+        """What makes this reduction impossible; nothing where it is possible."""
+        if gone:
+            return "the optimizer that was attached to this DDP model is gone; wrap the model again"
+        if joining:
+            return (
+                "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give "
+                "every rank as many steps, as bigbatch.Batches does"
+            )
+        if again:
+            return (
+                "gradients were reduced twice in a step, and are r g since the first time; run "
+                "every backward of a step but the last under ddp.no_sync() (static_graph=True must "
+                "reduce its very first one: let the first step have one backward)"
+            )
+        if k < 2:
+            of_what = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
+            return f"{k} {of_what} in a step: r needs at least 2 (8 are better)"
+        return ""
+
+    def _shard_of(self, bucket: Any) -> Shard:
+        """What this rank has of a bucket; where DDP has made another, p moves."""
+        index, parameters = bucket.index(), bucket.parameters()
+        shard = self._shards.get(index)
+        if shard is None or not shard.is_of(parameters, bucket.buffer()):
+            for number in sorted(n for n in self._shards if n >= index):
+                self._shards.pop(number).bring(self._rule.averages)
+            start = bucket.buffer().storage_offset()
+            places = [
+                (p, g.storage_offset() - start)
+                for p, g in zip(parameters, bucket.gradients(), strict=True)
+            ]
+            shard = self._shards[index] = Shard(places, bucket.buffer(), self._levels)
+            self.layout += 1
+            self._of.clear()
+            for each in self._shards.values():
+                for span in each.spans:
+                    self._of.setdefault(span.parameter, []).append((each, span))
+        return shard
+
+    def _require_done(self, what: str) -> Reduction:
+        if self._refusal:
+            raise GradientError(self._refusal)
+        if self._reduction is None or not self._reduction.done:
+            raise GradientError(
+                f"{what} comes after the last backward of a step, which is not to run under no_sync"
+            )
+        return self._reduction
+
+    @property
+    def _rule(self) -> Rule:
+        rule = self._rule_ref()
+        assert rule is not None  # or the step is refused
+        return rule
+
+
+def _nobody() -> None:
+    """What a copy is attached to."""
+
+
+def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    """For what the host has to know during a backward, without waiting for a device."""
+    group: dist.ProcessGroup = ddp.process_group
+    if next(ddp.parameters()).is_cpu:
+        return group
+    return new_group(group, [dist.get_process_group_ranks(group)], "gloo")
+
+
+def fold_hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """DDP's communication hook, whose state is the attachment."""
+    return state.reduce(bucket)
+
+
+def require_attachable(
+    ddp: Any, parameters: Sequence[Tensor], groups: str, m2_dtype: torch.dtype | None
+) -> None:
+    """Raises SettingError where an optimizer cannot fold under this wrapper."""
+    if groups not in ("all", "ranks"):
+        raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
+    if m2_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise SettingError(
+            f"m2_dtype={m2_dtype} has not the range of squares; choose torch.bfloat16, float32 or "
+            "float64"
+        )
+    if not isinstance(ddp, DistributedDataParallel):
+        raise SettingError(
+            f"attach() takes the DistributedDataParallel model, not {type(ddp).__name__}; under "
+            "fully_shard, and on one process, nothing has to be attached"
+        )
+    if ddp._comm_hooks:
+        raise SettingError(
+            "the model has a communication hook already, and DDP takes one; wrap it again, and let "
+            "attach() be the only one"
+        )
+    shared = set(ddp.parameters())
+    if any(p.requires_grad and p not in shared for p in parameters):
+        raise SettingError("a parameter of the optimizer stands outside the DDP wrapper")

@@ -1,0 +1,204 @@
+"""The mathematics of every rule: pure functions of tensors, one a few lines.
+
+They are what the compiled kernels are tested against, what runs where there are none, and what
+`torch.compile` is given. Masks are avoided: on a CPU a comparison costs eager torch
+several multiplications. Any shape will do. One layer has S = sum n_d g_d, the sum of its weighted
+micro-batch gradients, M2 = sum n_d (g_d - S / N)^2, and N = sum n_d over k micro-batches.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients.dtypes import wide
+
+_AGREE = 4  # roundings of the mean: a standard deviation of less is none
+
+
+def agreement(dtype: torch.dtype) -> float:
+    """The ratio from which on micro-batches agree to rounding."""
+    return (_AGREE * torch.finfo(dtype).eps) ** -2
+
+
+def ratio(total: Tensor, m2: Tensor, weight: float) -> Tensor:
+    """Gradient signal-to-noise ratio of each element, before any normalization.
+
+        q = G^2 / s2 = S^2 / (N M2) = t^2 / (k - 1)
+
+    inf where all micro-batches agree, to rounding; nan where all are 0 (or one is nan).
+
+    Source:
+        VRGD (Jiang et al. 2023, arXiv 2309.13681), equations 2 and 7; t is Student's statistic.
+    """
+    less = (total / m2).mul_(total).div_(-weight)  # so ordered, no square overflows before M2 does
+    return torch.threshold_(less, -agreement(less.dtype), -torch.inf).neg_()
+
+
+def share_out_of_range(total: Tensor, m2: Tensor, weight: float) -> Tensor:
+    """Share of a layer's elements whose M2 its type cannot hold, so that their ratio is wrong.
+
+    That is M2 = inf where S is finite, and M2 below the normal numbers where S is not 0; but not
+    where S is so much larger that the micro-batches agree to rounding whatever M2 is.
+    """
+    tiny = torch.finfo(m2.dtype).tiny
+    agrees = math.sqrt(tiny * agreement(m2.dtype) * weight)
+    size = total.abs()
+    below = (m2 < tiny) & (size > 0) & (size < agrees)
+    above = m2.isinf() & size.isfinite()
+    return (below | above).float().mean().nan_to_num()  # of no element: 0
+
+
+def live_sums(q: Tensor) -> Tensor:
+    """(sum, number) of the ratios that count in a layer's mean: the finite ones."""
+    zero = q * 0  # nan where q is not finite
+    return torch.stack([(q + zero).nansum(), zero.add_(1).nansum()])
+
+
+def normalized(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+    """r of the paper: the ratio over its mean in the layer, clipped; dead elements get gamma.
+
+        r = min(max(q / mean of q, gamma), r_max)
+
+    Source:
+        VRGD, equations 8 and 9; where they are not defined: docs/theory.md (6).
+    """
+    return clipped(q / mean, gamma, r_max)
+
+
+def shrinkage(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+    """r of M-SVAG; not from the VRGD paper. The factor that makes E |r g - mu|^2 least.
+
+        r = t^2 / (1 + t^2),   t^2 = (k - 1) q
+
+    Source:
+        Balles and Hennig 2018 (arXiv 1705.07774), section 4.
+    """
+    return clipped(1 - 1 / (1 + (k - 1) * q), gamma, r_max)
+
+
+def positive_part(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+    """r by positive-part shrinkage; not from the VRGD paper. 0 where noise explains the gradient.
+
+        r = max(0, 1 - 1 / t^2),   t^2 = (k - 1) q
+
+    Source:
+        James and Stein 1961; the positive part is Baranchik's, 1964.
+    """
+    return clipped(1 - 1 / ((k - 1) * q), gamma, r_max)
+
+
+# name -> r of (ratio, its mean in the layer, k, gamma, r_max); the order is that of kernels.c
+FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
+    "gsnr": normalized,
+    "shrinkage": shrinkage,
+    "positive-part": positive_part,
+}
+
+
+def clipped(r: Tensor, low: float, high: float) -> Tensor:
+    """Between two bounds; what is no number gets the lower one."""
+    return r.nan_to_num(nan=0.0, posinf=torch.inf).clamp(low, high)
+
+
+def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max: float) -> Tensor:
+    """The factor r of one layer: its gradient signal-to-noise ratio, normalized and clipped.
+
+        r_j <- G_j^2 / s2_j;   r <- r / (mean of r over the layer);   r <- min(max(r, gamma), r_max)
+
+    No epsilon enters: a factor on the gradients cancels. Elements whose variance is 0, or no more
+    than the rounding of G_j, are left out of the layer's mean; r is then gamma where G_j = 0 too
+    (a dead element) and r_max where it is not (all micro-batches agree).
+
+    Args:
+        total: S, any shape and unit; with weight 1, the mean gradient G.
+        m2: M2, in that unit squared; same shape and dtype. With weight 1, the second moment s2.
+        weight: N.
+        gamma: lower clip, in (0, 1].
+        r_max: upper clip, at least 1.
+    Returns:
+        r, same shape and dtype.
+    Source:
+        VRGD (Jiang et al. 2023, arXiv 2309.13681), equations 2 and 7 to 9; where they are not
+        defined: docs/theory.md (6).
+    Example:
+        >>> gsnr(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0]), gamma=0.1, r_max=10.0)
+        tensor([1.6000, 0.4000])
+    """
+    q = ratio(total, m2, weight)
+    sums = live_sums(q)
+    return normalized(q, sums[0] / sums[1].clamp_min(1), math.nan, gamma, r_max)
+
+
+def squares(x: Tensor) -> Tensor:
+    """|x|^2, in the widest type of the device: float32 sums of large layers drift."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=wide(x.device))
+    return norm.square()
+
+
+def averaged(average: Tensor, r: Tensor, beta3: float, corrected: float) -> Tensor:
+    """p_hat: the momentum of r, in place, and corrected for its start at 0.
+
+    p <- beta3 p + (1 - beta3) r;   p_hat = p / (1 - beta3^t),   corrected = 1 / (1 - beta3^t)
+    """
+    return average.lerp_(r, 1 - beta3) * corrected
+
+
+def lars_rate(weight_norm: Tensor, gradient_norm: Tensor, decay: float, trust: float) -> Tensor:
+    """Trust ratio of one layer; 1 where a norm is 0.
+
+        eta |theta| / (|g| + decay |theta|)
+
+    Source:
+        You, Gitman and Ginsburg 2017 (arXiv 1708.03888), algorithm 1.
+    """
+    rate = trust * weight_norm / (gradient_norm + decay * weight_norm)
+    return torch.where((weight_norm > 0) & (gradient_norm > 0), rate, 1.0)
+
+
+def lars_step(
+    theta: Tensor,
+    gradient: Tensor,
+    buffer: Tensor,
+    lr: Tensor | float,
+    decay: float,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Momentum whose every summand has its own rate; lr is the learning rate times the trust ratio.
+
+    b <- momentum b + lr (g + decay theta);   theta <- theta - b
+    """
+    update = (gradient + decay * theta) * lr
+    buffer.mul_(momentum).add_(update)
+    theta.sub_(update.add_(buffer, alpha=momentum) if nesterov else buffer)
+
+
+def lamb_moments(gradient: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float) -> None:
+    """Adam's moments, in place, in the type of m and v.
+
+    m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
+    """
+    gradient = gradient.to(m.dtype)
+    m.lerp_(gradient, 1 - beta1)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+
+def lamb_direction(
+    theta: Tensor, m: Tensor, v: Tensor, correct: tuple[float, float], eps: float, decay: float
+) -> Tensor:
+    """Adam's step with its decay inside; `correct` are 1 - beta1^t and 1 - beta2^t.
+
+        u = m_hat / (sqrt(v_hat) + eps) + decay theta
+
+    Source:
+        You et al. 2020 (arXiv 1904.00962), algorithm 2.
+    """
+    return (m / correct[0]).div_((v / correct[1]).sqrt_().add_(eps)).add_(theta, alpha=decay)
+
+
+def lamb_rate(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
+    """Trust ratio |theta| / |u| of one layer; 1 where a norm is 0."""
+    rate = weight_norm / update_norm
+    return torch.where((weight_norm > 0) & (update_norm > 0), rate, 1.0)

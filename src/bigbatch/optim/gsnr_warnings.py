@@ -1,0 +1,69 @@
+"""What a fold shows that makes r doubtful, said once."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients.dtypes import full
+from bigbatch.optim.apply_gsnr import Folded
+
+_RANGE_EVERY = 16  # steps; on a GPU it waits
+_FEW = 8  # below it the ratio's variance is infinite or nearly so
+
+
+class Doubts:
+    """Warns of micro-batches that all agree, that are few, or whose M2 is out of range."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._lost = False  # whether an M2 was
+
+    @property
+    def ask_agreement(self) -> bool:
+        """Whether the present step is searched for gradients that all agree, which waits."""
+        return not self._steps
+
+    @property
+    def ask_range(self) -> bool:
+        """Whether it is searched for layers whose M2 is out of range, which waits too."""
+        return self._steps % _RANGE_EVERY == 0 and not self._lost
+
+    def warn(self, done: Folded, named: Callable[[], list[tuple[str, Tensor]]]) -> None:
+        """Says what is new.
+
+        Args:
+            done: the present step.
+            named: gives the parameters with their names.
+        """
+        if not self._steps and done.agree and not done.lost:
+            self._say(
+                "every micro-batch has the same gradient, so r says nothing; is it the same "
+                "data, or a gradient that was averaged already?"
+            )
+        if not self._steps and done.k < _FEW:
+            self._say(
+                f"k = {done.k} micro-batches give a poor signal-to-noise ratio: pure noise has a "
+                f"mean ratio of 1 / (k - 3); use k >= {_FEW}"
+            )
+        if done.lost and not self._lost:
+            self._lost = True
+            self._say(_out_of_range(done.lost, named()))
+        self._steps += 1
+
+    def _say(self, message: str) -> None:
+        warnings.warn(message, stacklevel=8)  # of who called step()
+
+
+def _out_of_range(lost: Sequence[Tensor], named: list[tuple[str, Tensor]]) -> str:
+    name = next(name for name, p in named if p is lost[0])
+    dtype = full(lost[0].dtype)
+    least, most = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
+    return (
+        f"r is not right for {len(set(lost))} layers, {name!r} the first: their micro-batch "
+        f"gradients differ by less than {least:.0e} or more than {most:.0e}, and the squares of "
+        f"that leave {dtype}'s range; multiply the loss by a constant, as a GradScaler does: r "
+        "does not change with it"
+    )

@@ -1,0 +1,112 @@
+"""What an optimizer needs to know of ranks: whose gradients it sees, and who has the rest.
+
+Nothing here imports DTensor before somebody else has: without it there is nothing sharded.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients import MADE_LATE, GradientSource, PlainSource
+
+Join = Callable[[Tensor], None]
+
+
+def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
+    """The source of an optimizer's own gradients, by how its parameters are held.
+
+    Raises:
+        SettingError: some are sharded and some are not, or otherwise than by fully_shard.
+    """
+    parameters = list(parameters)
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    if not sharded:
+        return _LeafSource(parameters, optimizer)
+    from bigbatch.gradients.device_mesh import require_one_mesh
+    from bigbatch.gradients.sharded import ShardSource
+
+    if len(sharded) < len(parameters):
+        raise SettingError(
+            f"{len(sharded)} of {len(parameters)} parameters are sharded; wrap the root module by "
+            f"fully_shard too. Where it is wrapped: {MADE_LATE}"
+        )
+    require_one_mesh(sharded)
+    return ShardSource(parameters)
+
+
+class _LeafSource(PlainSource):
+    """Leaf hooks see what one process computes; on more ranks they would let weights drift."""
+
+    def __init__(self, parameters: Iterable[Tensor], optimizer: str) -> None:
+        self._optimizer = optimizer
+        super().__init__(parameters)
+
+    def _require_known_ranks(self) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise GradientError(
+                f"{self._optimizer} on {dist.get_world_size()} ranks was not told who shares the "
+                "gradients: under DDP call optimizer.attach(ddp_model) once; under fully_shard "
+                "make the optimizer after it, and before any forward"
+            )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's piece of a tensor."""
+    piece: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return piece
+
+
+def sharded_like(parameter: Any, piece: Tensor) -> Tensor:
+    """The tensor, sharded as its parameter is, of which every rank has this piece."""
+    if not is_sharded(parameter):
+        return piece
+    whole: Tensor = type(parameter).from_local(
+        piece,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
+
+
+def join_of(parameters: list[Any]) -> Join | None:
+    """Adds numbers of layers up over the ranks that hold the rest of them; None: all is here.
+
+    Raises:
+        SettingError: some are sharded and some are not, or over another mesh.
+    """
+    sharded = [is_sharded(parameter) for parameter in parameters]
+    if not any(sharded):
+        return None
+    mesh = parameters[sharded.index(True)].device_mesh
+    if not all(sharded) or any(parameter.device_mesh != mesh for parameter in parameters):
+        raise SettingError(
+            f"{sum(sharded)} of {len(parameters)} parameters are sharded, or not over one mesh; "
+            "give the others to a group, or an optimizer, of their own"
+        )
+    groups = [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(parameters[0].placements)
+        if placement.is_shard()
+    ]
+
+    def join(numbers: Tensor) -> None:
+        for group in groups:
+            dist.all_reduce(numbers, group=group)
+
+    return join

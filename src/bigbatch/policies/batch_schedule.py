@@ -1,0 +1,274 @@
+"""A batch size that was written down beforehand, in words."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.policy import Decision, Progress
+from bigbatch.setting_types import Count, Positive, checked, setting
+from bigbatch.statistics.noise_scale import GradientNoise
+
+_LARGEST = 2.0**53  # here the whole numbers of a float end; no batch comes near
+
+
+@checked
+@dataclass(frozen=True)
+class Schedule:
+    """Follows a schedule that was written down: doublings, ramps, growth in place of decay.
+
+        64, 128 from 2M samples, 256 from 8M samples
+        64 to 512 over 4M samples in steps of 64
+        64, x2 every 20 epochs up to 1024
+        128, x5 at 60 epochs, x5 at 120 epochs, x5 at 160 epochs up to 3200, then decay
+
+    Each clause changes what those before it say. K, M, B, T are thousands, millions and so on.
+    "then decay" makes of the growth that the cap keeps from the batch an `lr_factor`, capped over
+    uncapped batch. That stands for a decay where the learning rate does not follow the batch by
+    itself, so it needs `lr_scaling=None`. The batch is a pure function of `now`: a resumed run
+    needs no state. A change comes with the first decision after its moment.
+
+    Args:
+        text: the schedule; docs/policies.md has the grammar.
+        tokens_per_sample: mean length of a sample, where the schedule counts tokens.
+    Raises:
+        SettingError: the text says something else; with the clause, and what is allowed.
+    Source:
+        Doublings: AdaBatch (Devarakonda et al. 2017, arXiv 1712.02029). Growth in place of decay:
+        Smith et al. 2018 (arXiv 1711.00489).
+    Example:
+        >>> schedule = Schedule("64, x2 every 20 epochs up to 1024")
+        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=64, micro_batches=4)
+        >>> schedule.decide(step, Progress(64, 64, 64, epoch=45))
+        Decision(batch_size=256, reason='schedule: x2 every 20 epochs up to 1024', lr_factor=1.0)
+    """
+
+    text: str
+    tokens_per_sample: Positive | None = None
+
+    def __post_init__(self) -> None:
+        per = self.tokens_per_sample
+        counts_tokens = any(clause.amount.unit == "token" for clause in self._parsed.clauses)
+        if per is not None and not counts_tokens:
+            raise SettingError(
+                f"tokens_per_sample={per:g} has no use: {self.text!r} counts no tokens"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Where it starts."""
+        return self._parsed.start
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """What the schedule says after so much training, whatever was measured."""
+        parsed = self._parsed
+        wanted, last = float(parsed.start), f"{parsed.start}"
+        for clause in parsed.clauses:
+            if clause.begun(now):
+                wanted, last = min(clause.batch(wanted, now), _LARGEST), clause.text
+        bound = math.inf if now.max_batch is None else now.max_batch
+        capped = min(wanted, parsed.cap)
+        factor = min(capped, bound) / wanted if parsed.decays else 1.0
+        return Decision(round(capped), f"schedule: {last}", factor)
+
+    @property
+    def decays(self) -> bool:
+        """Whether growth that is kept from the batch lowers the learning rate instead."""
+        return self._parsed.decays
+
+    @cached_property
+    def _parsed(self) -> "_Parsed":
+        return _parse(self.text, self.tokens_per_sample)
+
+
+@dataclass(frozen=True)
+class _Amount:
+    """So much training."""
+
+    count: Fraction  # of a field of Progress
+    field: str
+    unit: str
+
+    def done(self, now: Progress) -> Fraction:
+        """1 where just done, 2.5 where done two and a half times; exact."""
+        return Fraction(getattr(now, self.field)) / self.count
+
+
+@dataclass(frozen=True)
+class _Clause:
+    """What the batch becomes from some moment on."""
+
+    text: str
+    amount: _Amount
+
+    def begun(self, now: Progress) -> bool:
+        """Whether it says anything yet."""
+        return self.amount.done(now) >= 1
+
+    def batch(self, before: float, now: Progress) -> float:
+        """What it makes of the size that the clauses before it gave."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _From(_Clause):
+    """256 from 8M samples."""
+
+    size: int
+
+    def batch(self, before: float, now: Progress) -> float:
+        return self.size
+
+
+@dataclass(frozen=True)
+class _Ramp(_Clause):
+    """64 to 512 over 4M samples in steps of 64: each step takes as long."""
+
+    start: int
+    size: int
+    by: int
+
+    def begun(self, now: Progress) -> bool:
+        return True
+
+    def batch(self, before: float, now: Progress) -> float:
+        way = self.size - self.start
+        done = min(self.amount.done(now), Fraction(1))
+        steps = math.floor(done * (abs(way) // self.by))
+        return self.start + math.copysign(steps * self.by, way)
+
+
+@dataclass(frozen=True)
+class _Times(_Clause):
+    """x2 every 20 epochs, or x5 at 60 epochs."""
+
+    factor: float
+    again: bool
+
+    def batch(self, before: float, now: Progress) -> float:
+        times = math.floor(self.amount.done(now)) if self.again else 1
+        growth: float = self.factor ** min(times, math.log(_LARGEST, self.factor))
+        return before * growth
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """A schedule taken apart."""
+
+    start: int
+    clauses: list[_Clause]
+    cap: float = math.inf
+    decays: bool = False
+
+
+# The grammar, as docs/policies.md has it in words.
+
+_SIZE = r"\d{1,15}"
+_NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
+_AMOUNT = rf"(?P<number>{_NUMBER})(?P<suffix>[kmbt]?) ?(?P<unit>sample|token|epoch|step)s?"
+_FIRST = {
+    "SIZE": re.compile(rf"(?P<size>{_SIZE})"),
+    "SIZE to SIZE over AMOUNT [in steps of SIZE]": re.compile(
+        rf"(?P<start>{_SIZE}) to (?P<size>{_SIZE}) over {_AMOUNT}(?: in steps of (?P<by>{_SIZE}))?"
+    ),
+}
+_LATER = {
+    "SIZE from AMOUNT": re.compile(rf"(?P<size>{_SIZE}) from {_AMOUNT}"),
+    "xFACTOR at|every AMOUNT [up to SIZE]": re.compile(
+        rf"x ?(?P<factor>{_NUMBER}) (?P<when>at|every) {_AMOUNT}(?: up to (?P<cap>{_SIZE}))?"
+    ),
+}
+_DECAY = "then decay"
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_FIELDS = {"sample": "samples", "token": "samples", "epoch": "epoch", "step": "steps"}
+
+
+def _parse(text: str, tokens_per_sample: float | None) -> _Parsed:
+    """Takes the text apart, clause by clause."""
+    if not isinstance(text, str):
+        raise SettingError(f"schedule={text!r} must be a text")
+    words = [" ".join(clause.split()) for clause in text.split(",")]
+    decays = len(words) > 1 and words[-1].lower() == _DECAY
+    parsed = _Parsed(0, [])
+    for clause in words[: len(words) - decays]:
+        try:
+            parsed = _with_clause(parsed, clause, tokens_per_sample)
+        except SettingError as error:
+            raise SettingError(f"schedule {text!r}, clause {clause!r}: {error}") from None
+    if decays and parsed.cap == math.inf:
+        raise SettingError(
+            f"schedule {text!r}, clause {_DECAY!r}: allowed after 'up to SIZE' only, which keeps "
+            "growth from the batch"
+        )
+    return replace(parsed, decays=decays)
+
+
+def _with_clause(parsed: _Parsed, text: str, tokens_per_sample: float | None) -> _Parsed:
+    """The schedule with one clause more."""
+    if parsed.cap < math.inf:
+        raise SettingError(f"nothing but {_DECAY!r} may follow 'up to SIZE'")
+    found = _match(text, _LATER if parsed.start else _FIRST)
+    start = parsed.start or _size(found.get("start", found.get("size", "")))
+    if "unit" not in found:
+        return _Parsed(start, [])
+    clause = _clause(text, found, _amount(found, tokens_per_sample))
+    if "when" not in found or found["when"] == "at":
+        _require_later(clause, parsed.clauses)
+    cap = float(_size(found["cap"])) if "cap" in found else math.inf
+    clauses = [*parsed.clauses, clause]
+    largest = max(start, *(getattr(one, "size", 0) for one in clauses))
+    if cap < largest:
+        raise SettingError(f"the cap is below the {largest} samples before it; raise it")
+    return _Parsed(start, clauses, cap)
+
+
+def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, str]:
+    """The parts of the form that the clause has."""
+    for form in forms.values():
+        if found := form.fullmatch(text.lower()):
+            return {name: part for name, part in found.groupdict().items() if part is not None}
+    raise SettingError(
+        f"allowed here: {', or '.join(forms)}; a SIZE is 256 (samples), a FACTOR 2 or 1.5, an "
+        "AMOUNT 20 epochs, 500 steps, 2M samples or 8B tokens"
+    )
+
+
+def _clause(text: str, found: dict[str, str], amount: _Amount) -> _Clause:
+    if "factor" in found:
+        factor = float(found["factor"])
+        if factor <= 1:
+            raise SettingError(f"the factor {factor:g} must be above 1")
+        return _Times(text, amount, factor, found["when"] == "every")
+    size = _size(found["size"])
+    if "start" not in found:
+        return _From(text, amount, size)
+    start, by = _size(found["start"]), _size(found.get("by", "1"))
+    if abs(size - start) % by:
+        raise SettingError(f"{abs(size - start)} samples are no whole number of steps of {by}")
+    return _Ramp(text, amount, start, size, by)
+
+
+def _size(text: str) -> int:
+    return int(setting("size", int(text), Count))
+
+
+def _amount(found: dict[str, str], tokens_per_sample: float | None) -> _Amount:
+    unit, count = found["unit"], Fraction(found["number"]) * _SUFFIXES[found["suffix"]]
+    if count < 1 or count.denominator > 1:
+        raise SettingError(f"{float(count):g} {unit}s must be a whole number of at least 1")
+    if unit == "token":
+        if tokens_per_sample is None:
+            raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
+        count /= Fraction(tokens_per_sample)
+    return _Amount(count, _FIELDS[unit], unit)
+
+
+def _require_later(clause: _Clause, before: list[_Clause]) -> None:
+    """Moments of one unit come in the order of time; "every" has no moment."""
+    for one in before:
+        same_unit = one.amount.field == clause.amount.field
+        every = isinstance(one, _Times) and one.again
+        if same_unit and not every and one.amount.count > clause.amount.count:
+            raise SettingError(f"it comes before {one.text!r}; write clauses in order of time")

@@ -1,0 +1,110 @@
+"""Whether to believe a policy: it is asked what it would do in other cases."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.policy import Decision, Progress
+from bigbatch.setting_types import MOST_FACTOR, Coverage, In, checked
+from bigbatch.statistics.noise_scale import GradientNoise
+
+Ask = Callable[[GradientNoise, Progress], Decision]
+
+DeadBand = Annotated[float, In(f"[0, {MOST_FACTOR:g}]")]
+
+_FARTHEST = 30.0  # of x = ln(1 + N signal / noise): beyond it one of the two is alone
+
+
+@checked
+@dataclass(frozen=True)
+class Caution:
+    """What keeps a decision from being followed.
+
+    A policy that gives one answer whatever the noise, a schedule say, is never doubted.
+
+    Args:
+        dead_band: d holds a growth (shrinkage) that the policy would not want were the present
+            batch 1 + d times as large (small).
+        surely: coverage of an interval for x = ln(1 + N signal / noise), at both of whose ends the
+            policy must want to move the same way.
+    Raises:
+        SettingError: a value outside its range.
+    """
+
+    dead_band: DeadBand = 0.0
+    surely: Coverage | None = None
+
+    def doubt(
+        self,
+        ask: Ask,
+        batch_size: int,
+        noise: GradientNoise,
+        now: Progress,
+        bounds: tuple[int, int | None],
+    ) -> str | None:
+        """Why a decision for `batch_size` should not be followed; None where it should."""
+        way = _sign(batch_size - now.target)
+        if not way or not (self.dead_band or self.surely) or not _minds_noise(ask, noise, now):
+            return None
+        if self.dead_band and _way(ask, *self._moved(way, noise, now, bounds)) != way:
+            return f"inside the dead band of {self.dead_band:g}"
+        known = noise.interval if self.surely else None
+        ends = (known.low, known.high) if known else ()
+        if any(_way(ask, _noise_at(x, noise), now) != way for x in ends):
+            return f"not sure at {self.surely:g}"
+        return None
+
+    def require_interval(self, ask: Ask, noise: GradientNoise, now: Progress) -> None:
+        """Raises SettingError where no interval of the coverage asked for was measured."""
+        level = noise.interval.level if noise.interval else None
+        if self.surely in (None, level) or not math.isfinite(noise.signal + noise.noise):
+            return
+        if _minds_noise(ask, noise, now):
+            there = "there is none" if level is None else f"the meter's is of {level:g}"
+            raise SettingError(
+                f"surely={self.surely:g} needs an interval of that coverage and {there}; measure "
+                f"with GradientMeter(interval={self.surely:g}), or set smoothing="
+            )
+
+    def _moved(
+        self, way: int, noise: GradientNoise, now: Progress, bounds: tuple[int, int | None]
+    ) -> tuple[GradientNoise, Progress]:
+        """The same noise seen with a batch larger (way +1) or smaller by the dead band.
+
+        Short of the bounds by a sample, so that there is a way left to go.
+        """
+        factor, whole = (1 + self.dead_band) ** way, math.floor if way > 0 else math.ceil
+        target, (low, high) = whole(now.target * factor), bounds
+        if way < 0:
+            target = max(target, low + 1)
+        elif high is not None:
+            target = min(target, high - 1)
+        batch_size = max(1, whole(now.batch_size * factor))
+        return (
+            replace(noise, samples=noise.samples * factor),
+            replace(now, target=target, batch_size=batch_size),
+        )
+
+
+def _minds_noise(ask: Ask, noise: GradientNoise, now: Progress) -> bool:
+    """Whether the policy would decide otherwise with nothing but noise, or without any."""
+    cases = noise, _noise_at(-math.inf, noise), _noise_at(math.inf, noise)
+    return len({ask(case, now).batch_size for case in cases}) > 1
+
+
+def _way(ask: Ask, noise: GradientNoise, now: Progress) -> int:
+    """+1, -1 or 0: what the policy would do with the batch."""
+    return _sign(ask(noise, now).batch_size - now.target)
+
+
+def _noise_at(x: float, noise: GradientNoise) -> GradientNoise:
+    """As much noise, with the signal that makes ln(1 + N signal / noise) this x."""
+    unit = noise.noise or 1.0
+    x = min(max(x, -_FARTHEST), _FARTHEST)
+    return replace(noise, signal=unit * math.expm1(x) / noise.samples, noise=unit)
+
+
+def _sign(difference: int) -> int:
+    return (difference > 0) - (difference < 0)

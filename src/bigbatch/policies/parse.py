@@ -1,0 +1,85 @@
+"""Policies by name, as they are written on a command line."""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
+from bigbatch.setting_types import parsed
+
+POLICIES: dict[str, type[Any]] = {
+    "fixed": Fixed,
+    "simigrad": SimiGrad,
+    "noise-scale": NoiseScale,
+    "norm-test": NormTest,
+    "schedule": Schedule,
+}
+
+
+def policy_named(text: str, **defaults: Any) -> Policy:
+    """The policy that a text names: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
+
+    A value without a key is that of the first argument. A schedule is free text with commas of its
+    own; what else it needs follows a semicolon.
+
+    Args:
+        text: as above.
+        defaults: values for arguments that the policy has and the text does not give.
+    Raises:
+        SettingError: an unknown name or key, a value that is no number or out of range, or one is
+            missing or given twice.
+    Example:
+        >>> policy_named("simigrad:target=0.3,max_batch=512")
+        SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
+        >>> policy_named("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
+        64
+    """
+    name, values = _parsed(text)
+    known = {field.name: field for field in fields(POLICIES[name])}
+    values = {key: value for key, value in defaults.items() if key in known} | values
+    if any(field.default is MISSING and key not in values for key, field in known.items()):
+        raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
+    policy: Policy = POLICIES[name](**values)
+    return policy
+
+
+def target_of(text: str, default: float | None) -> float | None:
+    """The similarity that the policy which a text names holds; None where it holds none."""
+    name, values = _parsed(text)
+    has_target = any(field.name == "target" for field in fields(POLICIES[name]))
+    return values.get("target", default) if has_target else None
+
+
+def without_effect(text: str, options: Iterable[str]) -> set[str]:
+    """Which of these arguments the policy that a text names gives itself, or does not have."""
+    name, values = _parsed(text)
+    takes = {field.name for field in fields(POLICIES[name])}
+    return {option for option in options if option in values or option not in takes}
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """The name, and the values that the text gives."""
+    name, _, rest = (part.strip() for part in text.partition(":"))
+    if name not in POLICIES:
+        raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
+    known = {field.name: field for field in fields(POLICIES[name])}
+    values: dict[str, Any] = {}
+    for part in rest.split(";" if name == "schedule" else ",") if rest else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and not values:
+            key, value = next(iter(known)), key
+        if key not in known or not value:
+            raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
+        if key in values:
+            raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
+        values[key] = parsed(key, value, known[key].type)
+    return name, values
+
+
+def _usage(name: str) -> str:
+    keys = [field.name for field in fields(POLICIES[name])]
+    if name == "schedule":
+        return f"{name}:TEXT; {keys[1]}=..."
+    return f"{name}:{','.join(f'{key}=...' for key in keys)}"

@@ -1,0 +1,96 @@
+"""How the steps of a training may be cut, and the controller whose bounds can be kept by that."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Annotated
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.plan import BatchPlan
+from bigbatch.policies.policy import Policy
+from bigbatch.setting_types import In
+
+Least = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]  # micro-batches of a step
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """What stays the same in every plan of a training.
+
+    Args:
+        ranks: that share a step; virtual ones, where there are.
+        micro: most samples in one backward.
+        fixed: whether every backward has that many.
+        least: fewest micro-batches over all ranks of a step that is measured.
+    """
+
+    ranks: int
+    micro: int
+    fixed: bool
+    least: int
+
+    def plan(
+        self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
+    ) -> BatchPlan:
+        """The plan for a batch; a step that nobody measures may be one backward."""
+        return BatchPlan.fit(
+            batch_size,
+            self.ranks,
+            max_micro=self.micro,
+            min_micro_batches=self.least if compared else 1,
+            min_batch=min_batch,
+            max_batch=max_batch,
+            micro=self.micro if self.fixed else None,
+        )
+
+    def controller(
+        self,
+        policy: Policy | Controller,
+        batch_size: int | None,
+        base_batch: int | None,
+        samples: int | None,
+    ) -> Controller:
+        """The controller of a training, with bounds that data and cutting can keep.
+
+        Args:
+            policy: or a controller, which is given these bounds.
+            batch_size: where it starts.
+            base_batch: what the learning rate is for; default: the same.
+            samples: of an epoch; None where nobody knows.
+        Raises:
+            SettingError: no bounds are left, or sizes are given twice or not at all.
+        """
+        if isinstance(policy, Controller):
+            if (batch_size, base_batch) != (None, None):
+                raise SettingError(
+                    "the controller has batch_size and base_batch of its own; leave them out here"
+                )
+            controller = policy
+        else:
+            assert batch_size is not None
+            controller = Controller(policy, batch_size, base_batch)
+        if samples is not None and samples < self.ranks:
+            raise SettingError(
+                f"{samples} samples of an epoch are too few for {self.ranks} (virtual) ranks"
+            )
+        asked, begins = controller.min_batch, controller.decision.reason == "start"
+        start = controller.start if begins else controller.decision.batch_size
+        if samples is not None and asked > samples:
+            raise SettingError(f"min_batch={asked} exceeds the {samples} samples of an epoch")
+        controller.limit(max_batch=samples)
+        smallest = self.plan(1, 1, controller.max_batch).batch_size
+        if 1 < asked < smallest:
+            warnings.warn(
+                f"min_batch={asked} is raised to {smallest}, the smallest step that can be cut "
+                f"into {self.least} micro-batches",
+                stacklevel=4,
+            )
+        controller.limit(min_batch=smallest)
+        if controller.decision.batch_size != start:
+            warnings.warn(
+                f"batch_size={start} is out of bounds; min_batch={controller.min_batch} and "
+                f"max_batch={controller.max_batch} hold, so training starts with "
+                f"{controller.decision.batch_size}",
+                stacklevel=4,
+            )
+        return controller

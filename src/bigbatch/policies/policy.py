@@ -1,0 +1,288 @@
+"""Batch-size policies: (noise, now) -> Decision, each a small class with one method."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Protocol
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.plan import inside, require_bounds
+from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
+from bigbatch.statistics.noise_scale import GradientNoise
+
+
+@checked
+@dataclass(frozen=True)
+class Decision:
+    """What the next step should be.
+
+    Args:
+        batch_size: samples per optimizer step over all ranks, before any rounding.
+        reason: why, in words for a log.
+        lr_factor: multiplies the learning rate on top of what the batch size asks for.
+        advice: batch size that was only advised, by `Advise`; nobody acts on it.
+    Raises:
+        SettingError: a size below 1, or a factor that is negative or not finite.
+    """
+
+    batch_size: Count
+    reason: str
+    lr_factor: NotNegative = 1.0
+    advice: Count | None = field(default=None, kw_only=True, repr=False)  # the reason says it too
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training stands when a policy is asked.
+
+    Args:
+        target: batch size that was last decided, not rounded to what can be cut.
+        batch_size: samples of the step just measured.
+        base_batch: batch size that the learning rate was tuned for.
+        samples: samples consumed so far, the present step included.
+        steps: optimizer steps so far, the present one included.
+        epoch: passes over the data completed.
+        ranks: processes that share a step.
+        lr: learning rate that the present step used, one per parameter group.
+        seconds: time spent training so far.
+        min_batch: lower bound that the controller holds.
+        max_batch: upper bound that it holds, None for none.
+    """
+
+    target: int
+    batch_size: int
+    base_batch: int
+    samples: int = 0
+    steps: int = 0
+    epoch: int = 0
+    ranks: int = 1
+    lr: tuple[float, ...] = ()
+    seconds: float = 0.0
+    min_batch: int = 1
+    max_batch: int | None = None
+
+
+class Policy(Protocol):
+    """Anything with this method, which is a pure function: it may be asked "what if".
+
+    Honoured where a policy has them: `min_batch` and `max_batch`; `batch_size`, where a training
+    starts; `wants_average = True`, which says that one step's noise is too little to go by.
+    """
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The next batch size."""
+
+
+@checked
+@dataclass(frozen=True)
+class Fixed:
+    """Keeps one batch size whatever is measured."""
+
+    batch_size: Count
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The same batch size again."""
+        return Decision(self.batch_size, "fixed")
+
+
+@checked
+@dataclass(frozen=True)
+class SimiGrad:
+    """Grows or shrinks the batch so that its gradient similarity stays at a target.
+
+        phi < target:             B <- max(B + 1, int(grow B))
+        phi > target and B > 1:   B <- max(1, min(B - 1, int(shrink B)))
+        phi = target, or not finite: B stays
+
+    then B is moved into [min_batch, max_batch]. The fixed point is B = B_simple 2 phi / (1 - phi).
+
+    Args:
+        target: similarity to hold, inside (-1, 1).
+        min_batch: lower bound in samples.
+        max_batch: upper bound in samples; None for none (in `AdaptiveBatch`: the data set).
+        grow: factor of one growth, above 1.
+        shrink: factor of one shrinkage, inside (0, 1).
+    Raises:
+        SettingError: a value outside its range, or crossed bounds.
+    Source:
+        SimiGrad (Qin et al., NeurIPS 2021), algorithm 1, and the rule of its published code.
+    Example:
+        >>> SimiGrad(target=0.2).next_batch(similarity=0.1, batch_size=128)
+        140
+    """
+
+    target: Cosine = 0.2
+    min_batch: Count = 1
+    max_batch: Count | None = None
+    grow: Growth = 1.1
+    shrink: Annotated[float, In("(0, 1)")] = 0.9
+
+    def __post_init__(self) -> None:
+        require_bounds(self.min_batch, self.max_batch)
+
+    def next_batch(self, similarity: float, batch_size: int) -> int:
+        """The paper's rule itself, bounds included."""
+        if not math.isfinite(similarity):
+            pass
+        elif similarity < self.target:
+            batch_size = max(batch_size + 1, int(self.grow * batch_size))
+        elif similarity > self.target and batch_size > 1:
+            batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
+        return inside(batch_size, self.min_batch, self.max_batch)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """Applies the rule to the un-rounded batch size that was decided last."""
+        phi = noise.similarity
+        if not math.isfinite(phi):
+            order = "not finite, target"
+        else:
+            order = "<" if phi < self.target else ">" if phi > self.target else "="
+        reason = f"similarity {phi:.3f} {order} {self.target:g}"
+        return Decision(self.next_batch(phi, now.target), reason)
+
+
+@checked
+@dataclass(frozen=True)
+class NoiseScale:
+    """Goes straight to a multiple of the noise scale.
+
+        B = multiple x B_simple, rounded, inside [min_batch, max_batch]
+
+    Where the noise scale is +inf (no signal was seen) B is max_batch, its own or the controller's,
+    or stays where there is none; where it is nan, B stays. One step's noise scale is often +inf, so
+    this wants the average of `Controller(smoothing=...)`.
+
+    Args:
+        multiple: of the noise scale, positive; 1 costs twice the fewest steps and samples.
+        min_batch: lower bound in samples.
+        max_batch: upper bound in samples; None for none.
+    Raises:
+        SettingError: a multiple that is not positive and finite, or crossed bounds.
+    Source:
+        McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
+        >>> NoiseScale(multiple=0.5).decide(step, Progress(128, 128, 128))
+        Decision(batch_size=288, reason='0.5 x noise scale 576', lr_factor=1.0)
+    """
+
+    multiple: Positive = 1.0
+    min_batch: Count = 1
+    max_batch: Count | None = None
+
+    wants_average: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_bounds(self.min_batch, self.max_batch)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The multiple of the noise scale as it was measured."""
+        scale = noise.noise_scale
+        wanted = _whole(round, self.multiple * scale, now, self.max_batch)
+        batch_size = inside(wanted, self.min_batch, self.max_batch)
+        return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
+
+
+@checked
+@dataclass(frozen=True)
+class NormTest:
+    """Grows the batch until its gradient passes the norm test; never shrinks it.
+
+        B <- max(B, ceil(noise / (theta^2 |G|^2))),    |G|^2 = signal + noise / N
+
+    then B is moved into [min_batch, max_batch]. |G|^2 is the measured squared norm, as in the
+    published tests, and holds noise itself: the fixed point is B_simple (1 / theta^2 - 1). With the
+    true |mu|^2 in its place it would be B_simple / theta^2, which is
+    `NoiseScale(multiple=1 / theta**2)`.
+
+    Args:
+        theta: largest relative error of the gradient, inside (0, 1).
+        min_batch: lower bound in samples.
+        max_batch: upper bound in samples; None for none.
+    Raises:
+        SettingError: theta outside (0, 1), or crossed bounds.
+    Source:
+        Byrd et al. 2012; Bollapragada, Byrd and Nocedal 2018; with adaptive optimizers AdAdaGrad
+        (Lau et al. 2024, arXiv 2402.11215); docs/theory.md (4).
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=600.0, samples=200, micro_batches=4)
+        >>> NormTest(theta=0.5).decide(step, Progress(200, 200, 200))
+        Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
+    """
+
+    theta: Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
+    min_batch: Count = 1
+    max_batch: Count | None = None
+
+    def __post_init__(self) -> None:
+        require_bounds(self.min_batch, self.max_batch)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The batch that would pass the test, where it is larger than the present one."""
+        squared_norm = noise.signal + noise.noise / noise.samples
+        if squared_norm > 0:
+            needed = noise.noise / squared_norm / self.theta / self.theta
+        else:
+            needed = math.inf if noise.noise > 0 else math.nan
+        wanted = max(now.target, _whole(math.ceil, needed, now, self.max_batch))
+        batch_size = inside(wanted, self.min_batch, self.max_batch)
+        return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
+
+
+def _whole(rounded: Callable[[float], int], wanted: float, now: Progress, own: int | None) -> int:
+    """A wanted size as a whole number; +inf is the upper bound; without one, and nan, no change."""
+    if math.isfinite(wanted):
+        return rounded(wanted)
+    bounds = [bound for bound in (own, now.max_batch) if bound is not None]
+    return now.target if math.isnan(wanted) else min(bounds, default=now.target)
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Says what another policy would do and changes nothing.
+
+    The advised size is in the reason and in `Decision.advice`.
+
+    Args:
+        policy: whose advice it is; its bounds and the controller's are honoured. The controller's
+            other options hold changes, and here there are none.
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
+        >>> decision = Advise(NoiseScale()).decide(step, Progress(128, 128, 128))
+        >>> decision, decision.advice
+        (Decision(batch_size=128, reason='advice: 576 (1 x noise scale 576)', lr_factor=1.0), 576)
+    """
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        require_policy(self.policy)
+
+    @property
+    def min_batch(self) -> int:
+        """That of the policy, 1 where it has none."""
+        return getattr(self.policy, "min_batch", 1)
+
+    @property
+    def max_batch(self) -> int | None:
+        """That of the policy."""
+        return getattr(self.policy, "max_batch", None)
+
+    @property
+    def wants_average(self) -> bool:
+        """Whether the policy does."""
+        return getattr(self.policy, "wants_average", False)
+
+    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+        """The batch size as it is; what it should be is advice."""
+        wanted = self.policy.decide(noise, now)
+        advice = inside(wanted.batch_size, now.min_batch, now.max_batch)
+        return Decision(now.target, f"advice: {advice} ({wanted.reason})", advice=advice)
+
+
+def require_policy(policy: Policy) -> None:
+    """Raises SettingError for something that cannot decide."""
+    if isinstance(policy, type):
+        raise SettingError(f"policy={policy.__name__} is a class; pass {policy.__name__}(...)")
+    if not callable(getattr(policy, "decide", None)):
+        raise SettingError(f"policy={policy!r} has no method decide(noise, now)")

@@ -1,0 +1,123 @@
+"""The config file of a run or a study: what it is, and with which settings."""
+
+import platform
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from bigbatch.errors import RunError
+from bigbatch.runs.row_schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
+
+BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
+CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
+
+# what yaml raises for text that is none, and what we do for another document
+_UNREADABLE = (
+    *(OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError),
+    *(TypeError, KeyError, AttributeError),
+)
+
+
+def describe(
+    kind: Literal["run", "study"], settings: dict[str, Any], launch: str | None = None
+) -> bytes:
+    """A config file: what it is, the settings, what they ran on, and which launch began it."""
+    about = {
+        "kind": kind,
+        "schema": SCHEMA,
+        "settings": settings,
+        "versions": {
+            "bigbatch": metadata.version("bigbatch"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            **{name: metadata.version(name) for name in ("numpy", "scikit-learn")},
+        },
+        "machine": platform.platform(),
+        **({"launch": launch} if launch else {}),
+    }
+    return yaml.safe_dump(about, sort_keys=False).encode()
+
+
+def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
+    """The settings of a run or study.
+
+    Raises:
+        RunError: the file is unreadable, of another kind, or of a newer schema.
+    """
+    try:
+        about = yaml.safe_load(path.read_text())
+        found, schema, settings = about["kind"], about["schema"], dict(about["settings"])
+    except _UNREADABLE as error:
+        raise RunError(
+            f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
+            "directory that `bigbatch train` made"
+        ) from None
+    if found != kind or schema != SCHEMA:
+        raise RunError(
+            f"{path} is a {found} of schema {schema!r}, a {kind} of schema {SCHEMA} is needed; use "
+            "the release that wrote it"
+        )
+    if kind == "run":
+        require_settings(path, settings)
+    return settings
+
+
+def launch_of(path: Path) -> str | None:
+    """The launch of torchrun that began the run or study at `path`, where one is written there."""
+    for name in CONFIGS:
+        with suppress(*_UNREADABLE):
+            about = yaml.safe_load((path / name).read_text())
+            if isinstance(about, dict) and "launch" in about:
+                return str(about["launch"])
+    return None
+
+
+def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of every training of the study at `path`, by the name of its directory.
+
+    Raises:
+        RunError: it is no study.
+    """
+    file = path / "study.yaml"
+    trainings = read_config(file, "study").get("trainings")
+    if not isinstance(trainings, dict) or not trainings or not all(map(_is_file_name, trainings)):
+        raise RunError(f"{file} lists no trainings; name a study of bigbatch")
+    for name, settings in trainings.items():
+        require_settings(f"{file}, training {name}", settings)
+    return dict(trainings)
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+
+
+def read_sweep(path: Path) -> dict[str, Any] | None:
+    """How the sweep at `path` is to be shown; None for another study, or a run.
+
+    Returns:
+        tuned: settings of which each point shows the best alone.
+        higher_is_better: of the score that counts.
+        points: what varies, as values by setting, by the names of the points.
+    Raises:
+        RunError: the file is damaged.
+    """
+    file = path / "study.yaml"
+    if not file.exists():
+        return None
+    sweep = read_config(file, "study").get("sweep")
+    if sweep is None:
+        return None
+    if not isinstance(sweep, dict):
+        raise RunError(f"{file} does not say how its sweep is shown; run the sweep again")
+    require_names(f"{file}, sweep", sweep, SWEEP)
+    require_kinds(f"{file}, sweep", sweep, SWEEP)
+    for name, settings in read_trainings(path).items():
+        place = f"{file}, training {name}"
+        require_names(place, settings, ("arm", "seed"))
+        if settings["arm"] not in sweep["points"]:
+            raise RunError(f"{place}: arm is {settings['arm']!r}, and must be a point of the sweep")
+    return dict(sweep)

@@ -1,0 +1,62 @@
+"""The metrics as TensorBoard events."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from bigbatch.runs.run_directory import Row, RunDirectory
+
+_FLUSH = 2  # seconds; it is also how long the writer's thread sleeps that an interrupt let sleep on
+_SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
+
+
+class Events:
+    """Writes a run's rows for TensorBoard; a resumed run hides what lay past its checkpoint.
+
+    Where that fails, in whatever way, it is said once, and training goes on without.
+
+    Args:
+        run: whose events they are.
+        first_step: the step that will be written first.
+    """
+
+    def __init__(self, run: RunDirectory, first_step: int) -> None:
+        self._run = run
+        self._writer: SummaryWriter | None = None
+        with self._or_without():
+            path = str(run.events)
+            self._writer = SummaryWriter(path, purge_step=first_step, flush_secs=_FLUSH)
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._or_without():
+            if self._writer is not None:
+                self._writer.close()
+
+    def append(self, row: Row) -> None:
+        """Adds one step."""
+        with self._or_without():
+            if self._writer is not None:
+                _write(self._writer, row)
+
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._writer = None
+            self._run.say_lost("events", "TensorBoard events are not being written", error)
+
+
+def _write(writer: SummaryWriter, row: Row) -> None:
+    step = row["step"]
+    for name in _SCALARS:
+        if row[name] is not None:
+            writer.add_scalar(name, row[name], step)
+    for name, score in (row["scores"] or {}).items():
+        if score is not None:
+            writer.add_scalar(name, score, step)
+    writer.add_scalar("lr", row["lr"][0], step)

@@ -1,0 +1,173 @@
+"""What a step adds up, over micro-batches and ranks, on the device."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.dtypes import moved, wide, without_autocast
+from bigbatch.statistics.confidence import left_out
+from bigbatch.statistics.half_batch_cosine import Halves
+from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
+from bigbatch.statistics.random_projection import Probe, Sketches
+from bigbatch.statistics.step_totals import FIELDS, pack
+
+
+class StepSums:
+    """Everything that is seen of a step, and its sums over ranks; nothing here waits.
+
+    Args:
+        source: of the gradients.
+        layers: the number of each parameter's layer; none where all are one.
+        sketches: whether an interval is wanted.
+        halves: whether SimiGrad's cosine is wanted.
+    """
+
+    def __init__(
+        self,
+        source: GradientSource,
+        layers: Mapping[Tensor, int],
+        *,
+        sketches: bool,
+        halves: bool,
+    ) -> None:
+        self.norms = MicroBatchNorms(layers)
+        self.halves = Halves(source) if halves else None
+        self.lengths: dict[str, int] = {}  # of the parts of what `measure` gives
+        self._source = source
+        self._probe = Probe(source)
+        self._sketches = Sketches(source.parameters) if sketches else None
+
+    @property
+    def subscribers(self) -> list[Subscriber]:
+        """Who has to see the gradients."""
+        asked = [s for s in (self._sketches, self.halves) if s is not None]
+        return [self.norms, self._probe, *asked]
+
+    @torch.no_grad()
+    def measure(
+        self,
+        sizes: Sequence[float] | None,
+        *,
+        are_means: bool,
+        scaler: GradScaler | None,
+        extra: Tensor | None,
+    ) -> Tensor:
+        """One vector with all sums, the same on every rank.
+
+        Args:
+            sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
+            are_means: whether h_d is the mean gradient g_d, and not n_d times as long.
+            scaler: of the losses.
+            extra: what else is to be added up over the ranks; it comes first.
+        """
+        with without_autocast(self._device):
+            squares, n = self._of_micro_batches(sizes)
+            parts = {} if extra is None else {"extra": extra}
+            parts |= self._parts(squares, n, sizes)
+            one = torch.ones((), dtype=n.dtype, device=n.device)
+            parts["scale"] = (one if scaler is None else scaler.scale(one)) / self._source.ranks
+            if self._sketches is None:
+                return self._summed(parts)
+            means = self._sketches.none() if not sizes else self._sketches.stacked()
+            means = means.to(n) if are_means else means.to(n) / n[:, None]
+            parts["weighted_sum"] = n @ means
+            parts["spread"] = n @ means.square().sum(1)
+            packed = self._summed(parts)
+            x = self._left_out(packed, means, n)[: len(sizes or ())]
+            sums = torch.stack([x.sum(), x.square().sum()])
+            self._source.all_reduce(sums)
+            self.lengths["left_out"] = 2
+            return torch.cat([packed, sums])
+
+    @torch.no_grad()
+    def measure_grad(self, extra: Tensor) -> Tensor:
+        """[*extra, |.grad|^2], added up over the ranks."""
+        squares = self.of_grad().sum() / self._source.replicas
+        return self._summed({"extra": extra, "of_sum": squares})
+
+    @torch.no_grad()
+    def of_grad(self) -> Tensor:
+        """|.grad|^2 of this rank's pieces, by layer (L,)."""
+        grads = ((p, self._source.local(p)) for p in self._source.parameters)
+        return self.norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
+
+    @property
+    def _device(self) -> torch.device:
+        return self._source.parameters[0].device
+
+    def _of_micro_batches(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+        """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank has none."""
+        kind = wide(self._device)
+        if not sizes:
+            none = torch.zeros(1, self.norms.count, dtype=kind, device=self._device)
+            return none, torch.ones(1, dtype=kind, device=self._device)
+        squares = [moved(s, self._device, kind) for s in self.norms.squares]
+        return torch.stack(squares), moved(
+            torch.tensor(sizes, dtype=kind, device="cpu"), self._device
+        )
+
+    def _parts(
+        self, squares: Tensor, n: Tensor, sizes: Sequence[float] | None
+    ) -> dict[str, Tensor]:
+        """This rank's share of every sum."""
+        source = self._source
+        of_grad = moved(self.of_grad(), n.device)
+        of_each = squares.sum(1)
+        parts = {
+            "over_sizes": (squares / n[:, None]).sum(0),
+            "squares": squares.sum(0),
+            "of_sum": of_grad / source.replicas,
+            "inverse_sizes": (1 / n).sum() * bool(sizes),
+            "slope": _slope(n, of_each),
+            "seen": self._probe.seen,
+            "in_grad": self._probe.of_grad() / source.replicas,
+            "probed": self._probe.squares,
+            "of_ranks": self._slots(n, of_each, of_grad.sum(), sizes),
+        }
+        if self.halves is not None:
+            parts["halves"] = self.halves.dots() / source.replicas
+        return parts
+
+    def _slots(
+        self, n: Tensor, of_each: Tensor, of_grad: Tensor, sizes: Sequence[float] | None
+    ) -> Tensor:
+        """A place for every rank (`OfRank`), of which this one fills its own."""
+        k = len(of_each)
+        numbers = torch.arange(1, k + 1, device=n.device)
+        bad = torch.where(of_each.isfinite(), k + 1, numbers).amin()
+        mine = [
+            torch.full_like(n[0], len(sizes or ())),
+            n.sum() * bool(sizes),
+            torch.full_like(n[0], sizes is None),
+            of_each.sum(),
+            (numbers * of_each).sum(),
+            torch.where(bad > k, 0, bad).to(n.dtype),
+            of_grad,
+        ]
+        slots = n.new_zeros(self._source.ranks, FIELDS)
+        slots[self._source.rank] = torch.stack(mine)
+        return slots
+
+    def _summed(self, parts: Mapping[str, Tensor]) -> Tensor:
+        self.lengths = {name: part.numel() for name, part in parts.items()}
+        packed = pack(parts)
+        self._source.all_reduce(packed)
+        return packed
+
+    def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
+        parts = torch.split(packed, list(self.lengths.values()))
+        sums = dict(zip(self.lengths, parts, strict=True))
+        count, samples = sums["of_ranks"].view(-1, FIELDS)[:, :2].sum(0)
+        return left_out(means, n, sums["weighted_sum"], sums["spread"][0], count, samples)
+
+
+def _slope(n: Tensor, squares: Tensor) -> Tensor:
+    """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
+    tiny = torch.finfo(squares.dtype).tiny
+    counts = (squares > tiny).to(n.dtype)
+    mean = (counts @ n.log()) / counts.sum().clamp_min(1)
+    deviation = (n.log() - mean) * counts
+    return torch.stack([deviation @ squares.clamp_min(tiny).log(), deviation @ deviation])

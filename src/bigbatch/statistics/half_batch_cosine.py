@@ -1,0 +1,85 @@
+"""SimiGrad's own signal: the cosine of two half-batch gradients, exactly, for comparison."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients import GradientSource
+from bigbatch.gradients.dtypes import stacked
+from bigbatch.statistics.norms import squared_norm
+
+_LEAST = 2e-3  # about twice the shorter half over the longer
+
+
+class Halves:
+    """Subscriber of a source: Z = sum of e_d h_d, e_d = +1 or -1 by the parity of rank + d.
+
+    With G = sum of h_d, the gradients of the halves are (G + Z) / 2 and (G - Z) / 2, so
+
+        cosine = (|G|^2 - |Z|^2) / sqrt((|G|^2 + |Z|^2)^2 - 4 (G . Z)^2)
+
+    Costs a buffer of one whole gradient, and on ranks an all-reduce of it: a diagnostic, not the
+    signal to train by. Where the number of micro-batches is odd, one half has one more.
+
+    Source:
+        SimiGrad (Qin et al., NeurIPS 2021); the signed sum: docs/theory.md (8).
+    """
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+        self._signed: dict[Tensor, Tensor] = {}
+        self._sign = 1
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._signed.clear()
+        self._sign = -1 if self._source.rank % 2 == 0 else 1  # turned by the first micro-batch
+
+    def micro_batch(self, weight: float) -> None:
+        """A micro-batch starts."""
+        self._sign = -self._sign
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Adds e_d h_d."""
+        if parameter not in self._signed:
+            kind = torch.promote_types(gradient.dtype, torch.float32)
+            self._signed[parameter] = torch.zeros_like(gradient, dtype=kind)
+        self._signed[parameter].add_(gradient, alpha=self._sign)
+
+    def end(self) -> None:
+        """The micro-batch is complete."""
+
+    def dots(self) -> Tensor:
+        """|Z|^2 and G . Z of this rank's pieces, Z being summed over the ranks; communicates."""
+        products: list[Tensor] = []
+        for parameter in self._source.parameters:
+            if not parameter.requires_grad:
+                continue
+            grad, signed = self._source.local(parameter), self._summed(parameter)
+            piece = self._source.piece(parameter, signed).reshape(-1)
+            dot = (
+                piece.new_zeros(()) if grad is None else piece.dot(grad.reshape(-1).to(piece.dtype))
+            )
+            products += [squared_norm(piece), dot]
+        return stacked(products).view(-1, 2).sum(0)
+
+    @staticmethod
+    def cosine(of_sum: float, of_signed: float, dot: float) -> float:
+        """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly 0 next to the other.
+
+        Then float32 sums do not tell their difference from rounding.
+        """
+        both = math.sqrt(max(0.0, (of_sum + of_signed) ** 2 - 4 * dot**2))
+        if not both > _LEAST * (of_sum + of_signed):
+            return math.nan
+        return min(max((of_sum - of_signed) / both, -1.0), 1.0)
+
+    def _summed(self, parameter: Tensor) -> Tensor:
+        """Z of one parameter; a rank that did not reach it takes part with zeros."""
+        signed = self._signed.get(parameter)
+        if signed is None:
+            kind = torch.promote_types(parameter.dtype, torch.float32)
+            signed = torch.zeros(self._source.shape(parameter), dtype=kind, device=parameter.device)
+        self._source.all_reduce(signed)
+        return signed

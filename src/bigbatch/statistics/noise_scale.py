@@ -1,0 +1,205 @@
+"""What one step says about the noise of its gradient.
+
+Notation: a step has k micro-batches; micro-batch d has n_d samples and the mean gradient g_d;
+N = sum n_d; G = sum n_d g_d / N is the gradient of the step. mu is the true gradient and Sigma
+the covariance of one sample's gradient. Scalars are Python floats (float64).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bigbatch.errors import GradientError
+from bigbatch.statistics.confidence import Interval
+
+_FLOAT32_EPS = 2.0**-23
+_ROUNDING = 1e-3  # A < N |G|^2 by more than this share of A is no rounding of float32 sums
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """How much the micro-batches of one step agree.
+
+    Args:
+        signal: estimate of |mu|^2, the squared norm of the true gradient; unbiased, so it may be
+            negative on one step.
+        noise: estimate of tr(Sigma), the variance of one sample's gradient, in the same unit.
+        samples: N, samples of the step over all ranks.
+        micro_batches: k over all ranks, how many gradients the estimate rests on.
+        interval: how sure, where it was asked for.
+        layers: the same for each layer by itself, by name, where it was asked for.
+        halves: SimiGrad's own cosine of two half-batch gradients, where it was asked for.
+    Source:
+        docs/theory.md; McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
+    Example:
+        >>> step = GradientNoise(signal=1.0, noise=64.0, samples=256, micro_batches=8)
+        >>> step.noise_scale, round(step.similarity, 4)
+        (64.0, 0.6667)
+    """
+
+    signal: float
+    noise: float
+    samples: float
+    micro_batches: int
+    interval: Interval | None = field(default=None, kw_only=True)
+    layers: Mapping[str, "GradientNoise"] = field(default_factory=dict, kw_only=True, hash=False)
+    halves: float | None = field(default=None, kw_only=True)
+
+    @property
+    def similarity(self) -> float:
+        """phi = signal / (signal + 2 noise / N): the expected cosine of two half-batch gradients.
+
+        In [-1, 1]; nan where every gradient is zero. Averages, and mean losses of unequal sizes,
+        can hold a signal below what |G|^2 >= 0 allows: that is -1.
+        """
+        if self.signal < -self.noise / self.samples:
+            return -1.0
+        both = self.signal + 2 * self.noise / self.samples
+        return self.signal / both if both else math.nan
+
+    @property
+    def noise_scale(self) -> float:
+        """B_simple = noise / signal, in samples; +inf where the signal is not positive."""
+        if self.signal > 0:
+            return self.noise / self.signal
+        return math.inf if self.signal <= 0 < self.noise else math.nan
+
+    @property
+    def similarity_interval(self) -> tuple[float, float] | None:
+        """(low, high) of the similarity; None where no interval was asked for."""
+        return None if self.interval is None else self.interval.similarity
+
+    @property
+    def noise_scale_interval(self) -> tuple[float, float] | None:
+        """(low, high) of the noise scale in samples; None where no interval was asked for."""
+        return None if self.interval is None else self.interval.noise_scale(self.samples)
+
+    def adascale_gain(self, base_batch: float, batch_size: float | None = None) -> float:
+        """AdaScale's gain of a batch over the base batch: 1 without noise, B / B_base with only.
+
+            gain = (|mu|^2 + tr(Sigma) / B_base) / (|mu|^2 + tr(Sigma) / B)
+
+        Args:
+            base_batch: batch size that the learning rate was tuned for.
+            batch_size: B; default: that of the step.
+        Source:
+            Johnson et al. 2020 (arXiv 2007.05105), equation 4; docs/theory.md (10).
+        Example:
+            >>> GradientNoise(0.0, 64.0, samples=256, micro_batches=8).adascale_gain(64)
+            4.0
+        """
+        signal = max(self.signal, 0.0)  # in this order nan stays nan
+        large = signal + self.noise / (self.samples if batch_size is None else batch_size)
+        return (signal + self.noise / base_batch) / large if large else 1.0
+
+    def generalization_ratio(self, batch_size: float | None = None) -> float:
+        """R(n) = 1 / (1 + B_simple / n): how much of one step's training gain is test gain.
+
+        The right-hand side of the one-step generalization ratio; it is not a measured test loss.
+
+        Args:
+            batch_size: n; default: that of the step.
+        Source:
+            Liu et al. 2020 (arXiv 2001.07384) and VRGD (arXiv 2309.13681), summed over the
+            parameters; docs/theory.md (11).
+        Example:
+            >>> GradientNoise(1.0, 64.0, samples=64, micro_batches=8).generalization_ratio()
+            0.5
+        """
+        return 1 / (1 + self.noise_scale / (self.samples if batch_size is None else batch_size))
+
+
+def from_weighted_losses(
+    over_sizes: float,
+    squared_norm_of_sum: float,
+    micro_batches: int,
+    samples: float,
+    eps: float = _FLOAT32_EPS,
+) -> GradientNoise:
+    """Noise and signal where the losses of a step sum to its mean loss, so `.grad` is G.
+
+    A micro-batch then adds h_d = n_d g_d / N, and
+
+        A = sum n_d |g_d|^2 = N^2 sum |h_d|^2 / n_d
+        noise = (A - N |G|^2) / (k - 1),    signal = |G|^2 - noise / N
+
+    Both are unbiased where the samples of a step are independent; the n_d may differ.
+
+    Args:
+        over_sizes: sum |h_d|^2 / n_d, n_d being what the loss of each micro-batch averages over.
+        squared_norm_of_sum: |sum h_d|^2 = |G|^2.
+        micro_batches: k, at least 2.
+        samples: N.
+        eps: relative rounding of the gradients' type, for the check that A >= N |G|^2.
+    Raises:
+        GradientError: fewer than two micro-batches, or A < N |G|^2, which no data can give.
+    Source:
+        docs/theory.md (2).
+    Example:
+        >>> step = from_weighted_losses(2 / 8, 2.0, micro_batches=2, samples=16)  # (1, 0), (0, 1)
+        >>> step.signal, step.noise
+        (0.0, 32.0)
+    """
+    k, total = _require_two(micro_batches), _whole(samples)
+    spread = total**2 * over_sizes
+    noise = _positive(spread, total * squared_norm_of_sum, math.sqrt(k) * eps) / (k - 1)
+    return GradientNoise(squared_norm_of_sum - noise / total, noise, total, k)
+
+
+def from_mean_losses(
+    squared_norms: float,
+    squared_norm_of_sum: float,
+    micro_batches: int,
+    samples: float,
+    inverse_sizes: float,
+    eps: float = _FLOAT32_EPS,
+) -> GradientNoise:
+    """The same where each backward was its micro-batch's plain mean loss, so `.grad` is sum g_d.
+
+    A = sum n_d |g_d|^2 cannot be used: G is not known. With
+
+        S = sum |g_d|^2,  P = |sum g_d / k|^2,  H = sum 1/n_d
+        noise = (S - k P) / ((1 - 1/k) H),    signal = P - noise H / k^2
+
+    Args:
+        squared_norms: S.
+        squared_norm_of_sum: |sum g_d|^2.
+        micro_batches: k, at least 2.
+        samples: N.
+        inverse_sizes: H.
+        eps: as for `from_weighted_losses`.
+    Raises:
+        GradientError: as for `from_weighted_losses`.
+    Source:
+        docs/theory.md (3).
+    """
+    k = _require_two(micro_batches)
+    mean = squared_norm_of_sum / k**2
+    noise = _positive(squared_norms, k * mean, math.sqrt(k) * eps) / ((1 - 1 / k) * inverse_sizes)
+    return GradientNoise(mean - noise * inverse_sizes / k**2, noise, _whole(samples), k)
+
+
+def _require_two(micro_batches: int) -> int:
+    if micro_batches < 2:
+        raise GradientError(
+            f"{micro_batches} micro-batch seen, noise needs at least 2; split the batch into more "
+            "backwards"
+        )
+    return micro_batches
+
+
+def _whole(samples: float) -> float:
+    """Without the rounding of weights that stand for samples."""
+    return round(samples) if math.isclose(samples, round(samples)) else samples
+
+
+def _positive(spread: float, of_mean: float, rounding: float) -> float:
+    """spread - of_mean, which cannot be negative but for rounding; nan where one is not finite."""
+    difference = spread - of_mean
+    if difference < -max(_ROUNDING, rounding) * spread and math.isfinite(difference):
+        raise GradientError(
+            f"the step's gradient is longer than its micro-batches allow (sum n_d |g_d|^2 = "
+            f"{spread:.6g} < N |G|^2 = {of_mean:.6g}); are the sizes those of the backwards, and "
+            "was .grad empty before the first one?"
+        )
+    return max(difference, 0.0) if math.isfinite(difference) else math.nan

@@ -1,0 +1,181 @@
+"""A gradient in a few floats: random signs keep its norms and angles on average."""
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients import GradientSource
+from bigbatch.gradients.dtypes import FULL, moved, wide, without_autocast
+from bigbatch.statistics.norms import flattened
+
+_SIZE = 1021  # prime, so that the rows of a weight matrix do not line up with the fold's
+_PROBES = 8  # projections
+_PROBED = 16  # parameters, so many elements of each
+_ELEMENTS = 256
+
+
+class Sketches:
+    """Subscriber of a source: each micro-batch's gradient folded into 1,021 floats.
+
+    A tensor is read as rows of 1,021; each row is added with a random sign, the same for every
+    micro-batch and on every rank. Sketches of sums are sums of sketches, and dot products of
+    sketches estimate those of the gradients. Costs one read of each gradient.
+
+    Source:
+        Charikar et al. 2002 (count sketch); docs/theory.md (9).
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+        self._sketches: list[Tensor] = []
+        self._signs: dict[Tensor, Tensor] = {}  # one sign a row
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._sketches.clear()
+
+    def micro_batch(self, weight: float) -> None:
+        """A micro-batch starts."""
+        self._sketches.append(self.none()[0])
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Folds the gradient into the present sketch."""
+        flat = flattened(gradient, parameter.stride())
+        if flat.dtype not in FULL:
+            flat = flat.float()
+        rows, rest = divmod(flat.numel(), _SIZE)
+        signs = self._signs_of(parameter, flat)
+        sketch = self._sketches[-1]
+        if rows:
+            with without_autocast(flat.device):
+                folded = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
+            sketch.add_(moved(folded, sketch.device))
+        if rest:
+            last = flat[rows * _SIZE :] * signs[rows]
+            sketch[:rest].add_(moved(last, sketch.device))
+
+    def end(self) -> None:
+        """The micro-batch is complete."""
+
+    def stacked(self) -> Tensor:
+        """The sketches of the step, (k, 1021)."""
+        return torch.stack(self._sketches)
+
+    def none(self) -> Tensor:
+        """A sketch of no gradient, (1, 1021)."""
+        device = self._parameters[0].device
+        return torch.zeros(1, _SIZE, dtype=torch.float32, device=device)
+
+    def _signs_of(self, parameter: Tensor, flat: Tensor) -> Tensor:
+        signs = self._signs.get(parameter)
+        if signs is None or signs.device != flat.device or signs.dtype != flat.dtype:
+            seed = next(i for i, p in enumerate(self._parameters) if p is parameter)
+            signs = random_signs((flat.numel() // _SIZE + 1,), seed).to(flat.device, flat.dtype)
+            self._signs[parameter] = signs
+        return signs
+
+
+class Probe:
+    """Subscriber of a source: eight projections of a few elements of some parameters, summed.
+
+    What the hooks saw, added up over micro-batches and ranks, must be what stands in `.grad` at
+    the end; the projections of both are compared. That finds an edit of `.grad` which moves no
+    version counter (`unscale_`), a lossy or summing reduction, and gradients that were not seen.
+    It reads 256 elements of each of 16 parameters, so an edit of any other alone is not found.
+    """
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+        self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
+        self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_held_of`
+        self._layout = source.layout  # which they are of
+        self._elements = torch.zeros(0, dtype=torch.int8)  # until `_choose`
+        self.begin()
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._choose()
+        self.seen = self._elements.new_zeros(_PROBES)
+        self.squares = self._elements.new_zeros(())  # of each micro-batch's projections
+
+    def _choose(self) -> None:
+        """Sixteen of those that are trained now, from the first to the last."""
+        shape = self._source.shape
+        trained = [p for p in self._source.parameters if p.requires_grad and shape(p).numel()]
+        gaps = max(1, min(_PROBED, len(trained)) - 1)
+        numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
+        chosen = [trained[number] for number in sorted(numbers)]
+        device = self._source.parameters[0].device
+        same = [id(p) for p in chosen] == [id(p) for p in self._places]
+        if same and device == self._elements.device and self._elements.dtype == wide(device):
+            return
+        self._held.clear()
+        self._places = {
+            p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, shape(p).numel()))
+            for number, p in enumerate(chosen)
+        }
+        size = _ELEMENTS * len(chosen)
+        self._elements = torch.zeros(size, dtype=wide(device), device=device)
+        self._signs = random_signs((_PROBES, size), 0).to(self._elements)
+
+    def micro_batch(self, weight: float) -> None:
+        """A micro-batch starts."""
+        self._elements.zero_()
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Keeps the first elements of the gradient, if it is a probed one."""
+        place = self._places.get(parameter)
+        if place is not None:
+            self._put(place, _head(gradient, gradient.shape)[:_ELEMENTS])
+
+    def end(self) -> None:
+        """The micro-batch is complete."""
+        present = self._projections()
+        self.seen += present
+        self.squares += present.square().sum()
+
+    def of_grad(self) -> Tensor:
+        """The projections of this rank's pieces of `.grad`, (8,)."""
+        self._elements.zero_()
+        if self._layout != self._source.layout:
+            self._layout = self._source.layout
+            self._held.clear()
+        for parameter, place in self._places.items():
+            grad = self._source.local(parameter)
+            if grad is not None:
+                if parameter not in self._held:
+                    self._held[parameter] = self._held_of(parameter, grad.device)
+                there, here = self._held[parameter]
+                head = _head(grad, self._source.shape(parameter))
+                self._put(place.start + here, head[there])
+        return self._projections()
+
+    def _put(self, place: slice | Tensor, elements: Tensor) -> None:
+        self._elements[place] = moved(elements, self._elements.device, self._elements.dtype)
+
+    def _projections(self) -> Tensor:
+        with without_autocast(self._elements.device):
+            return torch.mv(self._signs, self._elements)
+
+    def _held_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the probed elements that this rank holds are in its piece, and their numbers."""
+        count = min(_ELEMENTS, self._source.shape(parameter).numel())
+        there, numbers = self._source.held(parameter, count)
+        return moved(there, device), moved(numbers, self._elements.device)
+
+
+def _head(tensor: Tensor, whole: torch.Size) -> Tensor:
+    """The rows of a gradient, or of a piece of one of this shape, that hold the first elements.
+
+    All of a flat piece of what is not flat, whose elements may be in any order.
+    """
+    if not whole or tensor.ndim < len(whole):
+        return tensor.reshape(-1)
+    rows = -(-_ELEMENTS * whole[0] // whole.numel())
+    return tensor[:rows].reshape(-1)
+
+
+def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:
+    """-1 or 1, the same on every rank."""
+    draw = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(2, shape, generator=draw, dtype=torch.float32, device="cpu")
+    return drawn.mul_(2).sub_(1)

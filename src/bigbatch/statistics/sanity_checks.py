@@ -1,0 +1,157 @@
+"""What a step's totals say about the run that makes them: said once each, on rank 0."""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+
+from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.step_totals import OfRank, Totals
+
+_FAR = 10.0  # times the other ranks' gradient norm
+_STREAK = 20  # steps on end; of W equal ranks one is the longest so often with W^-20
+_SAME = 1e-7  # relative difference of squared norms; kernels may add in another order
+_SURE = 3  # steps in which two ranks' norms agree so well; exact equality counts as three
+_AGREE = 1e-5  # noise / (N signal): what rounding leaves of equal gradients
+_LEVERAGE = 20.0  # sum of squared deviations of ln n_d, for a slope with an error near 0.15
+_AS_MEANS = 0.5  # a slope below: 0 or -1 is expected of mean losses, 1 or 2 of weighted ones
+_AS_WEIGHTED = 0.95  # above; heavy tails lift the slope of mean losses to 0.8
+
+
+class Health:
+    """Looks at each step and warns once of each thing that is wrong with the run."""
+
+    def __init__(self, loss: str) -> None:
+        self._loss = loss
+        self._said: set[str] = set()
+        self._alike: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
+        self._far: dict[tuple[int, bool], int] = {}  # (rank, whether longer) -> steps on end
+        self._slope = (0.0, 0.0)  # covariance and variance sums
+
+    def examine(self, totals: Totals, *, speak: bool, may_overflow: bool) -> None:
+        """Looks at the totals of a step.
+
+        Args:
+            totals: over all ranks.
+            speak: whether this rank is the one that warns.
+            may_overflow: whether a GradScaler expects gradients that are not finite.
+        """
+        if not totals.finite:
+            if not may_overflow:
+                self._warn("finite", _not_finite(totals.of_ranks), speak)
+            return
+        for kind, message in self._outliers(totals.of_ranks):
+            self._warn(kind, message, speak)
+        self._warn("alike", self._same_data(totals.of_ranks), speak)
+        covariance, variance = self._slope
+        if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
+            self._slope = covariance + totals.slope[0], variance + totals.slope[1]
+            self._warn("slope", _wrong_loss(*self._slope, self._loss), speak)
+
+    def examine_noise(self, noise: GradientNoise, *, speak: bool) -> None:
+        """Looks at the noise of a step."""
+        if noise.signal > 0 and noise.noise <= _AGREE * noise.samples * noise.signal:
+            self._warn(
+                "agree",
+                f"all {noise.micro_batches} micro-batches of a step have the same gradient to "
+                "rounding; are they the same data (a missing DistributedSampler, a loader without "
+                "shuffling), or was the gradient averaged before it was measured?",
+                speak,
+            )
+
+    def _outliers(self, ranks: list[OfRank]) -> Iterator[tuple[str, str]]:
+        """Ranks that were far off for many steps; late in training healthy ones are in some."""
+        ratios = dict(_far_off(ranks, self._loss))
+        self._far = {far: self._far.get(far, 0) + 1 for far in ratios}
+        for (number, long), ratio in ratios.items():
+            if self._far[number, long] >= _STREAK:
+                yield (
+                    f"outlier {number}",
+                    f"the gradients of rank {number} are {ratio:.3g} x as long as the median of "
+                    f"the other ranks, and were far off in all of {_STREAK} steps; look for broken "
+                    "data, stale weights or faulty arithmetic there",
+                )
+
+    def _same_data(self, ranks: list[OfRank]) -> str:
+        """Neighbours in the order of their norms are compared: equal ones are neighbours."""
+        order = sorted(range(len(ranks)), key=lambda number: ranks[number].squares)
+        pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(order)]
+        alike = {}
+        for one, other in pairs:
+            a, b = ranks[one], ranks[other]
+            if a.squares == b.squares and a.numbered == b.numbered:
+                alike[one, other] = _SURE
+            elif _near(a.squares, b.squares) and _near(a.numbered, b.numbered):
+                alike[one, other] = self._alike.get((one, other), 0) + 1
+        self._alike = alike
+        sure = [pair for pair, steps in alike.items() if steps >= _SURE and ranks[pair[0]].squares]
+        if not sure:
+            return ""
+        return (
+            f"ranks {sure[0][0]} and {sure[0][1]} have the same gradients ({len(sure)} such pairs "
+            f"of {len(ranks)} ranks), so the noise looks too small: is a DistributedSampler "
+            "missing, or are gradients averaged before the meter's hooks?"
+        )
+
+    def _warn(self, kind: str, message: str, speak: bool) -> None:
+        if message and kind not in self._said:
+            self._said.add(kind)
+            if speak:
+                warnings.warn(message, stacklevel=5)
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_SAME)
+
+
+def _not_finite(ranks: list[OfRank]) -> str:
+    where = [
+        f"micro-batch {rank.not_finite:.0f} on rank {number}"
+        if len(ranks) > 1
+        else f"micro-batch {rank.not_finite:.0f}"
+        for number, rank in enumerate(ranks)
+        if rank.not_finite
+    ]
+    return (
+        f"the gradient of {', '.join(where) or 'the step, though of no micro-batch,'} is not "
+        "finite, so this step has no noise; look at its data and loss"
+    )
+
+
+def _far_off(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
+    """((rank, whether longer), ratio) of those whose gradients are far from the others' in length.
+
+    A step to which a rank adds nothing, having nothing but empty micro-batches, is left out.
+    """
+    if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
+        return
+    power = 1 if loss == "weighted" else -1  # h_d is about g_d / k, or g_d
+    norms = [math.sqrt(rank.squares * rank.micro_batches**power) for rank in ranks]
+    in_order, last = sorted(norms), len(norms) - 1
+    upper, lower = last // 2, (last - 1) // 2  # medians of the others, where one is left out
+    for number, norm in enumerate(norms):
+        high = in_order[upper + (norm <= in_order[upper])]
+        low = in_order[lower + (norm <= in_order[lower])]
+        long = norm > _FAR * high
+        short = len(ranks) > 2 and norm * _FAR < low
+        if long or short:
+            middle = high if long else low
+            yield (number, long), norm / middle if middle else math.inf
+
+
+def _wrong_loss(covariance: float, variance: float, loss: str) -> str:
+    """|h_d|^2 grows with n_d where losses are weighted by it, and falls where they are means."""
+    if variance < _LEVERAGE:
+        return ""
+    slope = covariance / variance
+    if loss == "weighted" and slope < _AS_MEANS:
+        return (
+            f"larger micro-batches add no longer gradients (|h|^2 ~ n^{slope:.2f}), as plain mean "
+            'losses do; multiply each loss by n_d / N, or state GradientMeter(loss="mean")'
+        )
+    if loss == "mean" and slope > _AS_WEIGHTED:
+        return (
+            f"larger micro-batches add longer gradients (|h|^2 ~ n^{slope:.2f}), as losses "
+            'weighted by n_d do; state GradientMeter(loss="weighted")'
+        )
+    return ""

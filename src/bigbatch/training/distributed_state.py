@@ -1,0 +1,73 @@
+"""The states of all ranks as one, for torch.distributed.checkpoint (DCP)."""
+
+import io
+from typing import Any
+
+import torch
+
+from bigbatch.data.rank_consistency import Agreement
+from bigbatch.digest import load_state, save_state
+from bigbatch.errors import StateError
+from bigbatch.setting_types import checked
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+
+_KEY = "ranks"
+
+
+class RankStates:
+    """A training's states on all ranks, equal on each of them, so that DCP may save any rank's.
+
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state, "train": RankStates(train)}
+        dcp.save(state, checkpoint_id=folder)  # or dcp.async_save, or dcp.load and set_state_dict
+
+    `train.state_dict()` has a part that is another on every rank, and DCP keeps one value a key: by
+    itself it would come back as that of some rank on all of them. Here it is packed, for all ranks,
+    into one value, whose key and type do not depend on how many there are. On as many ranks each
+    takes its own state, and goes on bit for bit; on others all take rank 0's, and go on with the
+    same samples.
+
+    Args:
+        train: the training.
+    """
+
+    @checked
+    def __init__(self, train: AdaptiveBatch) -> None:
+        self._train = train
+        self._agreement = Agreement(train.meter.source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, packed. Collective, also where DCP asks in order to load.
+
+        Raises:
+            LoopError: inside a step.
+        """
+        mine = torch.frombuffer(_packed(self._train.state_dict()), dtype=torch.uint8)
+        return {_KEY: bytes(_packed(self._agreement.gather_bytes(mine)))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the states were taken. Collective.
+
+        Raises:
+            StateError: they are damaged, none of ours, of another version, or of other data.
+        """
+        packed = state.get(_KEY)
+        if not isinstance(packed, bytes):
+            raise StateError(
+                f"a state with {sorted(map(str, state))[:5]} is not one of RankStates; pass what "
+                "its state_dict() gave"
+            )
+        states = _unpacked(packed)
+        rank, ranks = self._agreement.rank, self._agreement.ranks
+        mine = states[rank if len(states) == ranks else 0]
+        self._train.load_state_dict(_unpacked(mine.numpy()))
+
+
+def _packed(state: Any) -> bytearray:
+    file = io.BytesIO()
+    save_state(state, file)
+    return bytearray(file.getbuffer())
+
+
+def _unpacked(data: Any) -> Any:
+    return load_state(io.BytesIO(data), "the state of RankStates")

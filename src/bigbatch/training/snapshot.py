@@ -1,0 +1,81 @@
+"""A training as it was before something was tried on it."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigbatch.data.loader_state import Loader
+from bigbatch.data.rng_state import random_state, restore_random_state
+from bigbatch.errors import SettingError
+from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
+
+
+class Before:
+    """Everything that a trial changes, as it was; copied to the CPU."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._sharded = _sharded(model)
+        if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
+            raise SettingError(
+                f"under fully_shard torch {torch.__version__} cannot go on after an error; install "
+                "torch 2.13"
+            )
+        self._random, self._passes = random_state(), loader.state_dict()
+        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
+        # what an optimizer holds besides that, and what the parts hold that it is made of
+        parts = [getattr(part, "__dict__", None) for part in (optimizer, *vars(optimizer).values())]
+        self._attributes = [(part, dict(part)) for part in parts if type(part) is dict]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        held = [p for group in self._groups for p in group["params"]]
+        parameters = dict.fromkeys([*parameters_of(model), *held])
+        if are_freed(parameters):
+            raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
+        self._parameters = [
+            (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
+        ]
+        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
+        tensors = {id(leaf): _local(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """As often as needed."""
+        self._model.zero_grad()  # of gathered parameters too, which a reset forgets
+        for root in self._sharded:
+            with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
+                root.reset_iter_state()
+        for part, before in self._attributes:
+            part.clear()
+            part.update(before)
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)
+        for parameter, requires_grad, grad in self._parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+        self._optimizer.load_state_dict(self._state)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(before)  # loading has copied a learning rate that is a tensor
+        self._loader.between_passes(self._passes)
+        restore_random_state(self._random)
+
+
+def _sharded(module: nn.Module) -> list[Any]:
+    """The outermost modules of fully_shard, known by a method that they alone have."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        return [module]
+    return [root for child in module.children() for root in _sharded(child)]
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's piece of a tensor, as part of no graph."""
+    piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return piece.detach()

@@ -1,0 +1,107 @@
+"""The benches measure what they say; how fast it is, is theirs to print and not ours to assert."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from typer import BadParameter
+
+from bigbatch import GradientMeter
+from bigbatch.bench import commands, meter_cost, sized_networks
+from bigbatch.bench.gloo_processes import bytes_sent
+from bigbatch.bench.timing import COLUMNS, Cost, interleaved
+from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
+
+
+def test_a_row_shows_the_median_its_range_and_the_floor():
+    row = Cost("a / b", [1.1, 1.5, 1.2], floor=1.0).row()
+    assert ("a / b", "1.200", "1.100 to 1.500", "1.000", "1.20") == row
+    assert len(COLUMNS) == len(row)
+
+
+def test_runs_take_turns_after_one_that_is_not_counted():
+    turns = []
+    times = interleaved([lambda: turns.append("a"), lambda: turns.append("b")], rounds=3)
+    assert "ab" * 4 == "".join(turns)
+    assert [2, 2, 2] == [len(row) for row in times]
+
+
+@pytest.mark.parametrize(
+    ("build", "millions"),
+    [
+        (resnet_of_basic_blocks, 11.2),
+        (sized_networks.transformer, 19.2),
+        (sized_networks.wide_layers, 4.9),
+    ],
+)
+def test_the_networks_have_the_size_they_say(build, millions):
+    assert millions == round(sized_networks.count(build()) / 1e6, 1)
+
+
+def test_a_shape_is_timed_with_each_measurement():
+    def small() -> nn.Module:
+        return nn.Sequential(nn.Linear(1280, 8), nn.ReLU(), nn.Linear(8, 1280))
+
+    costs = list(meter_cost.shape_costs(meter_cost.Shape("small", small, 4, 1), 2, "cpu"))
+    kinds = [cost.what.split(": ")[1] for cost in costs]
+    assert ["nothing", "similarity", "similarity and interval", "second moment"] == kinds
+    for cost in costs:
+        assert 2 == len(cost.ratios)
+        assert all(0 < ratio < math.inf for ratio in cost.ratios)
+    nothing, one, two, moments = (cost.floor for cost in costs)
+    assert 1 == nothing < one < two  # reads
+    assert 1 < moments
+
+
+def test_benches_of_real_networks_take_batches_that_fit_them():
+    networks = (
+        (sized_networks.transformer, 16),
+        (resnet_of_basic_blocks, 8),
+        (sized_networks.wide_layers, 1),
+    )
+    for build, length in networks:
+        model = build()
+        x, y = sized_networks.random_batch(model, 2, length)
+        out = model(x)
+        assert len(y) == len(out)
+        assert torch.isfinite(out).all()
+
+
+STEPS = 3  # in the second one DDP sorts its buckets, and sends their sizes
+
+
+def linear_steps(wrap):
+    model = wrap(nn.Linear(100, 10, bias=False))
+    for _ in range(STEPS):
+        model(torch.ones(1, 100)).sum().backward()
+        yield
+
+
+def metered_steps(wrap):
+    model = wrap(nn.Linear(100, 10, bias=False))
+    with GradientMeter(model) as meter:
+        for _ in range(STEPS):
+            for scale in (1.0, 2.0):
+                (model(torch.rand(1, 100)).sum() * scale).backward()
+            meter.read([1, 1])
+            model.zero_grad()
+            yield
+
+
+def failing_steps(wrap):
+    raise ValueError
+    yield
+
+
+def test_bytes_that_ranks_send_are_counted():
+    assert 4000 == bytes_sent(linear_steps)  # the gradient
+    assert 2 * 4000 + 8 * (3 + 22 + 2 * 7) == bytes_sent(metered_steps)
+    with pytest.raises(RuntimeError, match="failed"):
+        bytes_sent(failing_steps)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(BadParameter, match="torch sees no GPU here"):
+        commands.measure_(device="cuda")

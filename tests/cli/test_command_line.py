@@ -1,0 +1,227 @@
+"""The command line before, around and after its commands: version, help, Ctrl-C, brackets."""
+
+import re
+import signal
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import bigbatch as package
+from bigbatch import AdaptiveBatch, Controller, SimiGrad
+from bigbatch.cli.app import _COMMANDS
+from torchrun import said, torchrun
+
+# interrupts itself where a module is looked up for the first time
+AT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from bigbatch.cli import main
+main()
+"""
+AFTER = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+from bigbatch.cli import main
+main()
+"""
+
+
+def command(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
+    )
+
+
+def test_the_version_is_said_without_torch():
+    code = "import sys; from bigbatch.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    shown = command(code, "--version")
+    version, modules = shown.stdout.splitlines()
+    assert (0, "", f"bigbatch {package.__version__}") == (shown.returncode, shown.stderr, version)
+    assert not {"torch", "numpy", "rich", "bigbatch.errors"} & set(modules.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "typer",
+        "torch",
+        pytest.param("bigbatch.experiments.study", marks=pytest.mark.thorough),
+        pytest.param("bigbatch.cli.train_command", marks=pytest.mark.thorough),
+        pytest.param("sklearn", marks=pytest.mark.thorough),
+    ],
+)
+def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):
+    ended = command(AT.format(module=module), "train", "--target=.5", "--out", tmp_path / "run")
+    assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+def test_an_interrupt_while_the_report_is_written_says_how_to_go_on(tmp_path):
+    options = (
+        "--target=.5",
+        "--epochs=1",
+        "--set=samples=64",
+        "--quiet",
+        "--out",
+        tmp_path / "run",
+    )
+    code = AT.format(module="matplotlib.backends.backend_svg")
+    ended = command(code, "train", "--quiet", *options)
+    expected = f"bigbatch: interrupted; `bigbatch train --resume {tmp_path / 'run'}` goes on\n"
+    assert (130, expected) == (ended.returncode, ended.stderr)
+
+
+def test_an_interrupt_after_the_end_changes_nothing():
+    ended = command(AFTER, "--version")
+    assert (0, "") == (ended.returncode, ended.stderr)
+
+
+@pytest.mark.release
+def test_an_interrupt_of_ranks_is_one_line_of_ours(tmp_path):
+    """At once, as a terminal sends it to all of them; torchrun then sends each another."""
+    code = AT.format(module="sklearn")
+    (tmp_path / "train.py").write_text(code)
+    options = ("train", "--target=.5", "--quiet", "--out", tmp_path / "run")
+    ended = torchrun(2, tmp_path / "train.py", *options)
+    assert ["bigbatch: interrupted"] == said(ended)
+    assert "KeyboardInterrupt" not in ended.stderr
+
+
+def test_a_group_of_commands_alone_shows_them(bigbatch):
+    for group, listed in ((), _COMMANDS), (("bench",), ("measure", "optim", "halves")):
+        status, out, err = bigbatch(*group)
+        assert (2, "") == (status, err)
+        assert set(listed) <= set(out.split())
+
+
+@pytest.mark.parametrize("name", ["train", "sweep", "recipes"])
+def test_brackets_in_help_are_text(bigbatch, name):
+    default = "data" if name == "recipes" else "digits"
+    _, out, _ = bigbatch(name, "--help")
+    assert f"[{default}]" in " ".join(out.split())
+    assert not re.search(r"\[/?(bold)?\]", out)
+
+
+BRACKETS = "[red]a:b:fire:[/red]"
+
+
+@pytest.mark.thorough
+def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
+    place = tmp_path / BRACKETS.replace("/", "-")
+    options = ("--seed=0", "--epochs=1", "--set=samples=64", "--out", place)
+    status, out, _ = bigbatch("train", *options)
+    assert 0 == status
+    assert f"report: {place / 'report.html'}" in out
+    assert "".join(place.name.split()) in "".join(out.split())  # of the table, folded
+    for wrong in (("report", place / "no"), ("train", BRACKETS)):
+        status, _, err = bigbatch(*wrong)
+        assert 2 == status
+        assert str(wrong[-1]) in err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "said_of_it"),
+    [
+        (("--batch-size=4096",), "batch_size=4096 .* max_batch=64 hold, .* with 64"),
+        (("--policy=fixed", "--batch-size=4096"), "batch_size=4096 .* max_batch=64 hold, .* 64"),
+        (("--max-batch=24",), "batch_size=32 .* max_batch=24 hold, .* with 24"),
+        (("--min-batch=48",), "batch_size=32 .* min_batch=48 .* with 48"),
+    ],
+    ids=str,
+)
+def test_a_start_out_of_bounds_is_said_once(bigbatch, tmp_path, options, said_of_it):
+    samples = ("--set=samples=64", "--epochs=1", "--quiet")
+    status, _, err = bigbatch("train", *options, *samples, "--out", tmp_path / "run")
+    assert (0, 1) == (status, err.count("\n"))
+    assert re.match(f"bigbatch: note: {said_of_it}", err)
+
+
+def test_a_dry_run_says_once_what_each_of_its_parts_finds(bigbatch):
+    status, _, err = bigbatch("train", "--batch-size", "100000", "--dry-run")
+    assert (0, 1) == (status, err.count("batch_size=100000 is out of bounds"))
+
+
+def test_a_controllers_start_out_of_its_bounds_is_said_by_the_loop():
+    model, samples = nn.Linear(1, 1), TensorDataset(torch.zeros(64, 1))
+    controller = Controller(SimiGrad(target=0.2, max_batch=32), 48)
+    with pytest.warns(UserWarning, match=r"batch_size=48 is out of bounds; .* starts with 32"):
+        AdaptiveBatch(
+            model, SGD(model.parameters(), 0.1), DataLoader(samples, 8), policy=controller
+        )
+
+
+TRAIN = {
+    "--policy": "fixed",
+    "--target": "0.3",
+    "--batch-size": "64",
+    "--smoothing": "100",
+    "--dead-band": "0.1",
+    "--warm-up": "100",
+    "--optimizer": "adam",
+    "--gamma": "0.5",
+    "--r-max": "2",
+    "--arm": "fixed-32",
+    "--seed": "1",
+    "--seeds": "2",
+    "--epochs": "1",
+    "--runs": "x",
+    "--out": "x",
+    "--resume": "x",
+    "--ranks": "2",
+    "--set target": "0.3",
+    "--set policy": "simigrad:0.2",
+    "--set gamma": "0.5",
+    "--set momentum": "0.5",
+}
+SWEEP = {
+    "--grid": "target=0.1,0.2",
+    "--tune": "lr",
+    "--seeds": "2",
+    "--set target": "0.3",
+    "--set lr": "0.1",
+    "--runs": "x",
+    "--out": "x",
+    "--resume": "x",
+}
+PAIRS = [("train", *pair, TRAIN) for pair in combinations(TRAIN, 2)]
+PAIRS += [("sweep", *pair, SWEEP) for pair in combinations(SWEEP, 2)]
+
+
+def words(option, value):
+    """As they are typed."""
+    name, _, key = option.partition(" ")
+    return (name, f"{key}={value}") if key else (name, value)
+
+
+@pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.thorough), "sweep"])
+def test_a_refusal_of_two_options_names_only_what_was_typed(
+    bigbatch, tmp_path, monkeypatch, command
+):
+    """What is to be done about it, after the semicolon, may name others."""
+    monkeypatch.chdir(tmp_path)
+    refused = 0
+    for _, one, other, values in (pair for pair in PAIRS if pair[0] == command):
+        typed = (*words(one, values[one]), *words(other, values[other]), "--data", "nowhere")
+        status, _, err = bigbatch(command, *typed)
+        assert 2 == status
+        named = re.findall(r"--(?:set )?[a-z][a-z-]*", err.partition(";")[0])
+        assert set(named) <= {one, other, "--data", "--set"}, (one, other, err)
+        refused += "there is no data folder" not in err
+    assert refused > 5

@@ -1,0 +1,355 @@
+"""The command: one line for what is wrong, exit status 2, nothing overwritten, no traceback."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from bigbatch.cli import main
+from bigbatch.cli.app import _COMMANDS
+from bigbatch.experiments import RECIPES
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.runs.run_directory import RunDirectory
+
+COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
+QUICK = ("--epochs", "1", "--quiet")
+SHORT = ("--epochs", "1", "--set", "samples=256")
+
+WRONG = [
+    (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
+    (["train", "--bogus"], "No such option: --bogus"),
+    (["walk"], "No such command 'walk'"),
+    (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: fixed, simigrad"),
+    (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
+    (["train", "--target", "1.5"], "target=1.5 must be a number in (-1, 1)"),
+    (["train", "--target", "-1"], "target=-1.0 must be a number in (-1, 1)"),
+    (["train", "--target", "high"], "--target"),
+    (["train", "--min-batch", "512", "--max-batch", "256"], "min_batch=512 exceeds max_batch=256"),
+    (["train", "--max-batch", "2"], "max_batch=2"),
+    (["train", "--batch-size", "0"], "batch_size=0 must be a whole number of at least 1"),
+    (["train", "--virtual-ranks", "0"], "virtual_ranks=0 must be a whole number of at least 1"),
+    (["train", "--epochs", "0"], "--epochs"),
+    (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must be above 0"),
+    (
+        ["train", "--gamma", "0.5"],
+        "recipe digits, whose optimizer is momentum, does not go together with --gamma",
+    ),
+    (["train", "--policy", "fixed", "--target", "0"], "--policy fixed does not go together with"),
+    (
+        ["train", "--policy", "schedule:64", "--dead-band", "0.1"],
+        "not go together with --dead-band",
+    ),
+    (["train", "--policy", "fixed:64", "--batch-size", "32"], "not go together with --batch-size"),
+    (["train", "--policy", "simigrad:0.4", "--target", "0.3"], "not go together with --target"),
+    (["train", "--policy", "simigrad:0.4,target=0.3"], "gives target twice"),
+    (
+        ["train", "--seed", "4294967296"],
+        "seed=4294967296 must be a whole number",
+    ),
+    (["train", "--seed", "1", "--set", "gamma=0.5"], "not go together with --set gamma"),
+    (
+        ["train", "--optimizer", "adam", "--set", "momentum=0.5"],
+        "not go together with --set momentum",
+    ),
+    (
+        ["train", "--arm", "fixed-32", "--set", "target=0.5"],
+        "--arm fixed-32, whose policy is fixed,",
+    ),
+    (["train", "--arm", "fixed-32", "--target", ".3"], "--arm fixed-32, whose policy is fixed,"),
+    (["train", "--set", "policy=fixed", "--target", ".3"], "--set policy=fixed does not go"),
+    (["train", "--set", "arm=simigrad"], "--set cannot say 'arm': --arm has what is of one"),
+    (["train", "--set", "recipe=glue"], "--set cannot say 'recipe': it is the command's first"),
+    (["train", "--set", "seed=3"], "--set cannot say 'seed': give --seed, or --seeds"),
+    (["sweep", "--set", "data=x"], "--set cannot say 'data': give --data"),
+    (["train", "--set", "optimizer=magic"], "optimizer 'magic' is unknown"),
+    (["train", "--set", "target=1.5"], "target=1.5 must be a number in (-1, 1)"),
+    (["train", "--set", "begin_from=nowhere"], "there is no run directory /"),
+    (["sweep", "--set", "lr_from=nowhere", "--grid", "lr=1"], "there is no run directory /"),
+    (["train", "--lr", "nan"], "lr=nan must be a number"),
+    (["train", "--lr", "-1"], "lr=-1.0 must be a number of at least 0"),
+    (["train", "--seed", "-1"], "seed=-1 must be a whole number in [0,"),
+    (["train", "--runs", "/dev/null"], "/dev/null"),
+    (["train", "--target", "0.1", "--out", "/dev/null/run"], "/dev/null"),
+    (["train", "--data", "nowhere"], "there is no data folder nowhere"),
+    (["train", "--data", "."], "recipe 'digits' brings its own data"),
+    (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
+    (["train", "--resume", "."], "cannot be read as a run of bigbatch"),
+    (["train", "--resume", "x", "--target", "0.1"], "--resume does not go together with --target"),
+    (
+        ["train", "--target", "0.1", "--seeds", "2"],
+        "--target, of a single training, does not go together",
+    ),
+    (["compare", "nowhere"], "there is no run directory nowhere"),
+    (["report", "."], "cannot be read as a run of bigbatch"),
+    (["report"], "RUN"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: " ".join(value))
+def test_a_mistake_is_one_line_and_writes_nothing(
+    bigbatch, tmp_path, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bigbatch(*arguments)
+    assert 2 == status
+    assert "" == out
+    assert message in err
+    assert err.startswith("bigbatch: ")
+    assert 1 == err.count("\n")
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    for extra in ([], ["--target", "0.5"]):
+        status, _, err = bigbatch("train", "--out", tmp_path / "mine", *extra)
+        assert (2, 1) == (status, err.count("\n"))
+        assert "already in use; nothing was overwritten" in err
+        assert "--resume" not in err
+        assert "precious" == (tmp_path / "mine").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", "kind: run\nschema: 2\nsettings: {recipe: 5}", "are missing"),
+        ("config.yaml", "kind: run\nschema: 2\nsettings: {wings: 2}", "unknown settings ['wings']"),
+        ("study.yaml", "kind: study\nschema: 2\nsettings: {}", "lists no trainings"),
+        ("study.yaml", "kind: study\nschema: 2\nsettings: {trainings: [1]}", "lists no trainings"),
+        ("study.yaml", "kind: run\nschema: 2\nsettings: {}", "is a run of schema 2"),
+    ],
+)
+def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    status, _, err = bigbatch("train", "--resume", tmp_path)
+    assert (2, 1) == (status, err.count("\n"))
+    assert message in err
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"step": 1}', "\udcff"])
+def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
+    config = "kind: run\nschema: 2\nsettings: {}"
+    (tmp_path / "config.yaml").write_text(config)
+    log = f"{line}\n{line}\n".encode(errors="surrogateescape")
+    (tmp_path / "metrics.jsonl").write_bytes(log)
+    for command in ("compare", "report"):
+        status, _, err = bigbatch(command, tmp_path)
+        assert (2, 1) == (status, err.count("\n"))
+        assert "line 1 is" in err
+
+
+def test_help_teaches_by_example(bigbatch):
+    status, out, _ = bigbatch("train", "--help")
+    assert 0 == status
+    assert "bigbatch train --resume runs/digits-1" in out
+
+
+def test_the_list_of_commands_needs_no_torch():
+    code = "import sys; from bigbatch.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    for arguments, status in ([], 2), (["--help"], 0):
+        shown = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        listed, _, modules = shown.stdout.rstrip().rpartition("\n")
+        assert (status, "") == (shown.returncode, shown.stderr)
+        assert {*_COMMANDS} <= {*listed.split()}
+        assert not {"torch", "numpy", "bigbatch.errors"} & set(modules.split())
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_the_list_says_of_each_command_what_its_own_help_says(bigbatch, name):
+    status, out, _ = bigbatch(name, "--help")
+    assert 0 == status
+    assert f"bigbatch {name} " in out
+    assert _COMMANDS[name][1] in " ".join(out.split())
+
+
+def test_ranks_but_the_first_do_not_list_the_commands(bigbatch, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert (0, "", "") == bigbatch("--help")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One finished training of one epoch."""
+    out = tmp_path_factory.mktemp("runs") / "one"
+    settings = ["train", "--optimizer", "vr-momentum", *QUICK, "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bigbatch", *settings])
+        with pytest.raises(SystemExit) as ending:
+            main()
+    assert 0 == ending.value.code
+    return out
+
+
+def test_a_training_leaves_a_whole_run_directory(trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "checkpoint.pt", "events", "report.html"} <= names
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]
+    assert sum(row["batch_size"] for row in rows) == rows[-1]["samples"] == 1347
+    assert rows[-1]["scores"] is not None
+    for row in rows:
+        assert 2 == row["schema"]
+        assert 16 <= row["batch_size"] <= 512
+        assert row["reason"]
+
+
+def test_tensorboard_reads_the_events(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained / "events")).Reload()
+    logged = [scalar.value for scalar in events.Scalars("batch_size")]
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [row["batch_size"] for row in rows] == logged
+
+
+def test_a_finished_run_is_resumed_to_the_same_table(bigbatch, trained):
+    before = (trained / "metrics.jsonl").read_bytes()
+    status, out, _ = bigbatch("train", "--resume", trained, "--quiet")
+    assert 0 == status
+    assert "accuracy" in out
+    assert before == (trained / "metrics.jsonl").read_bytes()
+
+
+def test_compare_shows_runs_in_one_table(bigbatch, trained):
+    status, out, _ = bigbatch("compare", trained, trained)
+    assert 0 == status
+    assert "1,347" in out
+
+
+def test_report_goes_where_it_is_told(bigbatch, trained, tmp_path):
+    assert 0 == bigbatch("report", trained, "-o", tmp_path / "page.html")[0]
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert 0 == bigbatch("report", trained, "-o", tmp_path / "curves.png")[0]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    status, _, err = bigbatch("report", trained, "-o", tmp_path / "curves.docx")
+    assert (2, True) == (status, "must be .html, .png or .svg" in err)
+    status, _, err = bigbatch("report", trained, "-o", tmp_path / "no" / "such" / "folder.html")
+    assert (2, True) == (status, "cannot be written" in err)
+
+
+def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
+    settings = {
+        "target": 0.5,
+        "min_batch": 24,
+        "max_batch": 256,
+        "batch_size": 48,
+        "smoothing": 500.0,
+        "dead_band": 0.2,
+        "warm_up": 200.0,
+        "virtual_ranks": 6,
+        "optimizer": "vr-sgd",
+        "lr": 0.03,
+        "lr_scaling": "linear",
+        "gamma": 0.3,
+        "r_max": 1.5,
+        "epochs": 1,
+        "seed": 3,
+        "checkpoint_every": 7,
+    }
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    given += ["--set=samples=256"]
+    assert 0 == bigbatch("train", *given, "--out", tmp_path / "run", "--quiet")[0]
+    assert settings.items() <= RunDirectory.open(tmp_path / "run").settings.items()
+
+
+def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):
+    own = ("--arm=noise-scale", "--set=dead_band=0.3", "--set=samples=64", "--epochs=1")
+    status, _, err = bigbatch("train", *own, "--out", tmp_path / "run", "--quiet")
+    assert (0, "") == (status, err)
+    settings = RunDirectory.open(tmp_path / "run").settings
+    assert (0.3, 4000.0) == (settings["dead_band"], settings["smoothing"])
+
+
+@pytest.mark.thorough
+def test_what_the_arms_of_a_study_have_of_their_own_is_said(bigbatch, tmp_path, monkeypatch):
+    arms = {"one": {"policy": "fixed:64"}, "two": {"policy": "fixed:64", "lr": 0.1}}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
+    own = ("--set=lr=0.5", "--set=samples=64", "--epochs=1", "--seeds=1")
+    status, _, err = bigbatch("train", *own, "--out", tmp_path / "study", "--quiet")
+    assert 0 == status
+    assert "bigbatch: note: two: lr stays the arm's own; --arm trains one alone with it\n" == err
+
+
+def test_an_arm_alone_that_needs_another_says_how_to_name_its_run(bigbatch, tmp_path, monkeypatch):
+    arms = {"one": {}, "two": {"begin_from": "one"}}
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
+    monkeypatch.chdir(tmp_path)
+    status, _, err = bigbatch("train", "--arm", "two")
+    assert (2, 1) == (status, err.count("\n"))
+    assert "begin_from of arm two is arm one; name a run of it by --begin-from" in err
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_file_that_a_library_cannot_read_is_named_as_it_says(bigbatch, tmp_path, monkeypatch):
+    def data(settings):
+        raise OSError("cannot identify image file 'cat.jpg'")
+
+    monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, data=data))
+    status, _, err = bigbatch("train", "--seed=0", "--out", tmp_path / "run")
+    assert (2, "bigbatch: OSError: cannot identify image file 'cat.jpg'\n") == (status, err)
+
+
+def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
+    options = ("--target", "0.5", *SHORT)
+    status, out, _ = bigbatch("train", *options, "--out", tmp_path / "run")
+    assert 0 == status
+    for word in ("batch", "similarity", "target 0.5", "noise scale", "lr", "loss", "samples/s"):
+        assert word in out
+    assert "256/256" in out
+    quiet = bigbatch("train", *options, "--quiet", "--out", tmp_path / "quiet")[1]
+    assert "samples/s" not in quiet
+
+
+@pytest.mark.thorough
+def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, "train", "--target", "0.5", "--out", str(run)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
+    )
+    while process.poll() is None and not (run / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (130, 1) == (process.returncode, err.count("\n"))
+    assert f"bigbatch train --resume {run}" in err
+
+
+@pytest.mark.thorough
+def test_ctrl_c_in_what_cannot_go_on_says_only_that(tmp_path):
+    process = subprocess.Popen(
+        [*COMMAND, "train", "linear-regression", "--out", str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while process.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert 130 == process.returncode
+    assert err.endswith("bigbatch: interrupted\n")
+    assert "--resume" not in err
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("lars", marks=pytest.mark.thorough), "vr-lamb"])
+def test_every_optimizer_trains_and_a_scaled_one_logs_r_by_layer(bigbatch, tmp_path, optimizer):
+    place = tmp_path / "run"
+    options = ["--optimizer", optimizer, *SHORT, "--out", place, "--quiet"]
+    assert 0 == bigbatch("train", "digits", *options)[0]
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    told = [row.get("factors") for row in rows]
+    if optimizer == "lars":
+        assert [None] * len(rows) == told
+    else:
+        assert all(0.1 <= mean <= 1 for row in told for mean, *_ in row.values())
+        assert {"0.weight", "9.bias"} <= set(told[0])

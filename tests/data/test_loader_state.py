@@ -1,0 +1,525 @@
+"""Loaders of every kind: their own state, streams, workers, ragged batches, epochs' ends."""
+
+import io
+import warnings
+from dataclasses import dataclass
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from bigbatch import Batches, BatchPlan, SampleLedger
+from bigbatch.data.rng_state import random_state, restore_random_state
+from bigbatch.errors import BatchError, StateError
+
+SEED = 5
+SAMPLES = 45
+PLANS = [BatchPlan(1, 4, 2), BatchPlan(1, 3, 3), BatchPlan(1, 7, 1)]
+
+
+class Reading:
+    """A data set that notes which samples were read in this process."""
+
+    def __init__(self, samples=SAMPLES):
+        self.samples, self.read = samples, []
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return torch.tensor(number)
+
+
+class Sharded(IterableDataset):
+    """A stream whose workers have every second sample each, and which can say where it stands."""
+
+    def __init__(self, samples=SAMPLES):
+        self.samples, self.at = samples, 0
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        numbers = range(first, self.samples, step)
+        start, self.at = self.at, 0
+        for index in range(start, len(numbers)):
+            self.at = index + 1
+            yield torch.tensor(numbers[index])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def rest(batches, first=0):
+    for index in range(first, 10**6):
+        cut = batches.step(PLANS[index % len(PLANS)], least=4)
+        if cut is None:
+            return
+        yield [batch.tolist() for batch, _ in cut]
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def interrupted(make, stop, epoch=0):
+    """(an uninterrupted pass, the same one killed after some steps and taken up by a new process,
+    the data set of the latter)."""
+    torch.manual_seed(SEED)
+    batches = Batches(make())
+    batches.start(epoch)
+    whole = list(rest(batches))
+
+    torch.manual_seed(SEED)
+    batches = Batches(make())
+    batches.start(epoch)
+    before = list(islice(rest(batches), stop))
+    state = through_a_file({"batches": batches.state_dict(), "random": random_state()})
+
+    torch.manual_seed(SEED + 1)
+    loader = make()
+    batches = Batches(loader)
+    batches.load_state_dict(state["batches"], epoch)
+    restore_random_state(state["random"])
+    return whole, before + list(rest(batches, stop)), loader.dataset
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 4])
+@pytest.mark.parametrize("data", [Reading, Sharded])
+def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
+    def make():
+        shuffle = {"shuffle": True} if data is Reading else {}
+        return StatefulDataLoader(data(), batch_size=6, num_workers=workers, **shuffle)
+
+    whole, resumed, again = interrupted(make, stop)
+    assert whole == resumed
+    assert list(range(SAMPLES)) == sorted(n for step in resumed for piece in step for n in piece)
+    if data is Reading and not workers:
+        given_out = sum(len(piece) for step in whole[:stop] for piece in step)
+        assert SAMPLES - given_out // 6 * 6 == len(again.read)  # what was given out is not read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_a_ledger_goes_on_without_reading_what_was_given_out(workers, stop):
+    def make():
+        data = Reading()
+        return DataLoader(data, 6, sampler=SampleLedger(data, seed=SEED), num_workers=workers)
+
+    whole, resumed, again = interrupted(make, stop, epoch=2)
+    assert whole == resumed
+    if not workers:
+        given_out = sum(len(piece) for step in whole[:stop] for piece in step)
+        assert SAMPLES - given_out // 6 * 6 == len(again.read)
+
+
+def grouped(data):
+    return BatchSampler(WeightedRandomSampler(torch.ones(SAMPLES), 31), 4, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda d: DataLoader(d, 6, shuffle=True), id="shuffle"),
+        pytest.param(lambda d: DataLoader(d, 6, drop_last=True, shuffle=True), id="drop_last"),
+        pytest.param(lambda d: DataLoader(d, batch_sampler=grouped(d)), id="batch sampler"),
+        pytest.param(
+            lambda d: DataLoader(d, 6, sampler=DistributedSampler(d, 1, 0, seed=SEED)),
+            id="DistributedSampler",
+        ),
+        pytest.param(
+            lambda d: DataLoader(d, 6, sampler=RandomSampler(d, replacement=True, num_samples=20)),
+            id="with replacement",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_any_sampler_goes_on_where_it_was(make, stop):
+    whole, resumed, _ = interrupted(lambda: make(Reading()), stop)
+    assert whole == resumed
+
+
+# zero lag, no copies, little in waiting
+
+
+def test_a_change_takes_effect_with_the_next_step_though_workers_have_prefetched():
+    loader = DataLoader(range(64), 8, num_workers=2, prefetch_factor=3)
+    batches = Batches(loader)
+    batches.start(0)
+    plans = [BatchPlan(1, 2, 2), BatchPlan(1, 8, 3), BatchPlan(1, 1, 3), BatchPlan(1, 11, 3)]
+    sizes = [[samples for _, samples in batches.step(plan, least=1)] for plan in plans]
+    assert [[2, 2], [8, 8, 8], [1, 1, 1], [11, 11, 11]] == sizes
+
+
+def test_a_micro_batch_inside_one_loader_batch_is_a_view_and_only_others_are_copied():
+    whole = [torch.arange(16), torch.arange(16, 32)]
+    batches = Batches(whole)
+    batches.start(0)
+    pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 5), least=1)]
+    storages = [batch.untyped_storage().data_ptr() for batch in whole]
+    of = [piece.untyped_storage().data_ptr() for piece in pieces]
+    assert [storages[0]] * 2 == of[:2]
+    assert of[2] not in storages  # 12 to 17: four of the first batch, two of the second
+    assert [storages[1]] * 2 == of[3:]
+
+
+@pytest.mark.parametrize("size", [24, 7], ids=["one batch", "batches that end anywhere"])
+def test_virtual_ranks_are_dealt_in_turn_in_memory_of_their_own(size):
+    tokens = torch.arange(24)[:, None] + torch.tensor([0, 100])
+    batches = Batches([*tokens.split(size)], virtual_ranks=3)
+    batches.start(0)
+    pieces = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
+    assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p[:, 0].tolist() for p in pieces[:3]]
+    assert [[12, 15, 18, 21], [13, 16, 19, 22], [14, 17, 20, 23]] == [
+        p[:, 0].tolist() for p in pieces[3:]
+    ]
+    assert [0, 100, 3, 103] == pieces[0].view(-1)[:4].tolist()  # as language models do
+
+
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_a_loader_of_known_length_is_read_no_further_than_a_micro_batch_and_a_batch(virtual):
+    data = Reading(400)
+    batches = Batches(DataLoader(data, 10), virtual_ranks=virtual)
+    batches.start(0)
+    given, most = 0, 0
+    while cut := batches.step(BatchPlan(virtual, 5, 4), least=100, most=300):
+        for _, samples in cut:
+            given += samples
+            most = max(most, len(data.read) - given)
+    assert 400 == given
+    assert most <= 10 + (virtual > 1) * virtual * 5
+
+
+@dataclass
+class Sentence:
+    tokens: torch.Tensor
+    tags: list[str]
+    extra: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def pad(numbers):
+    width = 1 + max(numbers) % 5
+    tokens = torch.tensor(numbers).view(-1, 1).expand(-1, width)
+    pair = torch.tensor(numbers), torch.tensor(numbers) % 2
+    return Sentence(tokens, [str(n) for n in numbers], {"pair": pair})
+
+
+def test_nested_ragged_batches_of_a_users_collate_function_come_whole():
+    loader = DataLoader(range(50), 7, collate_fn=pad)
+    batches = Batches(loader)
+    batches.start(0)
+    seen = []
+    while cut := batches.step(BatchPlan(1, 5, 3), least=5):
+        for sentence, samples in cut:
+            numbers = sentence.tokens[:, 0].tolist()
+            assert samples == len(numbers) == len(sentence.tags)
+            assert numbers == sentence.extra["pair"][0].tolist()
+            assert [str(n) for n in numbers] == sentence.tags
+            seen += numbers
+    assert list(range(50)) == seen
+
+
+def test_a_sampler_that_gives_more_or_fewer_than_it_says_loses_nothing():
+    class Says(torch.utils.data.Sampler):
+        def __init__(self, said, gives):
+            self.said, self.gives = said, gives
+
+        def __len__(self):
+            return self.said
+
+        def __iter__(self):
+            return iter(range(self.gives))
+
+    for said, gives in [(20, 27), (27, 20), (20, 21), (21, 20), (20, 4)]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of the length
+            batches = Batches(DataLoader(range(100), 4, sampler=Says(said, gives)))
+            batches.start(0)
+            seen = [n for step in rest(batches) for piece in step for n in piece]
+        assert list(range(gives)) == seen
+
+
+def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_position():
+    data = Reading(30)
+    loader = DataLoader(data, 5, sampler=SampleLedger(data, seed=SEED))
+    batches = Batches(loader)
+    batches.start(0)
+    first = [batch.tolist() for batch, _ in batches.step(BatchPlan(1, 4, 2), least=4)]
+    elsewhere = [n for batch in loader for n in batch.tolist()]
+    others = [piece for step in rest(batches) for piece in step]
+    seen = [n for piece in first + others for n in piece]
+    assert list(range(30)) == sorted(seen) == sorted(elsewhere)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU, none here")
+def test_pinned_batches_stay_pinned_whether_cut_or_glued():
+    loader = DataLoader(torch.arange(40.0), 8, pin_memory=True)
+    batches = Batches(loader)
+    batches.start(0)
+    pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
+    assert all(piece.is_pinned() for piece in pieces)
+    assert list(range(36)) == torch.cat(pieces).tolist()
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_a_shuffled_pass_goes_on_with_batches_of_another_size(generator):
+    def make(size):
+        own = torch.Generator().manual_seed(SEED) if generator else None
+        return DataLoader(Reading(), size, shuffle=True, generator=own)
+
+    torch.manual_seed(SEED)
+    first = Batches(make(6))
+    first.start(0)
+    before = list(islice(rest(first), 3))
+    state = through_a_file(first.state_dict())
+    torch.manual_seed(SEED + 1)
+    again = Batches(make(9))
+    again.load_state_dict(state, 0)
+    steps = before + list(rest(again, 3))
+    assert list(range(SAMPLES)) == sorted(n for step in steps for piece in step for n in piece)
+
+
+def test_dropping_the_tail_of_a_stream_teaches_its_whole_length():
+    batches = Batches(DataLoader(Sharded(100), 8), tail="drop")
+    for _ in range(2):
+        batches.start(0)
+        while cut := batches.step(BatchPlan(1, 30, 2), least=1):
+            list(cut)
+        assert 100 == batches.samples
+
+
+# persistent workers
+
+
+def kept_workers(**more):
+    return DataLoader(range(48), 4, num_workers=1, persistent_workers=True, shuffle=True, **more)
+
+
+def seen_in(steps):
+    return [n for step in steps for piece in step for n in piece]
+
+
+@pytest.mark.filterwarnings("ignore:persistent workers keep random states")
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("looked", [False, True], ids=["untouched", "looked at before"])
+@pytest.mark.parametrize("same", [False, True], ids=["another loader", "the same loader"])
+def test_persistent_workers_go_on_with_exactly_the_rest(same, looked, epoch):
+    torch.manual_seed(SEED)
+    loader = kept_workers()
+    if looked:
+        next(iter(loader))
+    batches = Batches(loader)
+    for number in range(epoch):
+        batches.start(number)
+        seen_in(rest(batches))
+    batches.start(epoch)
+    before = seen_in(islice(rest(batches), 2))
+    state, random = batches.state_dict(), random_state()
+    whole = before + seen_in(rest(batches))
+    torch.manual_seed(SEED + 1)
+    resumed = Batches(loader if same else kept_workers())
+    resumed.load_state_dict(state, epoch)
+    restore_random_state(random)
+    assert whole == before + seen_in(rest(resumed))
+    assert [*range(48)] == sorted(whole)
+
+
+def test_persistent_workers_that_somebody_else_takes_are_missed():
+    loader = kept_workers()
+    batches = Batches(loader)
+    batches.start(0)
+    steps = rest(batches)
+    next(steps)
+    next(iter(loader))
+    with pytest.raises(BatchError, match=r"somebody else.*persistent_workers=False"):
+        seen_in(steps)
+
+
+# batches of unusual samplers
+
+
+class Rows:
+    """A data set that reads many samples at once."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, numbers):
+        return torch.tensor(numbers)
+
+
+def test_a_sampler_of_whole_batches_is_told_the_epoch_and_goes_on_by_its_ledger():
+    def make():
+        ledger = SampleLedger(range(24), seed=SEED)
+        return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(ledger, 4, False))
+
+    batches = Batches(make())
+    assert (4, 24) == (batches.batch_size, batches.samples)
+    orders = []
+    for epoch in range(2):
+        batches.start(epoch)
+        orders.append(seen_in(rest(batches)))
+    assert orders[0] != orders[1]
+    batches.start(1)
+    before = seen_in(islice(rest(batches), 1))
+    resumed = Batches(make())
+    resumed.load_state_dict(batches.state_dict(), 1)
+    assert orders[1] == before + seen_in(rest(resumed))
+
+
+class Shards:
+    """A data set whose items are batches of four."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return torch.arange(4 * number, 4 * number + 4)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_ledger_over_whole_batches_goes_on_with_exactly_the_rest(stop):
+    def make():
+        shards = Shards()
+        return DataLoader(shards, batch_size=None, sampler=SampleLedger(shards, seed=SEED))
+
+    batches = Batches(make())
+    batches.start(0)
+    whole = seen_in(rest(batches))
+    batches.start(0)
+    before = seen_in(islice(rest(batches), stop))
+    resumed = Batches(make())
+    resumed.load_state_dict(batches.state_dict(), 0)
+    assert whole == before + seen_in(rest(resumed))
+    assert [*range(32)] == sorted(whole)
+
+
+class Growing(Sampler):
+    """More samples in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 16 * (self.epoch + 1)
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+
+def test_a_sampler_that_grows_by_the_epoch_goes_on():
+    def make():
+        return Batches(DataLoader(range(64), 4, sampler=Growing()))
+
+    batches = make()
+    batches.start(2)
+    before = seen_in(islice(rest(batches), 2))
+    resumed = make()
+    resumed.load_state_dict(batches.state_dict(), 2)
+    assert [*range(48)] == before + seen_in(rest(resumed))
+
+
+@pytest.mark.parametrize("bad", [{9, 17, 18, 25, 33, 41, 49}, {63}, {8, 9, 10, 11, 12, 13, 14, 15}])
+@pytest.mark.parametrize("tail", ["share", "drop"])
+def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micro_batches(
+    tail, bad
+):
+    def collate(items):
+        return torch.tensor([item for item in items if item not in bad])
+
+    batches = Batches(DataLoader(range(64), 8, collate_fn=collate), tail=tail)
+    batches.start(0)
+    steps = []
+    while cut := batches.step(BatchPlan(1, 2, 4), least=8, most=8):
+        steps.append([batch.tolist() for batch, _ in cut])
+    assert all(len(step) == 4 for step in steps)
+    good = [n for n in range(64) if n not in bad]
+    assert good[: len(good) - len(good) % 8 if tail == "drop" else None] == seen_in(steps)
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["ledger", "no sampler", "another batch size"])
+def test_a_pass_that_leaves_samples_out_goes_on_with_exactly_the_rest(kind, stop):
+    def collate(items):
+        return torch.tensor([item for item in items if item % 8 != 5 or item < 8])
+
+    def make(size):
+        ledger = SampleLedger(range(64), seed=SEED, shuffle=False)
+        sampler = None if kind == "no sampler" else ledger
+        return Batches(DataLoader(range(64), size, collate_fn=collate, sampler=sampler))
+
+    batches = make(8)
+    batches.start(0)
+    before = seen_in(islice(rest(batches), stop))
+    state = batches.state_dict()
+    whole = before + seen_in(rest(batches))
+    assert 57 == len(set(whole)) == len(whole)
+    resumed = make(4 if kind == "another batch size" else 8)
+    resumed.load_state_dict(state, 0)
+    assert whole == before + seen_in(rest(resumed))
+
+
+def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
+    def collate(items):
+        return torch.tensor([item for item in items if item != 9])
+
+    batches = Batches(
+        DataLoader(range(64), 8, collate_fn=collate, sampler=SampleLedger(range(64), shuffle=False))
+    )
+    batches.start(0)
+    seen_in(islice(rest(batches), 3))
+    with pytest.raises(StateError, match=r"fewer samples than it says.*number of ranks"):
+        batches.load_state_dict(batches.state_dict(), 0, mine=False)
+
+
+def test_a_pass_that_leaves_samples_out_after_a_jump_cannot_be_replayed_and_says_so():
+    def make(size):
+        sampler = SampleLedger(range(64), shuffle=False)
+        return Batches(DataLoader(range(64), size, collate_fn=without_41, sampler=sampler))
+
+    def without_41(items):
+        return torch.tensor([item for item in items if item != 41])
+
+    first, second = make(8), make(4)
+    first.start(0)
+    seen_in(islice(rest(first), 2))
+    second.load_state_dict(first.state_dict(), 0)
+    make(4).load_state_dict(second.state_dict(), 0)  # nothing is left out yet
+    seen_in(islice(rest(second), 4))
+    with pytest.raises(StateError, match=r"change of the batch size"):
+        make(4).load_state_dict(second.state_dict(), 0)
+
+
+def test_a_first_batch_that_is_short_goes_where_its_samples_are_counted_by_the_user():
+    def collate(items):
+        return torch.tensor([item for item in items if item != 3])
+
+    loader = DataLoader(range(16), 8, collate_fn=collate)
+    refused = Batches(loader)
+    refused.start(0)
+    with pytest.raises(BatchError, match=r"7 samples.*left out.*count="):
+        seen_in(rest(refused))
+    counted = Batches(loader, split=lambda batch, lo, hi: batch[lo:hi], count=len)
+    counted.start(0)
+    assert 15 == len(seen_in(rest(counted)))

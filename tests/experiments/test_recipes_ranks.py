@@ -1,0 +1,87 @@
+"""Trainings of recipes on real ranks: what rank 0 does for all, and the curve of a whole one."""
+
+import warnings
+
+import pytest
+import torch
+
+from bigbatch.errors import RunError
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.process_group import from_leader, gathered, leads
+from bigbatch.experiments.train_run import Training
+
+
+def refuse():
+    raise RunError("the disk is full")
+
+
+def take_part(rank, ranks):
+    try:
+        from_leader(refuse)
+    except RunError as error:
+        said = str(error)
+    return from_leader(lambda: f"by {rank}"), said, gathered(rank), leads()
+
+
+def test_what_rank_0_makes_or_fails_to_make_is_everybodys(ranks):
+    first, second = ranks(2)(take_part)
+    assert ("by 0", "the disk is full", [0, 1], True) == first
+    assert ("by 0", "the disk is full", [], False) == second
+
+
+def start(rank, ranks, settings):
+    training = Training(DIGITS, settings)
+    weights = [p.tolist() for p in training.model[0].parameters()]
+    own = [state["own"]["rank"] for state in training.state_dict()["train"]]
+    return weights, torch.initial_seed(), own, training.train.batches.virtual_ranks
+
+
+def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(ranks):
+    (weights, seed, own, virtual), (others, another, nothing, _) = ranks(2)(
+        start, DIGITS.settings()
+    )
+    assert weights == others
+    assert seed != another
+    assert ([0, 1], []) == (own, nothing)
+    assert 4 == virtual
+
+
+def notes_of_two(rank, ranks, settings):
+    """What two trainings of one process warn of."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Training(DIGITS, settings)
+    return [str(note.message) for note in noted if "virtual_ranks" in str(note.message)]
+
+
+def test_other_groups_of_samples_are_noted_once_a_process(ranks):
+    settings = DIGITS.settings().changed({"min_batch": 64, "batch_size": 64})
+    for (note,) in ranks(3)(notes_of_two, settings):
+        assert "virtual_ranks=4 is no multiple of the 3 ranks, so 12 are used" in note
+
+
+def curve(rank, ranks, settings):
+    """Everything measured of a whole training on this rank."""
+    training, rows = Training(DIGITS, settings), []
+    for _ in training.train.epochs(settings.epochs):
+        for step in training.train:
+            for batch in step:
+                step.backward(training.loss_of(training.joined, batch))
+            record = step.update()
+            noise = record.noise
+            rows.append((record.batch_size, record.loss, noise.signal, noise.noise))
+    return rows, training.scores()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("arm", ["noise-scale", "simigrad-vr"])
+def test_the_curve_of_25_epochs_is_that_of_one_process(ranks, arm):
+    """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of an arm part."""
+    settings = DIGITS.settings().changed(DIGITS.arms[arm])
+    rows, accuracy = curve(0, 1, settings)
+    for others, test in ranks(2)(curve, settings):
+        assert accuracy == test
+        assert len(rows) == len(others)
+        for one, other in zip(rows, others, strict=True):
+            assert pytest.approx(one, rel=1e-9, abs=1e-12) == other

@@ -1,0 +1,335 @@
+"""AdaptiveBatch on what accelerate prepares, in one process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import bigbatch as bb
+from bigbatch.errors import SettingError
+from bigbatch.integrations.accelerate import adaptive_batch, batches
+from numbered_samples import each_step, steps_of
+
+SEED = 3
+SAMPLES = 103
+EPOCHS = 3
+
+
+class Numbered(Dataset):
+    """Samples that carry their number."""
+
+    def __init__(self, samples=SAMPLES):
+        draw = torch.Generator().manual_seed(SEED)
+        self.x = torch.randn(samples, 5, generator=draw)
+        self.y = (self.x[:, 0] + torch.randn(samples, generator=draw) > 0).long()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, number):
+        return self.x[number], self.y[number], number
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Numbered())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def network():
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
+
+
+def parts(data=None, **options):
+    """Model, optimizer, loader and scheduler, as a script has them."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = CosineAnnealingLR(optimizer, T_max=40)
+    options = {"batch_size": 8} | options
+    return model, optimizer, DataLoader(data or Numbered(), **options), scheduler
+
+
+POLICY = {"policy": bb.SimiGrad(target=0.4, min_batch=8, max_batch=60), "batch_size": 16}
+
+
+def prepared(accelerator, *given, **settings):
+    model, optimizer, loader, scheduler = accelerator.prepare(*given)
+    settings = POLICY | settings
+    train = adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **settings)
+    return train, model
+
+
+def trained(train, epochs=EPOCHS, most=10**9):
+    """(numbers of the samples, record) of every step, from the seed."""
+    torch.manual_seed(SEED)
+    return steps_of(train, epochs, most, clip=1.0)
+
+
+def numbers_of(done):
+    """Of the samples, in order."""
+    return [number for step, _ in done for piece in step for number in piece]
+
+
+def sizes(done):
+    return [record.batch_size for _, record in done]
+
+
+def test_a_prepared_training_is_the_plain_one():
+    model, optimizer, loader, scheduler = parts(shuffle=True)
+    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
+    expected = trained(plain)
+
+    train, other = prepared(Accelerator(cpu=True), *parts(shuffle=True))
+    actual = trained(train)
+
+    assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in actual]
+    assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in actual]
+    assert len(set(sizes(actual))) > 3
+    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, others)
+
+
+def test_a_float16_scaler_of_accelerate_scales_and_steps():
+    model, optimizer, loader, scheduler = parts()
+    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
+    expected = trained(plain)
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
+    train, other = prepared(accelerator, *parts())
+    actual = trained(train)
+
+    assert sizes(expected) == sizes(actual)
+    assert 4.0 * 2 ** (len(actual) // 5) == accelerator.scaler.get_scale()
+    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, others)
+
+
+def test_bfloat16_is_that_of_autocast():
+    model, optimizer, loader, scheduler = parts()
+    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain.scheduler_batch = 8  # accelerate's: one batch of the loader
+    forward = model.forward
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(x).float()
+
+    model.forward = autocast
+    expected = trained(plain)
+    train, _ = prepared(Accelerator(cpu=True, mixed_precision="bf16"), *parts())
+    actual = trained(train)
+    assert [r.loss for _, r in expected] == [r.loss for _, r in actual]
+
+
+def test_accumulate_does_nothing_where_it_is_left_in_a_script():
+    accelerator = Accelerator(cpu=True)
+    train, model = prepared(accelerator, *parts())
+    for step in train:
+        for x, y, _ in step:
+            with accelerator.accumulate(model):
+                step.backward(cross_entropy(model(x), y))
+        step.update()
+    assert SAMPLES == train.samples
+
+
+@pytest.mark.parametrize(
+    ("configuration", "options"),
+    [
+        ({}, {"shuffle": True}),
+        ({"use_seedable_sampler": True}, {"shuffle": True}),
+        ({"split_batches": True}, {"shuffle": True}),
+        ({"use_stateful_dataloader": True}, {"shuffle": True}),
+        ({}, {"num_workers": 1, "persistent_workers": True}),
+        ({"dispatch_batches": True}, {}),
+    ],
+)
+def test_every_sample_comes_once_an_epoch(configuration, options):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
+    train, _ = prepared(accelerator, *parts(**options))
+    done = trained(train, epochs=2)
+    numbers = numbers_of(done)
+    assert list(range(SAMPLES)) == sorted(numbers[:SAMPLES]) == sorted(numbers[SAMPLES:])
+    assert len(set(sizes(done))) > 1
+
+
+def test_a_seeded_order_changes_with_the_epoch():
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    train, _ = prepared(accelerator, *parts(shuffle=True))
+    done = trained(train, epochs=2)
+    numbers = numbers_of(done)
+    assert numbers[:SAMPLES] != numbers[SAMPLES:]
+
+
+def test_a_stream_goes_on_until_it_ends():
+    train, _ = prepared(Accelerator(cpu=True), *parts(Stream()))
+    done = trained(train, epochs=1)
+    assert list(range(SAMPLES)) == numbers_of(done)
+
+
+def test_what_the_loader_would_drop_is_dropped():
+    train, _ = prepared(Accelerator(cpu=True), *parts(drop_last=True))
+    done = trained(train, epochs=1)
+    assert list(range(SAMPLES // 8 * 8)) == numbers_of(done)
+
+
+def test_batches_take_options():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    cut = batches(accelerator, loader, tail="drop")
+    train = adaptive_batch(accelerator, model, optimizer, cut, policy=bb.Fixed(32))
+    assert [32, 32, 32] == sizes(trained(train, epochs=1))
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_loaded_state_goes_on_as_if_never_interrupted(tmp_path, seedable):
+    def build():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        configuration = DataLoaderConfiguration(use_seedable_sampler=seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+        train, _ = prepared(accelerator, *parts(shuffle=True))
+        accelerator.register_for_checkpointing(bb.RankStates(train))
+        return accelerator, train
+
+    _, train = build()
+    whole = trained(train)
+    accelerator, train = build()
+    half = trained(train, most=7)
+    accelerator.save_state(tmp_path)
+
+    accelerator, train = build()
+    torch.manual_seed(SEED + 1)
+    accelerator.load_state(tmp_path)
+    rest = steps_of(train, EPOCHS, clip=1.0)
+    expected = [(numbers, r.loss, r.lr) for numbers, r in whole]
+    assert expected == [(numbers, r.loss, r.lr) for numbers, r in half + rest]
+
+
+# refused
+
+
+def test_accumulation_by_accelerate_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with pytest.raises(SettingError, match=r"gradient_accumulation_steps=4.*leave it at 1"):
+        prepared(accelerator, *parts())
+
+
+def test_tensor_parallelism_is_refused():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+    with pytest.raises(SettingError, match="2 ranks that share samples"):
+        adaptive_batch(accelerator, model, optimizer, loader, **POLICY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("DEEPSPEED", "bigbatch.integrations.deepspeed"), ("MEGATRON_LM", "DDP and FSDP2")],
+)
+def test_engines_with_a_step_of_their_own_are_refused(kind, remedy):
+    accelerator = Accelerator(cpu=True)
+    given = accelerator.prepare(*parts())
+    accelerator.state.distributed_type = kind
+    with pytest.raises(SettingError, match=remedy):
+        adaptive_batch(accelerator, *given[:3], scheduler=given[3], **POLICY)
+
+
+def test_a_loader_that_skips_batches_is_refused():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    rest = skip_first_batches(loader, 2)
+    with pytest.raises(SettingError, match="knows where it stood"):
+        adaptive_batch(accelerator, model, optimizer, rest, **POLICY)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["optimizer", "loader", "scheduler"])
+def test_what_was_not_prepared_is_refused(number):
+    accelerator = Accelerator(cpu=True)
+    given = parts()
+    ready = list(accelerator.prepare(*given))
+    ready[number] = given[number]
+    model, optimizer, loader, scheduler = ready
+    with pytest.raises(SettingError, match=r"accelerate did not prepare.*accelerator\.prepare"):
+        adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **POLICY)
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+import {module}
+"""
+
+
+@pytest.mark.late
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("bigbatch.integrations.accelerate", "accelerate", "accelerate"),
+        ("bigbatch.integrations.transformers", "transformers", "transformers"),
+        ("bigbatch.integrations.transformers", "accelerate", "transformers"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_command(module, package, extra):
+    code = BLOCKED.format(package=package, module=module)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        result.stderr.strip()
+        .splitlines()[-1]
+        .endswith(f'needs {package}, which is not installed; run: pip install "bigbatch[{extra}]"')
+    )
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within one"])
+def test_an_evaluation_changes_nothing(within):
+    accelerator = Accelerator(cpu=True)
+    plain, _ = prepared(accelerator, *parts())
+    expected = trained(plain)
+
+    train, model = prepared(accelerator, *parts())
+    held = DataLoader(Numbered(20), 6, generator=torch.Generator())  # draws no seed from dropout's
+    held = accelerator.prepare(held)
+    done = []
+    torch.manual_seed(SEED)
+    for _ in train.epochs(EPOCHS):
+        for each in each_step(train, clip=1.0):
+            done.append(each)
+            if within:
+                assert 20 == evaluated(accelerator, model, held)
+        assert 20 == evaluated(accelerator, model, held)
+
+    assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in done]
+    assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in done]
+
+
+def evaluated(accelerator, model, held):
+    """How many samples were seen, as Hugging Face's examples evaluate."""
+    model.eval()
+    seen = 0
+    with torch.no_grad():
+        for x, y, _ in held:
+            right, _ = accelerator.gather_for_metrics((model(x).argmax(-1) == y, y))
+            seen += len(right)
+    model.train()
+    return seen

@@ -1,0 +1,129 @@
+"""What stands in `.grad` against what was seen: found for any number of ranks, or refused."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from bigbatch.errors import GradientError
+from bigbatch.statistics.sanity_checks import Health
+from bigbatch.statistics.step_totals import Totals
+
+PROBES, ELEMENTS = 8, 4096
+CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (256, 8)]
+EPS = {torch.float32: 1.2e-7, torch.bfloat16: 2**-7}
+
+
+def totals_of(gradients, grad, counts=None, of_grads=None):
+    """Of gradients (ranks, k, elements) and what stands in `.grad`.
+
+    `counts` and `of_grads` are what each rank says of k and |.grad|^2 instead.
+    """
+    ranks, k, _ = gradients.shape
+    counts = counts or [k] * ranks
+    of_grads = of_grads or [float(grad.double().square().sum())] * ranks
+    draw = torch.Generator().manual_seed(1)
+    signs = torch.randint(2, (PROBES, ELEMENTS), generator=draw).double() * 2 - 1
+    projected = gradients.double() @ signs.t()
+    squares = gradients.double().square().sum((1, 2))
+    slots = [
+        [count, count, 0, float(q), float(q), 0, of_grad]
+        for count, q, of_grad in zip(counts, squares, of_grads, strict=True)
+    ]
+    return Totals(
+        {
+            **{name: [1.0] for name in ("over_sizes", "squares", "of_sum", "inverse_sizes")},
+            "slope": [0.0, 0.0],
+            "scale": [1.0],
+            "seen": projected.sum((0, 1)).tolist(),
+            "in_grad": (signs @ grad.double()).tolist(),
+            "probed": [float(projected.square().sum())],
+            "of_ranks": list(itertools.chain.from_iterable(slots)),
+        }
+    )
+
+
+def step(ranks, k, mean, dtype):
+    """Gradients, and what accumulating and reducing them rank by rank in this type leaves."""
+    draw = torch.Generator().manual_seed(ranks + k)
+    gradients = (torch.randn(ranks, k, ELEMENTS, generator=draw) + mean).to(dtype)
+    local = torch.zeros(ranks, ELEMENTS, dtype=dtype)
+    for number in range(k):
+        local += gradients[:, number]
+    total = torch.zeros(ELEMENTS, dtype=dtype)
+    for of_rank in local:
+        total += of_rank / ranks
+    return gradients, total
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("mean", [0.0, 0.05, 1.0], ids=["noise", "both", "signal"])
+@pytest.mark.parametrize(("ranks", "k"), CASES)
+def test_a_mean_and_a_sum_are_told_apart_and_a_clipped_one_is_refused(ranks, k, mean, dtype):
+    gradients, grad = step(ranks, k, mean, dtype)
+    assert 1 / ranks == totals_of(gradients, grad).reduction(EPS[dtype], True)
+    assert 1 == totals_of(gradients, grad * ranks).reduction(EPS[dtype], True)
+    for factor in (0.5, 0.8):
+        with pytest.raises(GradientError, match="not the sum"):
+            totals_of(gradients, grad * factor).reduction(EPS[dtype], True)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0], ids=["noise", "signal"])
+@pytest.mark.parametrize(("ranks", "k"), CASES)
+def test_float32_gradients_may_be_reduced_in_bfloat16(ranks, k, mean):
+    gradients, _ = step(ranks, k, mean, torch.float32)
+    total = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    for of_rank in gradients.sum(1).bfloat16():
+        total += of_rank / ranks
+    if ranks > 1:
+        assert 1 / ranks == totals_of(gradients, total).reduction(EPS[torch.float32], True)
+
+
+@pytest.mark.parametrize(("ranks", "k"), CASES)
+def test_a_float32_gradient_clipped_a_little_is_refused_on_any_number_of_ranks(ranks, k):
+    gradients, grad = step(ranks, k, 0.02, torch.float32)
+    # three times the rounding that is allowed: |sum| and the root of the squares, each once or more
+    least = 0.999 if ranks == 1 else 1 - 3 * 2**-8 * (1 + ranks**0.5)
+    with pytest.raises(GradientError, match="not the sum"):
+        totals_of(gradients, grad * least).reduction(EPS[torch.float32], True)
+
+
+def test_the_rank_with_most_micro_batches_says_how_much_rounding_there_may_be():
+    gradients, grad = step(2, 8, 1.0, torch.float32)
+    bfloat16, off = EPS[torch.bfloat16], 0.96
+    assert 1 / 2 == totals_of(gradients, grad * off, [1, 64]).reduction(bfloat16, True)
+    with pytest.raises(GradientError, match="not the sum"):
+        totals_of(gradients, grad * off, [1, 1]).reduction(bfloat16, True)
+
+
+def test_replicas_whose_grad_differs_by_more_than_their_kernels_do_are_refused():
+    gradients, grad = step(2, 8, 1.0, torch.float32)
+    of_grad, eps = float(grad.double().square().sum()), EPS[torch.float32]
+    alike = totals_of(gradients, grad, of_grads=[of_grad, of_grad * (1 - 0.9e-3)])
+    assert 1 / 2 == alike.reduction(eps, replicated=True)
+    other = totals_of(gradients, grad, of_grads=[of_grad, of_grad * (1 - 1.1e-3)])
+    assert 1 / 2 == other.reduction(eps, replicated=False)  # shards of one gradient
+    with pytest.raises(GradientError, match="differs between ranks"):
+        other.reduction(eps, replicated=True)
+
+
+def test_a_rank_is_called_far_off_in_its_twentieth_step_on_end():
+    gradients, grad = step(3, 8, 1.0, torch.float32)
+    gradients[2] *= 100
+    health, totals = Health("weighted"), totals_of(gradients, grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(19):
+            health.examine(totals, speak=True, may_overflow=False)
+    with pytest.warns(UserWarning, match="the gradients of rank 2 are 99.2 x as long"):
+        health.examine(totals, speak=True, may_overflow=False)
+
+
+def test_gradients_that_cancel_are_no_edit():
+    gradients = torch.randn(4, 1, ELEMENTS, generator=torch.Generator().manual_seed(3))
+    gradients = torch.cat([gradients, -gradients])
+    rounded = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    for of_rank in gradients.sum(1).bfloat16():
+        rounded += of_rank / 8
+    assert totals_of(gradients, rounded).reduction(EPS[torch.float32], True) in (1 / 8, 1)

@@ -1,0 +1,189 @@
+"""Trainings on ranks through torch.distributed.checkpoint: on as many ranks, on more, on one."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import bigbatch as bb
+from bigbatch.data.rank_consistency import Agreement
+from bigbatch.errors import LoopError, StateError
+from bigbatch.optim import VRAdam
+from numbered_samples import SAMPLES, SEED, Numbered, steps_of, together, whole, wrapped
+
+VIRTUAL = 4
+BEFORE, AFTER = 9, 14  # updates; an epoch ends in the second part
+
+
+class Augmented(Numbered):
+    """Every sample comes with noise of this rank's own."""
+
+    def __getitem__(self, number):
+        x, y, _ = super().__getitem__(number)
+        return x + 1e-3 * torch.randn(5, dtype=torch.float64), y, number
+
+
+def build(rank, ranks, engine, *, noisy):
+    """A training; with `noisy` samples that another number of ranks cannot draw again."""
+    engine, _, reduced = engine.partition(" ")
+    torch.manual_seed(100 + rank)
+    data = (Augmented if noisy else Numbered)(SAMPLES)
+    sampler = bb.SampleLedger(data, seed=SEED, num_replicas=ranks, rank=rank)
+    loader = torch.utils.data.DataLoader(data, 16, sampler=sampler)
+    model = wrapped(engine, ranks)
+    torch.manual_seed(100 + rank)  # after the weights
+    make = VRAdam if reduced else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=0.02)
+    train = bb.AdaptiveBatch(
+        model,
+        optimizer,
+        bb.Batches(loader, virtual_ranks=VIRTUAL),
+        policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
+        batch_size=64,
+        micro_batch=12,
+    )
+    train.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.04, total_steps=train.base_steps(6)
+    )
+    return train
+
+
+def go_on(train, updates):
+    """(numbers of the samples on this rank, record) of each step."""
+    return steps_of(train, 10**9, updates)
+
+
+def everything(train):
+    """As the README says."""
+    if getattr(train.optimizer, "attached", None):
+        train.optimizer.attached.consolidate()
+    model, optimizer = get_state_dict(train.model, train.optimizer)
+    return {"model": model, "optimizer": optimizer, "train": bb.RankStates(train)}
+
+
+def answer(done, train):
+    return (
+        [numbers for numbers, _ in done],
+        [(r.batch_size, r.decision.batch_size, r.lr, r.loss) for _, r in done],
+        [whole(p) for p in train.model.parameters()],
+    )
+
+
+def saved(rank, ranks, engine, folder, way, noisy):
+    """Trains, saves, and trains on, as if nothing had been saved."""
+    train = build(rank, ranks, engine, noisy=noisy)
+    go_on(train, BEFORE)
+    if way == "async":
+        group = dist.new_group(backend="gloo")  # DCP's thread and the training share none
+        writing = dcp.async_save(everything(train), checkpoint_id=folder, process_group=group)
+        done = go_on(train, AFTER)  # meanwhile
+        writing.result()
+    else:
+        dcp.save(everything(train), checkpoint_id=folder)
+        done = go_on(train, AFTER)
+    return answer(done, train)
+
+
+def resumed(rank, ranks, engine, folder, noisy):
+    train = build(rank, ranks, engine, noisy=noisy)
+    torch.manual_seed(999)  # nothing hangs on what stands here
+    state = everything(train)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        train.model,
+        train.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return answer(go_on(train, AFTER), train), [str(w.message) for w in caught]
+
+
+def on(ranks, count):
+    """The function on so many ranks; one is this process."""
+    return ranks(count) if count > 1 else lambda run, *how: [run(0, 1, *how)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"),
+    [
+        ("ddp", "sync"),
+        ("ddp", "async"),
+        ("ddp reduced", "async"),
+        ("fsdp2", "sync"),
+        ("fsdp2", "async"),
+        ("fsdp2 reduced", "sync"),
+    ],
+)
+def test_a_training_goes_on_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine, way):
+    expected = ranks(2)(saved, engine, tmp_path, way, True)
+    for one, (other, said) in zip(expected, ranks(2)(resumed, engine, tmp_path, True), strict=True):
+        assert one[:2] == other[:2]
+        assert all(map(torch.equal, one[2], other[2]))
+        assert not any("random states" in each for each in said)
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "after", "count"),
+    [
+        ("ddp", "sync", "fsdp2", 4),
+        ("fsdp2", "async", "plain", 1),
+        ("ddp reduced", "sync", "plain reduced", 1),
+        ("ddp reduced", "async", "ddp reduced", 4),
+    ],
+)
+def test_a_training_of_two_ranks_goes_on_with_the_same_samples_and_batches_on_others(
+    ranks, tmp_path, engine, way, after, count
+):
+    first = ranks(2)(saved, engine, tmp_path, way, False)
+    answers = on(ranks, count)(resumed, after, tmp_path, False)
+    assert together(first) == together([other for other, _ in answers])
+    for other, _ in answers:
+        for one, two in zip(first[0][1], other[1], strict=True):
+            assert one[:2] == two[:2]
+            assert pytest.approx(one[2], rel=1e-12) == two[2]
+            assert pytest.approx(one[3], rel=1e-9) == two[3]
+        for mine, theirs in zip(first[0][2], other[2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+    said = [each for _, said in answers for each in said if "random states" in each]
+    assert 1 == len(said)
+
+
+def inside_a_step(rank, ranks):
+    train = build(rank, ranks, "ddp", noisy=False)
+    states = bb.RankStates(train)
+    before = states.state_dict()
+    step = next(iter(train))
+    next(iter(step))
+    with pytest.raises(LoopError, match="not finished"):
+        states.state_dict()
+    return before
+
+
+def test_the_states_are_equal_on_all_ranks_and_refused_inside_a_step(ranks):
+    one, other = ranks(2)(inside_a_step)
+    assert one == other
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 2, "shared": {}, "own": {}}, {"ranks": None}])
+def test_a_state_that_is_none_of_all_ranks_is_refused_by_what_is_in_it(state):
+    train = build(0, 1, "plain", noisy=False)
+    with pytest.raises(StateError, match="is not one of RankStates"):
+        bb.RankStates(train).load_state_dict(state)
+
+
+def bytes_of_all(rank, ranks):
+    """A rank's own bytes, the second more of them, and what comes of all."""
+    own = torch.arange(251 - rank, 254 + rank, dtype=torch.uint8)
+    agreement = Agreement(build(rank, ranks, "ddp", noisy=False).meter.source)
+    return own.tolist(), [row.tolist() for row in agreement.gather_bytes(own)]
+
+
+def test_bytes_in_any_number_come_to_all_ranks_as_they_are(ranks):
+    (first, here), (second, there) = ranks(2)(bytes_of_all)
+    assert (3, 5) == (len(first), len(second))
+    assert [first, second] == here == there
