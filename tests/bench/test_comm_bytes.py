@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bigbatch import GradientMeter
-from bigbatch.gradients.sharded import ShardSource
+from bigbatch.gradients.sharded import ShardedSource
 from bigbatch.statistics.second_moment import GradientMoments
 from counting_groups import ENGINES
 from parallel import EQUAL, accumulate, network
@@ -23,7 +23,7 @@ def sent_by_step(rank, ranks, *, engine, options, always_sync=False, moments=Fal
     model, groups = ENGINES[engine][0](network(), ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = None if options is None else GradientMeter(model, **options)
-    source = ShardSource(model.parameters()) if moments else None
+    source = ShardedSource(model.parameters()) if moments else None
     if source is not None:
         source.subscribe(GradientMoments())
     steps = []
@@ -84,7 +84,7 @@ def test_a_meter_adds_one_all_reduce_of_scalars_a_step(ranks, engine, always_syn
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layers_add_three_scalars_each(ranks, engine):
     expected = every_step(engine, ("all-reduce", scalars(engine, layers=3)))
-    assert expected == extra(ranks, engine, {"layers": True})
+    assert expected == extra(ranks, engine, {"per_layer": True})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -94,14 +94,14 @@ def test_an_interval_adds_a_sketch_and_one_all_reduce_of_two_scalars(ranks, engi
         ("all-reduce", scalars(engine) + FLOAT64 * (SKETCH + 1)),
         ("all-reduce", FLOAT64 * 2),
     )
-    assert expected == extra(ranks, engine, {"interval": 0.9})
+    assert expected == extra(ranks, engine, {"confidence": 0.9})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_halves_send_one_gradient_more(ranks, engine):
     whole = [("all-reduce", 4 * elements) for elements in PARAMETERS]
     expected = every_step(engine, ("all-reduce", scalars(engine) + FLOAT64 * 2), *whole)
-    assert expected == extra(ranks, engine, {"halves": True})
+    assert expected == extra(ranks, engine, {"half_batch_cosine": True})
 
 
 @pytest.mark.parametrize("engine", ENGINES)

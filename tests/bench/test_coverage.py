@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch import GradientMeter, GradientNoise, NoiseAverage
+from bigbatch import GradientMeter, GradientStatistics, NoiseAverage
 from bigbatch.bench import coverage, similarity_accuracy
 from bigbatch.bench.coverage import Coverage
 from bigbatch.bench.similarity_accuracy import Comparison
@@ -103,7 +103,7 @@ def test_every_setting_is_measured_and_its_truth_is_that_of_its_own_samples():
 def test_the_intervals_are_those_of_a_meter_asked_for_their_level(level):
     row = next(coverage.of_steps(population(seed=2), seed=2, trials=3))
     twin = population(seed=2)
-    with GradientMeter(twin.parameters(), interval=level) as meter:
+    with GradientMeter(twin.parameters(), confidence=level) as meter:
         expected = [
             measured(meter, twin, [row.samples // 3] * 3).similarity_interval for _ in range(3)
         ]
@@ -127,8 +127,11 @@ def test_the_truth_of_a_drifting_window_is_what_a_window_over_the_truth_shows():
     average, last = coverage.of_drift(model, trials=1)
     window = NoiseAverage(samples=16 * average.samples)
     for left in reversed(range(48)):  # three windows, in two of which the signal halves
-        exact = GradientNoise(
-            model.signal * 2 ** (left / 32), model.noise, average.samples, average.micro_batches
+        exact = GradientStatistics(
+            model.grad_sqnorm * 2 ** (left / 32),
+            model.grad_variance,
+            average.samples,
+            average.micro_batches,
         )
         smooth = window.update(exact)
     assert pytest.approx(smooth.similarity) == average.truth
@@ -150,13 +153,13 @@ def test_intervals_of_a_drifting_window_lie_about_its_truth_and_not_the_present_
 def test_a_comparison_has_both_estimates_of_the_same_steps():
     first = next(similarity_accuracy.compare(population(seed=6), trials=3))
     twin = population(seed=6)
-    with GradientMeter(twin.parameters(), halves=True) as meter:
+    with GradientMeter(twin.parameters(), half_batch_cosine=True) as meter:
         steps = [
             measured(meter, twin, [first.samples // first.micro_batches] * first.micro_batches)
             for _ in range(3)
         ]
     assert [step.similarity for step in steps] == first.similarities
-    assert [step.halves for step in steps] == first.halves
+    assert [step.half_batch_cosine for step in steps] == first.halves
 
 
 def test_settings_with_less_than_one_sample_a_micro_batch_are_left_out():

@@ -170,7 +170,7 @@ def loop_steps(rank):
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 3))
     data = TensorDataset(torch.randn(96, 4), torch.randint(3, (96,)))
-    loader = DataLoader(data, batch_size=4, sampler=bb.SampleLedger(data))
+    loader = DataLoader(data, batch_size=4, sampler=bb.ElasticDistributedSampler(data))
     train = bb.AdaptiveBatch(
         model, torch.optim.SGD(model.parameters(), 0.1), loader, policy=bb.Fixed(12)
     )

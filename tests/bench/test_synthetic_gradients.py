@@ -69,11 +69,13 @@ def test_what_is_made_up_has_the_noise_scale_and_effective_dimension_promised(fr
     population = elliptical("made up", freedom, seed=0)
     # 20,000 float32 are summed: their rounding, 6e-8 each, adds up to less than 1e-5
     assert pytest.approx((1.0, 1e-3, 1000), rel=1e-5) == (
-        population.noise,
-        population.signal,
+        population.grad_variance,
+        population.grad_sqnorm,
         population.noise_scale,
     )
-    assert pytest.approx(population.signal, rel=1e-5) == float(population.mean @ population.mean)
+    assert pytest.approx(population.grad_sqnorm, rel=1e-5) == float(
+        population.mean @ population.mean
+    )
     eigenvalues = spectrum(20_000, 100)
     effective = eigenvalues.double().sum() ** 2 / eigenvalues.double().square().sum()
     assert pytest.approx(100, rel=1e-5) == float(effective)
@@ -84,9 +86,12 @@ def test_the_truth_of_recorded_gradients_is_that_of_all_of_them_one_by_one():
     population = Recorded("kept", gradients, SHAPES, seeded(2))
     expected = oracle.truth(gradients)
     # the sums are float64 on both sides
-    found = (population.signal, population.noise)
-    assert pytest.approx((expected.signal, expected.noise), rel=1e-6) == found
-    assert pytest.approx(expected.noise / expected.signal, rel=1e-6) == population.noise_scale
+    found = (population.grad_sqnorm, population.grad_variance)
+    assert pytest.approx((expected.grad_sqnorm, expected.grad_variance), rel=1e-6) == found
+    assert (
+        pytest.approx(expected.grad_variance / expected.grad_sqnorm, rel=1e-6)
+        == population.noise_scale
+    )
 
 
 def test_the_made_up_mean_leans_to_the_noisy_elements_and_lies_in_all():
@@ -95,7 +100,7 @@ def test_the_made_up_mean_leans_to_the_noisy_elements_and_lies_in_all():
     noisy = variances.argsort(descending=True)[:100]
     roots = spectrum(20_000, 100).sqrt()
     expected = float(roots[:100].sum() / roots.sum())
-    share = float(population.mean[noisy].square().sum()) / population.signal
+    share = float(population.mean[noisy].square().sum()) / population.grad_sqnorm
     # a sum of 100 squared normals of unequal weight scatters by some 15 %; it also finds those
     # 100 elements from 100 draws only nearly
     assert 0.01 < expected < 0.5
@@ -108,7 +113,7 @@ def test_the_samples_for_a_similarity_have_it_and_the_pull_acts_as_samples_do(ph
     samples = population.samples_for(phi)
     assert pytest.approx(phi) == population.similarity(samples)
     assert pytest.approx(phi) == population.similarity(samples / pull, pull)
-    noise, signal = population.noise, population.signal
+    noise, signal = population.grad_variance, population.grad_sqnorm
     assert pytest.approx(signal / (signal + 2 * noise / samples)) == population.similarity(samples)
 
 
@@ -125,7 +130,7 @@ def test_micro_batches_have_the_mean_and_the_noise_of_their_size(population):
     mean = population.mean.double()
     assert within(mean, g)
     squares = (g - mean).square().sum(2)  # of the kept ones, at n = 30 = M: drawn again and again
-    assert within(population.noise / torch.tensor(sizes), squares)
+    assert within(population.grad_variance / torch.tensor(sizes), squares)
 
 
 def test_every_element_has_its_own_variance():
@@ -195,8 +200,8 @@ def test_a_measured_step_is_that_of_the_gradients_drawn(sizes):
             step = measured(meter, population, sizes, pull)
             expected = noise_oracle.weighted(twin.gradients(sizes, pull), sizes)
             # float32 gradients; the noise is what a difference of two larger sums leaves
-            assert pytest.approx(expected.signal, rel=1e-4) == step.signal
-            assert pytest.approx(expected.noise, rel=1e-4) == step.noise
+            assert pytest.approx(expected.grad_sqnorm, rel=1e-4) == step.grad_sqnorm
+            assert pytest.approx(expected.grad_variance, rel=1e-4) == step.grad_variance
             assert (len(sizes), sum(sizes)) == (step.micro_batches, step.samples)
 
 
@@ -237,8 +242,8 @@ def test_the_first_stage_is_the_network_before_training():
     )
     assert "CNN, step 0" == population.name
     # float32 gradients against float64 ones
-    found = (population.signal, population.noise)
-    assert pytest.approx((expected.signal, expected.noise), rel=1e-4) == found
+    found = (population.grad_sqnorm, population.grad_variance)
+    assert pytest.approx((expected.grad_sqnorm, expected.grad_variance), rel=1e-4) == found
     assert [p.shape for p in model.parameters()] == [p.shape for p in population.parameters()]
 
 
@@ -246,14 +251,17 @@ def test_the_first_stage_is_the_network_before_training():
 def test_training_does_not_depend_on_what_was_drawn_between():
     x, y = pictures(70, seed=23)
     plain, interrupted = recorded(x, y, seed=24), recorded(x, y, seed=24)
-    before = next(plain).signal
+    before = next(plain).grad_sqnorm
     torch.manual_seed(25)
     next(interrupted).gradients([5, 5])
     torch.rand(3)
     expected, found = next(plain), next(interrupted)
     assert "CNN, step 100" == found.name
-    assert (expected.signal, expected.noise) == (found.signal, found.noise)
-    assert before != found.signal
+    assert (expected.grad_sqnorm, expected.grad_variance) == (
+        found.grad_sqnorm,
+        found.grad_variance,
+    )
+    assert before != found.grad_sqnorm
 
 
 def test_images_and_labels_are_read_from_the_publishers_files(tmp_path):

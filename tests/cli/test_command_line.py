@@ -173,7 +173,7 @@ TRAIN = {
     "--batch-size": "64",
     "--smoothing": "100",
     "--dead-band": "0.1",
-    "--warm-up": "100",
+    "--warmup": "100",
     "--optimizer": "adam",
     "--gamma": "0.5",
     "--r-max": "2",

@@ -67,8 +67,11 @@ WRONG = [
     (["sweep", "--set", "data=x"], "--set cannot say 'data': give --data"),
     (["train", "--set", "optimizer=magic"], "optimizer 'magic' is unknown"),
     (["train", "--set", "target=1.5"], "target=1.5 must be a number in (-1, 1)"),
-    (["train", "--set", "begin_from=nowhere"], "there is no run directory /"),
-    (["sweep", "--set", "lr_from=nowhere", "--grid", "lr=1"], "there is no run directory /"),
+    (["train", "--set", "init_from=nowhere"], "there is no run directory /"),
+    (
+        ["sweep", "--set", "lr_control_from=nowhere", "--grid", "lr=1"],
+        "there is no run directory /",
+    ),
     (["train", "--lr", "nan"], "lr=nan must be a number"),
     (["train", "--lr", "-1"], "lr=-1.0 must be a number of at least 0"),
     (["train", "--seed", "-1"], "seed=-1 must be a whole number in [0,"),
@@ -116,11 +119,11 @@ def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.yaml", "kind: run\nschema: 2\nsettings: {recipe: 5}", "are missing"),
-        ("config.yaml", "kind: run\nschema: 2\nsettings: {wings: 2}", "unknown settings ['wings']"),
-        ("study.yaml", "kind: study\nschema: 2\nsettings: {}", "lists no trainings"),
-        ("study.yaml", "kind: study\nschema: 2\nsettings: {trainings: [1]}", "lists no trainings"),
-        ("study.yaml", "kind: run\nschema: 2\nsettings: {}", "is a run of schema 2"),
+        ("config.yaml", "kind: run\nschema: 3\nsettings: {recipe: 5}", "are missing"),
+        ("config.yaml", "kind: run\nschema: 3\nsettings: {wings: 2}", "unknown settings ['wings']"),
+        ("study.yaml", "kind: study\nschema: 3\nsettings: {}", "lists no trainings"),
+        ("study.yaml", "kind: study\nschema: 3\nsettings: {trainings: [1]}", "lists no trainings"),
+        ("study.yaml", "kind: run\nschema: 3\nsettings: {}", "is a run of schema 3"),
     ],
 )
 def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message):
@@ -132,7 +135,7 @@ def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message
 
 @pytest.mark.parametrize("line", ["[1]", '{"step": 1}', "\udcff"])
 def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
-    config = "kind: run\nschema: 2\nsettings: {}"
+    config = "kind: run\nschema: 3\nsettings: {}"
     (tmp_path / "config.yaml").write_text(config)
     log = f"{line}\n{line}\n".encode(errors="surrogateescape")
     (tmp_path / "metrics.jsonl").write_bytes(log)
@@ -192,9 +195,9 @@ def test_a_training_leaves_a_whole_run_directory(trained):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]
     assert sum(row["batch_size"] for row in rows) == rows[-1]["samples"] == 1347
-    assert rows[-1]["scores"] is not None
+    assert rows[-1]["metrics"] is not None
     for row in rows:
-        assert 2 == row["schema"]
+        assert 3 == row["schema"]
         assert 16 <= row["batch_size"] <= 512
         assert row["reason"]
 
@@ -241,7 +244,7 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
         "batch_size": 48,
         "smoothing": 500.0,
         "dead_band": 0.2,
-        "warm_up": 200.0,
+        "warmup": 200.0,
         "virtual_ranks": 6,
         "optimizer": "vr-sgd",
         "lr": 0.03,
@@ -277,12 +280,12 @@ def test_what_the_arms_of_a_study_have_of_their_own_is_said(bigbatch, tmp_path, 
 
 
 def test_an_arm_alone_that_needs_another_says_how_to_name_its_run(bigbatch, tmp_path, monkeypatch):
-    arms = {"one": {}, "two": {"begin_from": "one"}}
+    arms = {"one": {}, "two": {"init_from": "one"}}
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
     monkeypatch.chdir(tmp_path)
     status, _, err = bigbatch("train", "--arm", "two")
     assert (2, 1) == (status, err.count("\n"))
-    assert "begin_from of arm two is arm one; name a run of it by --begin-from" in err
+    assert "init_from of arm two is arm one; name a run of it by --init-from" in err
     assert [] == list(tmp_path.iterdir())
 
 
@@ -347,7 +350,7 @@ def test_every_optimizer_trains_and_a_scaled_one_logs_r_by_layer(bigbatch, tmp_p
     options = ["--optimizer", optimizer, *SHORT, "--out", place, "--quiet"]
     assert 0 == bigbatch("train", "digits", *options)[0]
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    told = [row.get("factors") for row in rows]
+    told = [row.get("gsnr") for row in rows]
     if optimizer == "lars":
         assert [None] * len(rows) == told
     else:

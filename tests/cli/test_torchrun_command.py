@@ -22,15 +22,15 @@ pytestmark = pytest.mark.thorough
 
 def rows_of(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "seconds": None} for line in lines]
+    return [{**json.loads(line), "elapsed_seconds": None} for line in lines]
 
 
 def assert_same_curve(expected, actual):
     """As close as float64 sums in another order come; batch sizes are whole numbers."""
-    names = ("samples", "batch_size", "target", "loss", "signal", "noise")
+    names = ("samples", "batch_size", "target_batch_size", "loss", "grad_sqnorm", "grad_variance")
     assert len(expected) == len(actual)
     for one, other in zip(expected, actual, strict=True):
-        assert pytest.approx(one["scores"]) == other["scores"]
+        assert pytest.approx(one["metrics"]) == other["metrics"]
         wanted = {name: one[name] or 0.0 for name in names}
         assert pytest.approx(wanted, rel=1e-9, abs=1e-12) == {
             name: other[name] or 0.0 for name in names

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import bigbatch as bb
-from bigbatch.data.external_batches import Announced
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import GradientError, LoopError
-from bigbatch.integrations.external_loop import Driven
+from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.optim import VRSGD
 from bigbatch.training.step import share_of
 
@@ -27,7 +27,7 @@ class Scripted:
         self.sizes = sizes
 
     def decide(self, noise, now):
-        wanted = self.sizes[now.steps] if now.steps < len(self.sizes) else now.target
+        wanted = self.sizes[now.steps] if now.steps < len(self.sizes) else now.target_batch_size
         return bb.Decision(wanted, "scripted")
 
 
@@ -46,13 +46,13 @@ def driven(policy, optimizer=torch.optim.SGD, samples=None, scaler=None, **setti
     train = bb.AdaptiveBatch(
         model,
         optimizer(model.parameters(), lr=0.1),
-        Announced(MICRO, samples),
+        ExternalBatches(MICRO, samples),
         fixed_micro_batch=True,
         policy=policy,
         scaler=scaler,
         **settings,
     )
-    return Driven(train)
+    return ExternalLoop(train)
 
 
 def run(loop, data=DATA, clip=None, knows_length=True):
@@ -99,7 +99,7 @@ def test_a_driven_loop_goes_the_way_of_our_own():
     assert [2, 2, 4, 3, 6, 5] == done
     assert (train.epoch, train.samples, train.steps) == (1, 88, 6)
     assert (1, 88, 6) == (loop.train.epoch, loop.train.samples, loop.train.steps)
-    assert record.noise == loop.train.record.noise
+    assert record.statistics == loop.train.record.statistics
     assert torch.equal(model.weight, loop.train.model.weight)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from bigbatch import Batches, BatchPlan, SampleLedger
+from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, StateError
 
@@ -27,7 +27,7 @@ SAMPLES = 45
 PLANS = [BatchPlan(1, 4, 2), BatchPlan(1, 3, 3), BatchPlan(1, 7, 1)]
 
 
-class Reading:
+class Recorded:
     """A data set that notes which samples were read in this process."""
 
     def __init__(self, samples=SAMPLES):
@@ -104,16 +104,16 @@ def interrupted(make, stop, epoch=0):
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [0, 1, 4])
-@pytest.mark.parametrize("data", [Reading, Sharded])
+@pytest.mark.parametrize("data", [Recorded, Sharded])
 def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
     def make():
-        shuffle = {"shuffle": True} if data is Reading else {}
+        shuffle = {"shuffle": True} if data is Recorded else {}
         return StatefulDataLoader(data(), batch_size=6, num_workers=workers, **shuffle)
 
     whole, resumed, again = interrupted(make, stop)
     assert whole == resumed
     assert list(range(SAMPLES)) == sorted(n for step in resumed for piece in step for n in piece)
-    if data is Reading and not workers:
+    if data is Recorded and not workers:
         given_out = sum(len(piece) for step in whole[:stop] for piece in step)
         assert SAMPLES - given_out // 6 * 6 == len(again.read)  # what was given out is not read
 
@@ -122,8 +122,10 @@ def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
 @pytest.mark.parametrize("stop", [0, 1, 4])
 def test_a_ledger_goes_on_without_reading_what_was_given_out(workers, stop):
     def make():
-        data = Reading()
-        return DataLoader(data, 6, sampler=SampleLedger(data, seed=SEED), num_workers=workers)
+        data = Recorded()
+        return DataLoader(
+            data, 6, sampler=ElasticDistributedSampler(data, seed=SEED), num_workers=workers
+        )
 
     whole, resumed, again = interrupted(make, stop, epoch=2)
     assert whole == resumed
@@ -154,7 +156,7 @@ def grouped(data):
 )
 @pytest.mark.parametrize("stop", [0, 1, 2])
 def test_any_sampler_goes_on_where_it_was(make, stop):
-    whole, resumed, _ = interrupted(lambda: make(Reading()), stop)
+    whole, resumed, _ = interrupted(lambda: make(Recorded()), stop)
     assert whole == resumed
 
 
@@ -197,7 +199,7 @@ def test_virtual_ranks_are_dealt_in_turn_in_memory_of_their_own(size):
 
 @pytest.mark.parametrize("virtual", [1, 4])
 def test_a_loader_of_known_length_is_read_no_further_than_a_micro_batch_and_a_batch(virtual):
-    data = Reading(400)
+    data = Recorded(400)
     batches = Batches(DataLoader(data, 10), virtual_ranks=virtual)
     batches.start(0)
     given, most = 0, 0
@@ -259,8 +261,8 @@ def test_a_sampler_that_gives_more_or_fewer_than_it_says_loses_nothing():
 
 
 def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_position():
-    data = Reading(30)
-    loader = DataLoader(data, 5, sampler=SampleLedger(data, seed=SEED))
+    data = Recorded(30)
+    loader = DataLoader(data, 5, sampler=ElasticDistributedSampler(data, seed=SEED))
     batches = Batches(loader)
     batches.start(0)
     first = [batch.tolist() for batch, _ in batches.step(BatchPlan(1, 4, 2), least=4)]
@@ -284,7 +286,7 @@ def test_pinned_batches_stay_pinned_whether_cut_or_glued():
 def test_a_shuffled_pass_goes_on_with_batches_of_another_size(generator):
     def make(size):
         own = torch.Generator().manual_seed(SEED) if generator else None
-        return DataLoader(Reading(), size, shuffle=True, generator=own)
+        return DataLoader(Recorded(), size, shuffle=True, generator=own)
 
     torch.manual_seed(SEED)
     first = Batches(make(6))
@@ -369,7 +371,7 @@ class Rows:
 
 def test_a_sampler_of_whole_batches_is_told_the_epoch_and_goes_on_by_its_ledger():
     def make():
-        ledger = SampleLedger(range(24), seed=SEED)
+        ledger = ElasticDistributedSampler(range(24), seed=SEED)
         return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(ledger, 4, False))
 
     batches = Batches(make())
@@ -400,7 +402,9 @@ class Shards:
 def test_a_ledger_over_whole_batches_goes_on_with_exactly_the_rest(stop):
     def make():
         shards = Shards()
-        return DataLoader(shards, batch_size=None, sampler=SampleLedger(shards, seed=SEED))
+        return DataLoader(
+            shards, batch_size=None, sampler=ElasticDistributedSampler(shards, seed=SEED)
+        )
 
     batches = Batches(make())
     batches.start(0)
@@ -465,7 +469,7 @@ def test_a_pass_that_leaves_samples_out_goes_on_with_exactly_the_rest(kind, stop
         return torch.tensor([item for item in items if item % 8 != 5 or item < 8])
 
     def make(size):
-        ledger = SampleLedger(range(64), seed=SEED, shuffle=False)
+        ledger = ElasticDistributedSampler(range(64), seed=SEED, shuffle=False)
         sampler = None if kind == "no sampler" else ledger
         return Batches(DataLoader(range(64), size, collate_fn=collate, sampler=sampler))
 
@@ -485,7 +489,12 @@ def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
         return torch.tensor([item for item in items if item != 9])
 
     batches = Batches(
-        DataLoader(range(64), 8, collate_fn=collate, sampler=SampleLedger(range(64), shuffle=False))
+        DataLoader(
+            range(64),
+            8,
+            collate_fn=collate,
+            sampler=ElasticDistributedSampler(range(64), shuffle=False),
+        )
     )
     batches.start(0)
     seen_in(islice(rest(batches), 3))
@@ -495,7 +504,7 @@ def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
 
 def test_a_pass_that_leaves_samples_out_after_a_jump_cannot_be_replayed_and_says_so():
     def make(size):
-        sampler = SampleLedger(range(64), shuffle=False)
+        sampler = ElasticDistributedSampler(range(64), shuffle=False)
         return Batches(DataLoader(range(64), size, collate_fn=without_41, sampler=sampler))
 
     def without_41(items):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from bigbatch import Batches, BatchPlan, SampleLedger
-from bigbatch.data.rank_consistency import Agreement, part
+from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
+from bigbatch.data.rank_consistency import HostCollectives, part
 from bigbatch.errors import SettingError
 from properties import property_test
 
@@ -52,7 +52,7 @@ class Threads:
         return answers
 
 
-class OfThread(Agreement):
+class OfThread(HostCollectives):
     def __init__(self, together, rank):
         super().__init__()
         self.rank, self.ranks = rank, len(together.said)
@@ -74,12 +74,12 @@ def through_a_file(state):
 
 
 def loader(samples, rank, ranks, size, **more):
-    sampler = SampleLedger(range(samples), seed=SEED, num_replicas=ranks, rank=rank)
+    sampler = ElasticDistributedSampler(range(samples), seed=SEED, num_replicas=ranks, rank=rank)
     return DataLoader(range(samples), size, sampler=sampler, **more)
 
 
 def order(samples, epoch=0):
-    ledger = SampleLedger(range(samples), seed=SEED)
+    ledger = ElasticDistributedSampler(range(samples), seed=SEED)
     ledger.set_epoch(epoch)
     return list(ledger)
 
@@ -188,8 +188,11 @@ def test_dropping_the_tail_leaves_whole_steps_on_every_rank(drawn):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", [0, 1, 5, 10, 11])
 def test_the_ranks_of_a_ledger_have_every_position_once_from_any_start(ranks, start):
-    ledgers = [SampleLedger(range(11), seed=1, num_replicas=ranks, rank=r) for r in range(ranks)]
-    whole = list(SampleLedger(range(11), seed=1))
+    ledgers = [
+        ElasticDistributedSampler(range(11), seed=1, num_replicas=ranks, rank=r)
+        for r in range(ranks)
+    ]
+    whole = list(ElasticDistributedSampler(range(11), seed=1))
     assert whole != sorted(whole)
     for ledger in ledgers:
         ledger.start_at(start)
@@ -204,20 +207,20 @@ def test_orders_differ_by_seed_and_by_epoch():
     orders = []
     for seed in range(3):
         for epoch in range(3):
-            ledger = SampleLedger(range(50), seed=seed)
+            ledger = ElasticDistributedSampler(range(50), seed=seed)
             ledger.set_epoch(epoch)
             orders.append(tuple(ledger))
     assert 9 == len(set(orders))
-    assert list(range(5)) == list(SampleLedger(range(5), shuffle=False))
+    assert list(range(5)) == list(ElasticDistributedSampler(range(5), shuffle=False))
 
 
 def test_a_ledger_that_cannot_be_dealt_is_refused():
     with pytest.raises(SettingError, match="rank=2 is none of num_replicas=2"):
-        SampleLedger(range(5), num_replicas=2, rank=2)
+        ElasticDistributedSampler(range(5), num_replicas=2, rank=2)
     with pytest.raises(SettingError, match="3 samples are too few for 4 ranks"):
-        SampleLedger(range(3), num_replicas=4, rank=0)
+        ElasticDistributedSampler(range(3), num_replicas=4, rank=0)
     with pytest.raises(SettingError, match="seed=-1"):
-        SampleLedger(range(3), seed=-1)
+        ElasticDistributedSampler(range(3), seed=-1)
 
 
 def test_virtual_ranks_are_a_multiple_of_the_ranks():
@@ -236,7 +239,7 @@ def test_batches_that_split_cuts_are_not_dealt_to_virtual_ranks():
         [torch.zeros(4)], virtual_ranks=2, split=lambda b, lo, hi: b[lo:hi], count=len
     )
     with pytest.raises(SettingError, match="split="):
-        batches.share(Agreement(), lockstep=False)
+        batches.share(HostCollectives(), lockstep=False)
 
 
 def test_a_padding_sampler_is_said_once_with_its_number():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bigbatch.experiments.datasets.in_memory import Columns
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.image_classification import (
     OfBytes,
@@ -97,8 +97,8 @@ def test_smoothed_labels_share_a_part_of_the_loss_among_all_classes():
 def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
     settings = DIGITS.settings().changed({"micro_batch": 2})
     x = torch.eye(5).to(torch.uint8).reshape(5, 1, 1, 5)
-    test = Columns(x, torch.tensor([0, 1, 0, 0, 0]))
-    train = Columns(x[:4], torch.tensor([0, 1, 2, 0]))
+    test = InMemoryDataset(x, torch.tensor([0, 1, 0, 0, 0]))
+    train = InMemoryDataset(x[:4], torch.tensor([0, 1, 2, 0]))
     scores = accuracies(test, settings, train)(Counted().eval())
     assert {
         "test accuracy, %": 40.0,

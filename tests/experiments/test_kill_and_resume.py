@@ -25,7 +25,7 @@ LENGTH = ["--epochs", "6", "--max-batch", "96", "--checkpoint-every", "9", "--qu
 
 def rows_of(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "seconds": None} for line in lines]
+    return [{**json.loads(line), "elapsed_seconds": None} for line in lines]
 
 
 def state_of(run):

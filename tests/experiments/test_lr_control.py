@@ -27,7 +27,7 @@ def rows_of(run):
 
 def mean_r(run):
     """Of every weight in every step."""
-    factors = [row["factors"] for row in rows_of(run)]
+    factors = [row["gsnr"] for row in rows_of(run)]
     every = sum(SIZES[name] * layer[0] for row in factors for name, layer in row.items())
     return every / sum(SIZES[name] for row in factors for name in row)
 
@@ -45,7 +45,7 @@ def test_a_run_takes_its_rate_times_the_mean_r_of_another(twin):
     share = mean_r(twin)
     assert 0.1 < share < 0.9
     assert pytest.approx(share) == mean_factor(twin, SIZES)
-    control = Training(DIGITS, SHORT.changed({"lr": 0.3, "lr_from": str(twin)}))
+    control = Training(DIGITS, SHORT.changed({"lr": 0.3, "lr_control_from": str(twin)}))
     assert pytest.approx(0.3 * share) == control.optimizer.param_groups[0]["lr"]
 
 
@@ -53,7 +53,9 @@ def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkey
     monkeypatch.chdir(twin.parent)
     options = ("--set", "samples=100", "--epochs", "1", "--policy", "fixed:64", "--lr", "0.5")
     run = tmp_path / "run"
-    assert 0 == bigbatch("train", *options, "--lr-from", twin.name, "--quiet", "--out", run)[0]
+    assert (
+        0 == bigbatch("train", *options, "--lr-control-from", twin.name, "--quiet", "--out", run)[0]
+    )
     scaling = (64 / 32) ** 0.5
     assert pytest.approx(0.5 * scaling * mean_r(twin)) == rows_of(run)[0]["lr"][0]
 
@@ -63,7 +65,7 @@ def test_a_study_takes_the_mean_r_of_the_same_seed(bigbatch, tmp_path, monkeypat
     fixed = {"policy": "fixed:64", "micro_batch": 16}
     arms = {
         "twin": {**fixed, "optimizer": "vr-momentum"},
-        "control": {**fixed, "optimizer": "momentum", "lr_from": "twin"},
+        "control": {**fixed, "optimizer": "momentum", "lr_control_from": "twin"},
     }
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
     study = tmp_path / "study"
@@ -88,7 +90,7 @@ def changed_copy(twin, place, change):
 
 def test_a_run_without_r_is_refused(twin, tmp_path):
     def without(rows):
-        return [{name: row[name] for name in row.keys() - {"factors"}} for row in rows]
+        return [{name: row[name] for name in row.keys() - {"gsnr"}} for row in rows]
 
     plain = changed_copy(twin, tmp_path / "plain", without)
     with pytest.raises(RunError, match="plain has no factors r; take a run with a VR optimizer"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch import Fixed, GradientNoise, NoiseScale, Schedule, SimiGrad
+from bigbatch import Fixed, GradientStatistics, NoiseScale, Schedule, SimiGrad
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.digits import DIGITS
 
@@ -31,10 +31,10 @@ def test_a_text_has_the_recipes_values_for_what_it_does_not_say(text, policy, st
 
 
 def test_smoothing_and_dead_band_reach_the_controller():
-    noise = GradientNoise(1.0, 40.0, samples=32, micro_batches=4)
+    noise = GradientStatistics(1.0, 40.0, samples=32, micro_batches=4)
     found = controller(policy="noise-scale", smoothing=50.0, dead_band=0.5)
     assert "held: inside the dead band of 0.5" in found.next(noise).reason
-    smoothed = found.next(GradientNoise(1.0, 320.0, samples=32, micro_batches=4))
+    smoothed = found.next(GradientStatistics(1.0, 320.0, samples=32, micro_batches=4))
     assert 32 < smoothed.batch_size < 320
 
 

@@ -16,17 +16,17 @@ from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.bert_pretrain import BERT_PRETRAIN
-from bigbatch.experiments.datasets.in_memory import Columns
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.masking import IGNORED, Masking
 from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs
-from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.text import corpus_of
 from bigbatch.experiments.models.hf_bert import (
     Classifier,
-    Pieces,
     Pretraining,
     SpanFinder,
-    train_pieces,
+    WordPieceTokenizer,
+    train_wordpiece,
 )
 from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
 from bigbatch.experiments.pretraining_loss import scores_of
@@ -46,7 +46,7 @@ TINY = {
     "base_batch": 32,
     "micro_batch": 8,
 }
-FRAME = Frame(begin=2, end=3, pad=0, length=32)
+FRAME = SequencePair(begin=2, end=3, pad=0, length=32)
 MASKING = Masking(mask=4, ordinary=numpy.arange(1_000, 2_000, dtype=numpy.int32), most=5)
 
 
@@ -146,18 +146,18 @@ def test_a_folder_without_text_and_a_damaged_file_are_named(tmp_path):
 
 def test_the_vocabulary_trained_on_a_text_is_the_same_each_time():
     texts = [tree(n) + f" word{n % 7}s" for n in range(100)]
-    first, again = (train_pieces(lambda: texts, 150).vocabulary for _ in range(2))
+    first, again = (train_wordpiece(lambda: texts, 150).vocabulary for _ in range(2))
     assert first == again
     assert SPECIAL == first[:5]
     assert {"the", "tree", "##1"} <= set(first)
     with pytest.raises(SettingError, match="vocabulary=20 is too small for the"):
-        train_pieces(lambda: texts, 20)
+        train_wordpiece(lambda: texts, 20)
 
 
 @needs("bert-vocab")
 def test_googles_vocabulary_cuts_words_as_it_always_has():
     lines = (FOLDER / "bert-vocab" / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    pieces = Pieces(lines)
+    pieces = WordPieceTokenizer(lines)
     (numbers,) = pieces.numbers(["Unaffable [MASK]?"])
     expected = ["una", "##ffa", "##ble", "[MASK]", "?"]
     assert (30_522, expected) == (len(pieces), [lines[number] for number in numbers])
@@ -167,7 +167,7 @@ def test_googles_vocabulary_cuts_words_as_it_always_has():
 
 def test_a_vocabulary_without_mask_is_refused():
     with pytest.raises(SettingError, match=r"of 5 pieces lacks \[MASK\]; a vocab.txt has one"):
-        Pieces([*SPECIAL[:4], "a"])
+        WordPieceTokenizer([*SPECIAL[:4], "a"])
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_the_arms_of_both_scales_have_the_same_names_and_phases():
             BERT_PRETRAIN.arm(name, BERT_PRETRAIN.settings(full=full), full=full)
             for full in (False, True)
         )
-        assert (small.begin_from, small.optimizer) == (full.begin_from, full.optimizer)
+        assert (small.init_from, small.optimizer) == (full.init_from, full.optimizer)
         assert {"short": 128, "long": 512}[name.rpartition("-")[2]] == full.task["length"]
 
 
@@ -349,10 +349,10 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
     assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--out", short)[0]
     tuned = ["--policy", "fixed", "--set", "samples=32"]
-    status, _, said = bigbatch(*train, *tuned, "--begin-from", short, "--out", long)
+    status, _, said = bigbatch(*train, *tuned, "--init-from", short, "--out", long)
     assert (0, "") == (status, said)  # all weights fit
     assert (short / "vocab.txt").read_text() == (long / "vocab.txt").read_text()
-    (name, *_), scores = zip(*rows_of(long)[-1]["scores"].items(), strict=True)
+    (name, *_), scores = zip(*rows_of(long)[-1]["metrics"].items(), strict=True)
     assert f"masked pieces right, % (held out of {forest.name})" == name
     assert all(score >= 0 for score in scores)
 
@@ -373,7 +373,7 @@ def test_scores_are_shares_of_hidden_pieces_and_of_pairs():
     places = torch.tensor([[1, 2], [3, 0]])
     labels = torch.tensor([[4, 6], [6, IGNORED]], dtype=torch.int32)
     random = torch.tensor([0, 1])
-    held_out = Columns(places, places, places, places, labels, random)
+    held_out = InMemoryDataset(places, places, places, places, labels, random)
 
     def guessing_4_and_random(pieces, segments, real, places):
         of_pieces = torch.zeros(*places.shape, 8)
@@ -393,7 +393,7 @@ def test_it_learns_the_words_of_a_small_forest(bigbatch, forest):
     changes = {**TINY, "samples": 0, "draws": 6, "batch_size": 16, "base_batch": 16, "lr": 0.02}
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", "--policy", "fixed"]
     assert 0 == bigbatch(*train, *options(changes), "--out", forest / "run")[0]
-    right, *_ = rows_of(forest / "run")[-1]["scores"].values()
+    right, *_ = rows_of(forest / "run")[-1]["metrics"].values()
     assert right > 40  # the most frequent word is one in eight
 
 
@@ -429,7 +429,7 @@ def test_two_ranks_agree_on_weights_and_scores(ranks, forest):
 def test_it_learns_more_than_the_most_frequent_piece(bigbatch, tmp_path):
     train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--out", tmp_path / "run")
     assert 0 == train("--data", FOLDER, "--arm", "simigrad-short", "--set", "samples=12000")[0]
-    accuracy, *_ = rows_of(tmp_path / "run")[-1]["scores"].values()
+    accuracy, *_ = rows_of(tmp_path / "run")[-1]["metrics"].values()
     settings = BERT_PRETRAIN.settings().changed({"data": str(FOLDER / "wikitext-2")})
     data = BERT_PRETRAIN.data(settings).train
     labels = torch.cat([data[index][4] for index in range(0, len(data), 20)])

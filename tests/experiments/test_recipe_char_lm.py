@@ -153,8 +153,8 @@ def test_the_command_trains_on_pythons_own_texts_and_says_so(bigbatch, tmp_path)
     assert 0 == status, noted
     assert "note: no --data; the documentation inside Python's standard library is used" in noted
     last = json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])
-    assert [f"{BITS} (Python's texts)"] == list(last["scores"])
-    assert unigram_bits("".join(stdlib_text())) - 0.5 > last["scores"][f"{BITS} (Python's texts)"]
+    assert [f"{BITS} (Python's texts)"] == list(last["metrics"])
+    assert unigram_bits("".join(stdlib_text())) - 0.5 > last["metrics"][f"{BITS} (Python's texts)"]
 
 
 def test_no_text_in_the_folder_is_said(bigbatch, tmp_path):
@@ -195,4 +195,4 @@ def test_half_an_epoch_of_shakespeare_ends_far_below_the_letters_alone(bigbatch,
     assert 0 == status, said
     last = json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])
     alone = unigram_bits((SHAKESPEARE / "input.txt").read_text())
-    assert alone - 1 > last["scores"][f"{BITS} (Shakespeare)"]
+    assert alone - 1 > last["metrics"][f"{BITS} (Shakespeare)"]

@@ -9,7 +9,7 @@ import torch
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.build_optimizer import build_controller, build_optimizer
 from bigbatch.experiments.datasets import cifar10
-from bigbatch.experiments.datasets.sample_choice import drawn
+from bigbatch.experiments.datasets.subset import chosen_indices
 from bigbatch.experiments.sweep import points_of, trainings_of
 from bigbatch.experiments.train_run import Training
 from cifar_files import write_few
@@ -50,7 +50,7 @@ def test_every_arm_can_be_built_and_takes_a_batch(recipe, full):
         arm = recipe.arm(name, settings)
         assert arm.batch_size <= build_controller(arm).decision.batch_size
         optimizer = build_optimizer(arm, model.named_parameters())
-        assert arm.optimizer.startswith("vr-") == hasattr(optimizer, "factors")
+        assert arm.optimizer.startswith("vr-") == hasattr(optimizer, "gsnr")
     if full:
         assert all(source for _, source in recipe.full.values())
         assert recipe.small.keys() <= recipe.full.keys() | {"samples"}
@@ -117,7 +117,7 @@ def swept(*, full):
     found = {}
     for point in points_of(RESNET56, sweep, RESNET56.settings(full=full), full=full):
         one = point.settings
-        key = (one.optimizer, one.r_max if one.optimizer.startswith("vr-") else one.lr_from)
+        key = (one.optimizer, one.r_max if one.optimizer.startswith("vr-") else one.lr_control_from)
         found.setdefault(key, set()).add(tuple(getattr(one, name) for name in SWEPT))
     return found
 
@@ -140,11 +140,11 @@ def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(full):
     found = points_of(RESNET56, sweep, RESNET56.settings(full=full), full=full)
     trainings = trainings_of(RESNET56, found, 1)
     twins = {name for name, one in trainings.items() if one.optimizer == "vr-momentum"}
-    controls = [one for one in trainings.values() if one.lr_from]
+    controls = [one for one in trainings.values() if one.lr_control_from]
     assert twins
-    assert twins == {control.lr_from for control in controls}
+    assert twins == {control.lr_control_from for control in controls}
     for control in controls:
-        twin = trainings[control.lr_from]
+        twin = trainings[control.lr_control_from]
         assert "momentum" == control.optimizer
         assert all(getattr(twin, name) == getattr(control, name) for name in SWEPT)
 
@@ -164,7 +164,7 @@ def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
     assert (0, "") == (status, said)
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 3 * 1500 == rows[-1]["samples"]
-    scores = rows[-1]["scores"]
+    scores = rows[-1]["metrics"]
     assert "test accuracy, %" == next(iter(scores))
     assert scores["test accuracy, %"] > 18  # chance has 10, and deviates by 1.4
     if recipe is RESNET56:
@@ -181,7 +181,7 @@ def test_the_train_accuracy_is_of_pictures_that_are_trained_on(few):
     def constant(x):
         return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float()
 
-    labels = cifar10.read(few)[0].columns[1][drawn(1500, 300)]
+    labels = cifar10.read(few)[0].columns[1][chosen_indices(1500, 300)]
     scores = RESNET56.data(settings).scores(constant)
     expected = 100 * (labels == 3).double().mean().item()
     assert pytest.approx(expected) == scores["train accuracy, % (300 samples)"]
@@ -221,4 +221,4 @@ def test_two_ranks_of_torchrun_train_to_the_end(few, tmp_path):
     assert 0 == result.returncode, result.stderr
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 3 * 1500 == rows[-1]["samples"]
-    assert rows[-1]["scores"]["test accuracy, %"] > 12
+    assert rows[-1]["metrics"]["test accuracy, %"] > 12

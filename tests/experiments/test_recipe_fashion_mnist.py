@@ -11,7 +11,7 @@ pytestmark = needs("fashion-mnist")
 
 def accuracy(run):
     last = (run / "metrics.jsonl").read_text().splitlines()[-1]
-    return json.loads(last)["scores"]["test accuracy, %"]
+    return json.loads(last)["metrics"]["test accuracy, %"]
 
 
 @pytest.mark.thorough

@@ -129,7 +129,7 @@ def test_a_training_tells_good_films_from_bad_ones(bigbatch, reviews):
     command = ["train", "glue", "--data", reviews, "--arm", "adam", "--quiet", "--out", run]
     assert 0 == bigbatch(*command, *options)[0]
     *_, last = (run / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(last)["scores"]["accuracy, % (SST-2 dev)"] > 80
+    assert json.loads(last)["metrics"]["accuracy, % (SST-2 dev)"] > 80
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, reviews):

@@ -47,7 +47,7 @@ def options_of(changes):
 
 
 def last_scores(place):
-    return json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])["scores"]
+    return json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]
 
 
 def weights_of(training):
@@ -248,4 +248,4 @@ def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
     assert 0 == result.returncode, result.stderr
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 96 == rows[-1]["samples"]
-    assert TEST in rows[-1]["scores"]
+    assert TEST in rows[-1]["metrics"]

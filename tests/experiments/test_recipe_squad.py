@@ -9,7 +9,7 @@ import torch
 from torchmetrics.text import SQuAD as Oracle
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.squad_features import best_spans, most_context, windows_of
 from bigbatch.experiments.datasets.squad_questions import (
     Question,
@@ -19,7 +19,7 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.hf_bert import Pieces
+from bigbatch.experiments.models.hf_bert import WordPieceTokenizer
 from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
 from bigbatch.experiments.squad import SQUAD
 from bigbatch.experiments.squad_metrics import scores_of
@@ -27,7 +27,7 @@ from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
 WORDS = [f"w{n}" for n in range(40)]
-PIECES = Pieces([*SPECIAL, "who", *WORDS, "?"])
+PIECES = WordPieceTokenizer([*SPECIAL, "who", *WORDS, "?"])
 TINY = {"vocabulary": 500, "length": 48, "stride": 16, "samples": 64, "judged": 20}
 
 
@@ -62,7 +62,7 @@ def quiz(tmp_path):
 
 
 def windowed(questions, length=12, stride=4):
-    frame = Frame(PIECES.begin, PIECES.end, PIECES.pad, length)
+    frame = SequencePair(PIECES.begin, PIECES.end, PIECES.pad, length)
     asked = PIECES.located(one.text for one in questions)
     return windows_of(questions, asked, PIECES.located(q.context for q in questions), frame, stride)
 
@@ -264,7 +264,7 @@ def test_a_training_learns_the_quiz(bigbatch, quiz):
     command = ["train", "squad", "--data", quiz, "--arm", "adam", "--quiet", "--out", run]
     assert 0 == bigbatch(*command, *options)[0]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["scores"]["F1, % (20 dev questions)"] > 60  # one word of eight is 1 in 8
+    assert rows[-1]["metrics"]["F1, % (20 dev questions)"] > 60  # one word of eight is 1 in 8
     assert (run / "vocab.txt").read_text().startswith("[PAD]\n[UNK]\n")
 
 

@@ -12,9 +12,9 @@ import torch
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments import RECIPES
-from bigbatch.experiments.datasets.in_memory import Columns
-from bigbatch.experiments.datasets.location import Origin
-from bigbatch.experiments.datasets.sample_choice import drawn
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
+from bigbatch.experiments.datasets.location import DatasetLocation
+from bigbatch.experiments.datasets.subset import chosen_indices
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.distributed_eval import share_right, sound_scores
 from bigbatch.experiments.train_run import Training
@@ -124,7 +124,7 @@ def test_a_precision_that_a_model_in_float64_would_not_have_is_refused():
 
 def test_indices_of_a_part_take_few_bytes():
     """Four each, and not the forty of a list of numbers; datasets get Python's own."""
-    chosen = drawn(400_000, 300_000)
+    chosen = chosen_indices(400_000, 300_000)
     held = chosen.buffer_info()[1] * chosen.itemsize
     assert 300_000 * 4 == held
     assert 300_000 == len(set(chosen))
@@ -157,7 +157,7 @@ def test_a_gpu_that_is_not_there_is_said():
 
 def test_a_run_begins_with_the_weights_of_another(bigbatch, tmp_path):
     train(bigbatch, tmp_path / "first")
-    changes = {**FIXED, "begin_from": str(tmp_path / "first")}
+    changes = {**FIXED, "init_from": str(tmp_path / "first")}
     second = Training(DIGITS, DIGITS.settings().changed(changes))
     saved = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["state"]["model"]
     assert all(torch.equal(saved[name], now) for name, now in second.model.state_dict().items())
@@ -172,7 +172,7 @@ def test_weights_of_another_shape_start_again_which_is_said(bigbatch, tmp_path):
         model[9] = torch.nn.Linear(128, 12).double()
         return model
 
-    changes = {**FIXED, "begin_from": str(tmp_path / "first")}
+    changes = {**FIXED, "init_from": str(tmp_path / "first")}
     recipe = replace(DIGITS, model=wider)
     with pytest.warns(UserWarning, match=r"6 of 8 tensors begin as .* new are 9.bias, 9.weight"):
         Training(recipe, DIGITS.settings().changed(changes))
@@ -181,27 +181,27 @@ def test_weights_of_another_shape_start_again_which_is_said(bigbatch, tmp_path):
 @pytest.mark.thorough
 def test_a_run_that_cannot_be_begun_from_is_refused(tmp_path, bigbatch):
     with pytest.raises(RunError, match="there is no run directory"):
-        trained(begin_from=str(tmp_path / "nowhere"))
+        trained(init_from=str(tmp_path / "nowhere"))
     train(bigbatch, tmp_path / "first")
     recipe = replace(DIGITS, model=lambda settings: torch.nn.Linear(3, 3))
     with pytest.raises(RunError, match=r"no weight of .* fits this model"):
-        trained(recipe, begin_from=str(tmp_path / "first"))
+        trained(recipe, init_from=str(tmp_path / "first"))
     with (tmp_path / "first" / "metrics.jsonl").open("r+") as log:
         whole = log.read()
         log.truncate(whole.index("\n"))
     with pytest.raises(RunError, match="is not finished, so nothing can begin from it"):
-        trained(begin_from=str(tmp_path / "first"))
+        trained(init_from=str(tmp_path / "first"))
     (tmp_path / "first" / "metrics.jsonl").write_text(whole)
     (tmp_path / "first" / "checkpoint.pt").unlink()
     with pytest.raises(RunError, match="has no checkpoint to begin from; train it first"):
-        trained(begin_from=str(tmp_path / "first"))
+        trained(init_from=str(tmp_path / "first"))
 
 
 @pytest.mark.thorough
 def test_a_run_goes_on_where_those_that_it_needed_first_are_gone(bigbatch, tmp_path, monkeypatch):
     first = tmp_path / "first"
     train(bigbatch, first, "optimizer=vr-momentum")
-    needed = ("lr_schedule=cosine", f"begin_from={first}", f"lr_from={first}")
+    needed = ("lr_schedule=cosine", f"init_from={first}", f"lr_control_from={first}")
     whole = train(bigbatch, tmp_path / "whole", *needed)
     calls = itertools.count()
 
@@ -221,15 +221,15 @@ def test_a_run_goes_on_where_those_that_it_needed_first_are_gone(bigbatch, tmp_p
     shutil.rmtree(first)
     assert 0 == bigbatch("train", "--resume", tmp_path / "half")[0]
     for expected, actual in zip(whole, rows(tmp_path / "half"), strict=True):
-        assert {**expected, "seconds": None} == {**actual, "seconds": None}
+        assert {**expected, "elapsed_seconds": None} == {**actual, "elapsed_seconds": None}
 
 
 @pytest.mark.thorough
 def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_path, monkeypatch):
     def data(settings):
-        return replace(DIGITS.data(settings), keeps={"words.txt": settings.begin_from})
+        return replace(DIGITS.data(settings), keeps={"words.txt": settings.init_from})
 
-    arms = {"one": FIXED, "two": {**FIXED, "lr": 0.0, "begin_from": "one"}}
+    arms = {"one": FIXED, "two": {**FIXED, "lr": 0.0, "init_from": "one"}}
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, data=data))
     study = tmp_path / "study"
     few = ("--epochs=1", "--seeds=2", "--set", "samples=100")
@@ -237,7 +237,7 @@ def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_p
     assert 0 == status, out + err
     for seed in (0, 1):
         first, second = (rows(study / f"{arm}-seed{seed}") for arm in arms)
-        assert first[-1]["scores"] == second[-1]["scores"]  # the rate is 0
+        assert first[-1]["metrics"] == second[-1]["metrics"]  # the rate is 0
         kept = (study / f"two-seed{seed}" / "words.txt").read_text()
         assert str((study / f"one-seed{seed}").resolve()) == kept
     assert "2 seeds" in out
@@ -267,7 +267,9 @@ def test_a_study_holds_one_model_at_a_time(bigbatch, tmp_path, monkeypatch):
 
 
 def test_data_are_found_in_the_folder_or_in_a_named_one_of_it(tmp_path):
-    origin = Origin("letters", ("letters", "abc"), ("*.txt",), "the alphabet", otherwise="")
+    origin = DatasetLocation(
+        "letters", ("letters", "abc"), ("*.txt",), "the alphabet", otherwise=""
+    )
     (tmp_path / "abc").mkdir()
     (tmp_path / "abc" / "a.txt").write_text("a")
     assert (tmp_path / "abc").resolve() == origin.find(tmp_path)
@@ -275,7 +277,7 @@ def test_data_are_found_in_the_folder_or_in_a_named_one_of_it(tmp_path):
 
 
 def test_missing_data_are_one_line_that_says_which_files_from_where(tmp_path, monkeypatch):
-    origin = Origin("letters", ("abc",), ("*.txt",), "the alphabet (alphabet.org)")
+    origin = DatasetLocation("letters", ("abc",), ("*.txt",), "the alphabet (alphabet.org)")
     wanted = r"letters is not in .*: \*.txt of the alphabet \(alphabet.org\) must be there, or in a"
     with pytest.raises(RunError, match=wanted):
         origin.find(tmp_path)
@@ -292,7 +294,7 @@ def test_missing_data_are_one_line_that_says_which_files_from_where(tmp_path, mo
 
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(SettingError, match=r"columns of \[2, 3\] rows"):
-        Columns(torch.ones(2), torch.ones(3))
+        InMemoryDataset(torch.ones(2), torch.ones(3))
 
 
 # ranks
@@ -301,7 +303,7 @@ def test_columns_of_unequal_length_are_refused():
 def judged(rank, ranks, samples):
     """Accuracy of a model that is right on every third of so many samples."""
     x = torch.arange(samples)
-    data = Columns(torch.nn.functional.one_hot((x % 3 == 0).long(), 2).double(), x * 0 + 1)
+    data = InMemoryDataset(torch.nn.functional.one_hot((x % 3 == 0).long(), 2).double(), x * 0 + 1)
     settings = DIGITS.settings().changed({"micro_batch": 4})
     return share_right(torch.nn.Identity(), data, settings)
 
@@ -317,7 +319,7 @@ def judged_strange(rank, ranks, logit):
     """Scores of a model that gives one odd logit, for a sample of the last rank."""
     x = torch.eye(4)
     x[3, 3] = logit
-    data = Columns(x, torch.zeros(4, dtype=torch.long))
+    data = InMemoryDataset(x, torch.zeros(4, dtype=torch.long))
     settings = DIGITS.settings().changed({"micro_batch": 4})
 
     def scores(model):

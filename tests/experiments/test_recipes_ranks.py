@@ -69,8 +69,8 @@ def curve(rank, ranks, settings):
             for batch in step:
                 step.backward(training.loss_of(training.joined, batch))
             record = step.update()
-            noise = record.noise
-            rows.append((record.batch_size, record.loss, noise.signal, noise.noise))
+            noise = record.statistics
+            rows.append((record.batch_size, record.loss, noise.grad_sqnorm, noise.grad_variance))
     return rows, training.scores()
 
 

@@ -49,9 +49,9 @@ def test_table_1_has_the_steps_of_every_column_of_the_paper():
     for optimizer in ("lamb", "vr-lamb"):
         for arm in (name for name in BERT.full_arms if name.startswith(optimizer)):
             long = BERT.arm(arm, settings, full=True)
-            if not long.begin_from:
+            if not long.init_from:
                 continue
-            short = BERT.arm(long.begin_from, settings, full=True)
+            short = BERT.arm(long.init_from, settings, full=True)
             assert optimizer == short.optimizer == long.optimizer
             assert (128, 512) == (short.task["length"], long.task["length"])
             steps = sum(math.ceil(one.samples / one.batch_size) for one in (short, long))
@@ -68,14 +68,14 @@ def test_a_long_phase_of_table_1_begins_from_its_own_short_one_in_a_sweep():
     settings, grid = BERT.settings(full=True), ["arm=lamb-16k-short,lamb-16k-long"]
     points = points_of(BERT, sweep_of(BERT, settings, grid, ()), settings, full=True)
     short, long = trainings_of(BERT, points, 1)
-    assert short == trainings_of(BERT, points, 1)[long].begin_from
+    assert short == trainings_of(BERT, points, 1)[long].init_from
 
 
 def test_a_long_phase_of_table_1_alone_says_how_to_name_its_short_one(bigbatch, tmp_path):
     options = ("--full", "--result=table-1", "--arm=lamb-16k-long", "--data", tmp_path)
     (tmp_path / "text.txt").write_text("one")
     status, _, err = bigbatch("train", "bert-pretrain", *options)
-    assert (2, True) == (status, "begin_from of arm lamb-16k-long is arm lamb-16k-short" in err)
+    assert (2, True) == (status, "init_from of arm lamb-16k-long is arm lamb-16k-short" in err)
 
 
 def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phase():

@@ -40,4 +40,4 @@ def assert_every_arm_saw_the_same_samples(study, out):
 
 
 def without_time(text):
-    return [{**json.loads(line), "seconds": None} for line in text.splitlines()]
+    return [{**json.loads(line), "elapsed_seconds": None} for line in text.splitlines()]

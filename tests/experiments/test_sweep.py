@@ -133,13 +133,13 @@ def test_every_recipe_sweeps_what_it_can_train():
 
 
 def test_a_run_begins_from_the_one_of_the_same_values_and_seed():
-    arms = {"first": {}, "second": {"begin_from": "first"}}
+    arms = {"first": {}, "second": {"init_from": "first"}}
     recipe = replace(DIGITS, arms=arms)
     sweep = sweep_of(recipe, SETTINGS, ["arm=first,second", "lr=0.1,0.2"], [])
     trainings = trainings_of(recipe, points_of(recipe, sweep, SETTINGS), 2)
     assert 8 == len(trainings)
-    assert "arm=first,lr=0.2-seed1" == trainings["arm=second,lr=0.2-seed1"].begin_from
-    assert "" == trainings["arm=first,lr=0.2-seed1"].begin_from
+    assert "arm=first,lr=0.2-seed1" == trainings["arm=second,lr=0.2-seed1"].init_from
+    assert "" == trainings["arm=first,lr=0.2-seed1"].init_from
     alone = points_of(recipe, sweep_of(recipe, SETTINGS, ["arm=second"], []), SETTINGS)
     with pytest.raises(SettingError, match="needs arm 'first' of the same values"):
         trainings_of(recipe, alone, 1)
@@ -193,7 +193,7 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
             lost = (losses or {}).get((training.lr, training.target), 1.0)
             one = row(2, batch=batch, accuracy=score, loss=lost)
             if math.isnan(score):  # as a log has what is no number
-                one["scores"] = dict.fromkeys(one["scores"])
+                one["metrics"] = dict.fromkeys(one["metrics"])
             run.append(row(1, batch=batch, loss=1.0))
             run.append(one)
     return read_swept(path)
@@ -227,7 +227,7 @@ def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
         run = RunDirectory.create(
             tmp_path / "sweep" / name, training.changed({"epochs": 1}).as_dict()
         )
-        run.append(row(1, scores={score: training.lr}))
+        run.append(row(1, metrics={score: training.lr}))
     sweep = read_swept(tmp_path / "sweep")
     assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
     assert "chosen on the accuracy or F1" in sweep.title
@@ -338,7 +338,7 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
     for run in sweep.begun[::2]:  # one of each point diverged
         run.metrics.write_text("")
-        run.append(row(1, batch=100, scores={"test accuracy, %": None}))
+        run.append(row(1, batch=100, metrics={"test accuracy, %": None}))
     half = read_swept(tmp_path / "sweep")
     assert ([], 60) == (half.front, len(half.drawn))
 
@@ -434,7 +434,7 @@ def wait_for(process, path, lines=3):
 def rows_of(study):
     return {
         file.parent.name: [
-            {**json.loads(line), "seconds": None} for line in file.read_text().splitlines()
+            {**json.loads(line), "elapsed_seconds": None} for line in file.read_text().splitlines()
         ]
         for file in study.glob("*/metrics.jsonl")
     }

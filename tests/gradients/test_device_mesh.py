@@ -121,7 +121,9 @@ def dealt_to_all(rank, ranks):
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     model = DistributedDataParallel(network(), process_group=group)
     data = Numbered()
-    loader = DataLoader(data, 16, sampler=bb.SampleLedger(data, seed=SEED))  # of all four
+    loader = DataLoader(
+        data, 16, sampler=bb.ElasticDistributedSampler(data, seed=SEED)
+    )  # of all four
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with pytest.raises(SettingError, match="deals samples to num_replicas=4 ranks, and 2 share"):
         bb.AdaptiveBatch(model, optimizer, loader, policy=bb.SimiGrad())
@@ -167,7 +169,7 @@ def measured_in_a_pipe(rank, ranks):
         meter = bb.GradientMeter(model, loss="mean")
     step()
     noise = meter.read([N // K] * K)
-    return noise.signal, noise.noise
+    return noise.grad_sqnorm, noise.grad_variance
 
 
 def test_meters_on_the_stages_of_a_pipeline_add_up_to_the_models_noise(ranks):
@@ -182,8 +184,8 @@ def test_meters_on_the_stages_of_a_pipeline_add_up_to_the_models_noise(ranks):
     assert of_ranks[0] == of_ranks[2]  # one stage
     assert of_ranks[1] == of_ranks[3]
     signal, noise = (sum(pair) for pair in zip(*of_ranks[:2], strict=True))
-    assert pytest.approx(answer.signal, rel=1e-9) == signal
-    assert pytest.approx(answer.noise, rel=1e-9) == noise
+    assert pytest.approx(answer.grad_sqnorm, rel=1e-9) == signal
+    assert pytest.approx(answer.grad_variance, rel=1e-9) == noise
 
 
 def mistaken_in_a_pipe(rank, ranks):

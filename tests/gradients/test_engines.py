@@ -465,7 +465,7 @@ def alone(rank, ranks):
     """Every rank a DDP model of its own, on a group of one."""
     groups = [dist.new_group([r]) for r in range(ranks)]
     model = DistributedDataParallel(network(), process_group=groups[rank])
-    return train(0, 1, model, [[4, 6, 2]], interval=0.9, halves=True)
+    return train(0, 1, model, [[4, 6, 2]], confidence=0.9, half_batch_cosine=True)
 
 
 def test_ddp_over_one_rank_is_one_process(ranks):

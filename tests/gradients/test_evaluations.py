@@ -49,7 +49,7 @@ def trained(rank, ranks, sharded, name, evaluates):
 
     optimizer = MAKE[name](p for p in model.parameters() if p.requires_grad)
     evaluate()
-    meter = bb.GradientMeter(model, layers=True)
+    meter = bb.GradientMeter(model, per_layer=True)
     evaluate()
     loader = ledger_loader(rank, ranks)
     train = bb.AdaptiveBatch(

@@ -86,7 +86,7 @@ def gradients(rank, ranks, engine, precision):
     autocast = half is not None and "SDP" not in engine
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = Pairs()
-    sampler = bb.SampleLedger(data, num_replicas=ranks, rank=rank)
+    sampler = bb.ElasticDistributedSampler(data, num_replicas=ranks, rank=rank)
     scaler = GradScaler("cpu", init_scale=256.0) if precision == "fp16" else None
     train = bb.AdaptiveBatch(
         model,

@@ -12,12 +12,16 @@ import alone
 from alone import RAGGED, data, mean_loss, network, right_or_refused, rows_of, same
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import VRSGD
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
+ALL = {
+    "confidence": 0.9,
+    "per_layer": True,
+    "half_batch_cosine": True,
+}  # everything that can be asked for
 
 
 def share_of(y, loss="weighted"):
@@ -376,7 +380,7 @@ def test_a_backward_that_creates_a_graph_is_right_or_refused():
 def test_a_gradient_at_the_address_of_the_one_before_is_another_one():
     p = nn.Parameter(torch.ones(5))
     for _ in range(20):  # Python gives the freed one's place to the next of its kind
-        source = PlainSource([p])
+        source = SingleProcessSource([p])
         source.subscribe(Graphs())
         (p * 2).sum().backward()
         p.grad = None
@@ -409,7 +413,7 @@ class Graphs:
 @pytest.mark.parametrize("mark", [False, True])
 def test_what_subscribers_see_is_part_of_no_graph(mark):
     model, graphs = network(), Graphs()
-    source = PlainSource(model.parameters())
+    source = SingleProcessSource(model.parameters())
     source.subscribe(graphs)
     with GradientMeter(model) as meter:
         for x, y in data():
@@ -525,7 +529,7 @@ def run(train, aside, clip=None):
             step.backward(cross_entropy(train.model(x), y))
         if clip is not None:
             clip(train.model)
-        yield step.update().noise
+        yield step.update().statistics
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, vr_sgd])
@@ -555,4 +559,4 @@ def test_clipping_before_the_update_leaves_the_measurement_alone(clip):
     assert same(expected, first)
     rows = rows_of(network(), data([2] * 16)[:8])
     cosine = torch.cosine_similarity(rows[::2].sum(0), rows[1::2].sum(0), dim=0)
-    assert pytest.approx(float(cosine)) == first.halves
+    assert pytest.approx(float(cosine)) == first.half_batch_cosine

@@ -30,7 +30,11 @@ from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to sum on")
-ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
+ALL = {
+    "confidence": 0.9,
+    "per_layer": True,
+    "half_batch_cosine": True,
+}  # everything that can be asked for
 
 
 def cosine_of(model, batches):
@@ -42,8 +46,10 @@ def cosine_of(model, batches):
 def all_right(model, actual, batches, rel=1e-9):
     """Every number that can be asked for agrees with the others and with the oracle."""
     assert same(expected_of(model, batches), actual, rel)
-    assert pytest.approx(cosine_of(model, batches), rel=rel) == actual.halves
-    assert pytest.approx(actual.noise) == math.fsum(one.noise for one in actual.layers.values())
+    assert pytest.approx(cosine_of(model, batches), rel=rel) == actual.half_batch_cosine
+    assert pytest.approx(actual.grad_variance) == math.fsum(
+        one.grad_variance for one in actual.layers.values()
+    )
     low, high = actual.similarity_interval
     assert low < actual.similarity < high
     return True
@@ -124,8 +130,8 @@ def test_layers_of_three_types_in_one_model_are_measured_together():
     # that layer aside, float32
     rows = rows_of(model, batches)[:, -27:]
     assert pytest.approx(tuple(oracle.weighted(rows, RAGGED))[:2], rel=1e-3) == (
-        step.layers["head"].signal,
-        step.layers["head"].noise,
+        step.layers["head"].grad_sqnorm,
+        step.layers["head"].grad_variance,
     )
 
 
@@ -136,7 +142,7 @@ def test_narrow_parameters_with_wide_gradients_are_measured():
     weight.grad_dtype = torch.float32
     gradients = torch.randn(4, 3000, generator=torch.Generator().manual_seed(2)) + 0.1
     gradients = gradients.bfloat16().float()  # what a cast lets through; their sums need more
-    with GradientMeter([weight], loss="mean", interval=0.9, halves=True) as meter:
+    with GradientMeter([weight], loss="mean", confidence=0.9, half_batch_cosine=True) as meter:
         for gradient in gradients:
             (weight.float() * gradient).sum().backward()
         step = meter.read([4] * 4)
@@ -281,7 +287,7 @@ def test_a_loop_measures_a_checkpointed_model(reentrant):
     for step in train:
         for x, y in step:
             step.backward(mean_loss(model, x, y))
-        assert all_right(Checkpointed(), step.update().noise, batches)
+        assert all_right(Checkpointed(), step.update().statistics, batches)
 
 
 def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
@@ -297,10 +303,12 @@ def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
     for step in train:
         for (x, y), n in zip(step, tokens, strict=True):
             step.backward(mean_loss(model, x, y), weight=n)
-        noise = step.update().noise
+        noise = step.update().statistics
         assert same(expected, noise)
-        assert pytest.approx(float(cosine)) == noise.halves
-        assert pytest.approx(noise.noise) == math.fsum(one.noise for one in noise.layers.values())
+        assert pytest.approx(float(cosine)) == noise.half_batch_cosine
+        assert pytest.approx(noise.grad_variance) == math.fsum(
+            one.grad_variance for one in noise.layers.values()
+        )
 
 
 class Pictures(nn.Module):
@@ -342,7 +350,7 @@ def test_autocast_around_a_whole_step_changes_no_sum(device):
     for where in (contextlib.nullcontext(), torch.autocast(device, torch.bfloat16)):
         weight = nn.Parameter(torch.zeros(5000, device=device))
         draw = torch.Generator().manual_seed(2)
-        with GradientMeter([weight], interval=0.9, halves=True) as meter, where:
+        with GradientMeter([weight], confidence=0.9, half_batch_cosine=True) as meter, where:
             for _ in range(4):
                 (weight * torch.randn(5000, generator=draw).to(device)).sum().backward()
             seen.append(meter.read([1] * 4))
@@ -425,7 +433,7 @@ class Grows(nn.Module):
 
 def test_parameters_that_are_added_between_steps_are_measured_from_then_on():
     model = Grows()
-    with GradientMeter(model.body, interval=0.9, layers=True, halves=True) as meter:
+    with GradientMeter(model.body, confidence=0.9, per_layer=True, half_batch_cosine=True) as meter:
         accumulate(model.body, data())
         assert all_right(model.body, meter.read(RAGGED), data())
         model.zero_grad()
@@ -465,7 +473,7 @@ def test_a_parameter_group_that_an_optimizer_gets_on_the_way_is_measured_and_zer
         expected = expected_of(model, batches[4 * number : 4 * number + 4])
         for x, y in step:
             step.backward(mean_loss(model, x, y))
-        noise = step.update().noise
+        noise = step.update().statistics
         assert same(expected, noise)
         seen.append(list(noise.layers))
         assert all(p.grad is None for p in both.parameters())

@@ -83,7 +83,7 @@ def bytes_of_a_step(weight, meter, options):
     return allocated.bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"interval": 0.9}], ids=["plain", "interval"])
+@pytest.mark.parametrize("options", [{}, {"confidence": 0.9}], ids=["plain", "interval"])
 def test_a_meter_made_for_each_step_allocates_no_array_of_a_parameters_size(options):
     weight = nn.Parameter(torch.zeros(1000, 1000))
     with GradientMeter([weight], **options) as meter:

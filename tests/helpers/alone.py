@@ -80,7 +80,7 @@ def expected_of(model, batches, loss="weighted", loss_of=mean_loss):
 
 def same(expected, actual, rel=1e-9):
     """float64 sums in another order agree to 1e-12; no estimate here is a difference near 0."""
-    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
+    seen = (actual.grad_sqnorm, actual.grad_variance, actual.similarity, actual.noise_scale)
     return pytest.approx(tuple(expected), rel=rel) == seen
 
 

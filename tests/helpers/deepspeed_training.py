@@ -60,7 +60,7 @@ def data(samples=SAMPLES):
 
 def batches_of(rank=0, ranks=1, size=8, samples=SAMPLES):
     numbered = data(samples)
-    sampler = bb.SampleLedger(numbered, seed=SEED, num_replicas=ranks, rank=rank)
+    sampler = bb.ElasticDistributedSampler(numbered, seed=SEED, num_replicas=ranks, rank=rank)
     loader = DataLoader(numbered, size, sampler=sampler)
     return bb.Batches(loader, virtual_ranks=VIRTUAL_RANKS)
 

@@ -74,7 +74,7 @@ class Greed:
 
 def build(rank, ranks, engine, fault):
     data = Numbered()
-    sampler = bb.SampleLedger(data, seed=SEED)
+    sampler = bb.ElasticDistributedSampler(data, seed=SEED)
     model = wrapped(engine, ranks)
     if fault == "memory" and rank == FAULTY:
         inner = model.module if engine == "ddp" else model
@@ -98,7 +98,7 @@ def strike(fault):
 
 def everything(train):
     model, optimizer = get_state_dict(train.model, train.optimizer)
-    return {"model": model, "optimizer": optimizer, "train": bb.RankStates(train)}
+    return {"model": model, "optimizer": optimizer, "train": bb.DistributedState(train)}
 
 
 def save(train, folder, rank):

@@ -33,7 +33,7 @@ class Scripted:
         self.sizes = sizes
 
     def decide(self, noise, now):
-        wanted = self.sizes[now.steps] if now.steps < len(self.sizes) else now.target
+        wanted = self.sizes[now.steps] if now.steps < len(self.sizes) else now.target_batch_size
         return bb.Decision(wanted, "scripted")
 
 
@@ -165,7 +165,7 @@ def facts(record):
     return {
         "samples": record.samples,
         "batch_size": record.batch_size,
-        "target": record.target,
+        "target_batch_size": record.target_batch_size,
         "micro_batches": record.micro_batches,
         "next": record.decision.batch_size,
         "skipped": record.skipped,

@@ -3,7 +3,7 @@
 
 def row(step, *, batch=32, accuracy=None, **changes):
     values = {
-        "schema": 2,
+        "schema": 3,
         "step": step,
         "epoch": 0,
         "samples": step * batch,
@@ -11,14 +11,14 @@ def row(step, *, batch=32, accuracy=None, **changes):
         "micro_batches": 4,
         "loss": 2.0 / step,
         "lr": [0.1],
-        "signal": 1.0,
-        "noise": 96.0,
+        "grad_sqnorm": 1.0,
+        "grad_variance": 96.0,
         "similarity": 0.14,
         "noise_scale": 96.0,
         "skipped": False,
         "next_batch": batch,
-        "reason": "fixed",
-        "scores": accuracy and {"test accuracy, %": 100 * accuracy},
-        "seconds": step / 10,
+        "decision_reason": "fixed",
+        "metrics": accuracy and {"test accuracy, %": 100 * accuracy},
+        "elapsed_seconds": step / 10,
     }
     return {**values, **changes}

@@ -52,7 +52,7 @@ def wrapped(engine, ranks):
 
 def ledger_loader(rank, ranks, samples=SAMPLES, size=16):
     data = Numbered(samples)
-    sampler = bb.SampleLedger(data, seed=SEED, num_replicas=ranks, rank=rank)
+    sampler = bb.ElasticDistributedSampler(data, seed=SEED, num_replicas=ranks, rank=rank)
     return DataLoader(data, size, sampler=sampler)
 
 

@@ -190,12 +190,12 @@ def close(answer, reading, rel=REL):
     The signal is |G|^2 less noise / N, and may be any small number: it is as exact as those. Mean
     losses of unequal sizes may put it below what |G|^2 >= 0 allows, where similarity is -1.
     """
-    per_batch = answer.noise / reading.samples
-    apart = abs(answer.signal) + per_batch
-    similarity = -1.0 if answer.signal < -per_batch else answer.similarity
+    per_batch = answer.grad_variance / reading.samples
+    apart = abs(answer.grad_sqnorm) + per_batch
+    similarity = -1.0 if answer.grad_sqnorm < -per_batch else answer.similarity
     return (
-        pytest.approx(answer.noise, rel=rel) == reading.noise
-        and pytest.approx(answer.signal, abs=rel * apart) == reading.signal
+        pytest.approx(answer.grad_variance, rel=rel) == reading.grad_variance
+        and pytest.approx(answer.grad_sqnorm, abs=rel * apart) == reading.grad_sqnorm
         and pytest.approx(similarity, abs=rel) == reading.similarity
     )
 

@@ -206,7 +206,7 @@ def test_a_loaded_state_goes_on_as_if_never_interrupted(tmp_path, seedable):
         configuration = DataLoaderConfiguration(use_seedable_sampler=seedable)
         accelerator = Accelerator(cpu=True, dataloader_config=configuration)
         train, _ = prepared(accelerator, *parts(shuffle=True))
-        accelerator.register_for_checkpointing(bb.RankStates(train))
+        accelerator.register_for_checkpointing(bb.DistributedState(train))
         return accelerator, train
 
     _, train = build()

@@ -155,7 +155,9 @@ def variance_reduced(rank, ranks, by_hand):
         model = DistributedDataParallel(network())
         optimizer = VRSGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
-        ledger = bb.SampleLedger(Numbered(), seed=0, num_replicas=ranks, rank=rank, shuffle=False)
+        ledger = bb.ElasticDistributedSampler(
+            Numbered(), seed=0, num_replicas=ranks, rank=rank, shuffle=False
+        )
         loader = DataLoader(Numbered(), 5, sampler=ledger)
         train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
         train.scheduler_batch = 5
@@ -172,7 +174,7 @@ def test_a_saved_training_goes_on_in_two_processes(ranks, tmp_path):
 def interrupted(rank, ranks, folder):
     with launched(rank, ranks):
         accelerator, train, _ = built({})
-        accelerator.register_for_checkpointing(bb.RankStates(train))
+        accelerator.register_for_checkpointing(bb.DistributedState(train))
         done = []
         for each in each_step(train):
             done.append(each)
@@ -181,7 +183,7 @@ def interrupted(rank, ranks, folder):
                 break
     with launched(rank, ranks):
         accelerator, train, _ = built({})
-        accelerator.register_for_checkpointing(bb.RankStates(train))
+        accelerator.register_for_checkpointing(bb.DistributedState(train))
         accelerator.load_state(folder)
         return told(done + steps_of(train, 2))
 
@@ -207,7 +209,7 @@ REMEDIES = [
 
 def refusals(rank, ranks):
     own = Whole(SequentialSampler(range(SAMPLES)), 5, drop_last=False)
-    ledger = bb.SampleLedger(Numbered(), num_replicas=2, rank=rank)
+    ledger = bb.ElasticDistributedSampler(Numbered(), num_replicas=2, rank=rank)
     given = [
         ({}, Stream(), {"batch_size": 5}, {}),
         ({"dispatch_batches": False}, Stream(), {"batch_size": 5}, {}),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import VRSGD, VarianceReduced
 from deepspeed_training import apart, config_of, data, quiet, weights_of
 
@@ -98,7 +98,7 @@ def in_one_process(ranks, name, reached, weights):
     """The same in float64: each group of the ranks' micro-batches is one backward."""
     model = Branched().double()
     optimizer = MAKERS[name](model.parameters())
-    source = PlainSource(model.parameters(), explicit=True)
+    source = SingleProcessSource(model.parameters(), explicit=True)
     if isinstance(optimizer, VarianceReduced):
         optimizer.follow(source)
     told = []

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.errors import SettingError
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
 from deepspeed_training import apart, config_of, data, loss_of, network, quiet, weights_of
 
@@ -57,7 +57,7 @@ def numbered():
 
 
 def batches_of(rank, ranks):
-    sampler = bb.SampleLedger(numbered(), seed=1, num_replicas=ranks, rank=rank)
+    sampler = bb.ElasticDistributedSampler(numbered(), seed=1, num_replicas=ranks, rank=rank)
     return DataLoader(numbered(), 8, sampler=sampler)
 
 
@@ -111,7 +111,7 @@ def in_one_process(name, steps, groups=1, left_out=(), **settings):
     """The weights, in float64, from the same groups; some parameter groups are not scaled."""
     model, (x, y) = network().double(), data().tensors
     optimizer = make(name, model, groups=groups, **settings)
-    source = PlainSource(model.parameters(), explicit=True)
+    source = SingleProcessSource(model.parameters(), explicit=True)
     if isinstance(optimizer, VarianceReduced):
         optimizer.follow(source)
     for number in left_out:

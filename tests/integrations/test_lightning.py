@@ -455,7 +455,7 @@ def test_a_dry_run_of_one_batch_is_one_step():
 
 def test_a_meter_of_ones_own_measures():
     def every_second(model):
-        return bb.GradientMeter(model, every=2, interval=0.9)
+        return bb.GradientMeter(model, every=2, confidence=0.9)
 
     callback = adaptive(bb.Fixed(16), min_micro_batches=2, meter=every_second)
     watch = fit(callback, loader(64), Training(lambda p: VRAdam(p, lr=0.01)))

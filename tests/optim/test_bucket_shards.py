@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from bigbatch.gradients.sharded import ShardSource
+from bigbatch.gradients.sharded import ShardedSource
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import noise as oracle
 from parallel import batch, network, sharded
@@ -19,7 +19,7 @@ def moments(rank, ranks, hybrid):
     """This rank's pieces of mean and second moment after each of two steps."""
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("a", "b")) if hybrid else None
     model = sharded(network(), mesh=mesh)
-    source, seen = ShardSource(model.parameters()), GradientMoments()
+    source, seen = ShardedSource(model.parameters()), GradientMoments()
     source.subscribe(seen)
     steps = []
     for step in range(2):

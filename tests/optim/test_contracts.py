@@ -409,7 +409,7 @@ def factors_of(name: str, dtype: torch.dtype, scale: float) -> list[Tensor]:
         accumulate(model, batches(seed, dtype=dtype), factor=scale)
         optimizer.step()
         optimizer.zero_grad()
-        factors = optimizer.factors
+        factors = optimizer.gsnr
         told.append(
             torch.stack([factors.mean, factors.at_gamma, factors.at_r_max, factors.lr_factor])
         )
@@ -461,7 +461,7 @@ def test_bfloat16_gradients_have_float32_moments(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected = vr.gsnr(list(rows.double()), [1.0] * 8, 0.1, 3.0)
-        assert pytest.approx(expected.mean().item(), rel=1e-4) == optimizer.factors.mean.item()
+        assert pytest.approx(expected.mean().item(), rel=1e-4) == optimizer.gsnr.mean.item()
     state = optimizer.state_dict()["state"][0]
     assert torch.float32 == state["gsnr_average"].dtype
     assert torch.bfloat16 == weight.dtype
@@ -474,8 +474,8 @@ def test_watching_changes_no_bit(name: str) -> None:
     optimizer = make(name, watched, watch=True)
     train(watched, optimizer, range(3))
     assert same(plain, watched)
-    assert 8 == optimizer.factors.k
-    assert len(values(plain)) == len(optimizer.factors.mean)
+    assert 8 == optimizer.gsnr.k
+    assert len(values(plain)) == len(optimizer.gsnr.mean)
 
 
 @scaled_rows
@@ -490,7 +490,7 @@ def test_a_hook_that_scales_every_gradient_leaves_r(name: str) -> None:
         if when == "after":
             halve(model)
         train(model, optimizer, range(3))
-        told.append(optimizer.factors.mean)
+        told.append(optimizer.gsnr.mean)
     assert torch.equal(told[0], told[1])  # a power of 2 rounds nothing
     assert torch.equal(told[0], told[2])
 

@@ -308,7 +308,7 @@ def train_parts(model, optimizer, rank, ranks, told):
             with contextlib.nullcontext() if number else model.no_sync():
                 parts_step(model, step, rank, number, 0.5)
         optimizer.step()
-        told.append(optimizer.factors.by_layer())
+        told.append(optimizer.gsnr.by_layer())
         optimizer.zero_grad()
 
 
@@ -334,7 +334,7 @@ def test_groups_frozen_unused_and_channels_last_weights_are_those_of_one_process
             for number in range(2):
                 parts_step(model, step, rank, number, 0.25)
         optimizer.step()
-        told.append(optimizer.factors.by_layer())
+        told.append(optimizer.gsnr.by_layer())
         optimizer.zero_grad()
     results = ranks(2)(parts, views)
     assert bitwise_equal([result for result, _ in results])
@@ -420,7 +420,7 @@ def measured(rank, ranks, name):
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # so that the gradients are those of any other optimizer
     read = []
-    with GradientMeter(ddp, layers=True, halves=True, interval=0.9) as meter:
+    with GradientMeter(ddp, per_layer=True, half_batch_cosine=True, confidence=0.9) as meter:
         for step in range(STEPS):
             accumulate(ddp, step, rank, 3)
             read.append(meter.read([6] * 3))
@@ -433,19 +433,21 @@ def test_a_meter_measures_the_true_gradient(ranks):
     plain = ranks(3)(still)
     for mine, theirs in zip(plain, ranks(3)(measured, "VRSGD"), strict=True):
         for one, other in zip(mine, theirs, strict=True):
-            for field in ("signal", "noise", "similarity", "halves"):
+            for field in ("grad_sqnorm", "grad_variance", "similarity", "half_batch_cosine"):
                 assert pytest.approx(getattr(one, field), rel=1e-7) == getattr(other, field)
             assert pytest.approx(one.similarity_interval) == other.similarity_interval
             assert one.layers.keys() == other.layers.keys()
             for name, layer in one.layers.items():
-                assert pytest.approx(layer.noise, rel=1e-7) == other.layers[name].noise
-                assert pytest.approx(layer.signal, rel=1e-6) == other.layers[name].signal
+                assert (
+                    pytest.approx(layer.grad_variance, rel=1e-7) == other.layers[name].grad_variance
+                )
+                assert pytest.approx(layer.grad_sqnorm, rel=1e-6) == other.layers[name].grad_sqnorm
 
 
 def still(rank, ranks):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     read = []
-    with GradientMeter(ddp, layers=True, halves=True, interval=0.9) as meter:
+    with GradientMeter(ddp, per_layer=True, half_batch_cosine=True, confidence=0.9) as meter:
         for step in range(STEPS):
             accumulate(ddp, step, rank, 3)
             read.append(meter.read([6] * 3))

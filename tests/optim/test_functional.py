@@ -12,10 +12,10 @@ from scipy.stats import f as f_distribution
 from scipy.stats import kstest
 from torch import Tensor, nn
 
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.apply_gsnr import How, Layer, fold
+from bigbatch.optim.apply_gsnr import GsnrOptions, Layer, fold
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import vr
 from properties import property_test
@@ -45,7 +45,7 @@ def moments_of(
 ) -> tuple[Tensor, Tensor, float]:
     """(S, M2, N) as an optimizer gets them: each given h_d = n_d g_d comes by a backward."""
     weight = nn.Parameter(torch.empty_like(gradients[0]))
-    source = PlainSource([weight], explicit=True)
+    source = SingleProcessSource([weight], explicit=True)
     source.subscribe(moments := GradientMoments(fused=fused))
     for h_d, n_d in zip(gradients, weights or [1.0] * len(gradients), strict=True):
         with source.micro_batch(weight=n_d):
@@ -64,7 +64,7 @@ def r_of(
     """r itself: what a gradient of ones becomes."""
     total, m2, weight = moments_of(gradients, fused=fused, weights=weights)
     ones = torch.ones_like(total)
-    how = How(factor, *clip, beta3=0.0, weight=weight, k=len(gradients), fused=fused)
+    how = GsnrOptions(factor, *clip, beta3=0.0, weight=weight, k=len(gradients), fused=fused)
     fold(how, [Layer(total, m2, ones)])
     return ones
 
@@ -538,8 +538,8 @@ def copied(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
     ]
 
 
-def how(factor: str, clip: tuple[float, float], *, fused: bool, watch: bool = True) -> How:
-    return How(factor, *clip, beta3=0.75, weight=24.0, k=8, watch=watch, fused=fused)
+def how(factor: str, clip: tuple[float, float], *, fused: bool, watch: bool = True) -> GsnrOptions:
+    return GsnrOptions(factor, *clip, beta3=0.75, weight=24.0, k=8, watch=watch, fused=fused)
 
 
 @needs_kernels

@@ -250,7 +250,7 @@ def test_factors_on_a_gpu_are_those_on_a_cpu(name, dtype):
         model = Given(dtype, device)
         optimizer = VR[name](model.parameters(), watch=True)
         train(model, optimizer, [0])
-        factors = optimizer.factors
+        factors = optimizer.gsnr
         assert device == factors.mean.device.type
         told.append([factors.mean.cpu(), factors.lr_factor.cpu()])
     for on_cpu, on_gpu in zip(*told, strict=True):
@@ -287,7 +287,7 @@ def test_the_host_waits_for_no_step_after_the_first(name, dtype, own):
         with no_synchronization() if step > 1 else contextlib.nullcontext():
             optimizer.step()
         optimizer.zero_grad()
-    assert not own.get("watch") or optimizer.factors.mean.isfinite().all()
+    assert not own.get("watch") or optimizer.gsnr.mean.isfinite().all()
 
 
 @GPU

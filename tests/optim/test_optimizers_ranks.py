@@ -287,7 +287,7 @@ def watched(rank, ranks, name, hybrid=False, limit=None):
             torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
         optimizer.zero_grad()
-    factors = optimizer.factors
+    factors = optimizer.gsnr
     told = [factors.mean, factors.at_gamma, factors.at_r_max, factors.lr_factor]
     return torch.stack(told).clone(), factors.k, whole(model.parameters())
 
@@ -319,7 +319,7 @@ def factors_of_one_step(rank, ranks, limit):
     accumulate(model, 0, rank, ranks)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor().item()
     optimizer.step()
-    return optimizer.factors.mean, norm
+    return optimizer.gsnr.mean, norm
 
 
 def test_r_of_a_clipped_step_is_that_of_the_unclipped_one(ranks):

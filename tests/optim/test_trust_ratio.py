@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import bigbatch
 from bigbatch.bench import optimizer_cost
 from bigbatch.errors import SettingError
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS
 from oracles import vr
@@ -253,7 +253,7 @@ def test_unequal_micro_batches_have_weights(rule: str, dtype: torch.dtype) -> No
     sizes = [3, 17, 8, 1, 11]
     params = layers(dtype=dtype)
     optimizer, oracle = pair(rule, params)
-    source = PlainSource(params, explicit=True)
+    source = SingleProcessSource(params, explicit=True)
     optimizer.follow(source)
     for seed in range(20):
         gradients = micro_gradients(params, len(sizes), seed)  # n_d g_d / N
@@ -485,7 +485,7 @@ def test_a_uniform_r_cancels(rule: str, dtype: torch.dtype) -> None:
             backwards(params, gradients)
             either.step()
             either.zero_grad()
-        assert pytest.approx([0.8, 0.8], rel=1e-5) == optimizer.factors.lr_factor.tolist()
+        assert pytest.approx([0.8, 0.8], rel=1e-5) == optimizer.gsnr.lr_factor.tolist()
     # steps of a tenth of the weights; r would make them a fifth shorter
     assert difference(plain, scaled) < 100 * torch.finfo(dtype).eps
 

@@ -22,7 +22,7 @@ def left_out(gradients: Tensor, sizes: list[float]) -> list[float]:
     for missing in range(len(sizes)):
         rest = [d for d in range(len(sizes)) if d != missing]
         step = oracle.weighted(gradients[rest], [sizes[d] for d in rest])
-        result.append(log_ratio(step.signal, step.noise, sum(sizes)))
+        result.append(log_ratio(step.grad_sqnorm, step.grad_variance, sum(sizes)))
     return result
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Noise(NamedTuple):
-    signal: float
-    noise: float
+    grad_sqnorm: float
+    grad_variance: float
     similarity: float
     noise_scale: float
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 
 class Truth(NamedTuple):
-    signal: float
-    noise: float
+    grad_sqnorm: float
+    grad_variance: float
 
 
 def truth(gradients: Tensor) -> Truth:
@@ -18,8 +18,8 @@ def truth(gradients: Tensor) -> Truth:
     rows = [[float(element) for element in row] for row in gradients]
     count, elements = len(rows), range(len(rows[0]))
     mean = [sum(row[j] for row in rows) / count for j in elements]
-    noise = sum(sum((row[j] - mean[j]) ** 2 for j in elements) for row in rows) / count
-    return Truth(sum(m**2 for m in mean), noise)
+    grad_variance = sum(sum((row[j] - mean[j]) ** 2 for j in elements) for row in rows) / count
+    return Truth(sum(m**2 for m in mean), grad_variance)
 
 
 def elliptical(

@@ -33,7 +33,7 @@ def train(folder, kill_before=0):
 
 def rows_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "seconds": None} for line in lines]
+    return [{**json.loads(line), "elapsed_seconds": None} for line in lines]
 
 
 def tensors_of(value):

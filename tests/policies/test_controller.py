@@ -17,39 +17,39 @@ from hypothesis import strategies as st
 
 import bigbatch as bb
 from bigbatch import (
-    Advise,
     BatchPlan,
     Controller,
     Decision,
     Fixed,
-    GradientNoise,
+    GradientStatistics,
     NoiseAverage,
     NoiseScale,
     NormTest,
-    Progress,
     Schedule,
+    Shadow,
     SimiGrad,
+    TrainingState,
 )
 from bigbatch.errors import SettingError
-from bigbatch.policies.plan_constraints import Cutting
+from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.statistics.confidence import Interval
 from properties import property_test
 
 
 def low(samples=64):
-    return GradientNoise(0.0, 1.0, samples, micro_batches=4)
+    return GradientStatistics(0.0, 1.0, samples, micro_batches=4)
 
 
 def high(samples=64):
-    return GradientNoise(1.0, 0.0, samples, micro_batches=4)
+    return GradientStatistics(1.0, 0.0, samples, micro_batches=4)
 
 
 class HoldUntil:
     """DESIGN section 3, letter for letter."""
 
-    def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
+    def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
         return bb.Decision(
-            batch_size=now.target if now.samples < 10_000 else 4096,
+            batch_size=now.target_batch_size if now.samples < 10_000 else 4096,
             reason="warm-up",
             lr_factor=1.0,
         )
@@ -63,7 +63,7 @@ class Listens:
 
     def decide(self, noise, now):
         self.heard.append((noise, now))
-        return Decision(now.target + 1, "one more", lr_factor=0.5)
+        return Decision(now.target_batch_size + 1, "one more", lr_factor=0.5)
 
 
 def test_it_starts_where_it_is_told_and_asks_after_every_step():
@@ -123,17 +123,32 @@ def test_a_policy_hears_the_target_and_the_counts():
     noise = low(samples=96)
     assert Decision(129, "one more", lr_factor=0.5) == controller.next(noise)
     controller.next(noise)
-    expected = Progress(target=129, batch_size=96, base_batch=32, samples=192, steps=2)
+    expected = TrainingState(
+        target_batch_size=129, batch_size=96, base_batch=32, samples=192, steps=2
+    )
     assert [(noise, expected)] == policy.heard[1:]
 
 
 def test_a_policy_hears_the_progress_that_a_loop_states_with_the_target_filled_in():
     policy = Listens()
-    stated = Progress(7, 96, 32, samples=10**6, steps=5, epoch=3, ranks=2, lr=(0.1,), seconds=1.5)
+    stated = TrainingState(
+        7, 96, 32, samples=10**6, steps=5, epoch=3, ranks=2, lr=(0.1,), elapsed_seconds=1.5
+    )
     Controller(policy, batch_size=128).next(low(), stated)
     told = policy.heard[0][1]
-    assert (128, 10**6, 5, 3, 2) == (told.target, told.samples, told.steps, told.epoch, told.ranks)
-    assert (96, 32, (0.1,), 1.5) == (told.batch_size, told.base_batch, told.lr, told.seconds)
+    assert (128, 10**6, 5, 3, 2) == (
+        told.target_batch_size,
+        told.samples,
+        told.steps,
+        told.epoch,
+        told.ranks,
+    )
+    assert (96, 32, (0.1,), 1.5) == (
+        told.batch_size,
+        told.base_batch,
+        told.lr,
+        told.elapsed_seconds,
+    )
 
 
 def test_a_policy_hears_how_many_virtual_ranks_share_a_step():
@@ -160,7 +175,7 @@ def test_the_base_batch_is_where_it_starts_unless_stated():
 
 @pytest.mark.parametrize(("asked", "told"), [(1, 0), (3, 1), (4, 0), (16, 0)])
 def test_only_whoever_asked_for_a_lower_bound_is_told_that_it_is_raised(asked, told):
-    cutting = Cutting(ranks=1, micro=16, fixed=False, least=4)
+    cutting = PlanConstraints(ranks=1, micro=16, fixed=False, least=4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         controller = cutting.controller(SimiGrad(min_batch=asked), 64, None, 960)
@@ -229,7 +244,7 @@ def test_a_loaded_target_obeys_the_bounds_given_now():
 
 def seen(B, noise_scale=1000.0):
     """What a step of B samples measures exactly."""
-    return GradientNoise(1.0, noise_scale, B, micro_batches=8)
+    return GradientStatistics(1.0, noise_scale, B, micro_batches=8)
 
 
 def walk(controller, steps, noise_scale=1000.0, rounded=lambda B: B):
@@ -242,7 +257,7 @@ def walk(controller, steps, noise_scale=1000.0, rounded=lambda B: B):
 
 def test_a_policy_is_asked_every_nth_step_only():
     policy = Listens()
-    controller = Controller(policy, 128, every=3)
+    controller = Controller(policy, 128, decide_every=3)
     assert [128, 128, 129, 129, 129, 130] == walk(controller, 6)
     assert [3, 6] == [now.steps for _, now in policy.heard]
     assert "decides every 3 steps" in controller.next(low()).reason
@@ -250,11 +265,11 @@ def test_a_policy_is_asked_every_nth_step_only():
 
 
 def test_a_warm_up_holds_the_batch_and_fills_the_average():
-    controller = Controller(SimiGrad(target=0.2), 128, warm_up=1000, smoothing=1e9)
+    controller = Controller(SimiGrad(target=0.2), 128, warmup=1000, smoothing=1e9)
     reasons = [controller.next(low(samples=128)).reason for _ in range(7)]
     assert {"held: warm-up of 1000 samples"} == set(reasons)
     assert 128 == controller.decision.batch_size
-    last = controller.next(GradientNoise(8.0, 1.0, 104, 4))  # sample 1,000
+    last = controller.next(GradientStatistics(8.0, 1.0, 104, 4))  # sample 1,000
     # (7 x 128 x 0 + 104 x 8) / 1,000 of signal; the window is so long that all count alike
     assert pytest.approx(0.832 / (0.832 + 2 / 104), abs=1e-3) == float(last.reason.split()[1])
     assert 115 == last.batch_size
@@ -270,7 +285,7 @@ def test_smoothing_hands_the_policy_the_average():
 
 def test_a_step_without_a_number_does_not_enter_the_average():
     one, other = (Controller(SimiGrad(0.2), 128, smoothing=500) for _ in range(2))
-    for noise in (low(), GradientNoise(math.nan, math.inf, 64, 4), high(100)):
+    for noise in (low(), GradientStatistics(math.nan, math.inf, 64, 4), high(100)):
         one.next(noise)
     for noise in (low(), high(100)):
         other.next(noise)
@@ -339,7 +354,7 @@ def test_a_policy_of_ones_own_that_reads_the_cut_batch_is_held_in_the_dead_band_
     class Nears:
         def decide(self, noise, now):
             way = 1 if now.batch_size < noise.noise_scale else -1
-            return Decision(now.target + way, "one nearer")
+            return Decision(now.target_batch_size + way, "one nearer")
 
     controller = Controller(Nears(), present, dead_band=0.15)
     assert expected == controller.next(seen(present)).batch_size
@@ -357,7 +372,7 @@ def test_a_dead_band_does_not_keep_the_batch_from_its_bounds(bounds, inner):
 def test_a_held_decision_says_why_and_keeps_its_factor():
     class Halves:
         def decide(self, noise, now):
-            size = now.target + (1 if noise.similarity < 0.5 else -1)
+            size = now.target_batch_size + (1 if noise.similarity < 0.5 else -1)
             return Decision(size, "one more", lr_factor=0.5)
 
     decision = Controller(Halves(), 100, dead_band=0.5).next(seen(100, noise_scale=60.0))
@@ -370,18 +385,18 @@ def test_a_held_decision_says_why_and_keeps_its_factor():
     factor=st.floats(1.0001, 10),
 )
 def test_no_decision_moves_farther_than_the_largest_step(noises, start, factor):
-    controller = Controller(NoiseScale(), start, largest_step=factor, smoothing=1)
+    controller = Controller(NoiseScale(), start, max_change=factor, smoothing=1)
     before = start
     for signal in noises:
-        after = controller.next(GradientNoise(signal, 1e4, 64, 8)).batch_size
+        after = controller.next(GradientStatistics(signal, 1e4, 64, 8)).batch_size
         assert before / factor <= after <= before * factor or abs(after - before) == 1
         before = after
 
 
 def test_what_is_far_away_is_reached_by_largest_steps():
-    falling = Controller(NoiseScale(min_batch=20), 256, largest_step=2, smoothing=1)
+    falling = Controller(NoiseScale(min_batch=20), 256, max_change=2, smoothing=1)
     assert [128, 64, 32, 20] == walk(falling, 4, noise_scale=0.0)
-    rising = Controller(NoiseScale(max_batch=500), 64, largest_step=2, smoothing=1)
+    rising = Controller(NoiseScale(max_batch=500), 64, max_change=2, smoothing=1)
     assert [128, 256, 500, 500] == walk(rising, 4, noise_scale=1e6)
 
 
@@ -389,7 +404,7 @@ def test_what_is_far_away_is_reached_by_largest_steps():
 @pytest.mark.parametrize("way", [low, high])
 def test_no_whole_number_stalls_the_batch(start, way):
     for policy in (SimiGrad(0.2), NoiseScale(max_batch=10**6)):
-        options = {"largest_step": 1.01, "smoothing": 64, "dead_band": 0.01}
+        options = {"max_change": 1.01, "smoothing": 64, "dead_band": 0.01}
         controller = Controller(policy, start, **options)
         after = controller.next(way()).batch_size
         assert after > start if way is low else after < start or start == 1
@@ -400,13 +415,13 @@ def test_a_start_without_noise_runs_away_no_farther_than_it_is_told():
     assert [1, 1] == [walk(one, 60, noise_scale=0.0)[-1] for one in runaway]
     for policy in (SimiGrad(0.2, min_batch=64), NoiseScale(min_batch=64)):
         assert 64 == walk(Controller(policy, 256, smoothing=1), 60, noise_scale=0.0)[-1]
-        patient = Controller(policy, 256, smoothing=1, warm_up=2560)
+        patient = Controller(policy, 256, smoothing=1, warmup=2560)
         assert {256} == set(walk(patient, 9, noise_scale=0.0))
-        slow = Controller(policy, 256, smoothing=1, largest_step=1.1)
+        slow = Controller(policy, 256, smoothing=1, max_change=1.1)
         assert 64 < walk(slow, 9, noise_scale=0.0)[-1] < 256
 
 
-# surely
+# confidence
 
 
 def with_interval(low, high, level=0.9, noise_scale=1000.0, samples=128):
@@ -422,7 +437,7 @@ def with_interval(low, high, level=0.9, noise_scale=1000.0, samples=128):
 def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
     high = math.nextafter(high, 0) if high == 1 else high
     low = math.nextafter(low, 0) if low == -1 else low
-    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
     decision = controller.next(with_interval(low, high))
     assert expected == decision.batch_size
     assert ("held: not sure at 0.9" in decision.reason) == (expected == 128)
@@ -431,19 +446,19 @@ def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
 def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise_is_sure():
     whole = Interval(-math.inf, math.inf, 0.9, "step")
     for noise in (low(128), high(128)):
-        controller = Controller(SimiGrad(target=0.2), 128, surely=0.9)
+        controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
         assert 128 == controller.next(replace(noise, interval=whole)).batch_size
     clear = replace(high(128), interval=Interval(20.0, 34.0, 0.9, "step"))
-    assert 115 == Controller(SimiGrad(target=0.2), 128, surely=0.9).next(clear).batch_size
+    assert 115 == Controller(SimiGrad(target=0.2), 128, confidence=0.9).next(clear).batch_size
 
 
 def test_with_smoothing_the_interval_is_the_windows():
-    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9, smoothing=10_000)
-    average = NoiseAverage(10_000, interval=0.9)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=10_000)
+    average = NoiseAverage(10_000, confidence=0.9)
     generator = torch.Generator().manual_seed(0)
     moved = []
     for draw in torch.randn(60, generator=generator, dtype=torch.float64).tolist():
-        noise = GradientNoise(1.0 + draw, 1000.0, 128, 8)
+        noise = GradientStatistics(1.0 + draw, 1000.0, 128, 8)
         low, high = average.update(noise).similarity_interval
         before = controller.decision.batch_size
         after = controller.next(noise).batch_size
@@ -457,19 +472,24 @@ def test_with_smoothing_the_interval_is_the_windows():
 @pytest.mark.parametrize(
     ("noise", "words"),
     [
-        (seen(128), r"surely=0.9 .* there is none; measure with GradientMeter\(interval=0.9\)"),
+        (
+            seen(128),
+            r"confidence=0.9 .* there is none; measure with GradientMeter\(confidence=0.9\)",
+        ),
         (with_interval(0.1, 0.3, level=0.5), "the meter's is of 0.5"),
     ],
 )
 def test_surely_without_its_interval_names_the_remedy_at_the_first_step(noise, words):
-    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9, warm_up=10**6, every=100)
+    controller = Controller(
+        SimiGrad(target=0.2), 128, confidence=0.9, warmup=10**6, decide_every=100
+    )
     with pytest.raises(SettingError, match=words):
         controller.next(noise)
 
 
 def test_a_step_without_a_number_is_no_missing_interval():
-    controller = Controller(SimiGrad(target=0.2), 128, surely=0.9)
-    decision = controller.next(GradientNoise(math.nan, math.nan, 128, 8))
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+    decision = controller.next(GradientStatistics(math.nan, math.nan, 128, 8))
     assert 128 == decision.batch_size
 
 
@@ -482,7 +502,7 @@ def test_a_step_without_a_number_is_no_missing_interval():
     ],
 )
 def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expected):
-    for options in ({"dead_band": 0.5}, {"surely": 0.9}, {"surely": 0.9, "smoothing": 1e3}):
+    for options in ({"dead_band": 0.5}, {"confidence": 0.9}, {"confidence": 0.9, "smoothing": 1e3}):
         controller = Controller(policy, 128, **options)
         assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
 
@@ -490,20 +510,20 @@ def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expect
 @pytest.mark.filterwarnings("ignore:NoiseScale goes by")
 def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
     noise = replace(with_interval(0.05, 0.9), samples=1)
-    assert 1 == Controller(NoiseScale(), 1, surely=0.9).next(noise).batch_size
+    assert 1 == Controller(NoiseScale(), 1, confidence=0.9).next(noise).batch_size
     near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900)
     assert 900 == near.next(seen(900)).batch_size
 
 
 def test_advice_leaves_the_batch_alone_and_is_told():
-    controller = Controller(Advise(SimiGrad(target=0.2, max_batch=135)), 128, dead_band=0.1)
+    controller = Controller(Shadow(SimiGrad(target=0.2, max_batch=135)), 128, dead_band=0.1)
     decision = controller.next(low(128))
     assert (128, 135, 1.0) == (decision.batch_size, decision.advice, decision.lr_factor)
-    assert 64 == Controller(Advise(Fixed(96)), 64).next(low()).batch_size
-    assert 135 == Controller(Advise(SimiGrad(max_batch=135)), 4096).decision.batch_size
+    assert 64 == Controller(Shadow(Fixed(96)), 64).next(low()).batch_size
+    assert 135 == Controller(Shadow(SimiGrad(max_batch=135)), 4096).decision.batch_size
 
 
-@pytest.mark.parametrize("policy", [NoiseScale(), Advise(NoiseScale())])
+@pytest.mark.parametrize("policy", [NoiseScale(), Shadow(NoiseScale())])
 def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
     with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=") as said:
         controller = Controller(policy, 128)
@@ -518,19 +538,19 @@ def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"every": 0}, "every=0"),
-        ({"every": 1.5}, "every=1.5"),
+        ({"decide_every": 0}, "decide_every=0"),
+        ({"decide_every": 1.5}, "decide_every=1.5"),
         ({"smoothing": 0}, "smoothing=0"),
         ({"smoothing": math.inf}, "smoothing=inf"),
         ({"smoothing": math.nan}, "smoothing=nan"),
         ({"dead_band": -0.1}, "dead_band=-0.1"),
         ({"dead_band": math.nan}, "dead_band=nan"),
-        ({"largest_step": 1.0}, "largest_step=1.0"),
-        ({"largest_step": math.nan}, "largest_step=nan"),
-        ({"surely": 0.0}, "surely=0.0"),
-        ({"surely": 90}, "surely=90"),
-        ({"warm_up": -1}, "warm_up=-1"),
-        ({"warm_up": math.nan}, "warm_up=nan"),
+        ({"max_change": 1.0}, "max_change=1.0"),
+        ({"max_change": math.nan}, "max_change=nan"),
+        ({"confidence": 0.0}, "confidence=0.0"),
+        ({"confidence": 90}, "confidence=90"),
+        ({"warmup": -1}, "warmup=-1"),
+        ({"warmup": math.nan}, "warmup=nan"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(wrong, words):
@@ -546,17 +566,17 @@ POLICIES = [
     NoiseScale(0.5),
     NormTest(0.5),
     Schedule("64, x2 every 500 samples up to 300, then decay"),
-    Advise(SimiGrad(0.3)),
+    Shadow(SimiGrad(0.3)),
 ]
 OPTIONS = [
     {},
-    {"every": 3},
+    {"decide_every": 3},
     {"smoothing": 700},
     {"dead_band": 0.2},
-    {"largest_step": 1.05},
-    {"smoothing": 700, "surely": 0.8},
-    {"warm_up": 1000},
-    {"every": 2, "smoothing": 300, "dead_band": 0.1, "largest_step": 1.5, "surely": 0.6},
+    {"max_change": 1.05},
+    {"smoothing": 700, "confidence": 0.8},
+    {"warmup": 1000},
+    {"decide_every": 2, "smoothing": 300, "dead_band": 0.1, "max_change": 1.5, "confidence": 0.6},
 ]
 every_pair = [
     pytest.mark.parametrize("policy", POLICIES, ids=str),
@@ -565,9 +585,9 @@ every_pair = [
 ]
 steps_seen = st.lists(
     st.builds(
-        GradientNoise,
-        signal=st.floats(-1, 10) | st.just(math.nan),
-        noise=st.just(0.0) | st.floats(1e-9, 1e4),
+        GradientStatistics,
+        grad_sqnorm=st.floats(-1, 10) | st.just(math.nan),
+        grad_variance=st.just(0.0) | st.floats(1e-9, 1e4),
         samples=st.integers(1, 500),
         micro_batches=st.just(8),
     ),
@@ -590,7 +610,7 @@ def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start)
     sizes = [controller.decision.batch_size]
     sizes += [controller.next(noise).batch_size for noise in noises]
     assert all(isinstance(size, int) and 50 <= size <= 400 for size in sizes)
-    most = options.get("largest_step", math.inf)
+    most = options.get("max_change", math.inf)
     assert all(
         before / most <= after <= before * most or abs(after - before) == 1
         for before, after in pairwise(sizes)
@@ -622,15 +642,15 @@ def test_a_state_of_an_older_release_loads():
     controller = Controller(SimiGrad(0.2), 128, smoothing=500)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        old = {"target": 300, "lr_factor": 0.5, "samples": 1e4, "steps": 70}
+        old = {"target_batch_size": 300, "lr_factor": 0.5, "samples": 1e4, "steps": 70}
         controller.load_state_dict(old)
     assert (300, 0.5) == (controller.decision.batch_size, controller.decision.lr_factor)
     assert old.items() <= controller.state_dict().items()
 
 
 def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
-    before = Controller(SimiGrad(0.2), 128, every=2)
-    controller = Controller(SimiGrad(0.3), 128, every=1, dead_band=0.1)
+    before = Controller(SimiGrad(0.2), 128, decide_every=2)
+    controller = Controller(SimiGrad(0.3), 128, decide_every=1, dead_band=0.1)
     with pytest.warns(UserWarning, match="the new one is used") as said:
         controller.load_state_dict(before.state_dict())
     assert 1 == len(said)
@@ -639,7 +659,7 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     assert "every was 2, is 1" in message
     assert "dead_band was 0, is 0.1" in message
     assert "base_batch" not in message
-    assert 140 == controller.next(low(128)).batch_size  # every=1
+    assert 140 == controller.next(low(128)).batch_size  # decide_every=1
 
 
 @pytest.mark.parametrize(
@@ -648,12 +668,12 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
         ("base_batch", 64),
         ("min_batch", 2),
         ("max_batch", 256),
-        ("every", 2),
+        ("decide_every", 2),
         ("smoothing", 500),
         ("dead_band", 0.1),
-        ("largest_step", 1.5),
-        ("surely", 0.9),
-        ("warm_up", 100),
+        ("max_change", 1.5),
+        ("confidence", 0.9),
+        ("warmup", 100),
     ],
 )
 def test_every_option_that_changed_is_named_and_makes_another_digest(option, value):
@@ -677,10 +697,10 @@ def test_an_average_that_is_new_or_gone_begins_or_ends():
 
 
 DIGEST = """
-from bigbatch import Advise, Controller, GradientNoise
+from bigbatch import Controller, GradientStatistics, Shadow
 class Mine:
     def decide(self, noise, now): ...
-controller = Controller(Advise(Mine()), 128, smoothing=500)
+controller = Controller(Shadow(Mine()), 128, smoothing=500)
 print(controller.digest())
 """
 
@@ -722,7 +742,7 @@ class Counting:
 
 
 def test_what_a_policy_of_ones_own_remembers_is_saved_with_it():
-    noise = GradientNoise(1.0, 64.0, samples=10, micro_batches=4)
+    noise = GradientStatistics(1.0, 64.0, samples=10, micro_batches=4)
     first = Controller(Counting(), 10)
     for _ in range(3):
         first.next(noise)
@@ -732,14 +752,14 @@ def test_what_a_policy_of_ones_own_remembers_is_saved_with_it():
 
 
 def test_a_policy_that_remembers_is_saved_through_advise_too_and_asked_once_a_step():
-    noise = GradientNoise(1.0, 64.0, samples=10, micro_batches=4)
-    first = Controller(bb.Advise(Counting()), 10)
+    noise = GradientStatistics(1.0, 64.0, samples=10, micro_batches=4)
+    first = Controller(bb.Shadow(Counting()), 10)
     for _ in range(3):
         first.next(noise)
-    second = Controller(bb.Advise(Counting()), 10)
+    second = Controller(bb.Shadow(Counting()), 10)
     second.load_state_dict(first.state_dict())
     assert 40 == first.next(noise).advice == second.next(noise).advice
-    for options in ({"dead_band": 0.1}, {"surely": 0.9, "smoothing": 100}):
+    for options in ({"dead_band": 0.1}, {"confidence": 0.9, "smoothing": 100}):
         with pytest.raises(SettingError, match="one that remembers"):
             Controller(Counting(), 10, **options)
 
@@ -753,10 +773,10 @@ class Wrapper(Counting):
 
 
 @pytest.mark.parametrize(
-    "build", [Wrapper, lambda: bb.Advise(bb.Advise(Counting()))], ids=["its own", "twice advised"]
+    "build", [Wrapper, lambda: bb.Shadow(bb.Shadow(Counting()))], ids=["its own", "twice advised"]
 )
 def test_what_a_policy_remembers_is_saved_wherever_it_is(build):
-    noise = GradientNoise(1.0, 64.0, samples=10, micro_batches=4)
+    noise = GradientStatistics(1.0, 64.0, samples=10, micro_batches=4)
     first, second = Controller(build(), 10), Controller(build(), 10)
     for _ in range(3):
         first.next(noise)
@@ -767,7 +787,7 @@ def test_what_a_policy_remembers_is_saved_wherever_it_is(build):
 
 
 def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
-    noisy = GradientNoise(-7.0, 64.0, samples=10, micro_batches=4)
+    noisy = GradientStatistics(-7.0, 64.0, samples=10, micro_batches=4)
     for policy, options, expected in [
         (bb.NoiseScale(), {"max_batch": 4096}, 4096),
         (bb.NoiseScale(max_batch=512), {"max_batch": 4096}, 512),
@@ -780,29 +800,29 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
 
 def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
     interval = Interval(-0.3, 0.4, 0.9, "step")
-    noise = GradientNoise(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
-    controller = Controller(bb.NoiseScale(), 64, max_batch=4096, surely=0.9, smoothing=None)
+    noise = GradientStatistics(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
+    controller = Controller(bb.NoiseScale(), 64, max_batch=4096, confidence=0.9, smoothing=None)
     assert 2000 == controller.next(noise).batch_size
 
 
 def test_a_window_far_longer_than_the_training_still_averages():
     controller = Controller(SimiGrad(0.2), 128, smoothing=1e19)
-    grown = controller.next(GradientNoise(1.0, 576.0, samples=128, micro_batches=4))
+    grown = controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
     assert 140 == grown.batch_size
     assert "similarity 0.100" in grown.reason
 
 
 def test_without_any_noise_a_window_is_sure():
-    controller = Controller(SimiGrad(0.2), 128, smoothing=1000, surely=0.9)
+    controller = Controller(SimiGrad(0.2), 128, smoothing=1000, confidence=0.9)
     for expected in (115, 103):
-        step = GradientNoise(1.0, 0.0, samples=128, micro_batches=4)
+        step = GradientStatistics(1.0, 0.0, samples=128, micro_batches=4)
         assert expected == controller.next(step).batch_size
 
 
 def test_what_a_bound_keeps_from_a_decaying_schedule_lowers_the_rate():
     schedule = bb.Schedule("64, x4 every 2 steps up to 1024, then decay")
     controller = Controller(schedule, 64, max_batch=512)
-    noise = GradientNoise(1.0, 64.0, samples=64, micro_batches=4)
+    noise = GradientStatistics(1.0, 64.0, samples=64, micro_batches=4)
     seen = [controller.next(noise) for _ in range(6)]
     assert [64, 256, 256, 512, 512, 512] == [decision.batch_size for decision in seen]
     assert [1, 1, 1, 0.5, 0.5, 0.125] == [decision.lr_factor for decision in seen]

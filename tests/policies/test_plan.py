@@ -6,11 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigbatch import BatchPlan, Controller, GradientNoise, SimiGrad
+from bigbatch import BatchPlan, Controller, GradientStatistics, SimiGrad
 from bigbatch.errors import BigbatchError, SettingError
 from properties import property_test
 
-LOW, HIGH = GradientNoise(-1.0, 80.0, 80, 8), GradientNoise(1.0, 0.0, 80, 8)  # phi -1 and 1
+LOW, HIGH = (
+    GradientStatistics(-1.0, 80.0, 80, 8),
+    GradientStatistics(1.0, 0.0, 80, 8),
+)  # phi -1 and 1
 
 
 def least_accumulation(ranks, min_micro_batches, min_accumulation):

@@ -8,27 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch import (
-    Advise,
     Controller,
     Decision,
     Fixed,
-    GradientNoise,
+    GradientStatistics,
     NoiseScale,
     NormTest,
-    Progress,
     Schedule,
+    Shadow,
     SimiGrad,
+    TrainingState,
 )
 from bigbatch.errors import SettingError
 
 
 def now(target, batch_size=None):
-    return Progress(target=target, batch_size=batch_size or target, base_batch=128)
+    return TrainingState(target_batch_size=target, batch_size=batch_size or target, base_batch=128)
 
 
 def step(similarity, samples=128):
     """A step whose phi is `similarity`."""
-    return GradientNoise(similarity, (1 - similarity) * samples / 2, samples, micro_batches=8)
+    return GradientStatistics(similarity, (1 - similarity) * samples / 2, samples, micro_batches=8)
 
 
 def test_the_rule_is_the_papers_in_whole_numbers():
@@ -91,8 +91,8 @@ def test_decide_applies_the_rule_to_what_was_decided_not_to_what_was_cut():
     [
         (step(0.1), "similarity 0.100 < 0.2"),
         (step(0.5), "similarity 0.500 > 0.2"),
-        (GradientNoise(1.0, 256.0, 128, 8), "similarity 0.200 = 0.2"),
-        (GradientNoise(0.0, 0.0, 128, 8), "not finite"),
+        (GradientStatistics(1.0, 256.0, 128, 8), "similarity 0.200 = 0.2"),
+        (GradientStatistics(0.0, 0.0, 128, 8), "not finite"),
     ],
 )
 def test_the_reason_says_what_was_compared(noise, words):
@@ -106,7 +106,7 @@ def test_the_batch_settles_at_its_fixed_point(start, target):
     policy, B, seen = SimiGrad(target=target), start, []
     fixed_point = noise_scale * 2 * target / (1 - target)
     for _ in range(250):
-        noise = GradientNoise(1.0, noise_scale, samples=B, micro_batches=8)
+        noise = GradientStatistics(1.0, noise_scale, samples=B, micro_batches=8)
         assert pytest.approx(1 / (1 + 2 * noise_scale / B)) == noise.similarity
         B = policy.decide(noise, now(B)).batch_size
         seen.append(B)
@@ -167,16 +167,16 @@ def test_a_decision_may_stop_the_weights():
 
 # NoiseScale
 
-LOUD, CLEAR = GradientNoise(-1.0, 576.0, 128, 8), GradientNoise(4.0, 0.0, 128, 8)
-NOTHING = GradientNoise(0.0, 0.0, 128, 8)
-UNKNOWN = GradientNoise(math.nan, math.nan, 128, 8)
+LOUD, CLEAR = GradientStatistics(-1.0, 576.0, 128, 8), GradientStatistics(4.0, 0.0, 128, 8)
+NOTHING = GradientStatistics(0.0, 0.0, 128, 8)
+UNKNOWN = GradientStatistics(math.nan, math.nan, 128, 8)
 
 
 @pytest.mark.parametrize(
     ("multiple", "expected"), [(1.0, 576), (0.5, 288), (1 / 3, 192), (0.3, 173), (0.001, 1)]
 )
 def test_the_noise_scale_is_reached_in_one_step_from_anywhere(multiple, expected):
-    noise = GradientNoise(2.0, 1152.0, samples=64, micro_batches=8)
+    noise = GradientStatistics(2.0, 1152.0, samples=64, micro_batches=8)
     for present in (1, 576, 10**6):
         assert expected == NoiseScale(multiple).decide(noise, now(present)).batch_size
 
@@ -184,16 +184,16 @@ def test_the_noise_scale_is_reached_in_one_step_from_anywhere(multiple, expected
 @pytest.mark.parametrize("target", [0.1, 0.2, 1 / 3, 0.5, 0.9])
 def test_a_similarity_target_is_a_multiple_of_the_noise_scale(target):
     multiple = 2 * target / (1 - target)
-    noise = GradientNoise(1.0, 100_000.0, samples=512, micro_batches=8)
+    noise = GradientStatistics(1.0, 100_000.0, samples=512, micro_batches=8)
     wanted = NoiseScale(multiple).decide(noise, now(512)).batch_size
-    at_rest = GradientNoise(1.0, 100_000.0, samples=wanted, micro_batches=8)
+    at_rest = GradientStatistics(1.0, 100_000.0, samples=wanted, micro_batches=8)
     assert pytest.approx(target, abs=1e-4) == at_rest.similarity  # half a sample in 20,000
 
 
 def test_an_infinite_noise_scale_is_the_upper_bound_or_no_change():
     assert 128 == NoiseScale().decide(LOUD, now(128)).batch_size
     assert 4096 == NoiseScale(max_batch=4096).decide(LOUD, now(128)).batch_size
-    huge = GradientNoise(1e-300, 1e300, 128, 8)
+    huge = GradientStatistics(1e-300, 1e300, 128, 8)
     assert 4096 == NoiseScale(1e300, max_batch=4096).decide(huge, now(128)).batch_size
 
 
@@ -216,7 +216,7 @@ def test_the_norm_test_grows_to_its_fixed_point_and_no_farther(theta):
     noise_scale, B = 1000.0, 1
     for _ in range(300):
         before = B
-        B = NormTest(theta).decide(GradientNoise(1.0, noise_scale, B, 8), now(B)).batch_size
+        B = NormTest(theta).decide(GradientStatistics(1.0, noise_scale, B, 8), now(B)).batch_size
         assert before <= B
     fixed_point = noise_scale * (1 / theta**2 - 1)
     # the last step rounds up; near the fixed point a step moves by (1 - theta^2) of the distance
@@ -224,7 +224,7 @@ def test_the_norm_test_grows_to_its_fixed_point_and_no_farther(theta):
 
 
 def test_the_norm_test_asks_for_the_noise_over_the_measured_squared_norm():
-    noise = GradientNoise(1.0, 600.0, samples=200, micro_batches=8)  # |G|^2 = 1 + 600 / 200
+    noise = GradientStatistics(1.0, 600.0, samples=200, micro_batches=8)  # |G|^2 = 1 + 600 / 200
     assert 600 == NormTest(0.5).decide(noise, now(200)).batch_size
     true = NoiseScale(multiple=1 / 0.5**2).decide(noise, now(200)).batch_size
     assert 4 * 600 == true
@@ -236,7 +236,7 @@ def test_the_norm_test_never_shrinks_the_batch_that_was_decided(cut):
 
 
 def test_an_average_whose_norm_is_not_positive_fails_the_test_at_every_batch():
-    noise = GradientNoise(-10.0, 600.0, samples=200, micro_batches=8)
+    noise = GradientStatistics(-10.0, 600.0, samples=200, micro_batches=8)
     assert 4096 == NormTest(0.5, max_batch=4096).decide(noise, now(200)).batch_size
     assert 200 == NormTest(0.5).decide(noise, now(200)).batch_size
 
@@ -253,7 +253,7 @@ def test_an_average_whose_norm_is_not_positive_fails_the_test_at_every_batch():
         (lambda: NormTest(1.0), "theta=1.0"),
         (lambda: NormTest(math.nan), "theta=nan"),
         (lambda: NormTest(0.5, 512, 256), "min_batch=512 exceeds max_batch=256"),
-        (lambda: Advise(None), "policy=None"),
+        (lambda: Shadow(None), "policy=None"),
         (lambda: Decision(8, "test", advice=0), "advice=0"),
     ],
 )
@@ -266,28 +266,28 @@ def test_settings_of_the_other_policies_are_refused_by_name_too(wrong, words):
 
 
 def test_advice_is_told_and_not_followed():
-    decision = Advise(SimiGrad(target=0.2)).decide(step(0.1), now(128))
+    decision = Shadow(SimiGrad(target=0.2)).decide(step(0.1), now(128))
     assert (128, 1.0, 140) == (decision.batch_size, decision.lr_factor, decision.advice)
     assert "140" in decision.reason
     assert "similarity 0.100 < 0.2" in decision.reason
     assert SimiGrad(target=0.2).decide(step(0.1), now(128)).advice is None
     decays = Schedule("64, x4 at 1 epoch up to 128, then decay")
-    late = Progress(64, 64, 64, epoch=1)
+    late = TrainingState(64, 64, 64, epoch=1)
     assert 0.5 == decays.decide(LOUD, late).lr_factor
-    assert 1.0 == Advise(decays).decide(LOUD, late).lr_factor
+    assert 1.0 == Shadow(decays).decide(LOUD, late).lr_factor
 
 
 def test_advice_keeps_the_bounds_of_the_policy_that_gives_it():
-    advise = Advise(NoiseScale(min_batch=64, max_batch=256))
+    advise = Shadow(NoiseScale(min_batch=64, max_batch=256))
     assert (64, 256, True) == (advise.min_batch, advise.max_batch, advise.wants_average)
-    free = Advise(Fixed(96))
+    free = Shadow(Fixed(96))
     assert (1, None, False) == (free.min_batch, free.max_batch, free.wants_average)
 
 
 def test_advice_keeps_the_controllers_bounds_too():
     bounds = {"min_batch": 32, "max_batch": 512}
     for policy, expected in [(Fixed(4096), 512), (Fixed(8), 32), (Fixed(96), 96)]:
-        decision = Controller(Advise(policy), 64, **bounds).next(step(0.1))
+        decision = Controller(Shadow(policy), 64, **bounds).next(step(0.1))
         assert (64, expected) == (decision.batch_size, decision.advice)
         assert f"advice: {expected} " in decision.reason
 
@@ -305,19 +305,19 @@ EVERY_POLICY = [
     NormTest(0.1),
     Schedule("64, x3 every 1K samples up to 2000, then decay"),
     Schedule("900 to 30 over 5 epochs in steps of 30, 40 from 9 epochs, x1.1 at 70 steps"),
-    Advise(SimiGrad(0.3, **BOUNDS)),
-    Advise(Schedule("64, x3 every 1K samples")),
+    Shadow(SimiGrad(0.3, **BOUNDS)),
+    Shadow(Schedule("64, x3 every 1K samples")),
 ]
 noises = st.builds(
-    GradientNoise,
-    signal=st.floats(-1e6, 1e6) | st.just(math.nan),
-    noise=st.floats(0, 1e9) | st.sampled_from([math.nan, 1e-300]),
+    GradientStatistics,
+    grad_sqnorm=st.floats(-1e6, 1e6) | st.just(math.nan),
+    grad_variance=st.floats(0, 1e9) | st.sampled_from([math.nan, 1e-300]),
     samples=st.integers(1, 10**6),
     micro_batches=st.just(8),
 )
 moments = st.builds(
-    Progress,
-    target=st.integers(20, 3000),
+    TrainingState,
+    target_batch_size=st.integers(20, 3000),
     batch_size=st.integers(1, 10**6),
     base_batch=st.integers(1, 10**6),
     samples=st.integers(0, 10**12),

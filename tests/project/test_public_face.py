@@ -35,9 +35,16 @@ def test_measuring_alone(model, data):
             (cross_entropy(model(x), y) * len(y) / sum(sizes)).backward()
         noise = meter.read(samples=sizes)
     assert (3, 26) == (noise.micro_batches, noise.samples)
-    assert noise.noise > 0
-    assert pytest.approx(noise.signal / (noise.signal + 2 * noise.noise / 26)) == noise.similarity
-    assert noise.noise_scale == noise.noise / noise.signal if noise.signal > 0 else torch.inf
+    assert noise.grad_variance > 0
+    assert (
+        pytest.approx(noise.grad_sqnorm / (noise.grad_sqnorm + 2 * noise.grad_variance / 26))
+        == noise.similarity
+    )
+    assert (
+        noise.noise_scale == noise.grad_variance / noise.grad_sqnorm
+        if noise.grad_sqnorm > 0
+        else torch.inf
+    )
 
 
 def test_the_adaptive_loop_with_everything(model, loader):
@@ -75,8 +82,8 @@ def test_the_adaptive_loop_with_everything(model, loader):
 
 
 class HoldUntil:
-    def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
-        batch_size = now.target if now.samples < 1_000 else 256
+    def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
+        batch_size = now.target_batch_size if now.samples < 1_000 else 256
         return bb.Decision(batch_size=batch_size, reason="warm-up", lr_factor=1.0)
 
 
@@ -96,7 +103,9 @@ def test_a_policy_of_ones_own(model, loader):
 def test_decisions_alone():
     policy = bb.SimiGrad(target=0.2, min_batch=1, max_batch=None)
     assert 140 == policy.next_batch(similarity=0.1, batch_size=128)
-    noise = bb.GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=8)
+    noise = bb.GradientStatistics(
+        grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=8
+    )
     assert 140 == bb.Controller(policy, batch_size=128).next(noise).batch_size
     assert 576 == pytest.approx(bb.NoiseAverage(samples=50_000).update(noise).noise_scale)
     plan = bb.BatchPlan.fit(

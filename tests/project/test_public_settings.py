@@ -116,7 +116,7 @@ PUBLIC = {
         {"text": "64, x2 at 9 tokens", "tokens_per_sample": 2},
         {"tokens_per_sample": positive},
     ),
-    "Advise": (bb.Advise, {"policy": bb.Fixed(8)}, {"policy": lambda value: False}),
+    "Shadow": (bb.Shadow, {"policy": bb.Fixed(8)}, {"policy": lambda value: False}),
     "Decision": (
         bb.Decision,
         {"batch_size": 8, "reason": "said"},
@@ -127,9 +127,9 @@ PUBLIC = {
         bb.Controller,
         {"policy": bb.SimiGrad(), "batch_size": 8},
         {"policy": lambda value: False, "batch_size": is_count, "base_batch": count, **bounds}
-        | {"every": is_count, "smoothing": either(is_none, positive), "surely": coverage}
-        | {"dead_band": number(0, 1e9, open_high=False), "warm_up": not_negative}
-        | {"largest_step": either(is_none, factor)},
+        | {"decide_every": is_count, "smoothing": either(is_none, positive), "confidence": coverage}
+        | {"dead_band": number(0, 1e9, open_high=False), "warmup": not_negative}
+        | {"max_change": either(is_none, factor)},
     ),
     "BatchPlan.fit": (
         bb.BatchPlan.fit,
@@ -140,13 +140,13 @@ PUBLIC = {
     "NoiseAverage": (
         bb.NoiseAverage,
         {"samples": 100},
-        {"samples": positive, "interval": coverage},
+        {"samples": positive, "confidence": coverage},
     ),
     "GradientMeter": (
         lambda **settings: bb.GradientMeter(nn.Linear(2, 1), **settings),
         {},
-        {"loss": one_of("weighted", "mean"), "interval": coverage, "layers": is_flag}
-        | {"halves": is_flag, "every": is_count, "scaler": is_none},
+        {"loss": one_of("weighted", "mean"), "confidence": coverage, "per_layer": is_flag}
+        | {"half_batch_cosine": is_flag, "every": is_count, "scaler": is_none},
     ),
     "Batches": (
         bb.Batches,
@@ -154,8 +154,8 @@ PUBLIC = {
         {"tail": one_of("share", "step", "drop"), "uneven": one_of("stop", "raise")}
         | {"virtual_ranks": count, "split": is_none, "count": is_none},
     ),
-    "SampleLedger": (
-        bb.SampleLedger,
+    "ElasticDistributedSampler": (
+        bb.ElasticDistributedSampler,
         {"data": range(64)},
         {"shuffle": is_flag, "seed": is_whole, "num_replicas": count}
         | {"rank": lambda value: value is None or (is_whole(value) and value == 0)},
@@ -264,7 +264,7 @@ def _goes_alone(name, setting, value):
         (setting == "nesterov" and value)  # a momentum
         or (setting == "fused" and value)  # built kernels
         or (setting in ("r_max", "micro", "base_batch", "batch_size", "scheduler"))
-        or (name == "Controller" and setting in ("surely",))
+        or (name == "Controller" and setting in ("confidence",))
         or (name == "BatchPlan.fit" and setting in ("max_batch", "ranks"))
     )
 

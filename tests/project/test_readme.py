@@ -20,9 +20,11 @@ def test_the_loop_runs_as_printed_and_is_twenty_lines():
 
 def test_every_folder_of_the_library_is_named():
     listed = README.split("## Folders")[1].split("Imports go")[0]
-    named = set(re.findall(r"(\w+)/", listed)) - {"src", "bigbatch"}
+    named = {
+        name for line in listed.splitlines() for name in re.findall(r"(?:^|  )(\w+)/", line.strip())
+    }
     folders = {path.parent.name for path in (ROOT / "src/bigbatch").glob("*/__init__.py")}
-    assert folders - {"kernels"} == named
+    assert folders - {"kernels"} == named - {"src"}
 
 
 def test_every_link_leads_somewhere():

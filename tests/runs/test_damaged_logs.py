@@ -128,10 +128,16 @@ def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, foun
     [
         ({"loss": "0.5"}, "line 2: loss is '0.5', and must be a number that is finite, or None"),
         ({"lr": 0.1}, "line 2: lr is 0.1, and must be a list, each a number that"),
-        ({"scores": [1]}, r"line 2: scores is \[1\], and must be names, each with a number"),
-        ({"scores": {}}, r"line 2: scores is \{\}"),
-        ({"seconds": None}, r"line 2: seconds is None, and must be a number in \[0, 1e12\]"),
-        ({"seconds": 1e308}, r"line 2: seconds is 1e\+308, and must be a number in"),
+        ({"metrics": [1]}, r"line 2: metrics is \[1\], and must be names, each with a number"),
+        ({"metrics": {}}, r"line 2: metrics is \{\}"),
+        (
+            {"elapsed_seconds": None},
+            r"line 2: elapsed_seconds is None, and must be a number in \[0, 1e12\]",
+        ),
+        (
+            {"elapsed_seconds": 1e308},
+            r"line 2: elapsed_seconds is 1e\+308, and must be a number in",
+        ),
         ({"skipped": 0}, "line 2: skipped is 0, and must be True or False"),
         ({"step": 1}, "line 2: step 1 of epoch 0 follows step 1"),
         ({"epoch": -1}, r"line 2: epoch is -1, and must be a whole number in \[0, 9e18\]"),
@@ -139,8 +145,8 @@ def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, foun
         ({"samples": 65}, "line 2: samples is 65, and must be 32 before the step and its"),
         ({"micro_batches": 33}, "line 2: micro_batches is 33, and must be at most the batch_size"),
         (
-            {"factors": {"w": [1.0]}},
-            r"line 2: factors is .*, and must be names, each with \(a number",
+            {"gsnr": {"w": [1.0]}},
+            r"line 2: gsnr is .*, and must be names, each with \(a number",
         ),
         ({"loss": math.nan}, "line 2 is damaged"),
         ({"loss": math.inf}, "line 2 is damaged"),
@@ -164,7 +170,7 @@ def test_a_line_that_is_no_object_is_named_wherever_it_stands(tmp_path, line):
         history_of(run)
 
 
-CONFIG = {"kind": "run", "schema": 2, "settings": SETTINGS.as_dict(), "versions": {"torch": "2"}}
+CONFIG = {"kind": "run", "schema": 3, "settings": SETTINGS.as_dict(), "versions": {"torch": "2"}}
 
 
 def a_config_with_another_value(tmp_path_factory, config):
@@ -215,7 +221,7 @@ def test_a_config_of_another_type_is_named_with_its_setting(tmp_path, changes, s
 def test_a_config_that_contains_itself_is_refused(tmp_path):
     run = run_with(tmp_path / "run")
     (run.path / "config.yaml").write_text(
-        "kind: run\nschema: 2\nsettings: &s\n  seed: 1\n  task: *s\n"
+        "kind: run\nschema: 3\nsettings: &s\n  seed: 1\n  task: *s\n"
     )
     with pytest.raises(RunError, match=r"config.yaml: task is"):
         RunDirectory.open(run.path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import bigbatch as bb
 from bigbatch.digest import digests_of, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
-from bigbatch.experiments.init_from_run import begin_from
+from bigbatch.experiments.init_from_run import init_from
 from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
 from numbered_samples import build
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(run):
     model = torch.nn.Linear(10_000, 1, bias=False)
     before = model.weight.clone()
     flip_one_bit(run.path / "checkpoint.pt")
-    for read in (run.load_checkpoint, run.load_weights, lambda: begin_from(run.path, model)):
+    for read in (run.load_checkpoint, run.load_weights, lambda: init_from(run.path, model)):
         with pytest.raises(RunError, match=r"checkpoint.pt is damaged: .* restore it from a copy"):
             read()
     assert torch.equal(before, model.weight)
@@ -141,10 +141,10 @@ def test_a_folder_is_as_it_was_where_each_of_its_files_is(tmp_path):
 
 
 def test_a_damaged_state_of_all_ranks_is_refused():
-    states = bb.RankStates(build(0, 1, "plain", 4))
+    states = bb.DistributedState(build(0, 1, "plain", 4))
     packed = bytearray(states.state_dict()["ranks"])
     packed[len(packed) // 2] ^= 1
-    with pytest.raises(StateError, match="the state of RankStates is damaged"):
+    with pytest.raises(StateError, match="the state of DistributedState is damaged"):
         states.load_state_dict({"ranks": bytes(packed)})
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch import Controller, Fixed, GradientNoise, NormTest, Schedule, SimiGrad
+from bigbatch import Controller, Fixed, GradientStatistics, NormTest, Schedule, SimiGrad
 from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.parse import policy_named
 from bigbatch.runs.metrics import history_of
@@ -18,7 +18,7 @@ def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0
         samples, time = samples + batch, time + seconds(batch)
         rows.append(
             {
-                "schema": 2,
+                "schema": 3,
                 "step": step,
                 "epoch": epoch and (samples - 1) // epoch,
                 "samples": samples,
@@ -26,11 +26,11 @@ def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0
                 "micro_batches": 4,
                 "loss": 1.0,
                 "lr": [0.1],
-                "signal": signal,
-                "noise": noise_of_step,
+                "grad_sqnorm": signal,
+                "grad_variance": noise_of_step,
                 "skipped": False,
-                "scores": None,
-                "seconds": time,
+                "metrics": None,
+                "elapsed_seconds": time,
             }
         )
     return rows
@@ -61,24 +61,26 @@ def test_a_log_is_constant_over_each_of_its_steps():
     trace = Trace(rows)
     assert 400 == trace.samples
     inside = trace.mean(110, 140, batch_size=30)
-    assert pytest.approx((101.0, 200.0)) == (inside.signal, inside.noise)
+    assert pytest.approx((101.0, 200.0)) == (inside.grad_sqnorm, inside.grad_variance)
     assert (30, 4) == (inside.samples, inside.micro_batches)
     across = trace.mean(0, 400, batch_size=400)
-    assert pytest.approx((100 * 1 + 50 * 101 + 250 * 151) / 400) == across.signal
-    assert pytest.approx((50 * 200 + 250 * 300) / 400) == across.noise
+    assert pytest.approx((100 * 1 + 50 * 101 + 250 * 151) / 400) == across.grad_sqnorm
+    assert pytest.approx((50 * 200 + 250 * 300) / 400) == across.grad_variance
 
 
 def test_a_step_without_a_measurement_has_that_of_the_next_and_the_end_that_of_the_last():
     rows = log([100] * 4, lambda samples: (1.0 + samples, 7.0))
-    rows[0]["signal"] = rows[3]["noise"] = None
+    rows[0]["grad_sqnorm"] = rows[3]["grad_variance"] = None
     trace = Trace(rows)
-    assert [101, 101, 201, 201] == [trace.mean(at, at + 50, 50).signal for at in (0, 120, 220, 340)]
+    assert [101, 101, 201, 201] == [
+        trace.mean(at, at + 50, 50).grad_sqnorm for at in (0, 120, 220, 340)
+    ]
 
 
 def test_a_run_in_which_nothing_was_measured_cannot_be_replayed(logged):
     rows = log([100] * 4)
     for row in rows:
-        row["signal"] = row["noise"] = None
+        row["grad_sqnorm"] = row["grad_variance"] = None
     with pytest.raises(RunError, match="no step was measured"):
         replay(logged(rows), {"it": Fixed(8)})
     with pytest.raises(RunError, match="no step was measured"):
@@ -104,7 +106,7 @@ def test_a_policy_sees_the_logs_noise_with_its_own_batch(logged):
     while done < 40_000:
         expected.append(min(controller.decision.batch_size, 40_000 - done))
         early = max(0, min(20_000 - done, expected[-1])) / expected[-1]
-        step = GradientNoise(1.0, 1000 * early + 4000 * (1 - early), expected[-1], 4)
+        step = GradientStatistics(1.0, 1000 * early + 4000 * (1 - early), expected[-1], 4)
         done += expected[-1]
         controller.next(step)
     assert expected == walk.batches
@@ -135,13 +137,13 @@ def test_no_batch_exceeds_an_epoch(logged):
 
 def test_a_controllers_options_are_every_policys(logged):
     history = logged(log([100] * 100))
-    found = replay(history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warm_up=500, largest_step=1.5)
+    found = replay(history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warmup=500, max_change=1.5)
     for walk in found.others:
         assert [100] * 5 == walk.batches[:5]
         assert walk.batches[5] > 100
         assert max(walk.batches[5:7]) <= 150 * 1.5
-    with pytest.raises(SettingError, match="every=0"):
-        only(history, Fixed(8), every=0)
+    with pytest.raises(SettingError, match="decide_every=0"):
+        only(history, Fixed(8), decide_every=0)
 
 
 # costs
@@ -185,11 +187,11 @@ def test_no_part_of_a_steps_time_is_negative(seconds, expected):
 
 def test_tests_and_clocks_that_go_back_do_not_count_as_training():
     rows = log([10, 200, 30, 400, 50, 60])
-    rows[1]["scores"] = {"test accuracy, %": 50.0}
+    rows[1]["metrics"] = {"test accuracy, %": 50.0}
     for row in rows[2:]:
-        row["seconds"] += 100.0  # the test after step 2 is in step 3's difference
+        row["elapsed_seconds"] += 100.0  # the test after step 2 is in step 3's difference
     for row in rows[4:]:
-        row["seconds"] -= 50.0
+        row["elapsed_seconds"] -= 50.0
     time = StepTime.fit(rows)
     assert pytest.approx((0.01, 0.001)) == (time.fixed, time.per_sample)
 
@@ -318,7 +320,7 @@ def test_a_log_with_nearly_one_batch_size_says_what_its_time_is_worth(bigbatch, 
 def test_skipped_steps_are_no_part_of_a_replay(logged):
     rows = log([100] * 10)
     for row in rows[1::2]:
-        row |= {"skipped": True, "signal": None, "noise": None}
+        row |= {"skipped": True, "grad_sqnorm": None, "grad_variance": None}
     found = replay(logged(rows), {"same": Fixed(100)})
     assert [100] * 5 == found.itself.batches == found.others[0].batches
     assert found.itself.progress(found.trace) == found.others[0].progress(found.trace)
@@ -356,11 +358,11 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
     "options",
     [
         {"smoothing": 500},
-        {"every": 2},
+        {"decide_every": 2},
         {"dead_band": 0.5},
-        {"largest_step": 1.05},
-        {"warm_up": 1000},
-        {"smoothing": 500, "surely": 0.6},
+        {"max_change": 1.05},
+        {"warmup": 1000},
+        {"smoothing": 500, "confidence": 0.6},
     ],
     ids=str,
 )
@@ -387,8 +389,8 @@ def test_what_takes_effect_badly_is_a_note(bigbatch, run):
     [
         (["--policy", "magic"], "policy 'magic' is unknown"),
         (["--policy", "schedule:64, x2"], "clause 'x2'"),
-        (["--policy", "fixed:8", "--every", "0"], "every=0"),
-        (["--policy", "simigrad", "--surely", "0.9"], "set smoothing="),
+        (["--policy", "fixed:8", "--decide-every", "0"], "decide_every=0"),
+        (["--policy", "simigrad", "--confidence", "0.9"], "set smoothing="),
         (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .png or"),
         (["--policy", "fixed:8", "-o", "no/such/folder.png"], "cannot be written"),
         ([], "--policy"),
@@ -418,7 +420,7 @@ def test_no_walk_takes_fewer_samples_than_a_step_can_be_cut_into(logged):
 def test_a_run_in_which_nothing_is_measured_yet_is_left_out_among_others(bigbatch, logged, run):
     rows = log([100] * 3)
     for row in rows:
-        row["signal"] = row["noise"] = None
+        row["grad_sqnorm"] = row["grad_variance"] = None
     early = logged(rows, "early").path
     status, out, _ = bigbatch("replay", early, run, "--policy", "fixed:50")
     assert 0 == status

@@ -15,7 +15,7 @@ from bigbatch.runs.gsnr_heatmap import heat_maps
 from bigbatch.runs.html_report import write_report
 from bigbatch.runs.metrics import Table, history_of, seeds_of, table_of
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.seed_summary import Summary
+from bigbatch.runs.seed_summary import SeedSummary
 from log_rows import row
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -77,7 +77,7 @@ def test_the_table_has_the_median_where_every_run_asks_for_it(tmp_path):
     ],
 )
 def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text, reach):
-    summary = Summary(by_median=by_median)
+    summary = SeedSummary(by_median=by_median)
     assert text == summary.text(values, 2)
     assert reach == pytest.approx(summary.reach(values))
 
@@ -135,7 +135,7 @@ def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
 
 
 def test_runs_that_begin_from_those_of_their_seed_are_seeds_of_each_other(tmp_path):
-    for name in ("begin_from", "lr_from"):
+    for name in ("init_from", "lr_control_from"):
         runs = [
             run_at(tmp_path / f"{name}{s}", [row(1)], arm="b", seed=s, **{name: f"/x/a-seed{s}"})
             for s in (0, 1)
@@ -145,7 +145,7 @@ def test_runs_that_begin_from_those_of_their_seed_are_seeds_of_each_other(tmp_pa
 
 def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
     runs = [run_at(tmp_path / "s0", [row(1, accuracy=0.5)], arm="a", seed=0)]
-    runs += [run_at(tmp_path / "s1", [row(1, scores={"test accuracy, %": None})], arm="a", seed=1)]
+    runs += [run_at(tmp_path / "s1", [row(1, metrics={"test accuracy, %": None})], arm="a", seed=1)]
     runs += [run_at(tmp_path / "s2", [], arm="a", seed=2)]
     ((name, score, *_),) = table_of([history_of(run) for run in runs]).rows
     assert "a (1 of 3 unfinished)" == name
@@ -156,21 +156,27 @@ def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
 
 @pytest.mark.parametrize("scores", [None, {"test accuracy, %": 50.0}])
 def test_a_run_has_finished_where_its_last_epoch_has_a_score(tmp_path, scores):
-    run = run_at(tmp_path / "run", [row(1), row(2, scores=scores)])
+    run = run_at(tmp_path / "run", [row(1), row(2, metrics=scores)])
     assert (scores is not None) == history_of(run).finished
-    before = run_at(tmp_path / "before", [row(1), row(2, scores=scores)], epochs=2)
+    before = run_at(tmp_path / "before", [row(1), row(2, metrics=scores)], epochs=2)
     assert not history_of(before).finished
 
 
 def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
-    gaps = {"signal": None, "noise": None, "similarity": None, "noise_scale": None, "loss": None}
-    run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, signal=-5.0)])
+    gaps = {
+        "grad_sqnorm": None,
+        "grad_variance": None,
+        "similarity": None,
+        "noise_scale": None,
+        "loss": None,
+    }
+    run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, grad_sqnorm=-5.0)])
     write_report([run], tmp_path / "page.html", "gaps")
     assert "<svg" in (tmp_path / "page.html").read_text()
 
 
 def test_skipped_steps_are_no_updates_and_said(tmp_path):
-    lost = {"skipped": True, "signal": None, "noise": None}
+    lost = {"skipped": True, "grad_sqnorm": None, "grad_variance": None}
     run = run_at(tmp_path / "run", [row(1), row(2, **lost), row(3, **lost), row(4, accuracy=0.5)])
     history = history_of(run)
     assert (2, 2, 32.0) == (history.steps, history.skipped, history.average_batch)
@@ -246,7 +252,7 @@ def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
     def factors(step):
         return {"0.weight": [0.5, 0.2, 0.3, 0.9], "9.bias": [step / 10, 0.0, 1.0, None]}
 
-    rows = [row(step, factors=factors(step)) for step in range(1, 6)]
+    rows = [row(step, gsnr=factors(step)) for step in range(1, 6)]
     watched = run_at(tmp_path / "vr", rows, arm="vr")
     out = tmp_path / "report.html"
     write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
@@ -263,7 +269,7 @@ def test_a_run_that_tells_nothing_of_r_has_no_heat_map(page):
 
 def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):
     """Of 100 steps two make a column; a number that was never known stays blank."""
-    rows = [row(s, factors={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
+    rows = [row(s, gsnr={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
     history = history_of(run_at(tmp_path / "vr", rows))
     mean, *_, factor = [axes.images[0].get_array() for axes in heat_maps(history).axes[:4]]
     assert (1, 50) == mean.shape

@@ -14,7 +14,7 @@ from bigbatch.experiments import RECIPES
 from bigbatch.experiments.study import start_study
 from bigbatch.runs.atomic_files import made_whole, release, reserve, write_atomically
 from bigbatch.runs.run_directory import RunDirectory, find_runs
-from bigbatch.runs.tensorboard import Events
+from bigbatch.runs.tensorboard import TensorBoardLog
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_a_foreign_directory_is_refused(tmp_path, content):
 
 def test_a_newer_schema_is_refused(run):
     config = run.path / "config.yaml"
-    config.write_text(config.read_text().replace("schema: 2", "schema: 3"))
-    with pytest.raises(RunError, match="schema 2"):
+    config.write_text(config.read_text().replace("schema: 3", "schema: 4"))
+    with pytest.raises(RunError, match="schema 3"):
         RunDirectory.open(run.path)
 
 
@@ -160,7 +160,7 @@ def lose(run, what):
         run.save_checkpoint({})
     else:
         run.events.touch()
-        Events(run, 1)
+        TensorBoardLog(run, 1)
 
 
 @needs_full
@@ -192,7 +192,7 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
     status, _, said = bigbatch("train", "--resume", run.path, "--quiet")
     assert 2 == status
     assert f"{run.path} is trained to its end, but not all of its {lost} could be written" in said
-    assert run.rows()[-1]["scores"]
+    assert run.rows()[-1]["metrics"]
     assert (run.path / "report.html").exists()
     if lost == "checkpoint":  # there is room again
         assert 0 == bigbatch("train", "--resume", run.path, "--quiet")[0]
@@ -279,10 +279,10 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_goes_on(
 def test_events_of_a_run_that_began_again_show_each_step_once(run, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    values = dict.fromkeys(("loss", "similarity", "noise_scale", "scores"))
+    values = dict.fromkeys(("loss", "similarity", "noise_scale", "metrics"))
     for attempt, steps in ((1, 5), (2, 3)):
         monkeypatch.setattr(time, "time", lambda second=attempt: second)  # files sort by it
-        with Events(run, 1) as events:
+        with TensorBoardLog(run, 1) as events:
             for step in range(1, steps + 1):
                 events.append({**values, "step": step, "batch_size": attempt, "lr": [0.1]})
     logged = EventAccumulator(str(run.events)).Reload().Scalars("batch_size")

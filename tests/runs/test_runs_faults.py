@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.tensorboard import Events
+from bigbatch.runs.tensorboard import TensorBoardLog
 from numbered_samples import Shard, build, network, run, steps_of
 
 # disks and logs
@@ -53,9 +53,11 @@ def test_a_disk_that_fills_up_stops_neither_training_nor_a_resumption(tmp_path):
 def test_events_that_cannot_be_written_are_said_once_and_training_goes_on(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     run.events.write_text("no folder")
-    row = dict.fromkeys(("loss", "batch_size", "similarity", "noise_scale"), 1.0) | {"scores": None}
+    row = dict.fromkeys(("loss", "batch_size", "similarity", "noise_scale"), 1.0) | {
+        "metrics": None
+    }
     with pytest.warns(UserWarning, match="TensorBoard events are not being written"):
-        events = Events(run, 1)
+        events = TensorBoardLog(run, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with events:
@@ -79,7 +81,7 @@ def test_a_run_that_is_terminated_goes_on_from_its_checkpoint(tmp_path):
     assert 0 == again.wait(timeout=120)
     assert 0 == first.wait(timeout=120)
     rows = [
-        [{**json.loads(line), "seconds": 0} for line in (run / "metrics.jsonl").open()]
+        [{**json.loads(line), "elapsed_seconds": 0} for line in (run / "metrics.jsonl").open()]
         for run in (whole, ended)
     ]
     assert rows[0] == rows[1]
@@ -90,7 +92,7 @@ def test_a_run_that_is_terminated_goes_on_from_its_checkpoint(tmp_path):
 
 def everything(train):
     model, optimizer = get_state_dict(train.model, train.optimizer)
-    return {"model": model, "optimizer": optimizer, "train": bb.RankStates(train)}
+    return {"model": model, "optimizer": optimizer, "train": bb.DistributedState(train)}
 
 
 def test_a_checkpoint_without_our_state_says_so_or_starts_the_loop_again(tmp_path):
@@ -112,7 +114,7 @@ def test_asking_for_a_checkpoint_steps_the_optimizer_behind_our_back_and_changes
     everything(asked)["train"].state_dict()
     for one, other in zip(steps_of(plain, 1, 5), steps_of(asked, 1, 5), strict=True):
         assert one[0] == other[0]
-        assert (one[1].loss, one[1].noise) == (other[1].loss, other[1].noise)
+        assert (one[1].loss, one[1].statistics) == (other[1].loss, other[1].statistics)
     for mine, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -102,7 +102,7 @@ def test_scaling_all_gradients_alike_changes_no_gsnr_not_even_unannounced():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             train(model, optimizer, range(3), change)
-        ends.append(optimizer.factors.mean)
+        ends.append(optimizer.gsnr.mean)
     torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
 
 
@@ -114,8 +114,8 @@ def test_clipping_by_value_from_the_first_step_on_leaves_r():
     other = network(torch.float64)
     plain = VRSGD(other.parameters(), 0.0, watch=True)
     train(other, plain, range(2))
-    assert torch.equal(plain.factors.mean, optimizer.factors.mean)
-    assert not torch.equal(plain.factors.lr_factor, optimizer.factors.lr_factor)
+    assert torch.equal(plain.gsnr.mean, optimizer.gsnr.mean)
+    assert not torch.equal(plain.gsnr.lr_factor, optimizer.gsnr.lr_factor)
 
 
 def clamped(gradient):
@@ -138,7 +138,7 @@ def told(change=None, hook=False, scale=lambda step: 1.0, steps=4):
                 change(weight)
             optimizer.step()
             optimizer.zero_grad()
-            means.append(optimizer.factors.mean.item())
+            means.append(optimizer.gsnr.mean.item())
     return means, [str(warning.message) for warning in seen]
 
 
@@ -269,7 +269,7 @@ def test_a_parameter_that_is_missed_by_micro_batches_counts_them_as_zero(clipped
         optimizer.zero_grad()
     q = g.mean(0).square() / g.var(0, correction=0)
     expected = (q / q.mean()).clamp(0.1, 1.0).mean().item()
-    assert pytest.approx(expected, rel=1e-9) == optimizer.factors.mean[1].item()
+    assert pytest.approx(expected, rel=1e-9) == optimizer.gsnr.mean[1].item()
 
 
 # where the sum is .grad, it is added to here and not by autograd

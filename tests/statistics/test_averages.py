@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from bigbatch import GradientNoise, NoiseAverage
+from bigbatch import GradientStatistics, NoiseAverage
 from bigbatch.errors import SettingError
 
 
 def step(signal, noise, samples=100, micro_batches=4):
-    return GradientNoise(signal, noise, samples, micro_batches)
+    return GradientStatistics(signal, noise, samples, micro_batches)
 
 
 def run(average, steps):
@@ -21,7 +21,7 @@ def run(average, steps):
 def test_the_first_step_is_its_own_average():
     first = step(3.0, 60.0)
     actual = NoiseAverage(samples=1e6).update(first)
-    assert pytest.approx((3.0, 60.0)) == (actual.signal, actual.noise)
+    assert pytest.approx((3.0, 60.0)) == (actual.grad_sqnorm, actual.grad_variance)
 
 
 def test_two_steps_are_weighted_by_their_age_in_samples():
@@ -29,27 +29,30 @@ def test_two_steps_are_weighted_by_their_age_in_samples():
     first, second = (1 - math.exp(-100 / 1000)) * old, 1 - old
     actual = run(NoiseAverage(samples=1000), [step(-1.0, 60.0), step(3.0, 20.0, samples=300)])
     total = first + second
-    assert pytest.approx((3 * second - first) / total) == actual.signal
-    assert pytest.approx((20 * second + 60 * first) / total) == actual.noise
+    assert pytest.approx((3 * second - first) / total) == actual.grad_sqnorm
+    assert pytest.approx((20 * second + 60 * first) / total) == actual.grad_variance
 
 
 def test_a_constant_stays_itself_from_the_first_step_on():
     average = NoiseAverage(samples=1000)
     for samples in (8, 4096, 100, 1):
         actual = average.update(step(2.0, 50.0, samples))
-        assert pytest.approx((2.0, 50.0)) == (actual.signal, actual.noise)
+        assert pytest.approx((2.0, 50.0)) == (actual.grad_sqnorm, actual.grad_variance)
 
 
 def test_the_window_is_as_many_samples_whatever_the_batch_size():
     whole = run(NoiseAverage(500), [step(1.0, 9.0), step(2.0, 5.0)])
     halves = [step(1.0, 9.0, samples=50)] * 2 + [step(2.0, 5.0, samples=50)] * 2
     parts = run(NoiseAverage(500), halves)
-    assert pytest.approx((whole.signal, whole.noise)) == (parts.signal, parts.noise)
+    assert pytest.approx((whole.grad_sqnorm, whole.grad_variance)) == (
+        parts.grad_sqnorm,
+        parts.grad_variance,
+    )
 
 
 def test_what_is_many_windows_old_is_forgotten():
     actual = run(NoiseAverage(samples=100), [step(1e6, 1e6), *[step(1.0, 2.0)] * 50])
-    assert pytest.approx((1.0, 2.0)) == (actual.signal, actual.noise)
+    assert pytest.approx((1.0, 2.0)) == (actual.grad_sqnorm, actual.grad_variance)
 
 
 def test_samples_and_micro_batches_are_those_of_the_present_step():
@@ -89,7 +92,7 @@ def test_a_window_that_is_no_number_of_samples_is_refused(samples):
 
 
 def test_a_noise_too_faint_to_square_has_no_interval():
-    average = NoiseAverage(samples=100, interval=0.9)
+    average = NoiseAverage(samples=100, confidence=0.9)
     for noise in (1e-216, 2e-216, 1e-216, 3e-216):
-        found = average.update(GradientNoise(noise, noise, samples=10, micro_batches=4))
+        found = average.update(GradientStatistics(noise, noise, samples=10, micro_batches=4))
     assert (-1.0, 1.0) == found.similarity_interval

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bigbatch import GradientMeter, GradientNoise, NoiseAverage
+from bigbatch import GradientMeter, GradientStatistics, NoiseAverage
 from bigbatch.errors import SettingError
 from bigbatch.statistics.confidence import (
     Interval,
@@ -19,7 +19,7 @@ from bigbatch.statistics.confidence import (
     left_out,
     student_t,
 )
-from bigbatch.statistics.random_projection import Sketches
+from bigbatch.statistics.random_projection import RandomProjections
 from oracles import interval as oracle
 from oracles import noise as noise_oracle
 
@@ -44,7 +44,7 @@ def feed(parameter, gradient):
 def measured(gradients, sizes, *, loss="weighted", level=0.9, unit=1.0, dtype=torch.float64):
     """What a meter says of one parameter whose micro-batches have these mean gradients."""
     weight = nn.Parameter(torch.zeros(gradients.shape[1:], dtype=dtype))
-    with GradientMeter([weight], loss=loss, interval=level) as meter:
+    with GradientMeter([weight], loss=loss, confidence=level) as meter:
         for gradient, n in zip(gradients, sizes, strict=True):
             share = n / sum(sizes) if loss == "weighted" else 1.0
             feed(weight, unit * share * gradient)
@@ -119,7 +119,7 @@ def test_the_jackknife_is_tukeys(k, level):
 def test_a_meters_interval_is_the_oracles_where_the_sketch_is_the_gradient(loss, sizes):
     gradients = draw(len(sizes), 40, seed=5) + 0.5  # up to 1,021 floats nothing is folded
     step = getattr(noise_oracle, loss)(gradients, sizes)
-    x = oracle.log_ratio(step.signal, step.noise, sum(sizes))
+    x = oracle.log_ratio(step.grad_sqnorm, step.grad_variance, sum(sizes))
     expected = oracle.jackknife(x, oracle.left_out(gradients, sizes), 0.9)
     # sketches are float32: x_d to 1e-6; t to 1e-4
     assert pytest.approx(expected, rel=1e-3) == ends(measured(gradients, sizes, loss=loss).interval)
@@ -128,7 +128,7 @@ def test_a_meters_interval_is_the_oracles_where_the_sketch_is_the_gradient(loss,
 def test_a_folded_gradients_interval_is_near_that_of_the_exact_one():
     gradients, sizes = 0.05 * draw(8, 5_000, seed=6) + 0.02, [4] * 8
     step = noise_oracle.weighted(gradients, sizes)
-    x = oracle.log_ratio(step.signal, step.noise, 32)
+    x = oracle.log_ratio(step.grad_sqnorm, step.grad_variance, 32)
     low, high = oracle.jackknife(x, oracle.left_out(gradients, sizes), 0.9)
     actual = measured(gradients, sizes).interval
     assert pytest.approx(x) == (actual.low + actual.high) / 2  # the middle comes from exact norms
@@ -147,7 +147,7 @@ def test_the_jackknifes_variance_over_its_excess_is_that_of_the_estimate(k, trut
     x, variances = [], []
     for gradients in mu + draw(draws, k, size, seed=k) / math.sqrt(n):
         step = noise_oracle.weighted(gradients, [n] * k)
-        x.append(math.log1p(k * n * step.signal / step.noise))
+        x.append(math.log1p(k * n * step.grad_sqnorm / step.grad_variance))
         spread = (sizes[:, None] * gradients.square()).sum()
         left = left_out(
             gradients, sizes, n * gradients.sum(0), spread, torch.tensor(k), sizes.sum()
@@ -170,7 +170,7 @@ def test_intervals_of_gaussian_gradients_cover_the_truth_as_often_as_they_say(
     mu *= math.sqrt(truth * size / (k * n)) / mu.norm()  # N |mu|^2 / tr Sigma = truth
     covered = 0
     weight = nn.Parameter(torch.zeros(size))
-    with GradientMeter([weight], loss="mean", interval=level) as meter:
+    with GradientMeter([weight], loss="mean", confidence=level) as meter:
         for seed in range(draws):
             for gradient in mu + draw(k, size, seed=seed) / math.sqrt(n):
                 feed(weight, gradient)
@@ -233,7 +233,7 @@ def test_parameters_that_a_micro_batch_did_not_reach_count_as_zero():
     gradients = torch.zeros(4, 2, 30, dtype=torch.float64)
     reached = [(0, 1), (0,), (1,), (0, 1)]
     pair = [nn.Parameter(torch.zeros(30, dtype=torch.float64)) for _ in range(2)]
-    with GradientMeter(pair, loss="mean", interval=0.9) as meter:
+    with GradientMeter(pair, loss="mean", confidence=0.9) as meter:
         for d, which in enumerate(reached):
             for p in which:
                 gradients[d, p] = draw(30, seed=20 + 2 * d + p) + 0.5
@@ -244,17 +244,17 @@ def test_parameters_that_a_micro_batch_did_not_reach_count_as_zero():
         for gradient in gradients:
             feed(whole, gradient)
         expected = meter.read([4] * 4)
-    x = math.log1p(16 * expected.signal / expected.noise)
+    x = math.log1p(16 * expected.grad_sqnorm / expected.grad_variance)
     assert pytest.approx(x) == (actual.interval.low + actual.interval.high) / 2
     assert 0 < actual.interval.high - actual.interval.low < math.inf
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.1, 90, math.nan])
 def test_a_coverage_that_is_no_probability_is_refused(level):
-    with pytest.raises(SettingError, match="interval"):
-        GradientMeter(nn.Linear(2, 2), interval=level)
-    with pytest.raises(SettingError, match="interval"):
-        NoiseAverage(100, interval=level)
+    with pytest.raises(SettingError, match="confidence"):
+        GradientMeter(nn.Linear(2, 2), confidence=level)
+    with pytest.raises(SettingError, match="confidence"):
+        NoiseAverage(100, confidence=level)
 
 
 # where there is little to say
@@ -324,7 +324,7 @@ def sketch(gradients, first=0):
     """The sketch of some tensors; `first` is the place of the first among the parameters."""
     nothing = [torch.zeros(0) for _ in range(first)]  # each place has signs of its own
     parameters = [torch.zeros(g.shape, dtype=g.dtype) for g in gradients]
-    sketches = Sketches([*nothing, *parameters])
+    sketches = RandomProjections([*nothing, *parameters])
     sketches.begin()
     sketches.micro_batch(1.0)
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -416,7 +416,7 @@ def test_the_device_that_new_tensors_have_by_default_does_not_matter():
     torch.set_default_device("cuda")
     try:
         weight = nn.Parameter(torch.zeros(3000))
-        with GradientMeter([weight], interval=0.9) as meter:
+        with GradientMeter([weight], confidence=0.9) as meter:
             for gradient in gradients:
                 feed(weight, gradient.cuda() / 6)
             actual = meter.read([4] * 6)
@@ -438,7 +438,7 @@ def steps_of(draws, sizes, *, signal=1.0, noise=50.0):
 
 def last_of(average, steps):
     for signal, noise, n in steps:
-        result = average.update(GradientNoise(signal, noise, n, 8))
+        result = average.update(GradientStatistics(signal, noise, n, 8))
     return result
 
 
@@ -446,7 +446,7 @@ def last_of(average, steps):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_windows_interval_is_the_oracles(sizes, seed):
     steps = steps_of(draw(len(sizes), 2, seed=seed), sizes)
-    actual = last_of(NoiseAverage(1000, interval=0.9), steps).interval
+    actual = last_of(NoiseAverage(1000, confidence=0.9), steps).interval
     # the degrees of freedom are rounded to .1, which moves t by 1 % where there are two of them
     low, high = oracle.of_window(steps, 1000, 0.9)
     assert pytest.approx((low + high) / 2) == (actual.low + actual.high) / 2
@@ -461,7 +461,7 @@ def test_an_average_without_interval_has_none():
 
 def test_one_step_says_nothing_of_how_sure_the_window_is():
     steps = steps_of(draw(1, 2, seed=0), [64])
-    actual = last_of(NoiseAverage(1000, interval=0.9), steps)
+    actual = last_of(NoiseAverage(1000, confidence=0.9), steps)
     assert (-1.0, 1.0) == actual.similarity_interval
 
 
@@ -474,9 +474,9 @@ def test_a_windows_interval_covers_the_truth_about_as_often_as_it_says(pattern, 
     covered, looks = 0, 0
     for seed in range(4):
         sizes = pattern * (2400 // len(pattern))
-        average = NoiseAverage(samples, interval=0.9)
+        average = NoiseAverage(samples, confidence=0.9)
         for t, (signal, noise, n) in enumerate(steps_of(draw(2400, 2, seed=seed), sizes)):
-            step = average.update(GradientNoise(signal, noise, n, 8))
+            step = average.update(GradientStatistics(signal, noise, n, 8))
             if t > 200 and t % 50 == 0:  # nearly independent looks
                 looks += 1
                 truth = math.log1p(n * 1.0 / 50.0)
@@ -486,7 +486,7 @@ def test_a_windows_interval_covers_the_truth_about_as_often_as_it_says(pattern, 
 
 
 def test_a_slow_drift_is_no_noise():
-    steady = NoiseAverage(1000, interval=0.9)
+    steady = NoiseAverage(1000, confidence=0.9)
     drifting = [(1.0 + 0.001 * t, 50.0, 64) for t in range(500)]
     actual = last_of(steady, drifting).interval
     assert actual.high - actual.low < 0.01  # against .5 by the scatter about the window's mean
@@ -497,7 +497,7 @@ def test_the_more_steps_a_window_holds_the_narrower_its_interval():
     steps = steps_of(draw(2000, 2, seed=3), [64] * 2000)
     widths = []
     for samples in (500, 5000, 50_000):
-        one = last_of(NoiseAverage(samples, interval=0.9), steps).interval
+        one = last_of(NoiseAverage(samples, confidence=0.9), steps).interval
         widths.append(one.high - one.low)
     assert sorted(widths, reverse=True) == widths
     # a hundred times as many steps: 10 times as sure; a factor of 2 for 8 degrees of freedom
@@ -507,15 +507,15 @@ def test_the_more_steps_a_window_holds_the_narrower_its_interval():
 def test_a_step_that_is_not_finite_leaves_the_window_alone():
     steps = steps_of(draw(9, 2, seed=4), [64] * 9)
     broken = [*steps[:5], (math.nan, math.inf, 64), *steps[5:]]
-    expected = last_of(NoiseAverage(1000, interval=0.9), steps)
-    assert expected == last_of(NoiseAverage(1000, interval=0.9), broken)
+    expected = last_of(NoiseAverage(1000, confidence=0.9), steps)
+    assert expected == last_of(NoiseAverage(1000, confidence=0.9), broken)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 7])
 def test_a_saved_window_goes_on_to_the_last_bit(cut):
     steps = steps_of(draw(12, 2, seed=5), [64, 16, 256] * 4)
-    expected = last_of(NoiseAverage(1000, interval=0.9), steps)
-    before, after = (NoiseAverage(1000, interval=0.9) for _ in range(2))
+    expected = last_of(NoiseAverage(1000, confidence=0.9), steps)
+    before, after = (NoiseAverage(1000, confidence=0.9) for _ in range(2))
     if cut:
         last_of(before, steps[:cut])
     file = io.BytesIO()

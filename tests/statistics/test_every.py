@@ -18,7 +18,11 @@ from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 SIZES = [3, 9, 1, 6]
-ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
+ALL = {
+    "confidence": 0.9,
+    "per_layer": True,
+    "half_batch_cosine": True,
+}  # everything that can be asked for
 
 
 def network():
@@ -52,7 +56,7 @@ def expected_of(model):
 
 
 def same(expected, actual):
-    seen = (actual.signal, actual.noise, actual.similarity, actual.noise_scale)
+    seen = (actual.grad_sqnorm, actual.grad_variance, actual.similarity, actual.noise_scale)
     return pytest.approx(tuple(expected), rel=1e-9) == seen  # float64 sums in another order
 
 
@@ -185,7 +189,7 @@ class Counting:
 
     def decide(self, noise, now):
         self.asked.append((now.steps, noise))
-        return Decision(now.target + 2, "grows", lr_factor=0.5)
+        return Decision(now.target_batch_size + 2, "grows", lr_factor=0.5)
 
 
 def adaptive(*, every=3, policy=None, optimizer=torch.optim.SGD, n=400, options=ALL, **settings):
@@ -204,7 +208,7 @@ def trained(train, steps=math.inf, spoiled=()):
         for x, y in step:
             bad = step_number(train) in spoiled
             step.backward(cross_entropy(train.model(x), y) * (math.inf if bad else 1.0))
-        records.append(replace(step.update(), seconds=0.0))
+        records.append(replace(step.update(), elapsed_seconds=0.0))
         if len(records) >= steps:
             break
     return records
@@ -217,11 +221,11 @@ def step_number(train):
 def test_a_loop_measures_and_decides_on_each_so_manieth_step():
     policy = Counting()
     records = trained(adaptive(policy=policy, batch_size=8), 10)
-    assert [1, 4, 7, 10] == [r.step for r in records if r.noise is not None]
+    assert [1, 4, 7, 10] == [r.step for r in records if r.statistics is not None]
     assert [1, 4, 7, 10] == [steps for steps, _ in policy.asked]
-    assert [r.noise for r in records if r.noise] == [noise for _, noise in policy.asked]
+    assert [r.statistics for r in records if r.statistics] == [noise for _, noise in policy.asked]
     assert ["grows", "not measured", "not measured"] == [r.decision.reason for r in records[:3]]
-    assert [8, 10, 10, 10, 12, 12, 12, 14, 14, 14] == [r.target for r in records]
+    assert [8, 10, 10, 10, 12, 12, 12, 14, 14, 14] == [r.target_batch_size for r in records]
     held = [r.decision.lr_factor for r in records]
     assert [0.5] * 10 == held  # the factor too is held between
     assert math.isnan(records[1].similarity)
@@ -240,7 +244,7 @@ def test_a_variance_reduced_optimizer_needs_its_micro_batches_at_every_step():
 
     records = trained(adaptive(policy=Fixed(16), optimizer=vr_sgd), 6)
     assert all(r.micro_batches >= 8 for r in records)
-    assert [1, 4] == [r.step for r in records if r.noise is not None]
+    assert [1, 4] == [r.step for r in records if r.statistics is not None]
 
 
 def test_a_variance_reduced_optimizer_takes_the_same_steps_however_rarely_noise_is_measured():
@@ -265,8 +269,13 @@ def test_measuring_rarely_changes_no_weight_but_by_rounding_and_no_measurement()
         weights.append([p.detach() for p in train.model.parameters()])
     for often, rarely in zip(records[0][::3], records[1][::3], strict=True):
         # one backward of 16 or four of 4 between: float64 sums in another order
-        assert pytest.approx(often.noise.signal, rel=1e-9) == rarely.noise.signal
-        assert pytest.approx(often.noise.noise, rel=1e-9) == rarely.noise.noise
+        assert (
+            pytest.approx(often.statistics.grad_sqnorm, rel=1e-9) == rarely.statistics.grad_sqnorm
+        )
+        assert (
+            pytest.approx(often.statistics.grad_variance, rel=1e-9)
+            == rarely.statistics.grad_variance
+        )
     for often, rarely in zip(*weights, strict=True):
         torch.testing.assert_close(often, rarely)
     assert [r.loss for r in records[0]] == pytest.approx([r.loss for r in records[1]])
@@ -283,13 +292,15 @@ def test_a_gradient_that_is_not_finite_skips_the_step_whether_it_is_measured_or_
             (record,) = trained(train, 1, spoiled=[bad])
     else:
         (record,) = trained(train, 1, spoiled=[bad])
-    assert (True, None) == (record.skipped, record.noise)
+    assert (True, None) == (record.skipped, record.statistics)
     assert "not finite" in record.decision.reason
     assert all(map(torch.equal, before, train.model.parameters()))
     after = trained(train, 6)
     assert not any(r.skipped for r in after)
     # a skipped step counts as a step: each third one, whatever happened
-    assert [s for s in range(bad + 2, bad + 8) if s % 3 == 1] == [r.step for r in after if r.noise]
+    assert [s for s in range(bad + 2, bad + 8) if s % 3 == 1] == [
+        r.step for r in after if r.statistics
+    ]
 
 
 def test_edits_of_the_gradient_between_two_micro_batches_are_refused_where_nothing_is_measured():
@@ -348,4 +359,4 @@ def test_a_killed_run_goes_on_with_the_same_steps(cut):
     resumed.load_state_dict(state["train"])
     assert unbroken == [*head, *rest(resumed)]
     assert len(unbroken) > 12
-    assert {True, False} == {record.noise is None for record in unbroken[cut:]}
+    assert {True, False} == {record.statistics is None for record in unbroken[cut:]}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim.functional import gsnr
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import noise as oracle
@@ -25,7 +25,7 @@ def gaussian(*shape, seed, dtype=torch.float64):
 
 
 def watched(*parameters):
-    source, moments = PlainSource(parameters, explicit=True), GradientMoments()
+    source, moments = SingleProcessSource(parameters, explicit=True), GradientMoments()
     source.subscribe(moments)
     return source, moments
 

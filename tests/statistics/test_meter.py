@@ -108,8 +108,8 @@ def test_a_factor_on_the_loss_is_squared_in_signal_and_noise_and_leaves_similari
                 (c * cross_entropy(model(x), y) / 4).backward()
             steps.append(meter.read(EQUAL))
     one, scaled = steps
-    assert pytest.approx(one.signal * factor**2) == scaled.signal
-    assert pytest.approx(one.noise * factor**2) == scaled.noise
+    assert pytest.approx(one.grad_sqnorm * factor**2) == scaled.grad_sqnorm
+    assert pytest.approx(one.grad_variance * factor**2) == scaled.grad_variance
     assert pytest.approx(one.similarity) == scaled.similarity
 
 
@@ -131,8 +131,8 @@ def test_half_gradients_whose_squares_leave_the_half_range_are_measured(value):
         step = meter.read([1, 1])
     # norms of float32: 1 part in 10^7
     assert pytest.approx((0.0, 4 * value**2), rel=1e-6, abs=1e-6 * value**2) == (
-        step.signal,
-        step.noise,
+        step.grad_sqnorm,
+        step.grad_variance,
     )
 
 
@@ -212,7 +212,7 @@ def test_scalars_and_empty_parameters_are_measured():
             for gradient in (1.0, 3.0):
                 (scalar * gradient / 2 + empty.sum()).backward()
             step = meter.read([8, 8])
-            assert (3.0, 16.0) == (step.signal, step.noise)
+            assert (3.0, 16.0) == (step.grad_sqnorm, step.grad_variance)
             scalar.grad.zero_()  # the second step begins on zeros and on a gradient of no element
 
 

@@ -146,7 +146,7 @@ def test_steps_that_every_leaves_out_are_not_read_and_the_others_are_right(ranks
 def test_each_layer_is_measured_by_itself(ranks, wrapper):
     count = 4 if wrapper == "hsdp" else 3
     sizes = SAME_TOTAL[:count]
-    results = ranks(count)(partial(measured, wrapper=wrapper, sizes=sizes, layers=True))
+    results = ranks(count)(partial(measured, wrapper=wrapper, sizes=sizes, per_layer=True))
     assert all_close(expected(network, sizes), results)  # the whole is what it was
     for place in (0, 2, 4):
         answers = expected(network, sizes, columns=columns_of(place))
@@ -163,7 +163,7 @@ def columns_of(place):
 
 def names_of_layers(rank, ranks, *, wrap):
     model = LAYERED[wrap](network())
-    with GradientMeter(model, layers=True) as meter:
+    with GradientMeter(model, per_layer=True) as meter:
         accumulate(model, rank, 0, EQUAL)
         return [*meter.read(EQUAL[rank]).layers]
 
@@ -207,19 +207,19 @@ def cosines(sizes, loss):
 def test_halves_are_the_cosine_of_two_half_gradients(ranks, wrapper, count, loss):
     # 3 micro-batches on each of 3 ranks: one half has five, the other four
     sizes = (SAME_TOTAL if loss == "weighted" else SAME_COUNT)[:count]
-    run = partial(measured, wrapper=wrapper, sizes=sizes, loss=loss, halves=True)
+    run = partial(measured, wrapper=wrapper, sizes=sizes, loss=loss, half_batch_cosine=True)
     answers = cosines(sizes, loss)
     for readings in ranks(count)(run):
         # float32 sums of some ten gradients, in another order
-        assert pytest.approx(answers, abs=1e-4) == [r.halves for r in readings]
+        assert pytest.approx(answers, abs=1e-4) == [r.half_batch_cosine for r in readings]
 
 
 def test_halves_are_right_where_ranks_have_different_numbers_of_micro_batches(ranks):
     answers = cosines(RAGGED, "mean")
     for readings in ranks(4)(
-        partial(measured, wrapper="ddp", sizes=RAGGED, loss="mean", halves=True)
+        partial(measured, wrapper="ddp", sizes=RAGGED, loss="mean", half_batch_cosine=True)
     ):
-        assert pytest.approx(answers, abs=1e-4) == [r.halves for r in readings]
+        assert pytest.approx(answers, abs=1e-4) == [r.half_batch_cosine for r in readings]
 
 
 # interval
@@ -250,8 +250,8 @@ def test_the_interval_is_that_of_one_process_that_saw_all_micro_batches(
     ranks, wrapper, count, loss
 ):
     sizes = (SAME_TOTAL if loss == "weighted" else SAME_COUNT)[:count]
-    run = partial(measured, wrapper=wrapper, sizes=sizes, loss=loss, interval=0.9)
-    alone = [r.interval for r in on_one_process(sizes, loss, interval=0.9)]
+    run = partial(measured, wrapper=wrapper, sizes=sizes, loss=loss, confidence=0.9)
+    alone = [r.interval for r in on_one_process(sizes, loss, confidence=0.9)]
     for readings in ranks(count)(run):
         seen = [r.interval for r in readings]
         # the sketches are the same; float32 gradients of the ranks' weights differ by 1e-7, and x
@@ -262,8 +262,8 @@ def test_the_interval_is_that_of_one_process_that_saw_all_micro_batches(
 
 
 def test_the_interval_is_right_where_ranks_have_different_numbers_of_micro_batches(ranks):
-    alone = [r.interval for r in on_one_process(RAGGED, "mean", interval=0.9)]
-    run = partial(measured, wrapper="ddp", sizes=RAGGED, loss="mean", interval=0.9)
+    alone = [r.interval for r in on_one_process(RAGGED, "mean", confidence=0.9)]
+    run = partial(measured, wrapper="ddp", sizes=RAGGED, loss="mean", confidence=0.9)
     for readings in ranks(4)(run):
         assert pytest.approx([i.low for i in alone], abs=2e-3) == [r.interval.low for r in readings]
 
@@ -275,7 +275,7 @@ def weights_after(rank, ranks, *, wrapper, metered):
     """Weights after four steps of Adam with clipping, and the gradients it was given."""
     model = WRAPPERS[wrapper](network(), ranks)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    options = {"interval": 0.9, "layers": True, "halves": True}
+    options = {"confidence": 0.9, "per_layer": True, "half_batch_cosine": True}
     meter = GradientMeter(model, **options) if metered else None
     seen = []
     for step in range(4):

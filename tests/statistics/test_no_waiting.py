@@ -16,10 +16,10 @@ SIZES = [4, 4, 4, 4]
 WIDTH = 40  # so that a weight is longer than a sketch
 OPTIONS = {
     "plain": {},
-    "interval": {"interval": 0.9},
-    "layers": {"layers": True},
-    "halves": {"halves": True},
-    "all": {"interval": 0.9, "layers": True, "halves": True},
+    "interval": {"confidence": 0.9},
+    "layers": {"per_layer": True},
+    "halves": {"half_batch_cosine": True},
+    "all": {"confidence": 0.9, "per_layer": True, "half_batch_cosine": True},
 }
 
 
@@ -193,9 +193,16 @@ def test_a_gpu_measures_what_a_cpu_does(options):
                 (model(x).square().mean() * n / sum(SIZES)).backward()
             seen.append(meter.read(SIZES))
     cpu, gpu = seen
-    assert pytest.approx((cpu.signal, cpu.noise)) == (gpu.signal, gpu.noise)
-    assert pytest.approx(cpu.halves) == gpu.halves if "halves" in options else gpu.halves is None
-    if "interval" in options:  # sketches are float32
+    assert pytest.approx((cpu.grad_sqnorm, cpu.grad_variance)) == (
+        gpu.grad_sqnorm,
+        gpu.grad_variance,
+    )
+    assert (
+        pytest.approx(cpu.half_batch_cosine) == gpu.half_batch_cosine
+        if "half_batch_cosine" in options
+        else gpu.half_batch_cosine is None
+    )
+    if "confidence" in options:  # sketches are float32
         assert pytest.approx(cpu.similarity_interval, rel=1e-4) == gpu.similarity_interval
 
 
@@ -210,7 +217,7 @@ def test_a_model_may_move_to_a_gpu_and_back(options):
             backwards(model.to(device))
             seen.append(meter.read(SIZES))
     for there in seen[1:]:
-        assert pytest.approx((seen[0].signal, seen[0].noise), rel=1e-4) == (
-            there.signal,
-            there.noise,
+        assert pytest.approx((seen[0].grad_sqnorm, seen[0].grad_variance), rel=1e-4) == (
+            there.grad_sqnorm,
+            there.grad_variance,
         )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch import GradientNoise
+from bigbatch import GradientStatistics
 from bigbatch.errors import GradientError
 from bigbatch.statistics.noise_scale import from_mean_losses, from_weighted_losses
 from oracles import noise as oracle
@@ -52,13 +52,18 @@ def gaussian(*shape, seed):
 
 def test_two_opposite_gradients_are_pure_noise():
     step = weighted(torch.tensor([[2.0, 0.0], [-2.0, 0.0]]), [8, 8])
-    assert GradientNoise(signal=-4.0, noise=64.0, samples=16, micro_batches=2) == step
+    assert (
+        GradientStatistics(grad_sqnorm=-4.0, grad_variance=64.0, samples=16, micro_batches=2)
+        == step
+    )
     assert (-1.0, math.inf) == (step.similarity, step.noise_scale)
 
 
 def test_equal_gradients_are_pure_signal():
     step = weighted(torch.tensor([[3.0, 4.0], [3.0, 4.0]]), [8, 8])
-    assert GradientNoise(signal=25.0, noise=0.0, samples=16, micro_batches=2) == step
+    assert (
+        GradientStatistics(grad_sqnorm=25.0, grad_variance=0.0, samples=16, micro_batches=2) == step
+    )
     assert (1.0, 0.0) == (step.similarity, step.noise_scale)
 
 
@@ -70,9 +75,9 @@ def test_two_orthogonal_gradients_have_no_similarity():
 def test_three_unequal_micro_batches_by_hand():
     gradients, sizes = torch.tensor([[1.0], [2.0], [4.0]]), [1, 2, 1]
     step = weighted(gradients, sizes)  # G = 9/4, A = 25, N |G|^2 = 20.25
-    assert pytest.approx((4.46875, 2.375)) == (step.signal, step.noise)
+    assert pytest.approx((4.46875, 2.375)) == (step.grad_sqnorm, step.grad_variance)
     step = mean(gradients, sizes)  # P = 49/9, S = 21, H = 5/2
-    assert pytest.approx((14 / 3, 2.8)) == (step.signal, step.noise)
+    assert pytest.approx((14 / 3, 2.8)) == (step.grad_sqnorm, step.grad_variance)
 
 
 @pytest.mark.parametrize("form", [weighted, mean])
@@ -87,7 +92,7 @@ def test_signal_is_the_mean_dot_product_of_all_pairs(form):
     g = gaussian(6, 20, seed=1) + 0.3
     dots = g @ g.T
     expected = float(dots.sum() - dots.trace()) / 30
-    assert pytest.approx(expected) == form(g, [4] * 6).signal
+    assert pytest.approx(expected) == form(g, [4] * 6).grad_sqnorm
 
 
 def test_noise_is_mccandlishs_from_a_small_and_a_big_batch():
@@ -96,7 +101,10 @@ def test_noise_is_mccandlishs_from_a_small_and_a_big_batch():
     expected_signal = (big * of_big - small * of_small) / (big - small)
     expected_noise = (of_small - of_big) / (1 / small - 1 / big)
     step = weighted(g, [small] * 6)
-    assert pytest.approx((expected_signal, expected_noise)) == (step.signal, step.noise)
+    assert pytest.approx((expected_signal, expected_noise)) == (
+        step.grad_sqnorm,
+        step.grad_variance,
+    )
 
 
 # oracle, unbiasedness, range
@@ -108,8 +116,8 @@ def test_unequal_micro_batches_match_the_oracle(form, seed):
     g = gaussian(5, 30, seed=seed) + 0.4
     expected, actual = getattr(oracle, form.__name__)(g, UNEQUAL), form(g, UNEQUAL)
     assert pytest.approx(tuple(expected)) == (
-        actual.signal,
-        actual.noise,
+        actual.grad_sqnorm,
+        actual.grad_variance,
         actual.similarity,
         actual.noise_scale,
     )
@@ -123,7 +131,7 @@ def test_signal_and_noise_are_unbiased_with_unequal_sizes(form):
     per_sample = std / torch.tensor(sizes).sqrt()[:, None]
     g = mu + per_sample * gaussian(draws, 3, 3, seed=3)
     steps = [form(step, sizes) for step in g]
-    for truth, name in ((1.3125, "signal"), (5.25, "noise")):  # |mu|^2, sum std^2
+    for truth, name in ((1.3125, "grad_sqnorm"), (5.25, "grad_variance")):  # |mu|^2, sum std^2
         seen = torch.tensor([getattr(step, name) for step in steps])
         error = float(seen.std()) / math.sqrt(
             draws
@@ -158,7 +166,7 @@ VECTORS = st.lists(
 def test_similarity_is_a_cosine_and_the_noise_scale_is_never_negative(form, micro_batches):
     gradients, sizes = zip(*micro_batches, strict=True)
     step = form(torch.tensor(gradients), list(sizes))
-    assert step.noise >= 0
+    assert step.grad_variance >= 0
     if any(any(g) for g in gradients):
         assert -1 <= step.similarity <= 1
         assert step.noise_scale >= 0
@@ -168,7 +176,7 @@ def test_similarity_is_a_cosine_and_the_noise_scale_is_never_negative(form, micr
 
 def test_a_mean_loss_step_of_very_unequal_sizes_keeps_its_similarity_a_cosine():
     step = mean(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), [1, 100])
-    assert step.signal < 0
+    assert step.grad_sqnorm < 0
     assert -1 <= step.similarity <= 0
 
 
@@ -188,14 +196,14 @@ def test_weights_that_stand_for_whole_samples_give_a_whole_number():
 
 
 def test_the_noise_scale_is_infinite_where_the_signal_is_not_positive():
-    assert math.inf == GradientNoise(0.0, 1.0, samples=8, micro_batches=2).noise_scale
-    assert math.inf == GradientNoise(-1.0, 8.0, samples=8, micro_batches=2).noise_scale
-    assert 8.0 == GradientNoise(1.0, 8.0, samples=8, micro_batches=2).noise_scale
+    assert math.inf == GradientStatistics(0.0, 1.0, samples=8, micro_batches=2).noise_scale
+    assert math.inf == GradientStatistics(-1.0, 8.0, samples=8, micro_batches=2).noise_scale
+    assert 8.0 == GradientStatistics(1.0, 8.0, samples=8, micro_batches=2).noise_scale
 
 
 def test_no_gradient_at_all_has_neither_similarity_nor_noise_scale():
     step = weighted(torch.zeros(3, 2), [8, 8, 8])
-    assert (0.0, 0.0) == (step.signal, step.noise)
+    assert (0.0, 0.0) == (step.grad_sqnorm, step.grad_variance)
     assert math.isnan(step.similarity)
     assert math.isnan(step.noise_scale)
 
@@ -203,15 +211,15 @@ def test_no_gradient_at_all_has_neither_similarity_nor_noise_scale():
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_gradients_that_are_not_finite_give_no_finite_answer(bad):
     step = of_weighted([bad, 1.0], bad, [8, 8])
-    assert not math.isfinite(step.signal)
-    assert not math.isfinite(step.noise)
+    assert not math.isfinite(step.grad_sqnorm)
+    assert not math.isfinite(step.grad_variance)
     assert math.isnan(step.similarity)
     assert not math.isfinite(step.noise_scale)
 
 
 def test_a_sum_longer_by_rounding_is_no_noise():
     step = of_weighted([1.0, 1.0], 4.0 + 1e-6, [8, 8])
-    assert (0.0, 1.0) == (step.noise, step.similarity)
+    assert (0.0, 1.0) == (step.grad_variance, step.similarity)
 
 
 # refusals
@@ -235,6 +243,6 @@ def test_sizes_in_the_wrong_order_are_refused_where_they_cannot_be_right():
     n = torch.tensor([1.0, 31.0])
     added = torch.ones(2, 4) * (n / 32)[:, None]  # two equal gradients
     norms, of_sum = added.square().sum(1).tolist(), 4.0
-    assert 0.0 == of_weighted(norms, of_sum, [1, 31]).noise
+    assert 0.0 == of_weighted(norms, of_sum, [1, 31]).grad_variance
     with pytest.raises(GradientError, match="longer"):
         of_weighted([norms[0], norms[0]], of_sum, [1, 31])

@@ -18,7 +18,7 @@ torch.set_num_threads(1)  # small tensors: a second thread only waits
 
 
 def measured(model, *, loss="weighted", **options):
-    with GradientMeter(model, loss=loss, layers=True, **options) as meter:
+    with GradientMeter(model, loss=loss, per_layer=True, **options) as meter:
         accumulate(model, data(), loss)
         return meter.read(RAGGED)
 
@@ -41,10 +41,10 @@ def expected_of(model, layers, loss="weighted"):
 
 def same(expected, actual):
     """float64 sums in another order: 1e-12, and a signal is a difference of two of them."""
-    seen = {name: (one.signal, one.noise) for name, one in actual.layers.items()}
+    seen = {name: (one.grad_sqnorm, one.grad_variance) for name, one in actual.layers.items()}
     assert list(expected) == list(seen)
     for name, one in expected.items():
-        assert pytest.approx((one.signal, one.noise), rel=1e-9) == seen[name]
+        assert pytest.approx((one.grad_sqnorm, one.grad_variance), rel=1e-9) == seen[name]
     return True
 
 
@@ -91,17 +91,22 @@ def test_each_layer_has_the_oracles_numbers_of_its_own_parameters(make, layers, 
 
 @pytest.mark.parametrize("loss", ["weighted", "mean"])
 def test_the_whole_is_what_it_is_without_layers_and_the_sum_of_them(loss):
-    step = measured(Nested(), loss=loss, interval=0.9, halves=True)
-    with GradientMeter(model := Nested(), loss=loss, interval=0.9, halves=True) as meter:
+    step = measured(Nested(), loss=loss, confidence=0.9, half_batch_cosine=True)
+    with GradientMeter(
+        model := Nested(), loss=loss, confidence=0.9, half_batch_cosine=True
+    ) as meter:
         accumulate(model, data(), loss)
         whole = meter.read(RAGGED)
-    assert pytest.approx((whole.signal, whole.noise)) == (step.signal, step.noise)
+    assert pytest.approx((whole.grad_sqnorm, whole.grad_variance)) == (
+        step.grad_sqnorm,
+        step.grad_variance,
+    )
     layers = step.layers.values()
-    assert pytest.approx(whole.signal) == math.fsum(one.signal for one in layers)
-    assert pytest.approx(whole.noise) == math.fsum(one.noise for one in layers)
+    assert pytest.approx(whole.grad_sqnorm) == math.fsum(one.grad_sqnorm for one in layers)
+    assert pytest.approx(whole.grad_variance) == math.fsum(one.grad_variance for one in layers)
     # sketches are float32
     assert pytest.approx(whole.similarity_interval, rel=1e-5) == step.similarity_interval
-    assert pytest.approx(whole.halves) == step.halves
+    assert pytest.approx(whole.half_batch_cosine) == step.half_batch_cosine
     assert {(19, 4)} == {(one.samples, one.micro_batches) for one in layers}
 
 
@@ -142,7 +147,10 @@ def test_the_root_alone_is_a_layer_without_name():
 
 def test_a_layer_of_one_parameter_is_as_the_model_of_one_parameter():
     step = measured(nn.Linear(4, 3, bias=False).double())
-    assert (step.signal, step.noise) == (step.layers[""].signal, step.layers[""].noise)
+    assert (step.grad_sqnorm, step.grad_variance) == (
+        step.layers[""].grad_sqnorm,
+        step.layers[""].grad_variance,
+    )
 
 
 def test_a_frozen_layer_measures_nothing_and_the_others_are_right():
@@ -151,18 +159,18 @@ def test_a_frozen_layer_measures_nothing_and_the_others_are_right():
     step = measured(model)
     expected = expected_of(model, {"2": OF_PLAIN["2"]})
     frozen = step.layers.get("0")
-    assert frozen is None or (0.0, 0.0) == (frozen.signal, frozen.noise)
+    assert frozen is None or (0.0, 0.0) == (frozen.grad_sqnorm, frozen.grad_variance)
     assert pytest.approx(tuple(expected["2"])[:2]) == (
-        step.layers["2"].signal,
-        step.layers["2"].noise,
+        step.layers["2"].grad_sqnorm,
+        step.layers["2"].grad_variance,
     )
-    assert pytest.approx((step.signal, step.noise)) == tuple(expected["2"])[:2]
+    assert pytest.approx((step.grad_sqnorm, step.grad_variance)) == tuple(expected["2"])[:2]
 
 
 def test_a_layer_that_thaws_has_numbers_from_then_on():
     model = plain()
     model[0].requires_grad_(False)
-    with GradientMeter(model, layers=True) as meter:
+    with GradientMeter(model, per_layer=True) as meter:
         accumulate(model, data())
         meter.read(RAGGED)
         model.zero_grad()
@@ -180,7 +188,7 @@ def test_a_layer_that_no_micro_batch_reaches_is_there_without_noise():
     model.forward = lambda x: model[2](model[1](model[0](x)))
     step = measured(model)
     assert ["0", "2", "unused"] == list(step.layers)
-    assert (0.0, 0.0) == (step.layers["unused"].signal, step.layers["unused"].noise)
+    assert (0.0, 0.0) == (step.layers["unused"].grad_sqnorm, step.layers["unused"].grad_variance)
     assert math.isnan(step.layers["unused"].similarity)
 
 
@@ -213,7 +221,7 @@ def test_parameters_that_are_added_are_one_layer_of_others():
             "others": [f"head.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")],
         },
     )
-    with GradientMeter(model, layers=True) as meter:
+    with GradientMeter(model, per_layer=True) as meter:
         meter.add(head[0].parameters())
         meter.add(head.parameters())  # known ones stay where they are
         accumulate(Both(model, head), data())
@@ -222,7 +230,7 @@ def test_parameters_that_are_added_are_one_layer_of_others():
 
 def test_parameters_that_the_model_holds_already_are_no_others():
     model = plain()
-    with GradientMeter(model, layers=True) as meter:
+    with GradientMeter(model, per_layer=True) as meter:
         meter.add(model.parameters())
         accumulate(model, data())
         assert ["0", "2"] == list(meter.read(RAGGED).layers)
@@ -245,25 +253,27 @@ def test_layers_of_types_of_their_own_are_measured_together():
     step = measured(model)
     for name, one in expected.items():
         # float32: sums of 50 squares
-        assert pytest.approx((one.signal, one.noise), rel=1e-4) == (
-            step.layers[name].signal,
-            step.layers[name].noise,
+        assert pytest.approx((one.grad_sqnorm, one.grad_variance), rel=1e-4) == (
+            step.layers[name].grad_sqnorm,
+            step.layers[name].grad_variance,
         )
 
 
 def test_a_step_of_a_loop_records_its_layers():
     model, (x, y) = plain(), data([16])[0]
-    meter = GradientMeter(model, layers=True)
+    meter = GradientMeter(model, per_layer=True)
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     train = AdaptiveBatch(model, own, [(x, y)], policy=Fixed(16), micro_batch=4, meter=meter)
     for step in train:
         for batch in step:
             step.backward(cross_entropy(model(batch[0]), batch[1]))
-        noise = step.update().noise
+        noise = step.update().statistics
         assert ["0", "2"] == list(noise.layers)
-        assert pytest.approx(noise.noise) == math.fsum(n.noise for n in noise.layers.values())
+        assert pytest.approx(noise.grad_variance) == math.fsum(
+            n.grad_variance for n in noise.layers.values()
+        )
 
 
 def test_layers_of_a_bare_list_of_parameters_are_refused():
-    with pytest.raises(SettingError, match="layers=True needs the model"):
-        GradientMeter(list(plain().parameters()), layers=True)
+    with pytest.raises(SettingError, match="per_layer=True needs the model"):
+        GradientMeter(list(plain().parameters()), per_layer=True)

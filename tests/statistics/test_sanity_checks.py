@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bigbatch import GradientMeter, GradientNoise
+from bigbatch import GradientMeter, GradientStatistics
 from bigbatch.errors import GradientError
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
@@ -155,7 +155,9 @@ def test_a_micro_batch_that_is_not_finite_is_named_by_its_number(loss, place, ba
     gradients = torch.randn(5, 9)
     gradients[place, 4] = bad
     gradients[4, 1] = bad  # the first one is the one to look at
-    with GradientMeter(pair, loss=loss, layers=False, interval=0.9, halves=True) as meter:
+    with GradientMeter(
+        pair, loss=loss, per_layer=False, confidence=0.9, half_batch_cosine=True
+    ) as meter:
         for gradient in gradients:
             ((pair[0] * gradient) + pair[1]).sum().backward()
         with pytest.warns(UserWarning, match=f"micro-batch {place + 1} is not finite") as caught:
@@ -206,7 +208,7 @@ def test_a_refused_step_leaves_health_as_it_was():
 
 
 def step_of(signal, noise, samples=256):
-    return GradientNoise(signal, noise, samples, micro_batches=8)
+    return GradientStatistics(signal, noise, samples, micro_batches=8)
 
 
 @pytest.mark.parametrize(("signal", "noise"), [(1.0, 64.0), (0.01, 64.0), (7.0, 0.5)])

@@ -107,7 +107,7 @@ def test_a_broken_sample_is_named_once_and_the_step_has_no_noise_on_any_rank(ran
     (said,) = heard(results)
     assert "micro-batch 2 on rank 1 is not finite" in said.replace("the gradient of ", "")
     for readings, _ in results:
-        assert [False, False, True, True] == [math.isfinite(r.noise) for r in readings]
+        assert [False, False, True, True] == [math.isfinite(r.grad_variance) for r in readings]
         assert [False, False, True, True] == [math.isfinite(r.similarity) for r in readings]
     answers = [one_step(network, step, EQUAL[:count]) for step in (2, 3)]
     assert all_close(answers, [readings[2:] for readings, _ in results])
@@ -137,7 +137,7 @@ def test_one_micro_batch_that_all_ranks_share_has_no_noise_and_that_is_said(rank
     alike, agree = sorted(heard(results), key=lambda said: "to rounding" in said)
     assert "ranks 0 and 1 have the same gradients" in alike
     assert "all 3 micro-batches of a step have the same gradient to rounding" in agree
-    assert all(r.noise < 1e-5 * r.signal for readings, _ in results for r in readings)
+    assert all(r.grad_variance < 1e-5 * r.grad_sqnorm for readings, _ in results for r in readings)
 
 
 @pytest.mark.parametrize(("fault", "ratio"), [("long", (20, 500)), ("short", (0.002, 0.05))])
@@ -217,7 +217,7 @@ def overflowing(rank, ranks):
 def test_an_overflow_that_a_grad_scaler_expects_is_not_warned_of(ranks):
     results = ranks(2)(overflowing)
     assert [] == heard(results)
-    assert all(not math.isfinite(readings[0].noise) for readings, _ in results)
+    assert all(not math.isfinite(readings[0].grad_variance) for readings, _ in results)
     # the scaler left out the update and halved its scale
     assert all_close([one_step(network, 2, EQUAL[:2])], [readings[1:] for readings, _ in results])
 

@@ -17,7 +17,11 @@ from bigbatch.errors import GradientError
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
-ALL = {"interval": 0.9, "layers": True, "halves": True}  # everything that can be asked for
+ALL = {
+    "confidence": 0.9,
+    "per_layer": True,
+    "half_batch_cosine": True,
+}  # everything that can be asked for
 REL = 1e-4  # GradScaler wants float32 parameters: sums of 50 squares
 
 
@@ -64,9 +68,11 @@ def test_without_the_scaler_they_are_with_the_square_of_its_scale():
         accumulate(model, scaler)
         actual = meter.read(RAGGED)
     expected = expected_of(model)
-    assert pytest.approx((expected.signal * 2**20, expected.noise * 2**20), rel=REL) == (
-        actual.signal,
-        actual.noise,
+    assert pytest.approx(
+        (expected.grad_sqnorm * 2**20, expected.grad_variance * 2**20), rel=REL
+    ) == (
+        actual.grad_sqnorm,
+        actual.grad_variance,
     )
     assert pytest.approx(expected.similarity, rel=REL) == actual.similarity
 
@@ -81,10 +87,13 @@ def test_everything_else_is_as_without_a_scaler():
     scaled, plain = seen
     assert pytest.approx(plain.similarity_interval, rel=1e-4) == scaled.similarity_interval
     assert pytest.approx(plain.noise_scale_interval, rel=1e-3) == scaled.noise_scale_interval
-    assert pytest.approx(plain.halves, rel=REL) == scaled.halves
+    assert pytest.approx(plain.half_batch_cosine, rel=REL) == scaled.half_batch_cosine
     for name, layer in plain.layers.items():
         other = scaled.layers[name]
-        assert pytest.approx((layer.signal, layer.noise), rel=REL) == (other.signal, other.noise)
+        assert pytest.approx((layer.grad_sqnorm, layer.grad_variance), rel=REL) == (
+            other.grad_sqnorm,
+            other.grad_variance,
+        )
 
 
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
@@ -247,7 +256,7 @@ def noises(train, *, clip):
             if train.scaler is not None:
                 train.scaler.unscale_(train.optimizer)
             nn.utils.clip_grad_norm_(train.model.parameters(), 0.05)
-        seen.append(step.update().noise)
+        seen.append(step.update().statistics)
     return seen
 
 
@@ -258,8 +267,10 @@ def test_a_loop_with_a_scaler_measures_and_trains_as_one_without(clip, every):
     for one, other in zip(noises(plain, clip=clip), noises(scaled, clip=clip), strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            assert same((one.signal, one.noise, one.similarity, one.noise_scale), other)
-            assert pytest.approx(one.halves, rel=REL) == other.halves
+            assert same(
+                (one.grad_sqnorm, one.grad_variance, one.similarity, one.noise_scale), other
+            )
+            assert pytest.approx(one.half_batch_cosine, rel=REL) == other.half_batch_cosine
     for p, q in zip(plain.model.parameters(), scaled.model.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
@@ -268,7 +279,7 @@ def test_a_loop_gives_its_scaler_to_a_meter_of_ones_own():
     own = scaler_of(7.0)  # the meter's, that scales nothing here
     with_scaler, without = adaptive(scaler_of(), of_meter=own), adaptive(None, of_meter=own)
     for one, other in zip(noises(with_scaler, clip=None), noises(without, clip=None), strict=True):
-        assert same((one.signal, one.noise, one.similarity, one.noise_scale), other)
+        assert same((one.grad_sqnorm, one.grad_variance, one.similarity, one.noise_scale), other)
 
 
 def test_the_first_step_of_a_loop_with_a_scaler_has_the_oracles_numbers():

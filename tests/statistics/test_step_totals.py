@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bigbatch.errors import GradientError
-from bigbatch.statistics.sanity_checks import Health
-from bigbatch.statistics.step_totals import Totals
+from bigbatch.statistics.sanity_checks import SanityChecks
+from bigbatch.statistics.step_totals import StepTotals
 
 PROBES, ELEMENTS = 8, 4096
 CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (256, 8)]
@@ -31,7 +31,7 @@ def totals_of(gradients, grad, counts=None, of_grads=None):
         [count, count, 0, float(q), float(q), 0, of_grad]
         for count, q, of_grad in zip(counts, squares, of_grads, strict=True)
     ]
-    return Totals(
+    return StepTotals(
         {
             **{name: [1.0] for name in ("over_sizes", "squares", "of_sum", "inverse_sizes")},
             "slope": [0.0, 0.0],
@@ -111,7 +111,7 @@ def test_replicas_whose_grad_differs_by_more_than_their_kernels_do_are_refused()
 def test_a_rank_is_called_far_off_in_its_twentieth_step_on_end():
     gradients, grad = step(3, 8, 1.0, torch.float32)
     gradients[2] *= 100
-    health, totals = Health("weighted"), totals_of(gradients, grad)
+    health, totals = SanityChecks("weighted"), totals_of(gradients, grad)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(19):

@@ -102,7 +102,7 @@ def same(expected: list[Tensor], actual: list[Tensor]) -> bool:
 
 
 def untimed(some: list[bb.StepRecord]) -> list[bb.StepRecord]:
-    return [replace(record, seconds=0.0) for record in some]
+    return [replace(record, elapsed_seconds=0.0) for record in some]
 
 
 class Target:
@@ -111,7 +111,7 @@ class Target:
     def __init__(self, *sizes: int, lr_factor: float = 1.0) -> None:
         self.sizes, self.lr_factor = sizes, lr_factor
 
-    def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
+    def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
         size = self.sizes[min(now.steps, len(self.sizes)) - 1]
         return bb.Decision(size, f"the {now.steps}. size", self.lr_factor)
 
@@ -218,22 +218,24 @@ def test_token_weights_give_the_mean_over_the_tokens_and_empty_micro_batches_non
         for (x, y), n in counted:
             (token_loss(meter_twin, x, y) * n / sum(tokens)).backward()
         noise = meter.read(samples=[16 * n / sum(tokens) for _, n in counted])
-    assert_same_noise(noise, record.noise)
+    assert_same_noise(noise, record.statistics)
     assert (16, 16, 3) == (record.batch_size, noise.samples, noise.micro_batches)
 
 
 # the measurement
 
 
-def assert_same_noise(expected: bb.GradientNoise, actual: bb.GradientNoise | None) -> None:
+def assert_same_noise(
+    expected: bb.GradientStatistics, actual: bb.GradientStatistics | None
+) -> None:
     """Equal but for the order of float64 sums."""
     assert actual is not None
     assert (expected.samples, expected.micro_batches) == (actual.samples, actual.micro_batches)
-    assert pytest.approx(expected.signal, rel=1e-9, abs=1e-12) == actual.signal
-    assert pytest.approx(expected.noise, rel=1e-9, abs=1e-12) == actual.noise
+    assert pytest.approx(expected.grad_sqnorm, rel=1e-9, abs=1e-12) == actual.grad_sqnorm
+    assert pytest.approx(expected.grad_variance, rel=1e-9, abs=1e-12) == actual.grad_variance
 
 
-def metered(model: nn.Module, parts: list[Any]) -> bb.GradientNoise:
+def metered(model: nn.Module, parts: list[Any]) -> bb.GradientStatistics:
     """What a GradientMeter says of these micro-batches in a loop of its own."""
     sizes = [len(y) for _, y in parts]
     with bb.GradientMeter(model) as meter:
@@ -254,9 +256,9 @@ def test_the_record_holds_what_a_meter_says_of_the_same_micro_batches(policy):
             step.backward(loss_of(train, batch))
         record = step.update()
         expected = metered(twin, parts)
-        assert_same_noise(expected, record.noise)
-        assert record.similarity == record.noise.similarity
-        assert record.noise_scale == record.noise.noise_scale
+        assert_same_noise(expected, record.statistics)
+        assert record.similarity == record.statistics.similarity
+        assert record.noise_scale == record.statistics.noise_scale
         assert (len(parts), sum(len(y) for _, y in parts)) == (
             record.micro_batches,
             record.batch_size,
@@ -297,7 +299,7 @@ def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_
     with bb.GradientMeter([*twin.parameters(), twin_temperature]) as meter:
         for x, y in parts:
             (cross_entropy(twin(x) / twin_temperature, y) / len(parts)).backward()
-        assert_same_noise(meter.read(samples=[4] * 4), record.noise)
+        assert_same_noise(meter.read(samples=[4] * 4), record.statistics)
     assert (1 - 0.1 * twin_temperature.grad).item() == pytest.approx(temperature.item(), rel=1e-12)
     assert temperature.grad is None
 
@@ -312,7 +314,7 @@ def test_parameters_of_the_model_outside_the_optimizer_are_zeroed_and_not_measur
         for batch in step:
             parts.append(batch)
             step.backward(loss_of(train, batch))
-        assert_same_noise(metered(twin, parts), step.update().noise)
+        assert_same_noise(metered(twin, parts), step.update().statistics)
         assert [None] * 4 == [p.grad for p in model.parameters()]
 
 
@@ -326,7 +328,7 @@ def test_a_layer_that_is_thawed_on_the_way_is_measured_from_then_on():
         for batch in step:
             parts.append(batch)
             step.backward(loss_of(train, batch))
-        assert_same_noise(metered(twin, parts), step.update().noise)
+        assert_same_noise(metered(twin, parts), step.update().statistics)
 
 
 def test_a_meter_of_ones_own_is_the_one_that_measures():
@@ -471,10 +473,10 @@ def test_a_lower_bound_below_the_smallest_step_is_raised_and_said_once():
 
 
 def test_a_policy_is_told_where_the_training_stands():
-    told: list[bb.Progress] = []
+    told: list[bb.TrainingState] = []
 
     class Told:
-        def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
+        def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
             told.append(now)
             return bb.Decision(21, "21 is no multiple of 4")
 
@@ -482,7 +484,7 @@ def test_a_policy_is_told_where_the_training_stands():
     found = list(records(train))
     assert [16, 20, 20, 20, 8] == [record.batch_size for record in found]
     assert [16, 20, 20, 20] == [now.batch_size for now in told]  # the tail is not asked about
-    assert [16, 21, 21, 21] == [now.target for now in told]
+    assert [16, 21, 21, 21] == [now.target_batch_size for now in told]
     assert [16, 36, 56, 76] == [now.samples for now in told]
     assert [1, 2, 3, 4] == [now.steps for now in told]
     assert {(8, 0, 1)} == {(now.base_batch, now.epoch, now.ranks) for now in told}
@@ -514,7 +516,7 @@ def test_a_variance_reduced_optimizer_has_eight_micro_batches_by_default():
         warnings.simplefilter("error")  # too few micro-batches would be warned of
         found = [record for _ in range(3) for record in records(train)]
     assert 8 == min(record.micro_batches for record in found)
-    assert 8 == min(record.noise.micro_batches for record in found)
+    assert 8 == min(record.statistics.micro_batches for record in found)
 
 
 # going through the data
@@ -569,7 +571,7 @@ def test_clipping_returns_the_norm_of_the_mean_gradient_and_leaves_the_measureme
     assert pytest.approx(0.01, rel=1e-5) == (  # torch divides by norm + 1e-6
         torch.cat([g.flatten() for g in gradients(clipped)]).norm().item()
     )
-    assert expected.noise == step.update().noise
+    assert expected.statistics == step.update().statistics
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e6], ids=["active", "inactive"])
@@ -617,7 +619,7 @@ def test_a_penalty_by_autograd_grad_is_part_of_the_loss():
     for batch in parts:
         (penalized(twin, batch) / len(parts)).backward()
     assert same([p.grad for p in twin.parameters()], gradients(train))
-    assert len(parts) == step.update().noise.micro_batches
+    assert len(parts) == step.update().statistics.micro_batches
 
 
 def test_autograd_grad_and_torchs_own_clipping_go_together():
@@ -874,7 +876,7 @@ def test_crossed_bounds_are_refused_with_both_values():
 
 def test_a_policy_that_returns_no_decision_is_refused_with_what_it_returned():
     class Number(Target):
-        def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> Any:
+        def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> Any:
             return 32
 
     train = adaptive(policy=Number())
@@ -930,7 +932,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(optimizer, val
             assert saved(state_before["shared"][part]) == saved(state["shared"][part])
         assert train.controller.decision.batch_size == record.decision.batch_size
         assert "skipped" in record.decision.reason
-        assert record.noise is None
+        assert record.statistics is None
         assert math.isnan(record.similarity)
     assert 1 == len(skipped) == train.skipped
     assert train.steps + 1 == record.step
@@ -958,8 +960,14 @@ def test_a_scaler_changes_neither_the_measurement_nor_the_weights():
     scaled = adaptive(160, dtype=torch.float32, scaler=scaler)
     # powers of two scale exactly: float32 differs by nothing but underflow
     for expected, actual in zip(records(plain), records(scaled), strict=True):
-        assert pytest.approx(expected.noise.signal, rel=1e-6) == actual.noise.signal
-        assert pytest.approx(expected.noise.noise, rel=1e-6) == actual.noise.noise
+        assert (
+            pytest.approx(expected.statistics.grad_sqnorm, rel=1e-6)
+            == actual.statistics.grad_sqnorm
+        )
+        assert (
+            pytest.approx(expected.statistics.grad_variance, rel=1e-6)
+            == actual.statistics.grad_variance
+        )
         assert expected.batch_size == actual.batch_size
         assert pytest.approx(expected.loss, rel=1e-6) == actual.loss
     torch.testing.assert_close(weights(plain), weights(scaled), rtol=1e-6, atol=1e-7)
@@ -972,7 +980,7 @@ def test_clipping_with_a_scaler_clips_the_true_gradient():
     one, other = done(plain), done(scaled)
     # a power of two scales exactly
     assert one.clip_grad_norm_(0.01).item() == other.clip_grad_norm_(0.01).item()
-    assert one.update().noise == other.update().noise
+    assert one.update().statistics == other.update().statistics
     assert same(weights(plain), weights(scaled))
 
 
@@ -1056,11 +1064,11 @@ def test_a_scheduler_that_is_set_after_loading_goes_on_at_its_rate():
     def build():
         return adaptive(policy=bb.Fixed(16), micro_batch=16)
 
-    def warm_up(train):
+    def warmup(train):
         return torch.optim.lr_scheduler.LinearLR(train.optimizer, 0.1, total_iters=12)
 
     train, resumed = build(), build()
-    train.scheduler = warm_up(train)
+    train.scheduler = warmup(train)
     list(records(train))
     resumed.optimizer.load_state_dict(train.optimizer.state_dict())
     resumed.load_state_dict(train.state_dict())
@@ -1068,7 +1076,7 @@ def test_a_scheduler_that_is_set_after_loading_goes_on_at_its_rate():
     again.optimizer.load_state_dict(train.optimizer.state_dict())
     again.load_state_dict(resumed.state_dict())  # saved before its scheduler was set
     for later in (resumed, again):
-        later.scheduler = warm_up(later)
+        later.scheduler = warmup(later)
     expected = [record.lr for record in records(train)]
     assert expected == [record.lr for record in records(resumed)]
     assert expected == [record.lr for record in records(again)]
@@ -1078,7 +1086,7 @@ def test_a_scheduler_that_is_set_after_loading_goes_on_at_its_rate():
 
 
 def test_a_controller_brings_its_own_start_and_options():
-    controller = bb.Controller(GROW, 32, base_batch=16, largest_step=1.05, every=2)
+    controller = bb.Controller(GROW, 32, base_batch=16, max_change=1.05, decide_every=2)
     train = adaptive(400, policy=controller)
     assert controller is train.controller
     done = list(records(train))
@@ -1202,12 +1210,15 @@ def test_an_inner_loop_that_is_left_and_entered_again_goes_on_with_the_same_step
 
 def test_a_pass_that_goes_on_with_another_order_says_so():
     def loader(seed: int) -> DataLoader[Any]:
-        return DataLoader(data(96), 16, sampler=bb.SampleLedger(range(96), seed=seed))
+        return DataLoader(data(96), 16, sampler=bb.ElasticDistributedSampler(range(96), seed=seed))
 
     first = adaptive(loader=loader(1))
     next(records(first))
     again = adaptive(loader=loader(2))
-    with pytest.warns(UserWarning, match=r"order was SampleLedger\(seed=1, .*is SampleLedger"):
+    with pytest.warns(
+        UserWarning,
+        match=r"order was ElasticDistributedSampler\(seed=1, .*is ElasticDistributedSampler",
+    ):
         again.load_state_dict(first.state_dict())
 
 

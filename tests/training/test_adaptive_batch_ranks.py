@@ -124,9 +124,9 @@ def with_an_empty_rank(rank, ranks, engine):
         bb.Batches(ledger_loader(rank, ranks), virtual_ranks=2),
         policy=bb.Fixed(64),
         micro_batch=8,
-        meter=bb.GradientMeter(model, interval=0.9),
+        meter=bb.GradientMeter(model, confidence=0.9),
     )
-    order = list(bb.SampleLedger(range(SAMPLES), seed=SEED, num_replicas=1, rank=0))
+    order = list(bb.ElasticDistributedSampler(range(SAMPLES), seed=SEED, num_replicas=1, rank=0))
     empty = {number for i, number in enumerate(order[128:192]) if i % 2 == 0}
     records = []
     with warnings.catch_warnings(record=True) as caught:
@@ -146,14 +146,17 @@ def with_an_empty_rank(rank, ranks, engine):
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_rank_without_tokens_in_a_step_adds_nothing_to_it(ranks, engine):
     alone, weights, _ = with_an_empty_rank(0, 1, "plain")
-    assert 4 == alone[2].noise.micro_batches
+    assert 4 == alone[2].statistics.micro_batches
     for records, other, said in ranks(2)(with_an_empty_rank, engine):
         assert not any("median" in each for each in said)
         for one, two in zip(alone, records, strict=True):
-            assert pytest.approx(one.noise.noise, rel=1e-9) == two.noise.noise
+            assert (
+                pytest.approx(one.statistics.grad_variance, rel=1e-9)
+                == two.statistics.grad_variance
+            )
             assert pytest.approx(one.similarity, rel=1e-9) == two.similarity
-            expected = one.noise.similarity_interval
-            assert pytest.approx(expected, rel=1e-6) == two.noise.similarity_interval
+            expected = one.statistics.similarity_interval
+            assert pytest.approx(expected, rel=1e-6) == two.statistics.similarity_interval
         for expected, weight in zip(weights, other, strict=True):
             torch.testing.assert_close(expected, weight, rtol=1e-9, atol=1e-12)
 
@@ -287,8 +290,11 @@ def disagreeing(rank, ranks, engine):
 def test_ranks_that_disagree_raise_on_every_rank(ranks, engine):
     for done, message in ranks(2)(disagreeing, engine):
         assert 3 == done
-        assert "rank 1 disagrees with rank 0 on what decides a step: controller.target" in message
-        assert "controller.target is 72 there and 64 on rank 0" in message
+        assert (
+            "rank 1 disagrees with rank 0 on what decides a step: controller.target_batch_size"
+            in message
+        )
+        assert "controller.target_batch_size is 72 there and 64 on rank 0" in message
         assert "(noise, now) alone" in message
 
 
@@ -312,7 +318,7 @@ def weighed_on_one(rank, ranks):
 
 
 def with_an_order_of_its_own(rank, ranks):
-    sampler = bb.SampleLedger(range(SAMPLES), seed=rank)
+    sampler = bb.ElasticDistributedSampler(range(SAMPLES), seed=rank)
     with pytest.raises(RankError, match="on their settings"):
         build(rank, ranks, "ddp", None, DataLoader(Numbered(), 16, sampler=sampler))
 
@@ -546,7 +552,7 @@ def test_a_restart_whose_order_is_another_says_so(ranks):
     alone = build(0, 1, "plain", 4, DataLoader(Numbered(), 16, shuffle=True))
     steps_of(alone, 1, 3)
     for said in ranks(2)(another_order, alone.state_dict()):
-        assert "the order of this pass was RandomSampler and is SampleLedger" in said
+        assert "the order of this pass was RandomSampler and is ElasticDistributedSampler" in said
     (said, _) = ranks(2)(another_order, build(0, 1, "plain", 4).state_dict())
     assert "that of rank 0 of 1" in said
     assert "the order of this pass" not in said

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import bigbatch as bb
-from bigbatch.data.rank_consistency import Agreement
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import LoopError, StateError
 from bigbatch.optim import VRAdam
 from numbered_samples import SAMPLES, SEED, Numbered, steps_of, together, whole, wrapped
@@ -31,7 +31,7 @@ def build(rank, ranks, engine, *, noisy):
     engine, _, reduced = engine.partition(" ")
     torch.manual_seed(100 + rank)
     data = (Augmented if noisy else Numbered)(SAMPLES)
-    sampler = bb.SampleLedger(data, seed=SEED, num_replicas=ranks, rank=rank)
+    sampler = bb.ElasticDistributedSampler(data, seed=SEED, num_replicas=ranks, rank=rank)
     loader = torch.utils.data.DataLoader(data, 16, sampler=sampler)
     model = wrapped(engine, ranks)
     torch.manual_seed(100 + rank)  # after the weights
@@ -61,7 +61,7 @@ def everything(train):
     if getattr(train.optimizer, "attached", None):
         train.optimizer.attached.consolidate()
     model, optimizer = get_state_dict(train.model, train.optimizer)
-    return {"model": model, "optimizer": optimizer, "train": bb.RankStates(train)}
+    return {"model": model, "optimizer": optimizer, "train": bb.DistributedState(train)}
 
 
 def answer(done, train):
@@ -155,7 +155,7 @@ def test_a_training_of_two_ranks_goes_on_with_the_same_samples_and_batches_on_ot
 
 def inside_a_step(rank, ranks):
     train = build(rank, ranks, "ddp", noisy=False)
-    states = bb.RankStates(train)
+    states = bb.DistributedState(train)
     before = states.state_dict()
     step = next(iter(train))
     next(iter(step))
@@ -172,14 +172,14 @@ def test_the_states_are_equal_on_all_ranks_and_refused_inside_a_step(ranks):
 @pytest.mark.parametrize("state", [{}, {"version": 2, "shared": {}, "own": {}}, {"ranks": None}])
 def test_a_state_that_is_none_of_all_ranks_is_refused_by_what_is_in_it(state):
     train = build(0, 1, "plain", noisy=False)
-    with pytest.raises(StateError, match="is not one of RankStates"):
-        bb.RankStates(train).load_state_dict(state)
+    with pytest.raises(StateError, match="is not one of DistributedState"):
+        bb.DistributedState(train).load_state_dict(state)
 
 
 def bytes_of_all(rank, ranks):
     """A rank's own bytes, the second more of them, and what comes of all."""
     own = torch.arange(251 - rank, 254 + rank, dtype=torch.uint8)
-    agreement = Agreement(build(rank, ranks, "ddp", noisy=False).meter.source)
+    agreement = HostCollectives(build(rank, ranks, "ddp", noisy=False).meter.source)
     return own.tolist(), [row.tolist() for row in agreement.gather_bytes(own)]
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import bigbatch as bb
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from numbered_samples import Numbered, ledger_loader, network, whole
 from optimizer_table import MAKE
 from parallel import two_rows
@@ -58,7 +58,7 @@ def cell(rank, ranks, engine, what, precision):
         policy=bb.Fixed(192),
         micro_batch=12,
         lr_scaling=None,
-        meter=bb.GradientMeter(model, interval=0.9 if what == "interval" else None),
+        meter=bb.GradientMeter(model, confidence=0.9 if what == "interval" else None),
     )
     records, groups = [], []
     for step in train:
@@ -87,7 +87,7 @@ def exactly(what):
         policy=bb.Fixed(192),
         micro_batch=12,
         lr_scaling=None,
-        meter=bb.GradientMeter(model, interval=0.9),
+        meter=bb.GradientMeter(model, confidence=0.9),
     )
     records = []
     for step in train:
@@ -103,7 +103,7 @@ def of_groups(what, steps, **own):
     """One process in float64 that compares the given groups of samples."""
     model, data = network(), Numbered()
     optimizer = MAKE[what](model.parameters(), **own)
-    source = PlainSource(model.parameters(), explicit=True)
+    source = SingleProcessSource(model.parameters(), explicit=True)
     optimizer.follow(source)
     for groups in steps:
         for group in groups:
@@ -157,10 +157,10 @@ def test_a_cell_of_the_table(ranks, engine, what, precision):
     assert apart(reference, weights) < close
     for mine, theirs in zip(expected, records, strict=True):
         assert pytest.approx(mine.similarity, abs=close) == theirs.similarity
-        assert mine.noise.micro_batches == theirs.noise.micro_batches
+        assert mine.statistics.micro_batches == theirs.statistics.micro_batches
         if what == "interval":
-            interval = mine.noise.similarity_interval
-            assert pytest.approx(interval, abs=close) == theirs.noise.similarity_interval
+            interval = mine.statistics.similarity_interval
+            assert pytest.approx(interval, abs=close) == theirs.statistics.similarity_interval
 
 
 def test_the_page_has_every_cell():

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bigbatch import largest_micro_batch
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
-from bigbatch.training.oom_hints import SizeAdvice, advise_size, is_out_of_memory
+from bigbatch.training.oom_hints import OomHints, advise_size, is_out_of_memory
 from parallel import ENGINES
 
 TOO_MUCH = 1 << 46  # elements, which no machine has
@@ -285,7 +285,7 @@ def test_a_vr_optimizer_still_warns_of_few_micro_batches_after_the_search():
     optimizer = VRSGD(model.parameters(), lr=0.1, watch=True)
     with warnings.catch_warnings(action="error"):
         largest_micro_batch(model, optimizer, loader(), loss_up_to(9, model))
-    assert optimizer.factors is None
+    assert optimizer.gsnr is None
     with pytest.warns(UserWarning, match="k = 2 micro-batches"):
         trained(model, optimizer, loader(), 1)
 
@@ -587,7 +587,7 @@ FORMS = {
 
 def notes_of(model, samples):
     """What an error of the model's forward says, the advice being for so many samples."""
-    advice = SizeAdvice()
+    advice = OomHints()
     handle = model.register_forward_hook(advice, always_call=True)
     advice.samples = 4
     assert (4, 1) == model(torch.zeros(4, 4)).shape
@@ -631,7 +631,7 @@ def test_advice_that_stays_on_makes_torch_compile_no_more_often():
         return graph.forward
 
     torch._dynamo.reset()
-    model, advice = nn.Linear(4, 1), SizeAdvice()
+    model, advice = nn.Linear(4, 1), OomHints()
     model.register_forward_hook(advice, always_call=True)
     step = torch.compile(lambda x: model(x).sum(), backend=counting, fullgraph=True)
     for samples in (0, 4, 8, 0, 6):
@@ -642,7 +642,7 @@ def test_advice_that_stays_on_makes_torch_compile_no_more_often():
 
 def test_a_model_with_advice_can_be_saved_and_copied():
     model = nn.Linear(4, 1)
-    model.register_forward_hook(SizeAdvice(), always_call=True)
+    model.register_forward_hook(OomHints(), always_call=True)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(model(torch.ones(2, 4)), twin(torch.ones(2, 4)))
 

@@ -28,8 +28,8 @@ batch_sizes = st.integers(1, 2**20)
 positive = st.floats(1e-9, 1e9)
 
 
-def noise_of(signal: float, noise: float, samples: int = 64) -> bb.GradientNoise:
-    return bb.GradientNoise(signal, noise, samples, micro_batches=4)
+def noise_of(signal: float, noise: float, samples: int = 64) -> bb.GradientStatistics:
+    return bb.GradientStatistics(signal, noise, samples, micro_batches=4)
 
 
 # factors
@@ -55,7 +55,7 @@ def test_adascale_has_its_name():
 
 
 def test_a_function_of_ones_own_is_taken_as_it_is():
-    def rule(batch_size: int, base_batch: int, noise: bb.GradientNoise | None) -> float:
+    def rule(batch_size: int, base_batch: int, noise: bb.GradientStatistics | None) -> float:
         return 3.0
 
     assert scaling_named(rule, 128) is rule
@@ -380,7 +380,7 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_the_record_says_it(rule, f
 
 def test_the_optimizer_steps_with_adascale_of_what_was_measured():
     used, record, _ = one_step(torch.optim.SGD, 0.1, lr_scaling="adascale")
-    signal, noise = max(0.0, record.noise.signal), record.noise.noise
+    signal, noise = max(0.0, record.statistics.grad_sqnorm), record.statistics.grad_variance
     gain = (signal + noise / 32) / (signal + noise / 96)
     assert pytest.approx(0.1 * gain, rel=rounding) == used[0]
     assert 1.0 < gain < 3.0

@@ -177,7 +177,10 @@ def next_steps_are_right(count, results):
     return all_close(answers, [readings for _, readings in results])
 
 
-OPTIONS = {"plain": {}, "everything": {"interval": 0.9, "layers": True, "halves": True}}
+OPTIONS = {
+    "plain": {},
+    "everything": {"confidence": 0.9, "per_layer": True, "half_batch_cosine": True},
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS)

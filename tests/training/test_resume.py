@@ -103,7 +103,7 @@ def finish(run: Run, *, save: bool = False) -> tuple[list[bb.StepRecord], list[b
             for x, y in step:
                 step.backward(cross_entropy(run.model(x), y))
             step.clip_grad_norm_(1.0)
-            records.append(replace(step.update(), seconds=0.0))
+            records.append(replace(step.update(), elapsed_seconds=0.0))
             if save:
                 files.append(run.save())
         if save:
@@ -218,7 +218,7 @@ def test_a_run_that_is_killed_after_every_step_is_the_same_run():
             for x, y in step:
                 step.backward(cross_entropy(run.model(x), y))
             step.clip_grad_norm_(1.0)
-            records.append(replace(step.update(), seconds=0.0))
+            records.append(replace(step.update(), elapsed_seconds=0.0))
             file = run.save()
             seed_all(OTHER_SEED)
             run = built()

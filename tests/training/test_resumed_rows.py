@@ -37,7 +37,7 @@ def run(rank, ranks, name, options, states):
         for x, y, _ in step:
             step.backward(cross_entropy(model(x.float()), y))
         record = step.update()
-        rows.append((record.loss, record.noise.signal, record.noise.noise))
+        rows.append((record.loss, record.statistics.grad_sqnorm, record.statistics.grad_variance))
         if train.steps == STOP:
             if name != "SGD":
                 optimizer.attached.consolidate()

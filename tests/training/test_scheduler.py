@@ -35,7 +35,7 @@ from torch.optim.swa_utils import SWALR
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim import VRSGD
-from bigbatch.training.scheduler import BaseBatchClock
+from bigbatch.training.scheduler import BaseBatchScheduler
 from properties import property_test
 
 torch.set_num_threads(1)
@@ -91,9 +91,9 @@ def optimizer(lr: float | Tensor = 0.1, lr_2: float | Tensor = 0.02) -> Optimize
     return SGD(groups, momentum=0.9)
 
 
-def clock_of(scheduler: LRScheduler, base_batch: int = BASE) -> BaseBatchClock:
+def clock_of(scheduler: LRScheduler, base_batch: int = BASE) -> BaseBatchScheduler:
     scheduler.optimizer.step()  # torch's schedulers warn where none came before them
-    clock = BaseBatchClock(base_batch, scheduler.optimizer)
+    clock = BaseBatchScheduler(base_batch, scheduler.optimizer)
     clock.scheduler = scheduler
     return clock
 
@@ -154,7 +154,7 @@ def test_half_a_base_batch_is_remembered_by_the_state():
 
 def test_a_clock_without_a_scheduler_counts_for_one_that_is_set_later():
     own = optimizer()
-    clock = BaseBatchClock(10, own)
+    clock = BaseBatchScheduler(10, own)
     clock.advance(95)
     assert clock.scheduler is None
     clock.scheduler = StepLR(own, 1)
@@ -219,7 +219,7 @@ def test_a_schedule_without_an_end_goes_on_in_silence(build):
 
 def test_the_end_of_the_next_scheduler_is_said_too():
     own = optimizer()
-    clock = BaseBatchClock(1, own)
+    clock = BaseBatchScheduler(1, own)
     for _ in range(2):
         clock.scheduler = CosineAnnealingLR(own, 4)
         own.step()
@@ -232,7 +232,7 @@ def test_the_end_of_the_next_scheduler_is_said_too():
 
 def test_a_plateau_scheduler_is_refused_by_name():
     own = optimizer()
-    clock = BaseBatchClock(10, own)
+    clock = BaseBatchScheduler(10, own)
     with pytest.raises(SettingError, match=r"ReduceLROnPlateau.*scheduler=None"):
         clock.scheduler = ReduceLROnPlateau(own)
 
@@ -251,7 +251,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 @pytest.mark.parametrize("wrapper", [AcceleratedScheduler, DeepSpeedSchedulerWrapper])
 def test_a_scheduler_that_accelerate_prepared_is_refused_and_the_one_inside_taken(wrapper):
     own = optimizer()
-    prepared, clock = wrapper(StepLR(own, 1)), BaseBatchClock(10, own)
+    prepared, clock = wrapper(StepLR(own, 1)), BaseBatchScheduler(10, own)
     with pytest.raises(SettingError, match=r"accelerate.*each process.*scheduler\.scheduler"):
         clock.scheduler = prepared
     clock.scheduler = prepared.scheduler
@@ -260,12 +260,12 @@ def test_a_scheduler_that_accelerate_prepared_is_refused_and_the_one_inside_take
 
 def test_a_scheduler_of_another_optimizer_is_refused():
     with pytest.raises(SettingError, match="another optimizer"):
-        BaseBatchClock(10, optimizer()).scheduler = StepLR(optimizer(), 1)
+        BaseBatchScheduler(10, optimizer()).scheduler = StepLR(optimizer(), 1)
 
 
 def test_what_is_no_scheduler_is_refused_with_its_value():
     with pytest.raises(SettingError, match=r"scheduler=0\.5"):
-        BaseBatchClock(10, optimizer()).scheduler = 0.5
+        BaseBatchScheduler(10, optimizer()).scheduler = 0.5
 
 
 @pytest.mark.parametrize("build", [GOES_ON["StepLR"], chained_cosine, warm_cosine])
@@ -280,7 +280,7 @@ def test_a_scheduler_that_somebody_else_advances_too_is_an_error(build):
 
 
 def test_after_loading_its_scheduler_is_missed():
-    first, second = clock_of(StepLR(optimizer(), 1)), BaseBatchClock(BASE, optimizer())
+    first, second = clock_of(StepLR(optimizer(), 1)), BaseBatchScheduler(BASE, optimizer())
     second.load_state_dict(first.state_dict())
     with pytest.raises(LoopError, match=r"StepLR.*train\.scheduler"):
         second.require_ready()
@@ -307,7 +307,7 @@ class Walk:
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
 
-    def decide(self, noise: bb.GradientNoise, now: bb.Progress) -> bb.Decision:
+    def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
         return bb.Decision(self.sizes[now.steps % len(self.sizes)], f"the {now.steps}. size")
 
 
@@ -526,7 +526,7 @@ def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
     def clock(base):
         parameter = torch.torch.nn.Parameter(torch.zeros(1))
         optimizer = SGD([parameter], lr=0.1)
-        found = BaseBatchClock(base, optimizer)
+        found = BaseBatchScheduler(base, optimizer)
         found.scheduler = lr_scheduler.StepLR(optimizer, 3)
         return found
 
@@ -538,7 +538,7 @@ def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
 
 def test_without_a_schedule_another_base_batch_may_go_on():
     own = optimizer()
-    first, second = BaseBatchClock(16, own), BaseBatchClock(4, own)
+    first, second = BaseBatchScheduler(16, own), BaseBatchScheduler(4, own)
     first.advance(18)
     second.load_state_dict(first.state_dict())
     second.scheduler = StepLR(own, 1)
@@ -571,7 +571,7 @@ def test_growth_in_place_of_decay_refuses_a_rate_that_follows_the_batch():
 def test_a_schedule_for_other_groups_is_refused_before_anything_is_loaded():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     one, two = SGD(weights, lr=0.1), SGD([{"params": [weight]} for weight in weights], lr=0.2)
-    first, second = BaseBatchClock(BASE, one), BaseBatchClock(BASE, two)
+    first, second = BaseBatchScheduler(BASE, one), BaseBatchScheduler(BASE, two)
     first.scheduler, second.scheduler = StepLR(one, 1), StepLR(two, 1)
     with pytest.raises(StateError, match="for 1 parameter groups, the optimizer has 2"):
         second.load_state_dict(first.state_dict())

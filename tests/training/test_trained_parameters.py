@@ -56,8 +56,8 @@ def measured(model, parts, **options):
 
 def assert_same(expected, actual):
     """Equal but for the order of float64 sums."""
-    assert pytest.approx(expected.signal, rel=1e-9, abs=1e-12) == actual.signal
-    assert pytest.approx(expected.noise, rel=1e-9, abs=1e-12) == actual.noise
+    assert pytest.approx(expected.grad_sqnorm, rel=1e-9, abs=1e-12) == actual.grad_sqnorm
+    assert pytest.approx(expected.grad_variance, rel=1e-9, abs=1e-12) == actual.grad_variance
 
 
 def headed(model):
@@ -69,16 +69,18 @@ def headed(model):
 def test_an_interval_and_layers_are_those_of_what_the_optimizer_trains():
     model = network()
     twin = headed(copy.deepcopy(model))
-    options = {"layers": True, "interval": 0.9, "halves": True}
+    options = {"per_layer": True, "confidence": 0.9, "half_batch_cosine": True}
     train = loop(model, model[3].parameters(), meter=bb.GradientMeter(model, **options))
     record, parts = one_step(train)
     expected = measured(twin, parts, **options)
-    assert_same(expected, record.noise)
-    assert expected.halves == pytest.approx(record.noise.halves, rel=1e-9)
-    assert list(expected.layers) == list(record.noise.layers) == ["0", "2", "3"]
+    assert_same(expected, record.statistics)
+    assert expected.half_batch_cosine == pytest.approx(
+        record.statistics.half_batch_cosine, rel=1e-9
+    )
+    assert list(expected.layers) == list(record.statistics.layers) == ["0", "2", "3"]
     for name, layer in expected.layers.items():
-        assert_same(layer, record.noise.layers[name])
-    assert expected.interval == record.noise.interval
+        assert_same(layer, record.statistics.layers[name])
+    assert expected.interval == record.statistics.interval
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -102,7 +104,7 @@ def test_a_layer_that_the_optimizer_gets_later_is_measured_from_then_on():
     twin = copy.deepcopy(model)
     twin[0].requires_grad_(False)
     record, parts = one_step(train)
-    assert_same(measured(twin, parts), record.noise)
+    assert_same(measured(twin, parts), record.statistics)
 
 
 def test_a_layer_that_the_optimizer_loses_is_measured_until_then():
@@ -111,11 +113,11 @@ def test_a_layer_that_the_optimizer_loses_is_measured_until_then():
     train = bb.AdaptiveBatch(model, own, loader(), policy=bb.Fixed(16))
     twin = copy.deepcopy(model)
     record, parts = one_step(train)
-    assert_same(measured(twin, parts), record.noise)
+    assert_same(measured(twin, parts), record.statistics)
     del own.param_groups[0]
     twin = headed(copy.deepcopy(model))
     record, parts = one_step(train)
-    assert_same(measured(twin, parts), record.noise)
+    assert_same(measured(twin, parts), record.statistics)
 
 
 # parameters that are replaced

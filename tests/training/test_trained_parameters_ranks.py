@@ -58,8 +58,14 @@ def test_only_what_the_optimizer_trains_is_measured_on_ranks(ranks, engine, coun
         for expected, actual in zip(alone[0], records, strict=True):
             assert not actual.skipped
             # float64: only the order of the sums differs
-            assert pytest.approx(expected.noise.signal, rel=1e-8, abs=1e-12) == actual.noise.signal
-            assert pytest.approx(expected.noise.noise, rel=1e-8, abs=1e-12) == actual.noise.noise
+            assert (
+                pytest.approx(expected.statistics.grad_sqnorm, rel=1e-8, abs=1e-12)
+                == actual.statistics.grad_sqnorm
+            )
+            assert (
+                pytest.approx(expected.statistics.grad_variance, rel=1e-8, abs=1e-12)
+                == actual.statistics.grad_variance
+            )
         if steps > 1:
             for expected, actual in zip(alone[1], weights, strict=True):
                 torch.testing.assert_close(expected, actual, rtol=1e-8, atol=1e-10)

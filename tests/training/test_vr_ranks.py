@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from numbered_samples import (
     SAMPLES,
     Numbered,
@@ -101,7 +101,7 @@ def one_process(name, weight, steps, samples=SAMPLES):
     """The same groups, which one process sees one after the other."""
     model, data = network(), Numbered(samples)
     optimizer = MAKE[name](model.parameters())
-    source = PlainSource(model.parameters(), explicit=True)
+    source = SingleProcessSource(model.parameters(), explicit=True)
     optimizer.follow(source)
     for groups in steps:
         of_group = [torch.tensor([WEIGHT[weight](n) for n in group]).double() for group in groups]

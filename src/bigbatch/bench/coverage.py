@@ -18,7 +18,7 @@ from bigbatch.bench.synthetic_gradients import (
 )
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 TRIALS = 200
 LEVELS = (0.5, 0.68, 0.8, 0.9, 0.95, 0.99)  # nominal
@@ -130,7 +130,7 @@ def of_window(population: Population, trials: int) -> Coverage:
     """Intervals of a running average whose truth stands still, taken two windows apart."""
     n = equal(population.samples_for(_WINDOW_SIMILARITY), _WINDOW_COUNT)
     window = _WINDOW * sum(n)
-    averages = {level: NoiseAverage(samples=window, interval=level) for level in LEVELS}
+    averages = {level: NoiseAverage(samples=window, confidence=level) for level in LEVELS}
     ends: _Ends = {level: [] for level in LEVELS}
     with GradientMeter(population.parameters()) as meter:
         for number in range(2 * _WINDOW * (trials + 1)):
@@ -156,7 +156,7 @@ def of_drift(population: Population, trials: int) -> Iterator[Coverage]:
         for _ in range(trials):
             steps = [measured(meter, population, n, pull) for pull in pulls]
             for level in LEVELS:
-                average = NoiseAverage(samples=window, interval=level)
+                average = NoiseAverage(samples=window, confidence=level)
                 ends[level].append(_ends([average.update(step) for step in steps][-1]))
     weights = [math.exp(-left / _WINDOW) for left in reversed(range(3 * _WINDOW))]
     pulled = sum(map(mul, weights, pulls)) / sum(weights)
@@ -180,19 +180,19 @@ def ragged(samples: float, count: int, draw: torch.Generator) -> list[int]:
 def _of_each_level(population: Population, sizes: Sequence[int], trials: int) -> _Ends:
     """Intervals of steps of these sizes, those of all levels from the same backwards."""
     ends: _Ends = {level: [] for level in LEVELS}
-    with GradientMeter(population.parameters(), interval=_DETAILED) as meter:
+    with GradientMeter(population.parameters(), confidence=_DETAILED) as meter:
         for _ in range(trials):
             backwards(meter.source.parameters, population, sizes)
             totals = meter.totals(meter.measure(sizes).tolist())
             for level, of_level in ends.items():
-                meter.interval = level
-                of_level.append(_ends(meter.noise(totals)))
+                meter.confidence = level
+                of_level.append(_ends(meter.statistics(totals)))
             meter.source.restart()
             meter.next_step()
     return ends
 
 
-def _ends(step: GradientNoise) -> tuple[float, float]:
+def _ends(step: GradientStatistics) -> tuple[float, float]:
     ends = step.similarity_interval
     assert ends is not None
     return ends

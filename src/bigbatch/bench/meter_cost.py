@@ -17,7 +17,7 @@ from bigbatch.bench.gloo_processes import bytes_sent
 from bigbatch.bench.sized_networks import count, random_batch, transformer, wide_layers
 from bigbatch.bench.timing import Cost, interleaved
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.second_moment import GradientMoments
 
@@ -97,7 +97,7 @@ _Batches = list[tuple[Tensor, Tensor]]
 
 def _metered(model: nn.Module, batches: _Batches, interval: float | None) -> Callable[[], None]:
     """A step that is measured; its hooks are off outside."""
-    meter = GradientMeter(model, interval=interval, every=2)
+    meter = GradientMeter(model, confidence=interval, every=2)
     meter.next_step()
 
     def run() -> None:
@@ -110,7 +110,7 @@ def _metered(model: nn.Module, batches: _Batches, interval: float | None) -> Cal
 
 def _with_moments(model: nn.Module, batches: _Batches) -> Callable[[], None]:
     """A step whose second moments are taken; its hooks are off outside."""
-    source, moments = PlainSource(model.parameters()), GradientMoments()
+    source, moments = SingleProcessSource(model.parameters()), GradientMoments()
 
     def run() -> None:
         source.subscribe(moments)
@@ -170,9 +170,9 @@ RESOURCES = ("what", "peak MB", "bytes sent a step", "over the plain run")
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "similarity": {},
-    "layers": {"layers": True},
-    "interval": {"interval": 0.9},
-    "halves": {"halves": True},
+    "layers": {"per_layer": True},
+    "interval": {"confidence": 0.9},
+    "halves": {"half_batch_cosine": True},
 }
 
 

@@ -8,9 +8,9 @@ import torch
 
 from bigbatch.bench.comm_bytes import moved
 from bigbatch.optim.bucket_shards import PIECE
-from bigbatch.statistics.sanity_checks import Health
+from bigbatch.statistics.sanity_checks import SanityChecks
 from bigbatch.statistics.second_moment import join
-from bigbatch.statistics.step_totals import FIELDS, Totals, unpack
+from bigbatch.statistics.step_totals import FIELDS, StepTotals, unpack
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
@@ -143,10 +143,10 @@ def host_seconds(ranks: int, repeats: int = 5) -> float:
     lengths |= {"seen": 8, "in_grad": 8, "probed": 1, "of_ranks": FIELDS * ranks, "scale": 1}
     slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
     values = [1.0] * 23 + slots + [1.0]
-    health, times = Health("weighted"), []
+    health, times = SanityChecks("weighted"), []
     for _ in range(repeats):
         start = time.perf_counter()
-        totals = Totals(unpack(values, lengths))
+        totals = StepTotals(unpack(values, lengths))
         totals.require_all_took_part()
         health.examine(totals, speak=False, may_overflow=False)
         totals.reduction(1.0, replicated=True)

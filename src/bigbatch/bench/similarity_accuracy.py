@@ -80,7 +80,7 @@ def compare(population: Population, trials: int) -> Iterator[Comparison]:
             size = math.floor(population.samples_for(near) / count + 0.5)
             if size < 1:
                 continue
-            with GradientMeter(population.parameters(), halves=True) as meter:
+            with GradientMeter(population.parameters(), half_batch_cosine=True) as meter:
                 steps = [measured(meter, population, [size] * count) for _ in range(trials)]
             yield Comparison(
                 population.name,
@@ -89,7 +89,10 @@ def compare(population: Population, trials: int) -> Iterator[Comparison]:
                 size * count,
                 population.similarity(size * count),
                 [step.similarity for step in steps],
-                [math.nan if step.halves is None else step.halves for step in steps],
+                [
+                    math.nan if step.half_batch_cosine is None else step.half_batch_cosine
+                    for step in steps
+                ],
             )
 
 

@@ -66,7 +66,7 @@ _NODES, _NODES_FOUR = "plain, two levels", "plain, a = 4, two levels"
 _DDP = [
     Kind("DDP", "plain", baseline=None),
     Kind("DDP", "similarity", meter=()),
-    Kind("DDP", "similarity and interval", meter=(("interval", 0.9),)),
+    Kind("DDP", "similarity and interval", meter=(("confidence", 0.9),)),
     Kind("DDP", "VR, k = ranks", vr=True),
     Kind("DDP", "SimiGrad, re-created", peer="simigrad"),
     Kind("DDP", "VRGD, re-created", peer="vrgd"),
@@ -80,7 +80,7 @@ _DDP = [
 _FSDP2 = [
     Kind("FSDP2", "plain", baseline=None),
     Kind("FSDP2", "similarity", meter=()),
-    Kind("FSDP2", "similarity and interval", meter=(("interval", 0.9),)),
+    Kind("FSDP2", "similarity and interval", meter=(("confidence", 0.9),)),
     Kind("FSDP2", _FOUR, 4, baseline=None),
     Kind("FSDP2", "VR, a = 4", 4, baseline=_FOUR, vr=True),
     Kind("FSDP2", "plain, a = 4, reduced once", 4, baseline=_FOUR, reduced_once=True),

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 SIMILARITIES = (0.1, 0.3, 0.7)  # of steps that are compared: N is chosen for them
 
@@ -43,9 +43,9 @@ class Population(ABC):
     ) -> None:
         self.name = name
         self.mean = mean
-        self.signal = float(mean.double().square().sum())
-        self.noise = noise
-        self.noise_scale = noise / self.signal
+        self.grad_sqnorm = float(mean.double().square().sum())
+        self.grad_variance = noise
+        self.noise_scale = noise / self.grad_sqnorm
         self._shapes = shapes
         self._draw = draw
 
@@ -222,7 +222,7 @@ def of_each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def measured(
     meter: GradientMeter, population: Population, sizes: Sequence[int], pull: float = 1.0
-) -> GradientNoise:
+) -> GradientStatistics:
     """One step of fresh gradients, each by a backward of its own, as `meter` reads it.
 
     Args:

@@ -100,6 +100,6 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
                 step.backward(training.loss_of(training.joined, batch))
             record = step.update()
             losses.append(record.loss)
-            told = record.factors
+            told = record.gsnr
             factors.append(1.0 if told is None else float(told.mean.mean()))
     return training.scores()[_SCORE], mean(losses[-_LAST:]), mean(factors)

@@ -136,8 +136,8 @@ def _notes(
         "VR under DDP spreads its average of r over the ranks: less than is said of the state.": (
             lambda one: one.optimizer in ("vr-adam", "vr-lamb")
         ),
-        "The mean r of lr_from is known once that run is finished; rates here are without it.": (
-            lambda one: bool(one.lr_from)
+        "The mean r of lr_control_from is known once that run is finished; rates here are without it.": (
+            lambda one: bool(one.lr_control_from)
         ),
         "DeepSpeed spreads state (zero_stage 1) and gradients (2) over the ranks; here they are "
         "whole, and what is sent is as by DDP.": lambda one: one.engine == "deepspeed",

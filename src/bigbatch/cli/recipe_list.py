@@ -9,7 +9,7 @@ from rich.table import Table
 
 from bigbatch.errors import MissingPackageError, RunError
 from bigbatch.experiments import EXPERIMENTS, RECIPES, recipe_named
-from bigbatch.experiments.datasets.location import HERE, Origin
+from bigbatch.experiments.datasets.location import HERE, DatasetLocation
 from bigbatch.experiments.memory_estimate import parameters_of
 from bigbatch.experiments.recipe import Changes, Recipe, Result
 from bigbatch.experiments.sweep import points_of
@@ -95,7 +95,7 @@ def _result(result: Result) -> str:
     return changes + f"; arms {', '.join(result.arms)}" * bool(result.arms)
 
 
-def _place(origin: Origin, given: Path | None) -> str:
+def _place(origin: DatasetLocation, given: Path | None) -> str:
     """Where the data are, or what is used instead."""
     if not origin.files:
         return "always there"

@@ -62,11 +62,13 @@ def replay(
     paths: Paths,
     policy: Annotated[list[str], typer.Option(help=POLICY)],
     smoothing: Annotated[float | None, typer.Option(help=SMOOTHING)] = None,
-    every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
+    decide_every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
     dead_band: Annotated[float | None, typer.Option(help=DEAD_BAND)] = None,
-    largest_step: Annotated[float | None, typer.Option(help="Largest factor a decision.")] = None,
-    surely: Annotated[float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")] = None,
-    warm_up: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
+    max_change: Annotated[float | None, typer.Option(help="Largest factor a decision.")] = None,
+    confidence: Annotated[
+        float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")
+    ] = None,
+    warmup: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help=f"A .png or .svg of all batch sizes. {_OURS}")
     ] = None,
@@ -80,11 +82,11 @@ def replay(
     """
     options = given(
         smoothing=smoothing,
-        every=every,
+        decide_every=decide_every,
         dead_band=dead_band,
-        largest_step=largest_step,
-        surely=surely,
-        warm_up=warm_up,
+        max_change=max_change,
+        confidence=confidence,
+        warmup=warmup,
     )
     policies = {text: policy_named(text) for text in policy}
     if out is not None:

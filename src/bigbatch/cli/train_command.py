@@ -54,7 +54,7 @@ def train(
     micro_batch: Annotated[int | None, typer.Option(help="Most samples of a backward.")] = None,
     smoothing: Annotated[float | None, typer.Option(help=SMOOTHING)] = None,
     dead_band: Annotated[float | None, typer.Option(help=DEAD_BAND)] = None,
-    warm_up: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
+    warmup: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
     virtual_ranks: Annotated[
         int | None, typer.Option(help="Ranks that samples are dealt to, however many there are.")
     ] = None,
@@ -65,12 +65,12 @@ def train(
     ] = None,
     gamma: Annotated[float | None, typer.Option(help="Lower clip of a VR optimizer.")] = None,
     r_max: Annotated[float | None, typer.Option(help="Upper clip of a VR optimizer.")] = None,
-    begin_from: Annotated[
+    init_from: Annotated[
         Path | None, typer.Option(help="Run whose weights the model begins with.")
     ] = None,
     arm: Annotated[str | None, typer.Option(help="One arm of the study alone.")] = None,
     result: Result = None,
-    lr_from: Annotated[
+    lr_control_from: Annotated[
         Path | None, typer.Option(help="Run with a VR optimizer whose mean r multiplies --lr.")
     ] = None,
     full: Full = False,
@@ -129,15 +129,15 @@ def train(
         micro_batch=micro_batch,
         smoothing=smoothing,
         dead_band=dead_band,
-        warm_up=warm_up,
+        warmup=warmup,
         virtual_ranks=virtual_ranks,
         optimizer=optimizer,
         lr=lr,
         lr_scaling=lr_scaling,
         gamma=gamma,
         r_max=r_max,
-        begin_from=begin_from and str(begin_from.resolve()),
-        lr_from=lr_from and str(lr_from.resolve()),
+        init_from=init_from and str(init_from.resolve()),
+        lr_control_from=lr_control_from and str(lr_control_from.resolve()),
         seed=seed,
         checkpoint_every=checkpoint_every,
     )

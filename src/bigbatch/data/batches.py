@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from bigbatch.data.collate import Batch
-from bigbatch.data.loader_state import Loader
+from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.micro_batches import MicroBatch, StepBatches
-from bigbatch.data.rank_consistency import Agreement, part
-from bigbatch.data.sample_buffer import SampleStream
+from bigbatch.data.rank_consistency import HostCollectives, part
+from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError, SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
@@ -26,7 +26,7 @@ class Batches:
     planned. What the loader gave has to stay as it is: one that writes its next batch into the
     memory of the last must give copies.
 
-    On several ranks each has a loader of its own, of every W-th sample (`SampleLedger`,
+    On several ranks each has a loader of its own, of every W-th sample (`ElasticDistributedSampler`,
     DistributedSampler), and all take equally many micro-batches of every step. Who gets which
     sample is defined for v virtual ranks: the samples of a step are dealt to them in turn, and a
     real rank plays v / W of them. So the groups that are compared are the same on any number of
@@ -77,9 +77,9 @@ class Batches:
         self.consumed = 0  # samples of this pass that steps have taken, over all ranks
         self.virtual_ranks = virtual_ranks or 1
         self._asked = virtual_ranks
-        self._loader = Loader(loader)
-        self._stream = SampleStream(self._loader, split, count)
-        self._agreement = Agreement()
+        self._loader = ResumableLoader(loader)
+        self._stream = SampleBuffer(self._loader, split, count)
+        self._agreement = HostCollectives()
         self._lockstep = False
         self._total = self._loader.length  # samples of a whole pass, over all ranks, if it is said
         self._end: int | None = None  # the same of the present pass, once known
@@ -113,7 +113,7 @@ class Batches:
         """Whether an epoch has started and not ended."""
         return self._stream.open
 
-    def share(self, agreement: Agreement, *, lockstep: bool) -> None:
+    def share(self, agreement: HostCollectives, *, lockstep: bool) -> None:
         """Several ranks take the steps together from now on. Collective.
 
         Args:
@@ -141,7 +141,7 @@ class Batches:
         if padding and agreement.ranks > 1 and agreement.rank == 0:
             warnings.warn(
                 f"the sampler repeats {padding} samples in every epoch to give all ranks as many; "
-                "SampleLedger does not",
+                "ElasticDistributedSampler does not",
                 stacklevel=4,
             )
 
@@ -318,7 +318,7 @@ class Batches:
         """Said once, on every rank alike where it raises."""
         message = (
             f"the ranks have unequally many samples, and the steps end together, so {unread} of "
-            "them (at least) stay unread in an epoch; shard them evenly, or use a SampleLedger"
+            "them (at least) stay unread in an epoch; shard them evenly, or use an ElasticDistributedSampler"
         )
         if self.uneven == "raise":
             raise BatchError(message)
@@ -356,7 +356,7 @@ class Batches:
             warnings.warn(
                 f"the order of this pass was {state['order']} and is {self.order}: on "
                 "another number of ranks some of its samples come twice and others never; a "
-                "SampleLedger has one order for any number of ranks",
+                "ElasticDistributedSampler has one order for any number of ranks",
                 stacklevel=4,
             )
         consumed: int = state["consumed"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from bigbatch.data.rank_consistency import Agreement
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import LoopError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
@@ -19,7 +19,7 @@ class _Waiting(NamedTuple):
     left: int | None
 
 
-class Announced:
+class ExternalBatches:
     """Stands where `Batches` does, for a loop that is not ours and whose micro-batches are given.
 
     Of a plan the accumulation alone is carried out; the samples of a step are known at its end.
@@ -42,7 +42,7 @@ class Announced:
         self._waiting: _Waiting | None = None  # the micro-batch that comes next
         self._taken = 0  # micro-batches of the present step
 
-    def share(self, agreement: Agreement, *, lockstep: bool) -> None:
+    def share(self, agreement: HostCollectives, *, lockstep: bool) -> None:
         """Several ranks take the steps together from now on."""
         self.virtual_ranks = agreement.ranks
 
@@ -52,13 +52,13 @@ class Announced:
 
     def step(
         self, plan: BatchPlan, least: int, most: int | None = None, rows: int = 1
-    ) -> "AnnouncedStep | None":
+    ) -> "ExternalStep | None":
         """The next step; None where the pass has ended."""
         self.open, self._taken = not self.ends, 0
         if not self.open:
             return None
         left = None if self._waiting is None else self._waiting.left
-        return AnnouncedStep(self, plan, _cut_for(plan.accumulation, left, rows))
+        return ExternalStep(self, plan, _cut_for(plan.accumulation, left, rows))
 
     def announce(self, samples: int, *, ends: bool, left: int | None = None) -> None:
         """The micro-batch that comes next, before its forward.
@@ -102,7 +102,7 @@ class Announced:
         self.open, self._waiting = False, None
 
 
-class AnnouncedStep:
+class ExternalStep:
     """The micro-batches of one step: so many, or fewer where an epoch ends.
 
     Args:
@@ -113,7 +113,7 @@ class AnnouncedStep:
 
     known = False
 
-    def __init__(self, batches: Announced, plan: BatchPlan, wanted: int) -> None:
+    def __init__(self, batches: ExternalBatches, plan: BatchPlan, wanted: int) -> None:
         self.last = False
         self.samples = plan.batch_size // plan.accumulation * wanted  # expected
         self.everywhere = 0

@@ -9,14 +9,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from bigbatch.data.collate import REMEDY, Batch
 from bigbatch.data.rng_state import random_state, restore_random_state
-from bigbatch.data.sampler import SampleLedger
+from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
 
 
-class Loader:
+class ResumableLoader:
     """The user's loader: sizes, passes, and what the order of its samples hangs on.
 
-    A pass is taken up again in one of three ways: a `SampleLedger` begins where it is told to; a
+    A pass is taken up again in one of three ways: an `ElasticDistributedSampler` begins where it is told to; a
     loader with a state of its own (StatefulDataLoader) loads it; any other is replayed from the
     random state that the pass began with.
 
@@ -72,17 +72,17 @@ class Loader:
         return None if self.batch_size is None else self._sampler
 
     @property
-    def ledger(self) -> SampleLedger | None:
+    def ledger(self) -> ElasticDistributedSampler | None:
         """The sampler, where it is one that can begin anywhere."""
         whole = not getattr(self._batch_sampler, "drop_last", False)
         plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None
-        ledger = isinstance(self._ordering, SampleLedger) and whole and plain
+        ledger = isinstance(self._ordering, ElasticDistributedSampler) and whole and plain
         return self._ordering if ledger else None
 
     @property
     def ordered(self) -> bool:
         """Whether the order is one for any number of ranks, by seed and epoch."""
-        return isinstance(self._ordering, (SampleLedger, DistributedSampler))
+        return isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
 
     @property
     def dealt_to(self) -> int | None:

@@ -15,7 +15,7 @@ from bigbatch.gradients.dtypes import wide
 _NAMED = 3  # differences named in an error
 
 
-class Agreement:
+class HostCollectives:
     """Small numbers of every rank, in one all-reduce.
 
     Args:

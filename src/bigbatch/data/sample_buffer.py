@@ -13,7 +13,7 @@ from bigbatch.data.collate import (
     deal_samples,
     glue_samples,
 )
-from bigbatch.data.loader_state import Loader
+from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import (
     RandomReader,
     RandomState,
@@ -23,7 +23,7 @@ from bigbatch.data.rng_state import (
 from bigbatch.errors import SettingError, StateError
 
 
-class SampleStream:
+class SampleBuffer:
     """Fetches the loader's batches as they are needed and cuts them to size.
 
     What is fetched and not taken waits; nothing is thrown away. Cutting makes views; samples are
@@ -39,7 +39,7 @@ class SampleStream:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: ResumableLoader,
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from bigbatch.setting_types import Count, Whole, checked
 _AT_ONCE = 65_536
 
 
-class SampleLedger(Sampler[int]):
+class ElasticDistributedSampler(Sampler[int]):
     """A sampler whose order does not depend on who reads it.
 
     The samples of an epoch have one order, by (seed, epoch). Rank r of W reads positions r, r + W,
@@ -29,9 +29,9 @@ class SampleLedger(Sampler[int]):
     Raises:
         SettingError: no samples, fewer samples than ranks, or a rank that does not exist.
     Example:
-        >>> list(SampleLedger(range(5), shuffle=False, num_replicas=2, rank=1))
+        >>> list(ElasticDistributedSampler(range(5), shuffle=False, num_replicas=2, rank=1))
         [1, 3]
-        >>> sorted(SampleLedger(range(5), seed=1))
+        >>> sorted(ElasticDistributedSampler(range(5), seed=1))
         [0, 1, 2, 3, 4]
     """
 

@@ -117,15 +117,15 @@ BERT_PRETRAIN = Recipe(
     origin=ORIGIN,
     arms={
         "simigrad-short": {},
-        "simigrad-long": {"begin_from": "simigrad-short", **_SMALL_LONG},
+        "simigrad-long": {"init_from": "simigrad-short", **_SMALL_LONG},
         "lamb-short": {"policy": "fixed"},
-        "lamb-long": {"begin_from": "lamb-short", **_SMALL_LONG},
+        "lamb-long": {"init_from": "lamb-short", **_SMALL_LONG},
         "vr-lamb-short": {"policy": "fixed", **_VR},
-        "vr-lamb-long": {"begin_from": "vr-lamb-short", **_SMALL_LONG, **_VR},
+        "vr-lamb-long": {"init_from": "vr-lamb-short", **_SMALL_LONG, **_VR},
     },
     full_arms={
         "simigrad-short": {},
-        "simigrad-long": {"begin_from": "simigrad-short", **_SIMIGRAD_LONG},
+        "simigrad-long": {"init_from": "simigrad-short", **_SIMIGRAD_LONG},
         **_LAMB,
     },
     sweep=Sweep(

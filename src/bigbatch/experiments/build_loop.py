@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from bigbatch.data.batches import Batches
-from bigbatch.data.sampler import SampleLedger
+from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.experiments.build_optimizer import build_controller
-from bigbatch.experiments.datasets.sample_choice import drawn
-from bigbatch.experiments.datasets.subset import Part
+from bigbatch.experiments.datasets.subset import Subset, chosen_indices
 from bigbatch.experiments.process_group import count
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
@@ -61,11 +60,11 @@ def batches_of(data: Data, settings: Settings, virtual_ranks: int) -> Batches:
 def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
     part, samples = data.train, len(data.train)  # type: ignore[arg-type]
     if 0 < settings.samples < samples:
-        part = Part(part, drawn(samples, settings.samples))
+        part = Subset(part, chosen_indices(samples, settings.samples))
     return DataLoader(
         part,
         min(settings.base_batch, settings.micro_batch),
-        sampler=SampleLedger(part, seed=settings.seed),  # type: ignore[arg-type]
+        sampler=ElasticDistributedSampler(part, seed=settings.seed),  # type: ignore[arg-type]
         collate_fn=data.collate,
         num_workers=settings.workers,
     )

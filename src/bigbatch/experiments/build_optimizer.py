@@ -8,7 +8,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.optim import LAMB, LARS, VarianceReduced
-from bigbatch.optim.gsnr_options import Options
+from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import policy_named
 
@@ -36,7 +36,7 @@ def build_controller(settings: Settings) -> Controller:
         settings.base_batch,
         smoothing=settings.smoothing or None,
         dead_band=settings.dead_band,
-        warm_up=settings.warm_up,
+        warmup=settings.warmup,
     )
 
 
@@ -75,7 +75,7 @@ def build_optimizer(
         return base
     beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
     watch = settings.engine == "ddp"  # DeepSpeed lays the weights into pieces without names
-    options = Options(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
+    options = VROptions(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
     return VarianceReduced(base, **options)
 
 

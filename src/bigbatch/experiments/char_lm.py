@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from bigbatch.experiments.datasets.characters import CHARACTERS, first_and_rest, windows_of
 from bigbatch.experiments.datasets.files import text_of
-from bigbatch.experiments.datasets.in_memory import Columns, as_it_is
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
 from bigbatch.experiments.distributed_eval import device_of, share_of, summed
 from bigbatch.experiments.models.char_transformer import CharTransformer
@@ -63,7 +63,7 @@ def _data(settings: Settings) -> Data:
     return Data(train, lambda model: {name: _bits(model, test, settings)}, as_it_is)
 
 
-def _bits(model: nn.Module, test: Columns, settings: Settings) -> float:
+def _bits(model: nn.Module, test: InMemoryDataset, settings: Settings) -> float:
     """Per character, each guessed from those before it in its window. Collective."""
     total = torch.zeros(2, dtype=torch.float64)
     for (windows,) in share_of(test, settings):
@@ -123,7 +123,7 @@ CHAR_LM = Recipe(
     },
     full_samples=3_921,
     minutes=1.4,
-    origin=Origin(
+    origin=DatasetLocation(
         "tiny Shakespeare",
         folders=("tinyshakespeare",),
         files=("input.txt",),

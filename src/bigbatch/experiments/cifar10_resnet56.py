@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.experiments.datasets import cifar10
-from bigbatch.experiments.datasets.in_memory import Columns, as_it_is
-from bigbatch.experiments.datasets.sample_choice import some_drawn
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.subset import scored_indices
 from bigbatch.experiments.image_classification import (
     OfBytes,
     accuracies,
@@ -55,7 +55,9 @@ def _arms(base: str) -> Arms:
         f"vr-{base}-10": {**twin, "r_max": TO_TEN},
     }
     controlled = twins if base == "momentum" else ()
-    controls: Arms = {f"{base}-like-{name}": {**plain, "lr_from": name} for name in controlled}
+    controls: Arms = {
+        f"{base}-like-{name}": {**plain, "lr_control_from": name} for name in controlled
+    }
     return {base: plain, **twins, **controls}
 
 
@@ -77,8 +79,10 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    seen = some_drawn(len(train), settings.samples, len(test))
-    return Data(train, accuracies(test, settings, Columns(*train.__getitems__(seen))), as_it_is)
+    seen = scored_indices(len(train), settings.samples, len(test))
+    return Data(
+        train, accuracies(test, settings, InMemoryDataset(*train.__getitems__(seen))), as_it_is
+    )
 
 
 CIFAR10_RESNET56 = Recipe(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.experiments.datasets.in_memory import Columns, as_it_is
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.distributed_eval import share_right
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
@@ -63,7 +63,7 @@ def _data(settings: Settings) -> Data:
     x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
     train, test = (
-        Columns(x[part], y[part])
+        InMemoryDataset(x[part], y[part])
         for part in train_test_split(
             range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
         )
@@ -98,7 +98,9 @@ DIGITS = Recipe(
     small={},
     full_samples=1_347,
     minutes=0.2,
-    origin=Origin("scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"),
+    origin=DatasetLocation(
+        "scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"
+    ),
     arms={
         "fixed-32": {"policy": "fixed"},
         "fixed-512": {"policy": "fixed", "batch_size": 512},
@@ -106,7 +108,7 @@ DIGITS = Recipe(
         "noise-scale": {
             "policy": "noise-scale",
             "smoothing": 4000.0,
-            "warm_up": 4000.0,
+            "warmup": 4000.0,
             "dead_band": 0.1,
         },
         "simigrad": {"policy": "simigrad"},

@@ -27,8 +27,8 @@ _ARMS: Arms = {
     "vr-sgd": {"optimizer": ("vr-sgd", VRGD)},
     "vr-sgd-10": {"optimizer": ("vr-sgd", VRGD), "r_max": TO_TEN},
     "vr-sgd-tables": {"optimizer": ("vr-sgd", VRGD), "vr_tables": True},
-    "sgd-like-vr-sgd": {"lr_from": "vr-sgd"},
-    "sgd-like-vr-sgd-10": {"lr_from": "vr-sgd-10"},
+    "sgd-like-vr-sgd": {"lr_control_from": "vr-sgd"},
+    "sgd-like-vr-sgd-10": {"lr_control_from": "vr-sgd-10"},
 }
 _ALL: Grid = {"arm": tuple(_ARMS)}
 _BATCHES = (32_768, 65_536, 131_072, 262_144, 524_288)

@@ -10,16 +10,16 @@ from bigbatch.experiments.build_loop import loop_over
 from bigbatch.experiments.build_optimizer import build_optimizer
 from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.experiments.memory_estimate import Footprint, footprint
+from bigbatch.experiments.memory_estimate import MemoryEstimate, footprint
 from bigbatch.experiments.recipe import OURS, Data, Recipe
 from bigbatch.experiments.settings import Settings, Value
 from bigbatch.experiments.validate import require_trainable
 from bigbatch.optim import VarianceReduced
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.policy import Fixed, Progress
+from bigbatch.policies.policy import Fixed, TrainingState
 from bigbatch.setting_types import Count, setting
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import scaling_named
 
@@ -76,7 +76,7 @@ class DryRun:
     settings: Settings
     ranks: int
     samples: int
-    keeps: Footprint
+    keeps: MemoryEstimate
     plans: Mapping[str, Planned]
 
 
@@ -155,12 +155,12 @@ def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, i
         return {"start": start}
     least, largest = loop.controller.min_batch, loop.controller.max_batch or samples
     if isinstance(policy, Schedule):
-        noise = GradientNoise(1.0, 1.0, samples=start, micro_batches=2)
+        noise = GradientStatistics(1.0, 1.0, samples=start, micro_batches=2)
         total = settings.epochs * samples
         wanted = [
             policy.decide(
                 noise,
-                Progress(
+                TrainingState(
                     start,
                     start,
                     settings.base_batch,
@@ -177,7 +177,7 @@ def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, i
 
 
 def _planned(
-    settings: Settings, plan: BatchPlan, keeps: Footprint, samples: int, ranks: int
+    settings: Settings, plan: BatchPlan, keeps: MemoryEstimate, samples: int, ranks: int
 ) -> Planned:
     batch = plan.batch_size
     accumulation = plan.accumulation * plan.ranks // ranks
@@ -198,5 +198,5 @@ def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     if settings.lr_schedule == "constant":
         return (lr,) * len(MOMENTS)
     total, factor = settings.epochs * samples, schedule.over(settings.epochs, samples)
-    ticks = [0, schedule.warm_up(samples) // base, total // 2 // base, (total - 1) // base]
+    ticks = [0, schedule.warmup(samples) // base, total // 2 // base, (total - 1) // base]
     return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)

@@ -11,14 +11,14 @@ from torch import nn
 
 from bigbatch.experiments.datasets import idx_files
 from bigbatch.experiments.datasets.in_memory import as_it_is
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.image_classification import OfBytes, accuracies, class_loss, examples
 from bigbatch.experiments.models.resnet import resnet_of_three_stages
 from bigbatch.experiments.recipe import OURS, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
 
-_ORIGIN = Origin(
+_ORIGIN = DatasetLocation(
     name="Fashion-MNIST",
     folders=("fashion-mnist", "FashionMNIST/raw"),
     files=("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
-from bigbatch.experiments.datasets.in_memory import Columns, as_it_is
-from bigbatch.experiments.datasets.sequence_pair import Frame, Numbers
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch.experiments.distributed_eval import collected, share_of
 from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
@@ -44,7 +44,7 @@ def _data(settings: Settings) -> Data:
     pieces = pieces_of(settings, lambda: (text for texts, _ in train for text in texts))
     frame = frame_of(pieces, settings)
 
-    def columns(rows: Rows) -> Columns:
+    def columns(rows: Rows) -> InMemoryDataset:
         texts = [list(pieces.numbers(column)) for column in zip(*(t for t, _ in rows), strict=True)]
         return _columns(frame, texts, [label for _, label in rows])
 
@@ -57,14 +57,16 @@ def _data(settings: Settings) -> Data:
     )
 
 
-def _columns(frame: Frame, texts: list[list[Numbers]], labels: list[int]) -> Columns:
+def _columns(frame: SequencePair, texts: list[list[Numbers]], labels: list[int]) -> InMemoryDataset:
     """(pieces, segments, real, class) of each row."""
     rows = [frame.around(*row) for row in zip(*texts, strict=True)]
     stacked = (torch.from_numpy(numpy.stack(column)) for column in zip(*rows, strict=True))
-    return Columns(*stacked, torch.tensor(labels))
+    return InMemoryDataset(*stacked, torch.tensor(labels))
 
 
-def _scores(model: nn.Module, dev: Columns, name: str, settings: Settings) -> dict[str, float]:
+def _scores(
+    model: nn.Module, dev: InMemoryDataset, name: str, settings: Settings
+) -> dict[str, float]:
     """The task's official ones."""
     from sklearn import metrics  # two seconds
 

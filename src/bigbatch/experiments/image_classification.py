@@ -16,7 +16,7 @@ from bigbatch.experiments.distributed_eval import share_right
 from bigbatch.experiments.recipe import LossOf
 from bigbatch.experiments.settings import Settings
 
-PictureBatch = tuple[Tensor, Tensor]
+ImageBatch = tuple[Tensor, Tensor]
 _VECTOR = 8  # numbers of float32
 
 TEST = "test accuracy, %"
@@ -94,7 +94,7 @@ def class_loss(
         augment: of the pictures, while the model is in training.
     """
 
-    def loss_of(model: nn.Module, batch: PictureBatch) -> Tensor:
+    def loss_of(model: nn.Module, batch: ImageBatch) -> Tensor:
         pictures, labels = batch
         if model.training and augment is not None:
             pictures = augment(pictures)
@@ -126,10 +126,10 @@ def accuracies(
     return scores
 
 
-def examples(channels: int, size: int) -> Callable[[Settings, int], PictureBatch]:
+def examples(channels: int, size: int) -> Callable[[Settings, int], ImageBatch]:
     """The `example` of a recipe with such pictures."""
 
-    def example(settings: Settings, samples: int) -> PictureBatch:
+    def example(settings: Settings, samples: int) -> ImageBatch:
         pictures = torch.empty(samples, channels, size, size, dtype=torch.uint8, device="meta")
         return pictures, torch.empty(samples, dtype=torch.long, device="meta")
 

@@ -14,12 +14,11 @@ from bigbatch.experiments.datasets.crops import middle_of, part_of
 from bigbatch.experiments.datasets.image_files import ImageFiles
 from bigbatch.experiments.datasets.image_splits import FILES, splits_of
 from bigbatch.experiments.datasets.in_memory import as_it_is
-from bigbatch.experiments.datasets.location import Origin
-from bigbatch.experiments.datasets.sample_choice import some_drawn
-from bigbatch.experiments.datasets.subset import Part
+from bigbatch.experiments.datasets.location import DatasetLocation
+from bigbatch.experiments.datasets.subset import Subset, scored_indices
 from bigbatch.experiments.image_classification import (
+    ImageBatch,
     OfBytes,
-    PictureBatch,
     accuracies,
     class_loss,
     examples,
@@ -53,8 +52,8 @@ def _data(settings: Settings) -> Data:
     part = partial(part_of, size=size, smallest=float(settings.task["smallest_part"]))
     middle = partial(middle_of, resize=resize, size=size)
     train, val = splits_of(Path(settings.data), classes)
-    seen = some_drawn(len(train.labels), settings.samples, len(val.labels))
-    scores = accuracies(ImageFiles(val, middle), settings, Part(ImageFiles(train, middle), seen))
+    seen = scored_indices(len(train.labels), settings.samples, len(val.labels))
+    scores = accuracies(ImageFiles(val, middle), settings, Subset(ImageFiles(train, middle), seen))
 
     def named(model: nn.Module) -> dict[str, float]:
         return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
@@ -62,7 +61,7 @@ def _data(settings: Settings) -> Data:
     return Data(ImageFiles(train, part, settings.seed), named, as_it_is)
 
 
-def _example(settings: Settings, samples: int) -> PictureBatch:
+def _example(settings: Settings, samples: int) -> ImageBatch:
     size, resize = int(settings.task["size"]), int(settings.task["resize"])
     if not 0 < size <= resize:
         raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
@@ -124,7 +123,7 @@ IMAGENET_RESNET50 = Recipe(
     full_samples=1_281_167,
     full_ranks=16,
     minutes=1.3,
-    origin=Origin(
+    origin=DatasetLocation(
         "ImageNet",
         folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
         files=FILES,

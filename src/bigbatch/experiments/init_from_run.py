@@ -12,7 +12,7 @@ from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_directory import RunDirectory
 
 
-def begin_from(path: Path, model: nn.Module) -> None:
+def init_from(path: Path, model: nn.Module) -> None:
     """Fills the model with the run's weights, by name; says which of them are others. Collective.
 
     Raises:

@@ -31,7 +31,7 @@ def _mean(path: Path, sizes: Mapping[str, int]) -> float:
     history = history_of(RunDirectory.open(path))
     if not history.finished:
         raise RunError(f"{path} is not finished, so its mean r is not known; finish it first")
-    rows = [row["factors"] for row in history.rows if row.get("factors")]
+    rows = [row["gsnr"] for row in history.rows if row.get("gsnr")]
     known = [(name, r) for row in rows for name, (r, *_) in row.items() if r is not None]
     if not known:
         raise RunError(f"{path} has no factors r; take a run with a VR optimizer")

@@ -54,9 +54,9 @@ class LRSchedule:
 
     def __init__(self, text: str) -> None:
         *before, shape = (part.strip() for part in text.split(";"))
-        warm_up = _WARM_UP.fullmatch(before[0]) if before else None
+        warmup = _WARM_UP.fullmatch(before[0]) if before else None
         found = {form: match for form in _FORMS if (match := _FORMS[form].fullmatch(shape))}
-        if not found or len(before) > 1 or (before and warm_up is None):
+        if not found or len(before) > 1 or (before and warmup is None):
             raise SettingError(
                 f"lr_schedule {text!r} is not understood; write one of: {', '.join(_FORMS)}; or "
                 "'warm-up AMOUNT [power POWER]' and a semicolon before it; an AMOUNT is 5 epochs "
@@ -64,9 +64,9 @@ class LRSchedule:
             )
         ((form, match),) = found.items()
         self.text = text
-        self._shape, self._form, self._warm_up = match, form, warm_up
+        self._shape, self._form, self._warm_up = match, form, warmup
 
-    def warm_up(self, samples: int) -> float:
+    def warmup(self, samples: int) -> float:
         """Samples of the warm-up, in epochs of so many; 0 for none."""
         return _samples(self._warm_up, samples) if self._warm_up else 0.0
 
@@ -77,10 +77,10 @@ class LRSchedule:
         """
         found = self._shape.groupdict()
         if self._form.startswith("polynomial") and found["amount"]:
-            return self.warm_up(samples) + _samples(self._shape, samples)
+            return self.warmup(samples) + _samples(self._shape, samples)
         if self._form.startswith("xFACTOR at"):
             return max(float(epoch) for epoch in found["epochs"].split(" and ")) * samples
-        return self.warm_up(samples)
+        return self.warmup(samples)
 
     def note(self, epochs: int, samples: int) -> str:
         """What to say of a training that ends before the text is at its end; "" for nothing."""
@@ -94,7 +94,7 @@ class LRSchedule:
 
     def over(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
-        first = self.warm_up(samples)
+        first = self.warmup(samples)
         power = float((self._warm_up and self._warm_up["power"]) or 1)
         rule = self._rule(first, max(epochs * samples - first, 1.0), samples)
 

@@ -27,7 +27,7 @@ _TOY = 24  # weights of a parameter that stands for a larger one
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Of one rank that keeps all of the model.
 
     Args:
@@ -60,7 +60,7 @@ class Footprint:
     flops: int | None
 
 
-def footprint(recipe: Recipe, settings: Settings, ranks: int = 1) -> Footprint:
+def footprint(recipe: Recipe, settings: Settings, ranks: int = 1) -> MemoryEstimate:
     """Of the recipe's model, optimizer and loss, with these settings on so many ranks.
 
     Raises:
@@ -71,7 +71,7 @@ def footprint(recipe: Recipe, settings: Settings, ranks: int = 1) -> Footprint:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = _of_optimizer(settings, trained, recipe.without_vr(settings, model))
     lent = ranks > 1 or settings.engine == "deepspeed"  # there the sums are read where they arise
-    return Footprint(
+    return MemoryEstimate(
         parameters=sum(p.numel() for p in model.parameters()),
         tensors=len(trained),
         weights=_bytes([*model.parameters(), *model.buffers()]),

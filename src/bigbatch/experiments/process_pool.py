@@ -25,7 +25,7 @@ from bigbatch.runs.console import LiveView
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import BEFORE, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.sweep_console import Counts, Followed, Overview
+from bigbatch.runs.sweep_console import Counts, Followed, SweepConsole
 from bigbatch.setting_types import Count, setting
 
 LOG = "log.txt"  # in a run directory: what its process said
@@ -60,7 +60,7 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     setting("jobs", jobs, Count)
     try:
         with FileLock(path / ".lock", blocking=False), _ended_like_interrupted():
-            return _Jobs(path, trainings, jobs, gpus).run(Overview(view, path.name))
+            return _Jobs(path, trainings, jobs, gpus).run(SweepConsole(view, path.name))
     except Timeout:
         raise RunError(f"{path} is in use by another process; wait for it") from None
 
@@ -85,7 +85,7 @@ class _Jobs:
         self._finished: set[str] = set()
         self._failed: dict[str, str] = {}
 
-    def run(self, overview: Overview) -> dict[str, str]:
+    def run(self, overview: SweepConsole) -> dict[str, str]:
         for name in list(self._waiting):
             if is_finished(self._path / name):
                 self._finished.add(name)
@@ -104,7 +104,7 @@ class _Jobs:
     def _counts(self) -> Counts:
         return Counts(*map(len, (self._finished, self._failed, self._running, self._waiting)))
 
-    def _collect(self, overview: Overview) -> None:
+    def _collect(self, overview: SweepConsole) -> None:
         """What has ended since the last look."""
         for name, job in list(self._running.items()):
             status = job.process.poll()
@@ -118,11 +118,11 @@ class _Jobs:
             else:
                 self._fail(name, _reason(job.run, status), overview)
 
-    def _fail(self, name: str, reason: str, overview: Overview) -> None:
+    def _fail(self, name: str, reason: str, overview: SweepConsole) -> None:
         self._failed[name] = reason
         overview.ended(f"{name} failed: {reason}", self._counts())
 
-    def _start(self, overview: Overview) -> None:
+    def _start(self, overview: SweepConsole) -> None:
         """What there is room for, and what it needs is done."""
         for name, settings in list(self._waiting.items()):
             before = {settings[one] for one in BEFORE}

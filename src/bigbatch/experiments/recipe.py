@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.settings import Settings, Value, require_choice
 
 Batch = Any
@@ -85,7 +85,7 @@ class Recipe:
         minutes: that one training takes at the small scale on two cores.
         origin: the data.
         arms: what its study compares, as changes of the settings, a value with its source where
-            that is not `OURS`; a `begin_from` or `lr_from` among them names an earlier arm.
+            that is not `OURS`; a `init_from` or `lr_control_from` among them names an earlier arm.
         full_arms: the same at the paper's scale, where it differs; those of `arms`, or more.
         full_seeds: trainings of each arm in the paper, with the source.
         results: tables and figures of the paper that can be asked for, by name.
@@ -108,7 +108,7 @@ class Recipe:
     full_samples: int
     full_ranks: int = 1
     minutes: float
-    origin: Origin
+    origin: DatasetLocation
     arms: Arms
     full_arms: Arms = field(default_factory=dict)
     full_seeds: tuple[int, str] = (SEEDS, OURS)

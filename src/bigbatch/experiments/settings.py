@@ -35,13 +35,13 @@ class Settings:
         seed: of the model's start, the order of the data, and dropout where there is some.
         data: folder of the real data; "" for what a recipe always has.
         samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
-        begin_from: run whose weights the model begins with; a relative one is next to this run.
-        lr_from: run with a VR optimizer whose mean r multiplies lr, but not of weights that the
+        init_from: run whose weights the model begins with; a relative one is next to this run.
+        lr_control_from: run with a VR optimizer whose mean r multiplies lr, but not of weights that the
             recipe steps without r; "" for none.
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of policies/parse.py with its values.
         target, min_batch, max_batch: of a policy that has such and does not give its own.
-        smoothing, dead_band, warm_up: of the controller; 0 for none.
+        smoothing, dead_band, warmup: of the controller; 0 for none.
         batch_size: where it starts.
         base_batch: batch size that lr is for.
         micro_batch: most samples in one backward.
@@ -72,7 +72,7 @@ class Settings:
     seed: Annotated[int, In("[0, 4294967296)", "NumPy's generator takes no other")] = 0
     data: str = ""
     samples: Whole = 0
-    begin_from: str = ""
+    init_from: str = ""
     epochs: Count
     policy: str = "simigrad"
     target: Cosine = 0.2
@@ -80,14 +80,14 @@ class Settings:
     max_batch: Count
     smoothing: NotNegative = 0.0
     dead_band: NotNegative = 0.0
-    warm_up: NotNegative = 0.0
+    warmup: NotNegative = 0.0
     batch_size: Count
     base_batch: Count
     micro_batch: Count
     virtual_ranks: Count = 1
     optimizer: str = "momentum"
     lr: NotNegative
-    lr_from: str = ""
+    lr_control_from: str = ""
     momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
     decay_all: bool = True

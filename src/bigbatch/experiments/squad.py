@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bigbatch.experiments.datasets.in_memory import as_it_is
-from bigbatch.experiments.datasets.squad_features import Windows, windows_of
+from bigbatch.experiments.datasets.squad_features import SquadFeatures, windows_of
 from bigbatch.experiments.datasets.squad_questions import (
     ORIGIN,
     Question,
@@ -51,7 +51,7 @@ def _data(settings: Settings) -> Data:
     pieces = pieces_of(settings, lambda: (q.text + "\n" + q.context for q in train))
     frame = frame_of(pieces, settings)
 
-    def windows(questions: list[Question]) -> Windows:
+    def windows(questions: list[Question]) -> SquadFeatures:
         asked = pieces.located(question.text for question in questions)
         contexts = pieces.located(question.context for question in questions)
         return windows_of(questions, asked, contexts, frame, int(settings.task["stride"]))

@@ -5,15 +5,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bigbatch.experiments.datasets.in_memory import Columns
-from bigbatch.experiments.datasets.squad_features import Windows, best_spans
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
+from bigbatch.experiments.datasets.squad_features import SquadFeatures, best_spans
 from bigbatch.experiments.datasets.squad_questions import Question, exact_match, f1
 from bigbatch.experiments.distributed_eval import collected, share_of
 from bigbatch.experiments.settings import Settings
 
 
 def scores_of(
-    model: nn.Module, windows: Windows, questions: list[Question], settings: Settings, where: str
+    model: nn.Module,
+    windows: SquadFeatures,
+    questions: list[Question],
+    settings: Settings,
+    where: str,
 ) -> dict[str, float]:
     """Of the likeliest span in any of a question's windows. Collective.
 
@@ -26,7 +30,9 @@ def scores_of(
     """
     numbers = torch.arange(len(windows.question))
     inside = torch.from_numpy(windows.texts[:, :, 0] >= 0)
-    shared = Columns(numbers, torch.from_numpy(windows.begins), inside, *windows.rows.columns[:3])
+    shared = InMemoryDataset(
+        numbers, torch.from_numpy(windows.begins), inside, *windows.rows.columns[:3]
+    )
     found = []
     for number, begins, within, *rows in share_of(shared, settings):
         first, last = model(*rows)
@@ -41,7 +47,7 @@ def scores_of(
 
 
 def _answers(
-    spans: NDArray[numpy.float64], windows: Windows, questions: list[Question]
+    spans: NDArray[numpy.float64], windows: SquadFeatures, questions: list[Question]
 ) -> list[str]:
     """The text that each question's likeliest span stands for; spans are (row, logit, ends)."""
     best: dict[int, tuple[float, str]] = {}

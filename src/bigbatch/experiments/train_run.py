@@ -16,7 +16,7 @@ from bigbatch.errors import RankError, RunError
 from bigbatch.experiments.build_optimizer import build_optimizer, stepped_by
 from bigbatch.experiments.distributed_eval import device_of, moved, sound_scores
 from bigbatch.experiments.engines import ENGINES
-from bigbatch.experiments.init_from_run import begin_from
+from bigbatch.experiments.init_from_run import init_from
 from bigbatch.experiments.lr_control import mean_factor
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.experiments.process_group import from_first, from_leader, leads, rank
@@ -29,11 +29,11 @@ from bigbatch.runs.console import LiveView
 from bigbatch.runs.html_report import write_report
 from bigbatch.runs.metrics import Scores, history_of, row_of
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.tensorboard import Events
+from bigbatch.runs.tensorboard import TensorBoardLog
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch.training.step_record import StepRecord
 
-Log = Callable[[StepRecord, Scores | None], None]
+LogStep = Callable[[StepRecord, Scores | None], None]
 
 _APART = 1_000_003  # between the seeds of two ranks
 
@@ -89,12 +89,12 @@ class Training:
         _seed(settings.seed)
         self.device = device_of(settings)
         self.model = recipe.model(settings).to(self.device)
-        if settings.begin_from:
-            begin_from(Path(settings.begin_from), self.model)
+        if settings.init_from:
+            init_from(Path(settings.init_from), self.model)
         share = 1.0
-        if settings.lr_from:
+        if settings.lr_control_from:
             sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
-            share = mean_factor(Path(settings.lr_from), sizes)
+            share = mean_factor(Path(settings.lr_control_from), sizes)
         self.optimizer = build_optimizer(
             settings,
             self.model.named_parameters(),
@@ -153,12 +153,12 @@ class Training:
         return autocast(self.device.type, self.settings.precision)
 
     @contextmanager
-    def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[Log]:
+    def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[LogStep]:
         """Writes and shows each step with the scores after it."""
         train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
         target = target_of(self.settings.policy, self.settings.target)
         with (
-            Events(run, train.steps + train.skipped + 1) as events,
+            TensorBoardLog(run, train.steps + train.skipped + 1) as events,
             view.training(label, total, train.samples, target) as shown,
         ):
 

@@ -15,7 +15,7 @@ def unused_by_policy(policy: str) -> set[str]:
     name, _, own = policy.partition(":")
     if name in ("fixed", "schedule"):  # whatever was measured
         unused |= {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
-    return unused | ({"warm_up"} if name == "fixed" else set())
+    return unused | ({"warmup"} if name == "fixed" else set())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:

@@ -46,7 +46,7 @@ def columns(optimizer: str) -> Arms:
         )
         after = f"{optimizer}-long" if name == "64k-32k" else f"{optimizer}-{name}-long"
         arms[after] = {
-            "begin_from": before,
+            "init_from": before,
             **one,
             **ROWS,
             "batch_size": (1024 * long, TABLE),

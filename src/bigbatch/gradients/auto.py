@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
 from bigbatch.gradients.protocols import GradientSource
-from bigbatch.gradients.single_process import PlainSource
+from bigbatch.gradients.single_process import SingleProcessSource
 
 _REPLICATES = {  # torch's module -> the class that its replicate() puts among a model's bases
     "torch.distributed._composable.replicate": "DDP",
@@ -24,7 +24,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
         SettingError: a wrapper that cannot be measured, or several.
     """
     if not isinstance(model, nn.Module):
-        return PlainSource(model)
+        return SingleProcessSource(model)
     modules = list(model.modules())
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
         raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")
@@ -46,7 +46,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
     if wrappers:
         return DDPSource(wrappers[0], model.parameters())
-    return PlainSource(model.parameters())
+    return SingleProcessSource(model.parameters())
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:

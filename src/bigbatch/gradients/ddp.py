@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.distributed import EngineSource
+from bigbatch.gradients.distributed import DistributedSource
 from bigbatch.gradients.shard_indices import Held
 
 
@@ -44,7 +44,7 @@ class Folded(Protocol):
 FOLDED: WeakKeyDictionary[DistributedDataParallel, Folded] = WeakKeyDictionary()
 
 
-class DDPSource(EngineSource):
+class DDPSource(DistributedSource):
     """Leaf hooks, as in one process: DDP reduces after them, so they see the local gradient.
 
     With and without `no_sync`; the last backward of a step has to reduce.

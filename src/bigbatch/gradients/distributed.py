@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.gradients.single_process import PlainSource
+from bigbatch.gradients.single_process import SingleProcessSource
 
 
-class EngineSource(PlainSource):
+class DistributedSource(SingleProcessSource):
     """Gradients that an engine joins over `groups` of ranks.
 
     The engine writes to `.grad` between and after backwards, so only what stands there at the end

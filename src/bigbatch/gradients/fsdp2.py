@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.device_mesh import require_one_mesh
-from bigbatch.gradients.distributed import EngineSource
+from bigbatch.gradients.distributed import DistributedSource
 from bigbatch.gradients.gradient_hooks import gradient_hook, remove
 from bigbatch.gradients.shard_indices import Held, held_in_rows
 from bigbatch.gradients.sharded import local_grad
@@ -22,7 +22,7 @@ from bigbatch.gradients.single_process import MADE_LATE
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the name there, the sharded parameter
 
 
-class FSDP2Source(EngineSource):
+class FSDP2Source(DistributedSource):
     """Sees the whole local gradient of every parameter before it is reduced and sharded.
 
     A forward hook on each FSDP module, run when its parameters have just been gathered, puts a

@@ -19,7 +19,7 @@ NO_GRADIENT = (
 _NAMED = 3  # parameters named in an error
 
 
-class Slots:
+class ReplacementCheck:
     """Every place of a model that holds a parameter or a module, and what it holds.
 
     `require_held` compares identities alone. Only where one has changed is the model walked

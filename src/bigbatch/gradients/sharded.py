@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.gradient_hooks import accumulated_hook
-from bigbatch.gradients.single_process import PlainSource, all_zero
+from bigbatch.gradients.single_process import SingleProcessSource, all_zero
 
 
-class ShardSource(PlainSource):
+class ShardedSource(SingleProcessSource):
     """Watches the local pieces of `.grad` with post-accumulate hooks; nothing is communicated.
 
     An engine that reduces in every backward leaves the sum so far, S_j, in the piece; what the

@@ -30,7 +30,7 @@ MADE_LATE = (
 )
 
 
-class PlainSource:
+class SingleProcessSource:
     """Watches leaf parameters with `Tensor.register_hook`; copies no gradient.
 
     By itself every `backward()` is one micro-batch. `explicit=True` counts only what happens

@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.micro_batches import MicroBatch
-from bigbatch.data.sampler import SampleLedger
+from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
-from bigbatch.integrations.sharded_sampler import Dealt
+from bigbatch.integrations.sharded_sampler import ShardedSampler
 from bigbatch.optional_packages import required
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy
@@ -171,7 +171,9 @@ class PreparedBatches(Batches):
     ) -> None:
         super().__init__(loader, **options)
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-        self.whole: int | None = sampler.total if isinstance(sampler, Dealt) else None  # all ranks
+        self.whole: int | None = (
+            sampler.total if isinstance(sampler, ShardedSampler) else None
+        )  # all ranks
         self._device, self._non_blocking = device, non_blocking
 
     def take(self, rows: int) -> tuple[list[MicroBatch], int]:
@@ -236,7 +238,7 @@ def _unsharded(accelerator: Any, loader: Any) -> Any:
         return _streamed(base, ranks)
     inner = shard.batch_sampler if isinstance(shard, BatchSamplerShard) else shard
     sampler = getattr(inner, "sampler", None)
-    if ranks == 1 and isinstance(sampler, (SampleLedger, DistributedSampler)):
+    if ranks == 1 and isinstance(sampler, (ElasticDistributedSampler, DistributedSampler)):
         return base  # which begins anywhere, and has one order for any number of ranks
     if type(inner) is BatchSampler and shard is base.batch_sampler:
         split = isinstance(shard, BatchSamplerShard) and shard.split_batches
@@ -267,7 +269,9 @@ def _dealt(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader[A
         _synchronize(loader, inner.sampler)
     base = loader.base_dataloader
     multiple = size * ranks if inner.drop_last else 1
-    sampler = BatchSampler(Dealt(inner.sampler, rank, ranks, multiple), size, drop_last=False)
+    sampler = BatchSampler(
+        ShardedSampler(inner.sampler, rank, ranks, multiple), size, drop_last=False
+    )
     kept = {name: getattr(base, name) for name in _KEPT}
     kind: type[DataLoader[Any]] = type(base)  # torch's own, or torchdata's stateful one
     return kind(base.dataset, batch_sampler=sampler, **kept)
@@ -275,7 +279,7 @@ def _dealt(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader[A
 
 def _synchronize(loader: Any, sampler: Any) -> None:
     """One order on all processes, from here on. Collective."""
-    if isinstance(sampler, (SampleLedger, DistributedSampler)):
+    if isinstance(sampler, (ElasticDistributedSampler, DistributedSampler)):
         raise SettingError(
             f"a {type(sampler).__name__} deals samples to ranks, and accelerate deals what it "
             "gives once more; give the DataLoader shuffle=True or a sampler of the whole data set"

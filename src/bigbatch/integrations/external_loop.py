@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from bigbatch.data.collate import Batch
-from bigbatch.data.external_batches import Announced
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import LoopError
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.step import Step
 
 
-class Driven:
+class ExternalLoop:
     """The step that another loop is in.
 
         for batch in driven:                        # its loader; or driven.announce(samples)
@@ -61,7 +61,7 @@ class Driven:
         Raises:
             LoopError: the step before was not finished.
         """
-        assert isinstance(self.train.batches, Announced)
+        assert isinstance(self.train.batches, ExternalBatches)
         if self._step is not None and self._step.complete and not self._step.ended:
             raise LoopError(
                 "another micro-batch came before the optimizer had stepped for those before it"
@@ -75,7 +75,7 @@ class Driven:
 
     def end_pass(self) -> None:
         """Counts a pass whose last step has ended, before the next one begins."""
-        assert isinstance(self.train.batches, Announced)
+        assert isinstance(self.train.batches, ExternalBatches)
         if self._steps is not None and self.step.ended and self.train.batches.ends:
             next(self._steps, None)
             self._steps = None

@@ -9,10 +9,10 @@ from torch.utils.data import Sampler
 from bigbatch.data.rank_consistency import part
 
 
-class Dealt(Sampler[Any]):
+class ShardedSampler(Sampler[Any]):
     """Deals the order of a sampler, which must be the same on all ranks, to one of them.
 
-    Rank r has the samples at r, r + W, r + 2 W ..., as `SampleLedger` deals.
+    Rank r has the samples at r, r + W, r + 2 W ..., as `ElasticDistributedSampler` deals.
 
     Args:
         sampler: of the whole data set.
@@ -20,7 +20,7 @@ class Dealt(Sampler[Any]):
         ranks: W.
         multiple: samples beyond the last multiple of so many are left out.
     Example:
-        >>> list(Dealt(range(10, 15), rank=0, ranks=2)), list(Dealt(range(10, 15), rank=1, ranks=2))
+        >>> list(ShardedSampler(range(10, 15), rank=0, ranks=2)), list(ShardedSampler(range(10, 15), rank=1, ranks=2))
         ([10, 12, 14], [11, 13])
     """
 

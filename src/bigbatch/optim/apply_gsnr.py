@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_momentum import Averages
+from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.optim.sharding import Join
-from bigbatch.optim.two_pass import Passes
+from bigbatch.optim.two_pass import TwoPass
 from bigbatch.statistics.second_moment import GradientMoments
 
 _PIECE = 1 << 16  # elements, of 256 KB in float32
@@ -42,7 +42,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class How:
+class GsnrOptions:
     """What holds for all layers of a parameter group in one step.
 
     Args:
@@ -72,7 +72,7 @@ class Rule(Protocol):
 
     watch: bool
     """Whether to tell what was done."""
-    averages: Averages
+    averages: GsnrMomentum
     """p, where it is not on the shards."""
     moments: GradientMoments
     """Of this rank's micro-batches."""
@@ -85,12 +85,12 @@ class Rule(Protocol):
     def asks(self) -> bool:
         """Whether to look for layers whose M2 is out of range, in the present step."""
 
-    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
+    def how(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
         """The settings of a group for a step of so much weight and so many micro-batches."""
 
 
 @dataclass(frozen=True)
-class Folded:
+class AppliedGsnr:
     """What was done in a step.
 
     Args:
@@ -115,7 +115,7 @@ def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list
     return [p for p, share in zip(parameters, told, strict=True) if share > _FEW]
 
 
-def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
+def fold(how: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
         r from `rules`;   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
@@ -129,7 +129,7 @@ def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
         r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
     """
     rule, limit = list(functional.FACTORS).index(how.factor), functional.agreement(torch.float32)
-    return Passes(
+    return TwoPass(
         native.Rule.FOLD,
         layers=[layer.arrays for layer in layers],
         own=[(layer.corrected, 0.0) for layer in layers],
@@ -143,14 +143,14 @@ def fold(how: How, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
 # by torch
 
 
-def _sums(how: How, layer: Layer) -> Tensor:
+def _sums(how: GsnrOptions, layer: Layer) -> Tensor:
     weight, *_ = _numbers(how, layer)
     live_sums = _compiled(_live_sums) if how.compiled else _live_sums
     pieces = _pieces(how, layer.total, layer.m2)
     return torch.stack([live_sums(total, m2, weight) for total, m2 in pieces]).sum(0)
 
 
-def _fold(how: How, layer: Layer, sums: Tensor) -> Tensor | None:
+def _fold(how: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
     numbers = _numbers(how, layer)
     mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
     multiply = _compiled(_multiply) if how.compiled else _multiply
@@ -161,7 +161,7 @@ def _fold(how: How, layer: Layer, sums: Tensor) -> Tensor | None:
     return torch.stack([seen for seen in told if seen is not None]).sum(0) if how.watch else None
 
 
-def _pieces(how: How, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
+def _pieces(how: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
     """The arrays in pieces that stay in a CPU's cache; whole where that cannot be or need not."""
     given = [array for array in arrays if array is not None]
     if not all(array.is_contiguous() for array in given):
@@ -175,7 +175,7 @@ def _pieces(how: How, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
         yield [None if x is None else x[start : start + _PIECE] for x in flat]
 
 
-def _numbers(how: How, layer: Layer) -> tuple[Any, ...]:
+def _numbers(how: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
     """The settings; as tensors for a compiler, which floats make compile again."""
     numbers = how.weight, how.k, how.gamma, how.r_max, how.beta3, layer.corrected
     if not how.compiled:

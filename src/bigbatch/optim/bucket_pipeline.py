@@ -21,7 +21,7 @@ from bigbatch.optim.functional import share_out_of_range
 from bigbatch.statistics.norms import flattened, squared_norm
 
 
-class Reduction:
+class BucketPipeline:
     """A step's.
 
     Attributes:

@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from bigbatch.gradients.dtypes import full
 from bigbatch.optim.collectives import Level, Piece
-from bigbatch.optim.gsnr_momentum import Averages
+from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
 from bigbatch.statistics.second_moment import join
 
@@ -91,11 +91,11 @@ class Shard:
         """Whether p of a parameter is here and on the other ranks."""
         return parameter in self._steps
 
-    def is_brought(self, averages: Averages) -> bool:
+    def is_brought(self, averages: GsnrMomentum) -> bool:
         """Whether every rank has p of the whole bucket, as it is now."""
         return all(averages.of(p)[0] is not None for p in self._steps)
 
-    def begin(self, groups: dict[Tensor, dict[str, Any]], averages: Averages) -> None:
+    def begin(self, groups: dict[Tensor, dict[str, Any]], averages: GsnrMomentum) -> None:
         """Prepares the next p, if any parameter of the bucket has one."""
         self._next = None
         asked = [p for p in self.parameters if p in groups and groups[p]["beta3"] is not None]
@@ -120,7 +120,7 @@ class Shard:
             return None, 1.0
         return self._next[span.here], 1 / (1 - beta3 ** (self._steps[span.parameter] + 1))
 
-    def commit(self, averages: Averages) -> None:
+    def commit(self, averages: GsnrMomentum) -> None:
         """The step was taken, for the parameters that have a gradient."""
         if self._next is None or self._average is None:
             return
@@ -133,7 +133,7 @@ class Shard:
                 self._steps[parameter] += 1
             averages.drop(parameter)
 
-    def bring(self, averages: Averages) -> None:
+    def bring(self, averages: GsnrMomentum) -> None:
         """Gives every rank p of the whole bucket. Collective."""
         if self._average is None:
             return

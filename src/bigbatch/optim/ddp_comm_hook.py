@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.gradients.ddp import FOLDED
 from bigbatch.gradients.shard_indices import Held, held_in_runs, places_in_memory
-from bigbatch.optim.apply_gsnr import Folded, Rule, out_of_range
-from bigbatch.optim.bucket_pipeline import Reduction
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Rule, out_of_range
+from bigbatch.optim.bucket_pipeline import BucketPipeline
 from bigbatch.optim.bucket_shards import Shard, Span, future_on
 from bigbatch.optim.collectives import levels_of, new_group
 from bigbatch.statistics.norms import flattened
@@ -25,7 +25,7 @@ Groups = Literal["all", "ranks"]
 _EPS = 1e-6  # as torch's own clipping has it
 
 
-class Attachment:
+class DDPCommHook:
     """A variance-reduced optimizer under DDP: its fold, and the true gradient's norm.
 
     After the last backward of a step `.grad` holds r g on every rank, bit for bit the same. Every
@@ -59,7 +59,7 @@ class Attachment:
         self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
         self._of: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
-        self._reduction: Reduction | None = None  # of the present step
+        self._reduction: BucketPipeline | None = None  # of the present step
         self._host = _host_group(ddp)
         ddp.register_comm_hook(self, fold_hook)
         FOLDED[ddp] = self
@@ -122,7 +122,7 @@ class Attachment:
         """Whether it folds in that model."""
         return self._ddp() is ddp
 
-    def commit(self, *, asks: bool) -> Folded:
+    def commit(self, *, asks: bool) -> AppliedGsnr:
         """The step is taken, and p with it.
 
         Args:
@@ -138,7 +138,7 @@ class Attachment:
         agree = asks and not done.live.any() and bool(self.grad_norm)
         shares = done.out_of_range
         lost = out_of_range([p for p, _ in shares], [share for _, share in shares])
-        return Folded(done.k, done.told, agree, lost)
+        return AppliedGsnr(done.k, done.told, agree, lost)
 
     def forget(self) -> None:
         """p is the optimizer's own from here on, whole on every rank."""
@@ -242,7 +242,7 @@ class Attachment:
         k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
         self._reduction, self._refusal = None, self._refusal_of(k, *map(any, wrong))
         if rule is not None and not self._refusal:
-            self._reduction = Reduction(
+            self._reduction = BucketPipeline(
                 weakref.proxy(rule),
                 self._group,
                 weights,
@@ -292,7 +292,7 @@ class Attachment:
                     self._of.setdefault(span.parameter, []).append((each, span))
         return shard
 
-    def _require_done(self, what: str) -> Reduction:
+    def _require_done(self, what: str) -> BucketPipeline:
         if self._refusal:
             raise GradientError(self._refusal)
         if self._reduction is None or not self._reduction.done:
@@ -320,7 +320,7 @@ def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     return new_group(group, [dist.get_process_group_ranks(group)], "gloo")
 
 
-def fold_hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+def fold_hook(state: DDPCommHook, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """DDP's communication hook, whose state is the attachment."""
     return state.reduce(bucket)
 

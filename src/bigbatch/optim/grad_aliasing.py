@@ -13,7 +13,7 @@ from bigbatch.statistics.second_moment import GradientMoments
 _COMPARED_EVERY = 16  # steps; on a GPU it waits
 
 
-class BorrowedSums:
+class GradAliasing:
     """Lets moments read S where their source has it, once it was seen to be S there.
 
     It is not where `.grad` is written to between backward() and step(), or a hook changes

@@ -15,7 +15,7 @@ _AVERAGE = "gsnr_average"
 _STEPS = "gsnr_steps"
 
 
-class Averages:
+class GsnrMomentum:
     """p and the number of its steps, by parameter; of a sharded one, this rank's piece."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Averages:
         return {**state_dict, "state": kept | shared}
 
 
-class StateWithAverages(MutableMapping[Tensor, Any]):
+class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
     """A base optimizer's `state`, where p has its place with each parameter that has one.
 
     Torch's distributed checkpoints ask it for the names of what is saved of a parameter.
@@ -117,7 +117,7 @@ class StateWithAverages(MutableMapping[Tensor, Any]):
     def __init__(
         self,
         base: MutableMapping[Tensor, Any],
-        averages: Averages,
+        averages: GsnrMomentum,
         averaged: Collection[Tensor],
     ) -> None:
         self._base, self._averages, self._averaged = base, averages, averaged

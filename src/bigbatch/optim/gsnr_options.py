@@ -27,7 +27,7 @@ Rate = NotNegative | Annotated[Tensor, _Single()]
 Betas = tuple[Share, Share]
 
 
-class Options(TypedDict, total=False):
+class VROptions(TypedDict, total=False):
     """What every variance-reduced optimizer takes besides its base's own; see `VarianceReduced`."""
 
     gamma: Gamma

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients.dtypes import full
-from bigbatch.optim.apply_gsnr import Folded
+from bigbatch.optim.apply_gsnr import AppliedGsnr
 
 _RANGE_EVERY = 16  # steps; on a GPU it waits
 _FEW = 8  # below it the ratio's variance is infinite or nearly so
 
 
-class Doubts:
+class GsnrWarnings:
     """Warns of micro-batches that all agree, that are few, or whose M2 is out of range."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Doubts:
         """Whether it is searched for layers whose M2 is out of range, which waits too."""
         return self._steps % _RANGE_EVERY == 0 and not self._lost
 
-    def warn(self, done: Folded, named: Callable[[], list[tuple[str, Tensor]]]) -> None:
+    def warn(self, done: AppliedGsnr, named: Callable[[], list[tuple[str, Tensor]]]) -> None:
         """Says what is new.
 
         Args:

@@ -9,12 +9,12 @@ from bigbatch.gradients.dtypes import full
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.gsnr_options import Betas, Rate
-from bigbatch.optim.trust_ratio import Layerwise, Parameters, Part
-from bigbatch.optim.two_pass import Passes
+from bigbatch.optim.trust_ratio import Parameters, ParameterShard, TrustRatioOptimizer
+from bigbatch.optim.two_pass import TwoPass
 from bigbatch.setting_types import NotNegative, Positive, checked
 
 
-class LAMB(Layerwise):
+class LAMB(TrustRatioOptimizer):
     """Layer-wise adaptive moments: Adam's direction, as long as the layer's weights.
 
         m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
@@ -73,7 +73,9 @@ class LAMB(Layerwise):
             "step": torch.tensor(0.0, dtype=torch.float32),
         }
 
-    def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
+    def _passes(
+        self, parts: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+    ) -> TwoPass:
         layers = [(part.theta, part.gradient, part.state[0], part.state[1]) for part in parts]
         (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
         correct = [(1 - beta1**part.steps, 1 - beta2**part.steps) for part in parts]
@@ -93,7 +95,7 @@ class LAMB(Layerwise):
             u = functional.lamb_direction(theta, m, v, correct[i], eps, decay)
             theta.sub_(u * (lr * rate))
 
-        return Passes(
+        return TwoPass(
             native.Rule.LAMB,
             layers,
             own=correct,

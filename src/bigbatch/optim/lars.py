@@ -9,12 +9,12 @@ from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.gsnr_options import Rate
-from bigbatch.optim.trust_ratio import Layerwise, Parameters, Part
-from bigbatch.optim.two_pass import Passes
+from bigbatch.optim.trust_ratio import Parameters, ParameterShard, TrustRatioOptimizer
+from bigbatch.optim.two_pass import TwoPass
 from bigbatch.setting_types import NotNegative, Positive, Share, checked
 
 
-class LARS(Layerwise):
+class LARS(TrustRatioOptimizer):
     """Layer-wise adaptive rate scaling: steps in proportion to the norm of a layer's weights.
 
         rate = trust_coefficient |theta| / (|g| + weight_decay |theta|)     (1 where a norm is 0)
@@ -75,7 +75,9 @@ class LARS(Layerwise):
     def _start(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
+    def _passes(
+        self, parts: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+    ) -> TwoPass:
         layers = [(part.theta, part.gradient, part.state[0], None) for part in parts]
         lr, trust = float(group["lr"]), group["trust_coefficient"]
         decay = group["weight_decay"] if adapts else 0.0
@@ -90,7 +92,7 @@ class LARS(Layerwise):
                 theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov
             )
 
-        return Passes(
+        return TwoPass(
             native.Rule.LARS,
             layers,
             own=[(0.0, 0.0)] * len(layers),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Factors:
+class LayerGsnr:
     """What one step's r was, by layer; nothing waits for the device until a number is read.
 
     Args:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource
-from bigbatch.optim.apply_gsnr import Folded, Layer, Rule, fold, out_of_range
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, Rule, fold, out_of_range
 from bigbatch.optim.functional import ratio, share_out_of_range
-from bigbatch.optim.grad_aliasing import BorrowedSums
+from bigbatch.optim.grad_aliasing import GradAliasing
 from bigbatch.optim.sharding import join_of, local
 
 
-class LocalFold:
+class LocalStep:
     """Folds a rule's r into `.grad`, by the moments that its source's micro-batches left.
 
     Args:
@@ -24,10 +24,10 @@ class LocalFold:
     """
 
     def __init__(self, rule: Rule, scaled: KeysView[Tensor]) -> None:
-        self.borrowed = BorrowedSums(rule.moments)
+        self.borrowed = GradAliasing(rule.moments)
         self._rule, self._scaled = rule, scaled
 
-    def fold(self, source: GradientSource, *, asks: bool) -> Folded:
+    def fold(self, source: GradientSource, *, asks: bool) -> AppliedGsnr:
         """Puts r g, or p_hat g, where g was.
 
         Args:
@@ -50,7 +50,7 @@ class LocalFold:
         with torch.no_grad():
             told = self._fold(all_reached=all_reached)
         self.borrowed.renew(source, self._scaled)
-        return Folded(moments.micro_batches, told, agree, lost)
+        return AppliedGsnr(moments.micro_batches, told, agree, lost)
 
     def _all_agree(self) -> bool:
         """Whether there are gradients and none of their elements varied."""

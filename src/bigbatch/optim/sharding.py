@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients import MADE_LATE, GradientSource, PlainSource
+from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
 
 Join = Callable[[Tensor], None]
 
@@ -26,9 +26,9 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
-        return _LeafSource(parameters, optimizer)
+        return _LeafGradientSource(parameters, optimizer)
     from bigbatch.gradients.device_mesh import require_one_mesh
-    from bigbatch.gradients.sharded import ShardSource
+    from bigbatch.gradients.sharded import ShardedSource
 
     if len(sharded) < len(parameters):
         raise SettingError(
@@ -36,10 +36,10 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
             f"fully_shard too. Where it is wrapped: {MADE_LATE}"
         )
     require_one_mesh(sharded)
-    return ShardSource(parameters)
+    return ShardedSource(parameters)
 
 
-class _LeafSource(PlainSource):
+class _LeafGradientSource(SingleProcessSource):
     """Leaf hooks see what one process computes; on more ranks they would let weights drift."""
 
     def __init__(self, parameters: Iterable[Tensor], optimizer: str) -> None:

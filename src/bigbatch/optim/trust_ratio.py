@@ -14,13 +14,13 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.dtypes import FULL
 from bigbatch.optim.gsnr_options import require_kinds, require_once
 from bigbatch.optim.sharding import Join, join_of, local
-from bigbatch.optim.two_pass import Passes, require_kernels
+from bigbatch.optim.two_pass import TwoPass, require_kernels
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterShard:
     """What this process has of a layer in one step.
 
     Args:
@@ -37,7 +37,7 @@ class Part:
     dimensions: int
 
 
-class Partition(Protocol):
+class ShardedParameters(Protocol):
     """How an engine has laid layers end to end in the tensors that it lets the optimizer step."""
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
@@ -51,7 +51,7 @@ class Partition(Protocol):
         """Adds up numbers of layers over the ranks; None where every rank has all."""
 
 
-class Layerwise(Optimizer):
+class TrustRatioOptimizer(Optimizer):
     """A torch optimizer in two passes over each layer: norms, then the step that they scale.
 
     A layer is a parameter tensor; under fully_shard the norms are those of the whole one. Biases
@@ -60,7 +60,7 @@ class Layerwise(Optimizer):
     """
 
     _names: tuple[str, ...]  # of a parameter's state that is shaped as it is
-    partition: Partition | None = None  # an engine's, where parameters are no layers
+    partition: ShardedParameters | None = None  # an engine's, where parameters are no layers
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         require_kernels(defaults["fused"])
@@ -117,7 +117,7 @@ class Layerwise(Optimizer):
                 if value.dtype in FULL and self.state[parameter][name].dtype not in FULL:
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
-    def _parts(self, parameter: Tensor) -> list[Part]:
+    def _parts(self, parameter: Tensor) -> list[ParameterShard]:
         """A parameter is a layer, or the engine says which it holds; its state is made here."""
         state = self.state[parameter]
         if any(name not in state for name in self._names):
@@ -127,10 +127,10 @@ class Layerwise(Optimizer):
         whole = [parameter, parameter.grad, *(state[name] for name in self._names)]
         if self.partition is None:
             theta, gradient, *held = map(local, whole)
-            return [Part(theta, gradient, held, steps, parameter.ndim)]
+            return [ParameterShard(theta, gradient, held, steps, parameter.ndim)]
         pieces = zip(*(self.partition.cut(parameter, tensor) for tensor in whole), strict=True)
         return [
-            Part(theta, gradient, [piece for _, piece in held], steps, dimensions)
+            ParameterShard(theta, gradient, [piece for _, piece in held], steps, dimensions)
             for (dimensions, theta), (_, gradient), *held in pieces
         ]
 
@@ -139,7 +139,9 @@ class Layerwise(Optimizer):
         """The state of a parameter before its first step."""
 
     @abstractmethod
-    def _passes(self, parts: list[Part], group: dict[str, Any], *, adapts: bool) -> Passes:
+    def _passes(
+        self, parts: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+    ) -> TwoPass:
         """The step over some layers of a group; without decay and trust ratio if not `adapts`."""
 
     def _require_dense_gradients(self) -> None:

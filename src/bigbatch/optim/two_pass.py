@@ -16,7 +16,7 @@ from bigbatch.optim.sharding import Join
 
 
 @dataclass(frozen=True)
-class Passes:
+class TwoPass:
     """A rule over layers, both as a kernel and as functions of a layer's number.
 
     Args:

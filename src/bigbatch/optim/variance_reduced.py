@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.optim.apply_gsnr import Folded, How
+from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
 from bigbatch.optim.base_optimizers import require_base
-from bigbatch.optim.ddp_comm_hook import Attachment, Groups, require_attachable
+from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
-from bigbatch.optim.gsnr_momentum import Averages, StateWithAverages
+from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_kinds, require_valid
-from bigbatch.optim.gsnr_warnings import Doubts
-from bigbatch.optim.layer_gsnr import Factors
-from bigbatch.optim.local_step import LocalFold
+from bigbatch.optim.gsnr_warnings import GsnrWarnings
+from bigbatch.optim.layer_gsnr import LayerGsnr
+from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Share, checked, setting
@@ -102,17 +102,17 @@ class VarianceReduced(Optimizer):
         require_kernels(fused)
         self.base = base
         self.watch = watch
-        self.factors: Factors | None = None  # of the last step, where watch is on
+        self.gsnr: LayerGsnr | None = None  # of the last step, where watch is on
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
         require_base(base, self._own)
         self._factor = factor
         self._fused, self._compiled = fused, compiled
-        self.attached: Attachment | None = None  # to a DDP model
-        self.averages = Averages()
+        self.attached: DDPCommHook | None = None  # to a DDP model
+        self.averages = GsnrMomentum()
         self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
         self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
-        self._local = LocalFold(self, self._scaled.keys())
-        self._doubts = Doubts()
+        self._local = LocalStep(self, self._scaled.keys())
+        self._doubts = GsnrWarnings()
         self._step_base = BaseStep(base, warns=not self._chooses_fused)
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
@@ -150,7 +150,7 @@ class VarianceReduced(Optimizer):
         if not averaging:
             return self.base.state
         averaged = {p for group in averaging for p in group["params"]}
-        return StateWithAverages(self.base.state, self.averages, averaged)
+        return StateWithGsnrMomentum(self.base.state, self.averages, averaged)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer and watches its gradients."""
@@ -171,7 +171,7 @@ class VarianceReduced(Optimizer):
         groups: Groups = "all",
         m2_dtype: torch.dtype | None = None,
         node_group: dist.ProcessGroup | None = None,
-    ) -> Attachment:
+    ) -> DDPCommHook:
         """Folds inside the all-reduce of a DDP model. Collective, and once; before training.
 
         Where every rank has one micro-batch a step it sends what a plain all-reduce does, and a
@@ -197,7 +197,7 @@ class VarianceReduced(Optimizer):
         require_attachable(ddp, list(self._scaled), groups, m2_dtype)
         if self.attached is not None:
             self.attached.consolidate()  # p goes to the new one
-        self.attached = Attachment(
+        self.attached = DDPCommHook(
             ddp, self, groups, m2_dtype, node_group, fused=self._fused is not False
         )
         self.follow(DDPSource(ddp, self._scaled))
@@ -243,7 +243,7 @@ class VarianceReduced(Optimizer):
         for subscriber in self._subscribed:
             source.subscribe(subscriber)
 
-    def serve(self, source: GradientSource, fold: Callable[[], Folded]) -> None:
+    def serve(self, source: GradientSource, fold: Callable[[], AppliedGsnr]) -> None:
         """For an engine that calls the base optimizer's step itself, over tensors of its own.
 
         Args:
@@ -306,13 +306,13 @@ class VarianceReduced(Optimizer):
                 if group["beta3"] is not None and parameter.grad is not None and not kept:
                     self.averages.make(parameter)
 
-    def _tell(self, done: Folded) -> None:
+    def _tell(self, done: AppliedGsnr) -> None:
         """Keeps what was done to each layer, and warns of what makes it doubtful."""
         self._doubts.warn(done, self._named)
         if self.watch:
             named = [(name, p) for name, p in self._named() if p in done.told]
             rows = [done.told[p].to(done.told[named[0][1]]) for _, p in named]
-            self.factors = Factors(
+            self.gsnr = LayerGsnr(
                 [name for name, _ in named],
                 [p.numel() for _, p in named],
                 torch.stack(rows) if rows else torch.zeros(0, 5),
@@ -324,9 +324,9 @@ class VarianceReduced(Optimizer):
         """Whether the present step is searched for layers whose M2 is out of range."""
         return self._doubts.ask_range
 
-    def how(self, group: dict[str, Any], weight: float, k: int) -> How:
+    def how(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
         """The settings of a group's fold, in a step of k micro-batches of so much weight."""
-        return How(
+        return GsnrOptions(
             self._factor,
             group["gamma"],
             group["r_max"],
@@ -387,7 +387,7 @@ class VarianceReduced(Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        averages = Averages()
+        averages = GsnrMomentum()
         rest = averages.take_from(state_dict, self._parameters())
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
         self.base.load_state_dict(rest)

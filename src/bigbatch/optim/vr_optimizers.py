@@ -5,7 +5,7 @@ from typing import Any, Unpack
 from torch.optim import SGD, Adam
 
 from bigbatch.optim.fused_step import can_fuse
-from bigbatch.optim.gsnr_options import Betas, Options, Rate
+from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
 from bigbatch.optim.trust_ratio import Parameters
@@ -59,7 +59,7 @@ class VRSGD(_Fusing):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[VROptions],
     ) -> None:
         base = SGD(
             params,
@@ -109,7 +109,7 @@ class VRAdam(_Fusing):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[VROptions],
     ) -> None:
         base = Adam(
             params,
@@ -122,7 +122,7 @@ class VRAdam(_Fusing):
             foreach=foreach,
             fused=fused,
         )
-        super().__init__(base, fused=fused, **(Options(beta3=0.9) | options))
+        super().__init__(base, fused=fused, **(VROptions(beta3=0.9) | options))
 
 
 class VRLARS(VarianceReduced):
@@ -150,7 +150,7 @@ class VRLARS(VarianceReduced):
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
         fused: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[VROptions],
     ) -> None:
         base = LARS(
             params,
@@ -192,7 +192,7 @@ class VRLAMB(VarianceReduced):
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
         fused: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[VROptions],
     ) -> None:
         base = LAMB(
             params,
@@ -204,4 +204,4 @@ class VRLAMB(VarianceReduced):
             maximize=maximize,
             fused=fused,
         )
-        super().__init__(base, fused=fused, **(Options(beta3=0.9) | options))
+        super().__init__(base, fused=fused, **(VROptions(beta3=0.9) | options))

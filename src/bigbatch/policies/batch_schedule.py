@@ -7,9 +7,9 @@ from fractions import Fraction
 from functools import cached_property
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.policy import Decision, Progress
+from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.setting_types import Count, Positive, checked, setting
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 _LARGEST = 2.0**53  # here the whole numbers of a float end; no batch comes near
 
@@ -40,8 +40,8 @@ class Schedule:
         Smith et al. 2018 (arXiv 1711.00489).
     Example:
         >>> schedule = Schedule("64, x2 every 20 epochs up to 1024")
-        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=64, micro_batches=4)
-        >>> schedule.decide(step, Progress(64, 64, 64, epoch=45))
+        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=576.0, samples=64, micro_batches=4)
+        >>> schedule.decide(step, TrainingState(64, 64, 64, epoch=45))
         Decision(batch_size=256, reason='schedule: x2 every 20 epochs up to 1024', lr_factor=1.0)
     """
 
@@ -61,7 +61,7 @@ class Schedule:
         """Where it starts."""
         return self._parsed.start
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """What the schedule says after so much training, whatever was measured."""
         parsed = self._parsed
         wanted, last = float(parsed.start), f"{parsed.start}"
@@ -91,7 +91,7 @@ class _Amount:
     field: str
     unit: str
 
-    def done(self, now: Progress) -> Fraction:
+    def done(self, now: TrainingState) -> Fraction:
         """1 where just done, 2.5 where done two and a half times; exact."""
         return Fraction(getattr(now, self.field)) / self.count
 
@@ -103,11 +103,11 @@ class _Clause:
     text: str
     amount: _Amount
 
-    def begun(self, now: Progress) -> bool:
+    def begun(self, now: TrainingState) -> bool:
         """Whether it says anything yet."""
         return self.amount.done(now) >= 1
 
-    def batch(self, before: float, now: Progress) -> float:
+    def batch(self, before: float, now: TrainingState) -> float:
         """What it makes of the size that the clauses before it gave."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class _From(_Clause):
 
     size: int
 
-    def batch(self, before: float, now: Progress) -> float:
+    def batch(self, before: float, now: TrainingState) -> float:
         return self.size
 
 
@@ -130,10 +130,10 @@ class _Ramp(_Clause):
     size: int
     by: int
 
-    def begun(self, now: Progress) -> bool:
+    def begun(self, now: TrainingState) -> bool:
         return True
 
-    def batch(self, before: float, now: Progress) -> float:
+    def batch(self, before: float, now: TrainingState) -> float:
         way = self.size - self.start
         done = min(self.amount.done(now), Fraction(1))
         steps = math.floor(done * (abs(way) // self.by))
@@ -147,7 +147,7 @@ class _Times(_Clause):
     factor: float
     again: bool
 
-    def batch(self, before: float, now: Progress) -> float:
+    def batch(self, before: float, now: TrainingState) -> float:
         times = math.floor(self.amount.done(now)) if self.again else 1
         growth: float = self.factor ** min(times, math.log(_LARGEST, self.factor))
         return before * growth

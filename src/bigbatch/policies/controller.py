@@ -7,18 +7,18 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.hysteresis import Caution, DeadBand
+from bigbatch.policies.hysteresis import DeadBand, Hysteresis
 from bigbatch.policies.plan import inside, require_bounds
-from bigbatch.policies.policy import Advise, Decision, Policy, Progress, require_policy
+from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
 from bigbatch.setting_types import Count, Coverage, Growth, NotNegative, Positive, checked
 from bigbatch.statistics.averages import NoiseAverage
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 class ControllerState(TypedDict):
     """What a controller needs to go on; older states have the first four alone."""
 
-    target: int
+    target_batch_size: int
     lr_factor: float
     samples: float
     steps: int
@@ -40,22 +40,22 @@ class Controller:
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         min_batch: what is remembered never falls below, in samples; nor below the policy's own.
         max_batch: nor rises above, nor above the policy's own; None for no bound.
-        every: the policy is asked after each n-th measured step only.
+        decide_every: the policy is asked after each n-th measured step only.
         smoothing: window in samples over which signal and noise are averaged before the policy
             sees them; None for none.
         dead_band: 0.1 holds changes that the policy would not want of a batch 10 % nearer to where
-            it is going; `Caution` has the rule.
-        largest_step: f lets one decision multiply or divide the batch by f at most, yet change it
+            it is going; `Hysteresis` has the rule.
+        max_change: f lets one decision multiply or divide the batch by f at most, yet change it
             by one sample at least; None for no limit.
-        surely: holds changes unless the policy wants them at both ends of an interval of this
+        confidence: holds changes unless the policy wants them at both ends of an interval of this
             coverage: that of the window with `smoothing`, else the meter's own.
-        warm_up: samples during which the batch stays where it starts.
+        warmup: samples during which the batch stays where it starts.
     Raises:
         SettingError: a value outside its range, crossed bounds, or `policy` cannot decide.
     Example:
-        >>> from bigbatch import GradientNoise, SimiGrad
+        >>> from bigbatch import GradientStatistics, SimiGrad
         >>> controller = Controller(SimiGrad(target=0.2), batch_size=128)
-        >>> controller.next(GradientNoise(1.0, 576.0, samples=128, micro_batches=4))
+        >>> controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
         Decision(batch_size=140, reason='similarity 0.100 < 0.2', lr_factor=1.0)
     """
 
@@ -68,21 +68,23 @@ class Controller:
         *,
         min_batch: Count = 1,
         max_batch: Count | None = None,
-        every: Count = 1,
+        decide_every: Count = 1,
         smoothing: Positive | None = None,
         dead_band: DeadBand = 0.0,
-        largest_step: Growth | None = None,
-        surely: Coverage | None = None,
-        warm_up: NotNegative = 0,
+        max_change: Growth | None = None,
+        confidence: Coverage | None = None,
+        warmup: NotNegative = 0,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
-        self._caution = Caution(dead_band, surely)
-        self._remembers = _remembering(policy, asked=bool(dead_band or surely))
-        self._average = None if smoothing is None else NoiseAverage(smoothing, interval=surely)
+        self._caution = Hysteresis(dead_band, confidence)
+        self._remembers = _remembering(policy, asked=bool(dead_band or confidence))
+        self._average = (
+            None if smoothing is None else NoiseAverage(smoothing, confidence=confidence)
+        )
         if smoothing is None and getattr(policy, "wants_average", False):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
-                "set smoothing= to the samples to average over, and warm_up= to let that fill",
+                "set smoothing= to the samples to average over, and warmup= to let that fill",
                 stacklevel=3,
             )
         settings = {
@@ -90,15 +92,15 @@ class Controller:
             "base_batch": base_batch,
             "min_batch": min_batch,
             "max_batch": max_batch,
-            "every": every,
+            "decide_every": decide_every,
             "smoothing": smoothing,
             "dead_band": dead_band,
-            "largest_step": largest_step,
-            "surely": surely,
-            "warm_up": warm_up,
+            "max_change": max_change,
+            "confidence": confidence,
+            "warmup": warmup,
         }
         self._settings = {name: _described(value) for name, value in settings.items()}
-        self._every, self._warm_up, self._largest_step = every, warm_up, largest_step
+        self._decide_every, self._warmup, self._max_change = decide_every, warmup, max_change
         self._samples = 0.0
         self._steps = 0
         self.policy = policy
@@ -109,35 +111,35 @@ class Controller:
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
 
-    def next(self, noise: GradientNoise, now: Progress | None = None) -> Decision:
+    def next(self, noise: GradientStatistics, now: TrainingState | None = None) -> Decision:
         """The decision after a step that measured `noise`.
 
         Args:
             noise: of the step just done, over all ranks.
-            now: where the training stands; `target` and the bounds are filled in. Without it, what
+            now: where the training stands; `target_batch_size` and the bounds are filled in. Without it, what
                 the controller can count itself: samples and steps, no epochs.
         Raises:
-            SettingError: the policy returned something that is no Decision, or `surely` has no
+            SettingError: the policy returned something that is no Decision, or `confidence` has no
                 interval to go by.
         """
         self._samples += noise.samples
         self._steps += 1
         if now is None:
             batch_size, samples = round(noise.samples), round(self._samples)
-            now = Progress(0, batch_size, self.base_batch, samples, self._steps)
+            now = TrainingState(0, batch_size, self.base_batch, samples, self._steps)
         now = replace(
             now,
-            target=self.decision.batch_size,
+            target_batch_size=self.decision.batch_size,
             min_batch=self.min_batch,
             max_batch=self.max_batch,
         )
         if self._average is not None:
             noise = self._average.update(noise)
         self._caution.require_interval(self._ask, noise, now)
-        if now.samples < self._warm_up:
-            self.decision = self._stay(f"held: warm-up of {self._warm_up:g} samples")
-        elif self._steps % self._every:
-            self.decision = self._stay(f"held: decides every {self._every} steps")
+        if now.samples < self._warmup:
+            self.decision = self._stay(f"held: warm-up of {self._warmup:g} samples")
+        elif self._steps % self._decide_every:
+            self.decision = self._stay(f"held: decides every {self._decide_every} steps")
         else:
             self.decision = self._decide(noise, now)
         return self.decision
@@ -166,7 +168,7 @@ class Controller:
     def state_dict(self) -> ControllerState:
         """What `load_state_dict` needs to go on: numbers and text only."""
         return {
-            "target": self.decision.batch_size,
+            "target_batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
             "samples": self._samples,
             "steps": self._steps,
@@ -180,7 +182,9 @@ class Controller:
 
         One warning names the settings that were others when the state was saved.
         """
-        self.decision = self._inside(Decision(state["target"], "resumed", state["lr_factor"]))
+        self.decision = self._inside(
+            Decision(state["target_batch_size"], "resumed", state["lr_factor"])
+        )
         self._samples, self._steps = state["samples"], state["steps"]
         average, before = state.get("average"), state.get("settings", {})
         if self._average is not None and average is not None:
@@ -190,23 +194,23 @@ class Controller:
             self._remembers.load_state_dict(own)
         warn_of_changes(before, self._settings)
 
-    def _ask(self, noise: GradientNoise, now: Progress) -> Decision:
+    def _ask(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         decision = self.policy.decide(noise, now)
         if not isinstance(decision, Decision):
             raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
         return self._inside(decision)
 
-    def _decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def _decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         decision, bounds = self._ask(noise, now), (self.min_batch, self.max_batch)
         doubt = self._caution.doubt(self._ask, decision.batch_size, noise, now, bounds)
         if doubt is not None:
             reason = f"{decision.reason}; held: {doubt}"
-            return replace(decision, batch_size=now.target, reason=reason)
-        return self._limited(decision, now.target)
+            return replace(decision, batch_size=now.target_batch_size, reason=reason)
+        return self._limited(decision, now.target_batch_size)
 
     def _limited(self, decision: Decision, present: int) -> Decision:
-        """No farther than one step of `largest_step`."""
-        most = self._largest_step
+        """No farther than one step of `max_change`."""
+        most = self._max_change
         if most is None:
             return decision
         lowest = min(present - 1, math.ceil(present / most))
@@ -249,13 +253,13 @@ def _remembering(policy: Any, *, asked: bool) -> Any:
         asked: whether it will be asked about other cases.
     """
     require_policy(policy)
-    while isinstance(policy, Advise):
+    while isinstance(policy, Shadow):
         policy = policy.policy
     if not has_state(policy):
         return None
     if asked:
         raise SettingError(
-            "dead_band and surely ask a policy about other cases, which one that remembers "
+            "dead_band and confidence ask a policy about other cases, which one that remembers "
             "(it has state_dict) would take for steps; leave them out"
         )
     return policy

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.policy import Decision, Progress
+from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.setting_types import MOST_FACTOR, Coverage, In, checked
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
-Ask = Callable[[GradientNoise, Progress], Decision]
+Ask = Callable[[GradientStatistics, TrainingState], Decision]
 
 DeadBand = Annotated[float, In(f"[0, {MOST_FACTOR:g}]")]
 
@@ -19,7 +19,7 @@ _FARTHEST = 30.0  # of x = ln(1 + N signal / noise): beyond it one of the two is
 
 @checked
 @dataclass(frozen=True)
-class Caution:
+class Hysteresis:
     """What keeps a decision from being followed.
 
     A policy that gives one answer whatever the noise, a schedule say, is never doubted.
@@ -27,56 +27,62 @@ class Caution:
     Args:
         dead_band: d holds a growth (shrinkage) that the policy would not want were the present
             batch 1 + d times as large (small).
-        surely: coverage of an interval for x = ln(1 + N signal / noise), at both of whose ends the
+        confidence: coverage of an interval for x = ln(1 + N signal / noise), at both of whose ends the
             policy must want to move the same way.
     Raises:
         SettingError: a value outside its range.
     """
 
     dead_band: DeadBand = 0.0
-    surely: Coverage | None = None
+    confidence: Coverage | None = None
 
     def doubt(
         self,
         ask: Ask,
         batch_size: int,
-        noise: GradientNoise,
-        now: Progress,
+        noise: GradientStatistics,
+        now: TrainingState,
         bounds: tuple[int, int | None],
     ) -> str | None:
         """Why a decision for `batch_size` should not be followed; None where it should."""
-        way = _sign(batch_size - now.target)
-        if not way or not (self.dead_band or self.surely) or not _minds_noise(ask, noise, now):
+        way = _sign(batch_size - now.target_batch_size)
+        if not way or not (self.dead_band or self.confidence) or not _minds_noise(ask, noise, now):
             return None
         if self.dead_band and _way(ask, *self._moved(way, noise, now, bounds)) != way:
             return f"inside the dead band of {self.dead_band:g}"
-        known = noise.interval if self.surely else None
+        known = noise.interval if self.confidence else None
         ends = (known.low, known.high) if known else ()
         if any(_way(ask, _noise_at(x, noise), now) != way for x in ends):
-            return f"not sure at {self.surely:g}"
+            return f"not sure at {self.confidence:g}"
         return None
 
-    def require_interval(self, ask: Ask, noise: GradientNoise, now: Progress) -> None:
+    def require_interval(self, ask: Ask, noise: GradientStatistics, now: TrainingState) -> None:
         """Raises SettingError where no interval of the coverage asked for was measured."""
         level = noise.interval.level if noise.interval else None
-        if self.surely in (None, level) or not math.isfinite(noise.signal + noise.noise):
+        if self.confidence in (None, level) or not math.isfinite(
+            noise.grad_sqnorm + noise.grad_variance
+        ):
             return
         if _minds_noise(ask, noise, now):
             there = "there is none" if level is None else f"the meter's is of {level:g}"
             raise SettingError(
-                f"surely={self.surely:g} needs an interval of that coverage and {there}; measure "
-                f"with GradientMeter(interval={self.surely:g}), or set smoothing="
+                f"confidence={self.confidence:g} needs an interval of that coverage and {there}; measure "
+                f"with GradientMeter(confidence={self.confidence:g}), or set smoothing="
             )
 
     def _moved(
-        self, way: int, noise: GradientNoise, now: Progress, bounds: tuple[int, int | None]
-    ) -> tuple[GradientNoise, Progress]:
+        self,
+        way: int,
+        noise: GradientStatistics,
+        now: TrainingState,
+        bounds: tuple[int, int | None],
+    ) -> tuple[GradientStatistics, TrainingState]:
         """The same noise seen with a batch larger (way +1) or smaller by the dead band.
 
         Short of the bounds by a sample, so that there is a way left to go.
         """
         factor, whole = (1 + self.dead_band) ** way, math.floor if way > 0 else math.ceil
-        target, (low, high) = whole(now.target * factor), bounds
+        target, (low, high) = whole(now.target_batch_size * factor), bounds
         if way < 0:
             target = max(target, low + 1)
         elif high is not None:
@@ -84,26 +90,26 @@ class Caution:
         batch_size = max(1, whole(now.batch_size * factor))
         return (
             replace(noise, samples=noise.samples * factor),
-            replace(now, target=target, batch_size=batch_size),
+            replace(now, target_batch_size=target, batch_size=batch_size),
         )
 
 
-def _minds_noise(ask: Ask, noise: GradientNoise, now: Progress) -> bool:
+def _minds_noise(ask: Ask, noise: GradientStatistics, now: TrainingState) -> bool:
     """Whether the policy would decide otherwise with nothing but noise, or without any."""
     cases = noise, _noise_at(-math.inf, noise), _noise_at(math.inf, noise)
     return len({ask(case, now).batch_size for case in cases}) > 1
 
 
-def _way(ask: Ask, noise: GradientNoise, now: Progress) -> int:
+def _way(ask: Ask, noise: GradientStatistics, now: TrainingState) -> int:
     """+1, -1 or 0: what the policy would do with the batch."""
-    return _sign(ask(noise, now).batch_size - now.target)
+    return _sign(ask(noise, now).batch_size - now.target_batch_size)
 
 
-def _noise_at(x: float, noise: GradientNoise) -> GradientNoise:
+def _noise_at(x: float, noise: GradientStatistics) -> GradientStatistics:
     """As much noise, with the signal that makes ln(1 + N signal / noise) this x."""
-    unit = noise.noise or 1.0
+    unit = noise.grad_variance or 1.0
     x = min(max(x, -_FARTHEST), _FARTHEST)
-    return replace(noise, signal=unit * math.expm1(x) / noise.samples, noise=unit)
+    return replace(noise, grad_sqnorm=unit * math.expm1(x) / noise.samples, grad_variance=unit)
 
 
 def _sign(difference: int) -> int:

@@ -14,7 +14,7 @@ Least = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]  # micro
 
 
 @dataclass(frozen=True)
-class Cutting:
+class PlanConstraints:
     """What stays the same in every plan of a training.
 
     Args:

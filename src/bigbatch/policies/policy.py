@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Protocol
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan import inside, require_bounds
 from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 @checked
@@ -20,7 +20,7 @@ class Decision:
         batch_size: samples per optimizer step over all ranks, before any rounding.
         reason: why, in words for a log.
         lr_factor: multiplies the learning rate on top of what the batch size asks for.
-        advice: batch size that was only advised, by `Advise`; nobody acts on it.
+        advice: batch size that was only advised, by `Shadow`; nobody acts on it.
     Raises:
         SettingError: a size below 1, or a factor that is negative or not finite.
     """
@@ -32,11 +32,11 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingState:
     """Where a training stands when a policy is asked.
 
     Args:
-        target: batch size that was last decided, not rounded to what can be cut.
+        target_batch_size: batch size that was last decided, not rounded to what can be cut.
         batch_size: samples of the step just measured.
         base_batch: batch size that the learning rate was tuned for.
         samples: samples consumed so far, the present step included.
@@ -44,12 +44,12 @@ class Progress:
         epoch: passes over the data completed.
         ranks: processes that share a step.
         lr: learning rate that the present step used, one per parameter group.
-        seconds: time spent training so far.
+        elapsed_seconds: time spent training so far.
         min_batch: lower bound that the controller holds.
         max_batch: upper bound that it holds, None for none.
     """
 
-    target: int
+    target_batch_size: int
     batch_size: int
     base_batch: int
     samples: int = 0
@@ -57,7 +57,7 @@ class Progress:
     epoch: int = 0
     ranks: int = 1
     lr: tuple[float, ...] = ()
-    seconds: float = 0.0
+    elapsed_seconds: float = 0.0
     min_batch: int = 1
     max_batch: int | None = None
 
@@ -69,7 +69,7 @@ class Policy(Protocol):
     starts; `wants_average = True`, which says that one step's noise is too little to go by.
     """
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """The next batch size."""
 
 
@@ -80,7 +80,7 @@ class Fixed:
 
     batch_size: Count
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """The same batch size again."""
         return Decision(self.batch_size, "fixed")
 
@@ -130,7 +130,7 @@ class SimiGrad:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
         return inside(batch_size, self.min_batch, self.max_batch)
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """Applies the rule to the un-rounded batch size that was decided last."""
         phi = noise.similarity
         if not math.isfinite(phi):
@@ -138,7 +138,7 @@ class SimiGrad:
         else:
             order = "<" if phi < self.target else ">" if phi > self.target else "="
         reason = f"similarity {phi:.3f} {order} {self.target:g}"
-        return Decision(self.next_batch(phi, now.target), reason)
+        return Decision(self.next_batch(phi, now.target_batch_size), reason)
 
 
 @checked
@@ -161,8 +161,8 @@ class NoiseScale:
     Source:
         McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
     Example:
-        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
-        >>> NoiseScale(multiple=0.5).decide(step, Progress(128, 128, 128))
+        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=4)
+        >>> NoiseScale(multiple=0.5).decide(step, TrainingState(128, 128, 128))
         Decision(batch_size=288, reason='0.5 x noise scale 576', lr_factor=1.0)
     """
 
@@ -175,7 +175,7 @@ class NoiseScale:
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """The multiple of the noise scale as it was measured."""
         scale = noise.noise_scale
         wanted = _whole(round, self.multiple * scale, now, self.max_batch)
@@ -205,8 +205,8 @@ class NormTest:
         Byrd et al. 2012; Bollapragada, Byrd and Nocedal 2018; with adaptive optimizers AdAdaGrad
         (Lau et al. 2024, arXiv 2402.11215); docs/theory.md (4).
     Example:
-        >>> step = GradientNoise(signal=1.0, noise=600.0, samples=200, micro_batches=4)
-        >>> NormTest(theta=0.5).decide(step, Progress(200, 200, 200))
+        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=600.0, samples=200, micro_batches=4)
+        >>> NormTest(theta=0.5).decide(step, TrainingState(200, 200, 200))
         Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
     """
 
@@ -217,28 +217,32 @@ class NormTest:
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """The batch that would pass the test, where it is larger than the present one."""
-        squared_norm = noise.signal + noise.noise / noise.samples
+        squared_norm = noise.grad_sqnorm + noise.grad_variance / noise.samples
         if squared_norm > 0:
-            needed = noise.noise / squared_norm / self.theta / self.theta
+            needed = noise.grad_variance / squared_norm / self.theta / self.theta
         else:
-            needed = math.inf if noise.noise > 0 else math.nan
-        wanted = max(now.target, _whole(math.ceil, needed, now, self.max_batch))
+            needed = math.inf if noise.grad_variance > 0 else math.nan
+        wanted = max(now.target_batch_size, _whole(math.ceil, needed, now, self.max_batch))
         batch_size = inside(wanted, self.min_batch, self.max_batch)
         return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
 
 
-def _whole(rounded: Callable[[float], int], wanted: float, now: Progress, own: int | None) -> int:
+def _whole(
+    rounded: Callable[[float], int], wanted: float, now: TrainingState, own: int | None
+) -> int:
     """A wanted size as a whole number; +inf is the upper bound; without one, and nan, no change."""
     if math.isfinite(wanted):
         return rounded(wanted)
     bounds = [bound for bound in (own, now.max_batch) if bound is not None]
-    return now.target if math.isnan(wanted) else min(bounds, default=now.target)
+    return (
+        now.target_batch_size if math.isnan(wanted) else min(bounds, default=now.target_batch_size)
+    )
 
 
 @dataclass(frozen=True)
-class Advise:
+class Shadow:
     """Says what another policy would do and changes nothing.
 
     The advised size is in the reason and in `Decision.advice`.
@@ -247,8 +251,8 @@ class Advise:
         policy: whose advice it is; its bounds and the controller's are honoured. The controller's
             other options hold changes, and here there are none.
     Example:
-        >>> step = GradientNoise(signal=1.0, noise=576.0, samples=128, micro_batches=4)
-        >>> decision = Advise(NoiseScale()).decide(step, Progress(128, 128, 128))
+        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=4)
+        >>> decision = Shadow(NoiseScale()).decide(step, TrainingState(128, 128, 128))
         >>> decision, decision.advice
         (Decision(batch_size=128, reason='advice: 576 (1 x noise scale 576)', lr_factor=1.0), 576)
     """
@@ -273,11 +277,11 @@ class Advise:
         """Whether the policy does."""
         return getattr(self.policy, "wants_average", False)
 
-    def decide(self, noise: GradientNoise, now: Progress) -> Decision:
+    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         """The batch size as it is; what it should be is advice."""
         wanted = self.policy.decide(noise, now)
         advice = inside(wanted.batch_size, now.min_batch, now.max_batch)
-        return Decision(now.target, f"advice: {advice} ({wanted.reason})", advice=advice)
+        return Decision(now.target_batch_size, f"advice: {advice} ({wanted.reason})", advice=advice)
 
 
 def require_policy(policy: Policy) -> None:

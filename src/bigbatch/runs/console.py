@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bigbatch.runs.metrics import Scores, Table
 from bigbatch.statistics.averages import NoiseAverage
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.step_record import StepRecord
 
 _ANY = 10_000  # columns, of a console that is wide enough
@@ -100,7 +100,7 @@ class TrainingView:
         self._bar = bar
         self._task = task
         self._average = NoiseAverage(samples=total / _WINDOWS)
-        self._noise: GradientNoise | None = None
+        self._noise: GradientStatistics | None = None
         self._scores: Scores = {}
         self._lines = done * _LINES // total
         self._seconds: float | None = None  # of training when this view first saw a step
@@ -108,9 +108,9 @@ class TrainingView:
     def step(self, record: StepRecord, scores: Scores | None) -> None:
         """Shows one step; `scores` where some were measured after it."""
         if self._seconds is None:
-            self._seconds, self._done = record.seconds, record.samples
-        if record.noise is not None:
-            self._noise = self._average.update(record.noise)
+            self._seconds, self._done = record.elapsed_seconds, record.samples
+        if record.statistics is not None:
+            self._noise = self._average.update(record.statistics)
         self._scores = scores or self._scores
         if self._bar is not None and self._task is not None:
             numbers = self._numbers(record)
@@ -126,7 +126,7 @@ class TrainingView:
         return due
 
     def _numbers(self, record: StepRecord) -> str:
-        elapsed = record.seconds - (self._seconds or 0.0)
+        elapsed = record.elapsed_seconds - (self._seconds or 0.0)
         speed = (record.samples - self._done) / elapsed if elapsed else math.nan
         goal = "" if self._target is None else f" (target {self._target:g})"
         parts = [

@@ -16,11 +16,11 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.runs.atomic_files import MAKER, replacing, require_ours
 from bigbatch.runs.metrics import History, grouped
 from bigbatch.runs.run_directory import Row
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 PICTURES = (".png", ".svg")
 
-AXES = {"samples": "samples", "step": "optimizer steps", "seconds": "seconds of training"}
+AXES = {"samples": "samples", "step": "optimizer steps", "elapsed_seconds": "seconds of training"}
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 # inches, and shares of them: a layout that matplotlib finds by itself takes as long as the drawing
@@ -131,8 +131,8 @@ def _averaged(value: str) -> Draw:
 
 
 def _score(history: History, x: str) -> Points:
-    rows = [row for row in history.scored() if row["scores"].get(history.score) is not None]
-    return [row[x] for row in rows], [row["scores"][history.score] for row in rows]
+    rows = [row for row in history.scored() if row["metrics"].get(history.score) is not None]
+    return [row[x] for row in rows], [row["metrics"][history.score] for row in rows]
 
 
 def _rate(history: History, x: str) -> Points:
@@ -142,11 +142,11 @@ def _rate(history: History, x: str) -> Points:
 
 def _of_noise(value: str) -> Draw:
     def points(history: History, x: str) -> Points:
-        bins = _bins([row for row in history.rows if row["noise"] is not None], _NOISE_BINS)
+        bins = _bins([row for row in history.rows if row["grad_variance"] is not None], _NOISE_BINS)
         noises = [
-            GradientNoise(
-                fmean(row["signal"] for row in part),
-                fmean(row["noise"] for row in part),
+            GradientStatistics(
+                fmean(row["grad_sqnorm"] for row in part),
+                fmean(row["grad_variance"] for row in part),
                 round(fmean(row["batch_size"] for row in part)),
                 part[0]["micro_batches"],
             )

@@ -23,10 +23,10 @@ def heat_maps(history: History) -> Figure | None:
 
     None for a run whose log tells nothing of r.
     """
-    rows = [row for row in history.rows if row.get("factors")]
+    rows = [row for row in history.rows if row.get("gsnr")]
     if not rows:
         return None
-    names = list(dict.fromkeys(name for row in rows for name in row["factors"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["gsnr"]))
     height = 1.6 + 0.17 * len(names)
     figure = Figure(figsize=(12, 2 * height), layout="constrained")
     figure.suptitle(history.label, fontsize=10, x=0.01, ha="left")
@@ -52,7 +52,7 @@ def _parts(rows: list[Row]) -> list[list[Row]]:
 
 def _column(rows: list[Row], names: list[str], which: int) -> list[float]:
     """The mean over some steps of one number of each layer; nan where it was never known."""
-    return [_mean([row["factors"].get(name, _UNKNOWN)[which] for row in rows]) for name in names]
+    return [_mean([row["gsnr"].get(name, _UNKNOWN)[which] for row in rows]) for name in names]
 
 
 _UNKNOWN = [None] * len(_PANELS)

@@ -13,7 +13,7 @@ from bigbatch.runs.divergence import divergence_of
 from bigbatch.runs.row_schema import SCHEMA, require_step
 from bigbatch.runs.run_config import BEFORE
 from bigbatch.runs.run_directory import Row, RunDirectory
-from bigbatch.runs.seed_summary import Summary
+from bigbatch.runs.seed_summary import SeedSummary
 from bigbatch.training.step_record import StepRecord
 
 Scores = Mapping[str, float]
@@ -28,32 +28,32 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         record: the step.
         scores: by name, in the unit the name says, where they were measured after the step.
     """
-    noise = record.noise
+    noise = record.statistics
     row: Row = {
         "schema": SCHEMA,
         "step": record.step,
         "epoch": record.epoch,
         "samples": record.samples,
         "batch_size": record.batch_size,
-        "target": record.target,
+        "target_batch_size": record.target_batch_size,
         "micro_batches": record.micro_batches,
         "loss": record.loss,
         "lr": list(record.lr),
-        "signal": noise and noise.signal,
-        "noise": noise and noise.noise,
+        "grad_sqnorm": noise and noise.grad_sqnorm,
+        "grad_variance": noise and noise.grad_variance,
         "similarity": record.similarity,
         "noise_scale": record.noise_scale,
         "skipped": record.skipped,
-        "next_target": record.decision.batch_size,
+        "next_batch_size": record.decision.batch_size,
         "next_lr_factor": record.decision.lr_factor,
-        "reason": record.decision.reason,
-        "scores": scores and {name: finite(score) for name, score in scores.items()},
-        "seconds": record.seconds,
+        "decision_reason": record.decision.reason,
+        "metrics": scores and {name: finite(score) for name, score in scores.items()},
+        "elapsed_seconds": record.elapsed_seconds,
     }
-    if record.factors is not None:
-        row["factors"] = {
+    if record.gsnr is not None:
+        row["gsnr"] = {
             name: [_rounded(number) for number in numbers]
-            for name, numbers in record.factors.by_layer().items()
+            for name, numbers in record.gsnr.by_layer().items()
         }
     return {name: finite(value) for name, value in row.items()}
 
@@ -93,14 +93,16 @@ class History:
     @property
     def measured(self) -> bool:
         """Whether any step was."""
-        return any(row["signal"] is not None and row["noise"] is not None for row in self.rows)
+        return any(
+            row["grad_sqnorm"] is not None and row["grad_variance"] is not None for row in self.rows
+        )
 
     @property
     def finished(self) -> bool:
         """Whether its last epoch is complete."""
         last = self.rows[-1] if self.rows else None
         epochs = self.settings.get("epochs")
-        return last is not None and last["epoch"] + 1 == epochs and last["scores"] is not None
+        return last is not None and last["epoch"] + 1 == epochs and last["metrics"] is not None
 
     @property
     def steps(self) -> int:
@@ -127,17 +129,17 @@ class History:
 
     def scored(self) -> list[Row]:
         """The steps after which scores were measured."""
-        return [row for row in self.rows if row["scores"] is not None]
+        return [row for row in self.rows if row["metrics"] is not None]
 
     @property
     def score(self) -> str | None:
         """The name of the one that counts, where one is measured yet: the first."""
-        return next((name for row in self.scored() for name in row["scores"]), None)
+        return next((name for row in self.scored() for name in row["metrics"]), None)
 
     def last(self, score: str) -> float | None:
         """The score when it was measured last; None where it never was, or was no finite number."""
         rows = self.scored()
-        return rows[-1]["scores"].get(score) if rows else None
+        return rows[-1]["metrics"].get(score) if rows else None
 
 
 def history_of(run: RunDirectory) -> History:
@@ -187,8 +189,8 @@ def seeds_of(histories: list[History]) -> str:
     return f"{words} over {f'{runs} runs of ' * (runs != seeds)}{of_seeds}"
 
 
-def _summary_of(histories: list[History]) -> Summary:
-    return Summary.of(history.settings for history in histories)
+def _summary_of(histories: list[History]) -> SeedSummary:
+    return SeedSummary.of(history.settings for history in histories)
 
 
 def _ends(counts: list[int]) -> str:
@@ -207,7 +209,7 @@ def table_of(histories: list[History]) -> Table:
     """One row per group: its last scores and what they took, summed up over seeds."""
     scores = tuple(
         dict.fromkeys(
-            name for run in histories for row in run.scored()[-1:] for name in row["scores"]
+            name for run in histories for row in run.scored()[-1:] for name in row["metrics"]
         )
     )
     summary = _summary_of(histories)
@@ -216,7 +218,7 @@ def table_of(histories: list[History]) -> Table:
 
 
 def _row(
-    name: str, runs: list[History], scores: Sequence[str], summary: Summary
+    name: str, runs: list[History], scores: Sequence[str], summary: SeedSummary
 ) -> tuple[str, ...]:
     unfinished = sum(not run.finished for run in runs)
     begun = [run for run in runs if run.rows]
@@ -233,5 +235,5 @@ def _row(
         summary.of_steps([run.steps for run in runs], [run.skipped for run in runs]),
         summary.text([run.average_batch for run in runs], 0),
         f"{fmean(row['samples'] for row in last):,.0f}",
-        f"{summary.text([row['seconds'] for row in last], 1)} s",
+        f"{summary.text([row['elapsed_seconds'] for row in last], 1)} s",
     )

@@ -18,11 +18,11 @@ from rich.table import Table
 
 from bigbatch.errors import RunError
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.policy import Policy, Progress
+from bigbatch.policies.policy import Policy, TrainingState
 from bigbatch.runs.curves import COLORS, PICTURES, dress, require_writable, save_picture
 from bigbatch.runs.metrics import History
 from bigbatch.runs.run_directory import Row
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 ITSELF = "the run itself"
 COLUMNS = ("policy", "steps", "average\nbatch", "seconds", "progress")
@@ -41,23 +41,29 @@ class Trace:
         self.rows = rows
         self.samples: int = rows[-1]["samples"]
         self._row_ends = [row["samples"] for row in rows]
-        measured = [row for row in rows if row["signal"] is not None and row["noise"] is not None]
+        measured = [
+            row
+            for row in rows
+            if row["grad_sqnorm"] is not None and row["grad_variance"] is not None
+        ]
         ends = [row["samples"] for row in measured]
         self._ends = numpy.array([0, *ends[:-1], self.samples])
-        values = numpy.array([[row["signal"], row["noise"]] for row in measured])
+        values = numpy.array([[row["grad_sqnorm"], row["grad_variance"]] for row in measured])
         areas = values * numpy.diff(self._ends)[:, None]
         self._areas = numpy.vstack([numpy.zeros(2), areas.cumsum(0)])
 
-    def mean(self, low: float, high: float, batch_size: float) -> GradientNoise:
+    def mean(self, low: float, high: float, batch_size: float) -> GradientStatistics:
         """Mean signal and noise between two numbers of samples, as a step of this batch sees."""
         between = [low, high]
         signal, noise = (
             float(numpy.diff(numpy.interp(between, self._ends, area))[0]) / (high - low)
             for area in self._areas.T
         )
-        return GradientNoise(signal, max(noise, 0.0), batch_size, self.rows[0]["micro_batches"])
+        return GradientStatistics(
+            signal, max(noise, 0.0), batch_size, self.rows[0]["micro_batches"]
+        )
 
-    def part(self, sample: float, batch_size: float) -> GradientNoise:
+    def part(self, sample: float, batch_size: float) -> GradientStatistics:
         """The mean over the 40th part of the run that holds a sample."""
         width = self.samples / _BINS
         low = min(sample // width, _BINS - 1) * width
@@ -92,12 +98,12 @@ class StepTime:
         successor is left out; so is a step during which the clock went back.
         """
         points = [
-            (after["batch_size"], after["seconds"] - before["seconds"])
+            (after["batch_size"], after["elapsed_seconds"] - before["elapsed_seconds"])
             for before, after in pairwise(rows)
-            if before["scores"] is None and after["seconds"] > before["seconds"]
+            if before["metrics"] is None and after["elapsed_seconds"] > before["elapsed_seconds"]
         ]
         if not points:
-            return cls(0.0, rows[-1]["seconds"] / rows[-1]["samples"], told_apart=False)
+            return cls(0.0, rows[-1]["elapsed_seconds"] / rows[-1]["samples"], told_apart=False)
         sizes, seconds = zip(*points, strict=True)
         told_apart = pstdev(sizes) > fmean(sizes) / 10
         if told_apart:
@@ -195,7 +201,7 @@ def _walk(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> W
         walk.ends.append(done)
         walk.batches.append(batch)
         epoch, steps = trace.row(done)["epoch"], len(walk.batches)
-        controller.next(noise, Progress(0, batch, controller.base_batch, done, steps, epoch))
+        controller.next(noise, TrainingState(0, batch, controller.base_batch, done, steps, epoch))
     return walk
 
 
@@ -232,7 +238,7 @@ def time_in_words(found: Replay) -> str:
         f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
         + ", whose batch sizes are nearly one: all time counts as per sample"
         * (not found.time.told_apart)
-        + f"; the run itself took {found.trace.rows[-1]['seconds']:,.1f} s with its tests"
+        + f"; the run itself took {found.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
     )
 
 

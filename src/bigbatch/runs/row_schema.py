@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from bigbatch.errors import RunError
 from bigbatch.setting_types import In, Kind, NotNegative, Number
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class _Some:
@@ -36,20 +36,20 @@ STEP = {  # a line of metrics.jsonl, for what is read of it
     "micro_batches": Kind(_Count),
     "loss": Kind(_Maybe),
     "lr": Kind(Annotated[list[Number], _Some()]),
-    "signal": Kind(_Maybe),
-    "noise": Kind(NotNegative | None),
+    "grad_sqnorm": Kind(_Maybe),
+    "grad_variance": Kind(NotNegative | None),
     "skipped": Kind(bool),
-    "scores": Kind(Annotated[dict[str, _Maybe], _Some()] | None),
-    "seconds": Kind(_Seconds),
+    "metrics": Kind(Annotated[dict[str, _Maybe], _Some()] | None),
+    "elapsed_seconds": Kind(_Seconds),
 }
 STEP_TOO = {  # not in every line
-    "target": Kind(_Count),
+    "target_batch_size": Kind(_Count),
     "similarity": Kind(_Maybe),
     "noise_scale": Kind(_Maybe),
-    "next_target": Kind(_Count),
+    "next_batch_size": Kind(_Count),
     "next_lr_factor": Kind(_Maybe),
-    "reason": Kind(str),
-    "factors": Kind(dict[str, tuple[_Maybe, _Maybe, _Maybe, _Maybe]]),
+    "decision_reason": Kind(str),
+    "gsnr": Kind(dict[str, tuple[_Maybe, _Maybe, _Maybe, _Maybe]]),
 }
 SETTINGS = {  # of config.yaml, for what a log is shown with
     "arm": Kind(str),
@@ -57,8 +57,8 @@ SETTINGS = {  # of config.yaml, for what a log is shown with
     "epochs": Kind(_Count),
     "policy": Kind(str),
     "target": Kind(Number),
-    "begin_from": Kind(str),
-    "lr_from": Kind(str),
+    "init_from": Kind(str),
+    "lr_control_from": Kind(str),
     "over_seeds": Kind(Literal["mean", "median"]),
     "task": Kind(dict[str, _Plain]),
 }

@@ -12,7 +12,10 @@ import yaml
 from bigbatch.errors import RunError
 from bigbatch.runs.row_schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
 
-BEFORE = ("begin_from", "lr_from")  # settings that name a run which has to be finished before
+BEFORE = (
+    "init_from",
+    "lr_control_from",
+)  # settings that name a run which has to be finished before
 CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
 
 # what yaml raises for text that is none, and what we do for another document

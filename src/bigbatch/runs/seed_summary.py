@@ -5,7 +5,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 
-class Summary:
+class SeedSummary:
     """The mean and the sample standard deviation, or the median, the least and the most.
 
     Args:
@@ -17,7 +17,7 @@ class Summary:
         self.words = "median [least, most]" if by_median else "mean ± standard deviation"
 
     @classmethod
-    def of(cls, settings: Iterable[Mapping[str, Any]]) -> "Summary":
+    def of(cls, settings: Iterable[Mapping[str, Any]]) -> "SeedSummary":
         """The median where the settings of every run ask for it."""
         return cls(by_median={run.get("over_seeds", "mean") for run in settings} == {"median"})
 

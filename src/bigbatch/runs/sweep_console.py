@@ -89,10 +89,10 @@ class Followed:
             except (RunError, ValueError):  # no whole line: it was cut, and has grown again
                 self._read, self._last, self.scores = 0, None, {}
                 return
-            self._last, self.scores = row, row["scores"] or self.scores
+            self._last, self.scores = row, row["metrics"] or self.scores
 
 
-class Overview:
+class SweepConsole:
     """Shows the trainings of a sweep as they run side by side.
 
     Args:

@@ -15,7 +15,7 @@ from bigbatch.errors import RunError
 from bigbatch.runs.metrics import History, Table, finite, history_of
 from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.seed_summary import Summary
+from bigbatch.runs.seed_summary import SeedSummary
 
 _DRAWN = 60  # runs at most whose curves are on one page; more would hide each other
 
@@ -96,7 +96,7 @@ class Swept:
     points: list[SweptPoint]
     tuned: tuple[str, ...]
     higher_is_better: bool
-    summary: Summary
+    summary: SeedSummary
 
     @property
     def name(self) -> str:
@@ -233,7 +233,7 @@ def read_swept(path: Path) -> Swept | None:
         points,
         tuple(about["tuned"]),
         about["higher_is_better"],
-        Summary.of(trainings.values()),
+        SeedSummary.of(trainings.values()),
     )
 
 
@@ -252,11 +252,11 @@ def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
     return SweptRun(
         directory,
         seed,
-        history.scored()[-1]["scores"],
+        history.scored()[-1]["metrics"],
         history.average_batch,
         history.steps,
         history.skipped,
-        history.rows[-1]["seconds"],
+        history.rows[-1]["elapsed_seconds"],
         bool(history.divergence),
     )
 
@@ -273,7 +273,7 @@ def shown_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(point: SweptPoint, scores: list[str], summary: Summary) -> tuple[str, ...]:
+def _numbers(point: SweptPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
     """What was measured at a point, as the table has it."""
     runs = point.runs
     count = f"{len(runs)} of {point.planned}" if len(runs) < point.planned else str(len(runs))
@@ -314,16 +314,16 @@ def as_json(sweep: Swept) -> dict[str, Any]:
 def _of_run(run: SweptRun) -> dict[str, Any]:
     return {
         "seed": run.seed,
-        "scores": dict(run.scores),
+        "metrics": dict(run.scores),
         "average_batch": finite(run.average_batch),
         "steps": run.steps,
         "skipped": run.skipped,
-        "seconds": run.seconds,
+        "elapsed_seconds": run.seconds,
         "diverged": run.diverged,
     }
 
 
-_NUMBERS = ("average_batch", "steps", "skipped", "seconds", "diverged")
+_NUMBERS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
 
 
 def as_csv(sweep: Swept) -> str:
@@ -335,7 +335,7 @@ def as_csv(sweep: Swept) -> str:
     for point in sweep.points:
         for run in map(_of_run, point.runs):
             values = [point.values.get(key, "") for key in keys]
-            measured = [run["scores"].get(score) for score in scores]
+            measured = [run["metrics"].get(score) for score in scores]
             rest = [run[name] for name in _NUMBERS]
             out.writerow([point.name, *values, run["seed"], *measured, *rest])
     return text.getvalue()

@@ -11,7 +11,7 @@ _FLUSH = 2  # seconds; it is also how long the writer's thread sleeps that an in
 _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
 
 
-class Events:
+class TensorBoardLog:
     """Writes a run's rows for TensorBoard; a resumed run hides what lay past its checkpoint.
 
     Where that fails, in whatever way, it is said once, and training goes on without.
@@ -28,7 +28,7 @@ class Events:
             path = str(run.events)
             self._writer = SummaryWriter(path, purge_step=first_step, flush_secs=_FLUSH)
 
-    def __enter__(self) -> "Events":
+    def __enter__(self) -> "TensorBoardLog":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,7 +56,7 @@ def _write(writer: SummaryWriter, row: Row) -> None:
     for name in _SCALARS:
         if row[name] is not None:
             writer.add_scalar(name, row[name], step)
-    for name, score in (row["scores"] or {}).items():
+    for name, score in (row["metrics"] or {}).items():
         if score is not None:
             writer.add_scalar(name, score, step)
     writer.add_scalar("lr", row["lr"][0], step)

@@ -9,20 +9,20 @@ from torch.amp import GradScaler
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import moved, wide, without_autocast
 from bigbatch.statistics.confidence import left_out
-from bigbatch.statistics.half_batch_cosine import Halves
+from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
-from bigbatch.statistics.random_projection import Probe, Sketches
+from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
 from bigbatch.statistics.step_totals import FIELDS, pack
 
 
-class StepSums:
+class StepAccumulators:
     """Everything that is seen of a step, and its sums over ranks; nothing here waits.
 
     Args:
         source: of the gradients.
         layers: the number of each parameter's layer; none where all are one.
         sketches: whether an interval is wanted.
-        halves: whether SimiGrad's cosine is wanted.
+        half_batch_cosine: whether SimiGrad's cosine is wanted.
     """
 
     def __init__(
@@ -31,19 +31,19 @@ class StepSums:
         layers: Mapping[Tensor, int],
         *,
         sketches: bool,
-        halves: bool,
+        half_batch_cosine: bool,
     ) -> None:
         self.norms = MicroBatchNorms(layers)
-        self.halves = Halves(source) if halves else None
+        self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
         self.lengths: dict[str, int] = {}  # of the parts of what `measure` gives
         self._source = source
-        self._probe = Probe(source)
-        self._sketches = Sketches(source.parameters) if sketches else None
+        self._probe = ProjectionProbe(source)
+        self._sketches = RandomProjections(source.parameters) if sketches else None
 
     @property
     def subscribers(self) -> list[Subscriber]:
         """Who has to see the gradients."""
-        asked = [s for s in (self._sketches, self.halves) if s is not None]
+        asked = [s for s in (self._sketches, self.half_batch_cosine) if s is not None]
         return [self.norms, self._probe, *asked]
 
     @torch.no_grad()
@@ -127,8 +127,8 @@ class StepSums:
             "probed": self._probe.squares,
             "of_ranks": self._slots(n, of_each, of_grad.sum(), sizes),
         }
-        if self.halves is not None:
-            parts["halves"] = self.halves.dots() / source.replicas
+        if self.half_batch_cosine is not None:
+            parts["half_batch"] = self.half_batch_cosine.dots() / source.replicas
         return parts
 
     def _slots(

@@ -6,7 +6,7 @@ from typing import Any
 
 from bigbatch.setting_types import Coverage, Positive, checked
 from bigbatch.statistics.confidence import Interval, Scatter
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 class NoiseAverage:
@@ -20,72 +20,77 @@ class NoiseAverage:
 
     Args:
         samples: length of the window, in samples; positive.
-        interval: coverage of an interval for the window's average, from the scatter of successive
+        confidence: coverage of an interval for the window's average, from the scatter of successive
             steps; None for none. It says nothing of drift within the window.
     Raises:
         SettingError: the window is not positive and finite, or the coverage not in (0, 1).
     Example:
         >>> average = NoiseAverage(samples=1000)
-        >>> average.update(GradientNoise(-1.0, 60.0, samples=100, micro_batches=4)).noise_scale
+        >>> average.update(GradientStatistics(-1.0, 60.0, samples=100, micro_batches=4)).noise_scale
         inf
-        >>> second = average.update(GradientNoise(3.0, 60.0, samples=100, micro_batches=4))
+        >>> second = average.update(GradientStatistics(3.0, 60.0, samples=100, micro_batches=4))
         >>> round(second.noise_scale, 1)
         54.5
     """
 
     @checked
-    def __init__(self, samples: Positive, *, interval: Coverage | None = None) -> None:
+    def __init__(self, samples: Positive, *, confidence: Coverage | None = None) -> None:
         self.samples = samples
-        self.level = interval
+        self.confidence = confidence
         self._scatter = Scatter()
-        self._signal = 0.0
-        self._noise = 0.0
+        self._grad_sqnorm = 0.0
+        self._grad_variance = 0.0
         self._weight = 0.0  # of the steps seen, against the time before the first one
 
-    def update(self, noise: GradientNoise) -> GradientNoise:
+    def update(self, noise: GradientStatistics) -> GradientStatistics:
         """Takes one step in and returns it with signal, noise and interval those of the window.
 
         A step that is not finite is returned as it is and not taken in.
         """
-        if not (math.isfinite(noise.signal) and math.isfinite(noise.noise)):
+        if not (math.isfinite(noise.grad_sqnorm) and math.isfinite(noise.grad_variance)):
             return noise
         keep = math.exp(-noise.samples / self.samples)
         share = -math.expm1(-noise.samples / self.samples)
-        self._signal = keep * self._signal + share * noise.signal
-        self._noise = keep * self._noise + share * noise.noise
+        self._grad_sqnorm = keep * self._grad_sqnorm + share * noise.grad_sqnorm
+        self._grad_variance = keep * self._grad_variance + share * noise.grad_variance
         self._weight = keep * self._weight + share
-        self._scatter.update(noise.signal, noise.noise, keep, share)
+        self._scatter.update(noise.grad_sqnorm, noise.grad_variance, keep, share)
         return replace(
-            noise, signal=self.signal, noise=self.noise, interval=self._interval(noise.samples)
+            noise,
+            grad_sqnorm=self.grad_sqnorm,
+            grad_variance=self.grad_variance,
+            interval=self._interval(noise.samples),
         )
 
     @property
-    def signal(self) -> float:
+    def grad_sqnorm(self) -> float:
         """Average signal; nan before the first step."""
-        return self._signal / self._weight if self._weight else math.nan
+        return self._grad_sqnorm / self._weight if self._weight else math.nan
 
     @property
-    def noise(self) -> float:
+    def grad_variance(self) -> float:
         """Average noise; nan before the first step."""
-        return self._noise / self._weight if self._weight else math.nan
+        return self._grad_variance / self._weight if self._weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on."""
         return {
-            "signal": self._signal,
-            "noise": self._noise,
+            "grad_sqnorm": self._grad_sqnorm,
+            "grad_variance": self._grad_variance,
             "weight": self._weight,
             "scatter": self._scatter.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
-        self._signal, self._noise = state["signal"], state["noise"]
+        self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
         self._weight = state["weight"]
         self._scatter.load(state["scatter"])
 
     def _interval(self, samples: float) -> Interval | None:
-        if self.level is None:
+        if self.confidence is None:
             return None
         weight = self._weight
-        return self._scatter.interval(self.signal, self.noise, samples, weight, self.level)
+        return self._scatter.interval(
+            self.grad_sqnorm, self.grad_variance, samples, weight, self.confidence
+        )

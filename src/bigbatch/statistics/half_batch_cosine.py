@@ -12,7 +12,7 @@ from bigbatch.statistics.norms import squared_norm
 _LEAST = 2e-3  # about twice the shorter half over the longer
 
 
-class Halves:
+class HalfBatchCosine:
     """Subscriber of a source: Z = sum of e_d h_d, e_d = +1 or -1 by the parity of rank + d.
 
     With G = sum of h_d, the gradients of the halves are (G + Z) / 2 and (G - Z) / 2, so

@@ -14,14 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients import GradientSource, find_source
 from bigbatch.gradients.dtypes import wide
-from bigbatch.gradients.replaced_parameters import NO_GRADIENT, Slots, has_gradient
+from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
-from bigbatch.statistics.accumulators import StepSums
+from bigbatch.statistics.accumulators import StepAccumulators
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
-from bigbatch.statistics.half_batch_cosine import Halves
-from bigbatch.statistics.noise_scale import GradientNoise, from_mean_losses, from_weighted_losses
-from bigbatch.statistics.sanity_checks import Health
-from bigbatch.statistics.step_totals import Totals, unpack
+from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
+from bigbatch.statistics.noise_scale import (
+    GradientStatistics,
+    from_mean_losses,
+    from_weighted_losses,
+)
+from bigbatch.statistics.sanity_checks import SanityChecks
+from bigbatch.statistics.step_totals import StepTotals, unpack
 
 
 class GradientMeter:
@@ -37,11 +41,11 @@ class GradientMeter:
         loss: what is called backward on. "weighted": the losses of a step sum to the mean loss of
             this rank (loss * n_d / N, the usual accumulation; N is then the same on every rank).
             "mean": each is the plain mean loss of its micro-batch.
-        interval: coverage of an interval for similarity and noise scale, 0.9 say; None for none.
+        confidence: coverage of an interval for similarity and noise scale, 0.9 say; None for none.
             One more read of each gradient and 4 KB a micro-batch. How often it really holds the
             truth is in docs/benchmarks.md.
-        layers: also measure each layer (module with parameters) by itself.
-        halves: also take SimiGrad's own cosine of two half-batch gradients, for comparison. Keeps
+        per_layer: also measure each layer (module with parameters) by itself.
+        half_batch_cosine: also take SimiGrad's own cosine of two half-batch gradients, for comparison. Keeps
             one whole gradient more, and sends it where there are ranks.
         every: n, to measure every n-th step; no hook stays on between.
         scaler: the GradScaler of the losses, so that signal and noise come without its scale.
@@ -56,8 +60,8 @@ class GradientMeter:
         >>> with GradientMeter(model) as meter:
         ...     for gradient in (1.0, 3.0):
         ...         (model(torch.tensor([[gradient]])).sum() / 2).backward()
-        ...     noise = meter.read(samples=[8, 8])
-        >>> noise.signal, noise.noise
+        ...     statistics = meter.read(samples=[8, 8])
+        >>> statistics.grad_sqnorm, statistics.grad_variance
         (3.0, 16.0)
     """
 
@@ -67,29 +71,32 @@ class GradientMeter:
         model: nn.Module | Iterable[Tensor],
         *,
         loss: Literal["weighted", "mean"] = "weighted",
-        interval: Coverage | None = None,
-        layers: bool = False,
-        halves: bool = False,
+        confidence: Coverage | None = None,
+        per_layer: bool = False,
+        half_batch_cosine: bool = False,
         every: Count = 1,
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
         self.loss = loss
-        self.interval = interval
+        self.confidence = confidence
         self.every = every
         self.scaler = scaler
         self.step = 0  # steps since the meter was made
         self.source: GradientSource = source or find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
-        by_layer = _by_layer(model) if layers else {}
+        by_layer = _by_layer(model) if per_layer else {}
         self._names = list(dict.fromkeys(by_layer.values()))  # of the layers, by number
         self._numbers = {p: self._names.index(name) for p, name in by_layer.items()}
-        self._slots = Slots(model) if isinstance(model, nn.Module) else None
-        self._sums = StepSums(
-            self.source, self._numbers, sketches=interval is not None, halves=halves
+        self._slots = ReplacementCheck(model) if isinstance(model, nn.Module) else None
+        self._sums = StepAccumulators(
+            self.source,
+            self._numbers,
+            sketches=confidence is not None,
+            half_batch_cosine=half_batch_cosine,
         )
-        self._health = Health(loss)
+        self._health = SanityChecks(loss)
         self._listening = False
         self._listen()
 
@@ -128,7 +135,7 @@ class GradientMeter:
         """Whether the present step is measured: every n-th, the first one too."""
         return self.step % self.every == 0
 
-    def read(self, samples: Sequence[float]) -> GradientNoise | None:
+    def read(self, samples: Sequence[float]) -> GradientStatistics | None:
         """Returns the noise of the step and waits for the next one; None on a step not measured.
 
         Collective: where there are ranks, each calls it with its own sizes, and all get the same.
@@ -153,7 +160,7 @@ class GradientMeter:
         totals = self.totals(values)
         self.source.restart()
         self.next_step()
-        noise = self.noise(totals)
+        noise = self.statistics(totals)
         if not values[0]:  # on no rank
             raise GradientError(NO_GRADIENT)
         return noise
@@ -185,17 +192,17 @@ class GradientMeter:
         """[*extra, |.grad|^2] of a step that is not measured, added up over the ranks."""
         return self._sums.measure_grad(extra)
 
-    def totals(self, values: Sequence[float]) -> Totals:
+    def totals(self, values: Sequence[float]) -> StepTotals:
         """What `measure` gave, once the host has read it; raises where a rank took no part."""
-        totals = Totals(unpack(values, self._sums.lengths))
+        totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
         speak, scaled = self.source.rank == 0, self.scaler is not None
         self._health.examine(totals, speak=speak, may_overflow=scaled)
         return totals
 
-    def noise(
-        self, totals: Totals, unit: float = 1.0, *, of_all_ranks: bool = False
-    ) -> GradientNoise:
+    def statistics(
+        self, totals: StepTotals, unit: float = 1.0, *, of_all_ranks: bool = False
+    ) -> GradientStatistics:
         """The noise of a step, from its totals.
 
         Args:
@@ -226,7 +233,7 @@ class GradientMeter:
             noise = replace(noise, layers=dict(zip(self._names, layers, strict=True)))
         self._health.examine_noise(noise, speak=self.source.rank == 0)
         return replace(
-            noise, interval=self._interval(noise, totals), halves=self._cosine(totals, c)
+            noise, interval=self._interval(noise, totals), half_batch_cosine=self._cosine(totals, c)
         )
 
     def _listen(self) -> None:
@@ -241,8 +248,8 @@ class GradientMeter:
     # what comes of it
 
     def _estimate(
-        self, totals: Totals, unit: float, c: float, over: float, squares: float, of_sum: float
-    ) -> GradientNoise:
+        self, totals: StepTotals, unit: float, c: float, over: float, squares: float, of_sum: float
+    ) -> GradientStatistics:
         """Noise of the whole gradient or one layer; c is how the ranks were joined."""
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
@@ -251,19 +258,19 @@ class GradientMeter:
             unit * squares, unit * of_sum / c**2, k, samples, totals.inverse_sizes, eps
         )
 
-    def _interval(self, noise: GradientNoise, totals: Totals) -> Interval | None:
-        if self.interval is None:
+    def _interval(self, noise: GradientStatistics, totals: StepTotals) -> Interval | None:
+        if self.confidence is None:
             return None
         if math.isnan(noise.similarity):
-            return jackknife(math.nan, (math.nan, math.nan), totals.micro_batches, self.interval)
-        x = log_ratio(noise.signal, noise.noise, noise.samples)
-        return jackknife(x, totals.left_out, totals.micro_batches, self.interval)
+            return jackknife(math.nan, (math.nan, math.nan), totals.micro_batches, self.confidence)
+        x = log_ratio(noise.grad_sqnorm, noise.grad_variance, noise.samples)
+        return jackknife(x, totals.left_out, totals.micro_batches, self.confidence)
 
-    def _cosine(self, totals: Totals, c: float) -> float | None:
-        if self._sums.halves is None:
+    def _cosine(self, totals: StepTotals, c: float) -> float | None:
+        if self._sums.half_batch_cosine is None:
             return None
-        of_signed, dot = totals.halves
-        return Halves.cosine(math.fsum(totals.of_sum) / c**2, of_signed, dot / c)
+        of_signed, dot = totals.half_batch_cosine
+        return HalfBatchCosine.cosine(math.fsum(totals.of_sum) / c**2, of_signed, dot / c)
 
     def _checked_sizes(
         self, samples: Sequence[float]
@@ -307,7 +314,7 @@ class GradientMeter:
 def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
     """Parameter -> name of the module that holds it, without what wrappers add."""
     if not isinstance(model, nn.Module):
-        raise SettingError("layers=True needs the model, whose modules have names")
+        raise SettingError("per_layer=True needs the model, whose modules have names")
     wrapped = (m.module for m in model.modules() if isinstance(m, DistributedDataParallel))
     return {p: _plain(name) for name, p in next(wrapped, model).named_parameters()}
 

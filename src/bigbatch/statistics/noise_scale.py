@@ -17,52 +17,54 @@ _ROUNDING = 1e-3  # A < N |G|^2 by more than this share of A is no rounding of f
 
 
 @dataclass(frozen=True)
-class GradientNoise:
+class GradientStatistics:
     """How much the micro-batches of one step agree.
 
     Args:
-        signal: estimate of |mu|^2, the squared norm of the true gradient; unbiased, so it may be
+        grad_sqnorm: estimate of |mu|^2, the squared norm of the true gradient; unbiased, so it may be
             negative on one step.
-        noise: estimate of tr(Sigma), the variance of one sample's gradient, in the same unit.
+        grad_variance: estimate of tr(Sigma), the variance of one sample's gradient, in the same unit.
         samples: N, samples of the step over all ranks.
         micro_batches: k over all ranks, how many gradients the estimate rests on.
         interval: how sure, where it was asked for.
         layers: the same for each layer by itself, by name, where it was asked for.
-        halves: SimiGrad's own cosine of two half-batch gradients, where it was asked for.
+        half_batch_cosine: SimiGrad's own cosine of two half-batch gradients, where it was asked for.
     Source:
         docs/theory.md; McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     Example:
-        >>> step = GradientNoise(signal=1.0, noise=64.0, samples=256, micro_batches=8)
+        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=64.0, samples=256, micro_batches=8)
         >>> step.noise_scale, round(step.similarity, 4)
         (64.0, 0.6667)
     """
 
-    signal: float
-    noise: float
+    grad_sqnorm: float
+    grad_variance: float
     samples: float
     micro_batches: int
     interval: Interval | None = field(default=None, kw_only=True)
-    layers: Mapping[str, "GradientNoise"] = field(default_factory=dict, kw_only=True, hash=False)
-    halves: float | None = field(default=None, kw_only=True)
+    layers: Mapping[str, "GradientStatistics"] = field(
+        default_factory=dict, kw_only=True, hash=False
+    )
+    half_batch_cosine: float | None = field(default=None, kw_only=True)
 
     @property
     def similarity(self) -> float:
-        """phi = signal / (signal + 2 noise / N): the expected cosine of two half-batch gradients.
+        """phi = grad_sqnorm / (grad_sqnorm + 2 grad_variance / N): the expected cosine of two half-batch gradients.
 
         In [-1, 1]; nan where every gradient is zero. Averages, and mean losses of unequal sizes,
         can hold a signal below what |G|^2 >= 0 allows: that is -1.
         """
-        if self.signal < -self.noise / self.samples:
+        if self.grad_sqnorm < -self.grad_variance / self.samples:
             return -1.0
-        both = self.signal + 2 * self.noise / self.samples
-        return self.signal / both if both else math.nan
+        both = self.grad_sqnorm + 2 * self.grad_variance / self.samples
+        return self.grad_sqnorm / both if both else math.nan
 
     @property
     def noise_scale(self) -> float:
-        """B_simple = noise / signal, in samples; +inf where the signal is not positive."""
-        if self.signal > 0:
-            return self.noise / self.signal
-        return math.inf if self.signal <= 0 < self.noise else math.nan
+        """B_simple = grad_variance / grad_sqnorm, in samples; +inf where the signal is not positive."""
+        if self.grad_sqnorm > 0:
+            return self.grad_variance / self.grad_sqnorm
+        return math.inf if self.grad_sqnorm <= 0 < self.grad_variance else math.nan
 
     @property
     def similarity_interval(self) -> tuple[float, float] | None:
@@ -85,12 +87,12 @@ class GradientNoise:
         Source:
             Johnson et al. 2020 (arXiv 2007.05105), equation 4; docs/theory.md (10).
         Example:
-            >>> GradientNoise(0.0, 64.0, samples=256, micro_batches=8).adascale_gain(64)
+            >>> GradientStatistics(0.0, 64.0, samples=256, micro_batches=8).adascale_gain(64)
             4.0
         """
-        signal = max(self.signal, 0.0)  # in this order nan stays nan
-        large = signal + self.noise / (self.samples if batch_size is None else batch_size)
-        return (signal + self.noise / base_batch) / large if large else 1.0
+        signal = max(self.grad_sqnorm, 0.0)  # in this order nan stays nan
+        large = signal + self.grad_variance / (self.samples if batch_size is None else batch_size)
+        return (signal + self.grad_variance / base_batch) / large if large else 1.0
 
     def generalization_ratio(self, batch_size: float | None = None) -> float:
         """R(n) = 1 / (1 + B_simple / n): how much of one step's training gain is test gain.
@@ -103,7 +105,7 @@ class GradientNoise:
             Liu et al. 2020 (arXiv 2001.07384) and VRGD (arXiv 2309.13681), summed over the
             parameters; docs/theory.md (11).
         Example:
-            >>> GradientNoise(1.0, 64.0, samples=64, micro_batches=8).generalization_ratio()
+            >>> GradientStatistics(1.0, 64.0, samples=64, micro_batches=8).generalization_ratio()
             0.5
         """
         return 1 / (1 + self.noise_scale / (self.samples if batch_size is None else batch_size))
@@ -115,7 +117,7 @@ def from_weighted_losses(
     micro_batches: int,
     samples: float,
     eps: float = _FLOAT32_EPS,
-) -> GradientNoise:
+) -> GradientStatistics:
     """Noise and signal where the losses of a step sum to its mean loss, so `.grad` is G.
 
     A micro-batch then adds h_d = n_d g_d / N, and
@@ -137,13 +139,13 @@ def from_weighted_losses(
         docs/theory.md (2).
     Example:
         >>> step = from_weighted_losses(2 / 8, 2.0, micro_batches=2, samples=16)  # (1, 0), (0, 1)
-        >>> step.signal, step.noise
+        >>> step.grad_sqnorm, step.grad_variance
         (0.0, 32.0)
     """
     k, total = _require_two(micro_batches), _whole(samples)
     spread = total**2 * over_sizes
     noise = _positive(spread, total * squared_norm_of_sum, math.sqrt(k) * eps) / (k - 1)
-    return GradientNoise(squared_norm_of_sum - noise / total, noise, total, k)
+    return GradientStatistics(squared_norm_of_sum - noise / total, noise, total, k)
 
 
 def from_mean_losses(
@@ -153,7 +155,7 @@ def from_mean_losses(
     samples: float,
     inverse_sizes: float,
     eps: float = _FLOAT32_EPS,
-) -> GradientNoise:
+) -> GradientStatistics:
     """The same where each backward was its micro-batch's plain mean loss, so `.grad` is sum g_d.
 
     A = sum n_d |g_d|^2 cannot be used: G is not known. With
@@ -176,7 +178,7 @@ def from_mean_losses(
     k = _require_two(micro_batches)
     mean = squared_norm_of_sum / k**2
     noise = _positive(squared_norms, k * mean, math.sqrt(k) * eps) / ((1 - 1 / k) * inverse_sizes)
-    return GradientNoise(mean - noise * inverse_sizes / k**2, noise, _whole(samples), k)
+    return GradientStatistics(mean - noise * inverse_sizes / k**2, noise, _whole(samples), k)
 
 
 def _require_two(micro_batches: int) -> int:

@@ -13,7 +13,7 @@ _PROBED = 16  # parameters, so many elements of each
 _ELEMENTS = 256
 
 
-class Sketches:
+class RandomProjections:
     """Subscriber of a source: each micro-batch's gradient folded into 1,021 floats.
 
     A tensor is read as rows of 1,021; each row is added with a random sign, the same for every
@@ -74,7 +74,7 @@ class Sketches:
         return signs
 
 
-class Probe:
+class ProjectionProbe:
     """Subscriber of a source: eight projections of a few elements of some parameters, summed.
 
     What the hooks saw, added up over micro-batches and ranks, must be what stands in `.grad` at

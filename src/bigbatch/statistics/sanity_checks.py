@@ -5,8 +5,8 @@ import math
 import warnings
 from collections.abc import Iterator
 
-from bigbatch.statistics.noise_scale import GradientNoise
-from bigbatch.statistics.step_totals import OfRank, Totals
+from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.statistics.step_totals import OfRank, StepTotals
 
 _FAR = 10.0  # times the other ranks' gradient norm
 _STREAK = 20  # steps on end; of W equal ranks one is the longest so often with W^-20
@@ -18,7 +18,7 @@ _AS_MEANS = 0.5  # a slope below: 0 or -1 is expected of mean losses, 1 or 2 of 
 _AS_WEIGHTED = 0.95  # above; heavy tails lift the slope of mean losses to 0.8
 
 
-class Health:
+class SanityChecks:
     """Looks at each step and warns once of each thing that is wrong with the run."""
 
     def __init__(self, loss: str) -> None:
@@ -28,7 +28,7 @@ class Health:
         self._far: dict[tuple[int, bool], int] = {}  # (rank, whether longer) -> steps on end
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
-    def examine(self, totals: Totals, *, speak: bool, may_overflow: bool) -> None:
+    def examine(self, totals: StepTotals, *, speak: bool, may_overflow: bool) -> None:
         """Looks at the totals of a step.
 
         Args:
@@ -48,9 +48,12 @@ class Health:
             self._slope = covariance + totals.slope[0], variance + totals.slope[1]
             self._warn("slope", _wrong_loss(*self._slope, self._loss), speak)
 
-    def examine_noise(self, noise: GradientNoise, *, speak: bool) -> None:
+    def examine_noise(self, noise: GradientStatistics, *, speak: bool) -> None:
         """Looks at the noise of a step."""
-        if noise.signal > 0 and noise.noise <= _AGREE * noise.samples * noise.signal:
+        if (
+            noise.grad_sqnorm > 0
+            and noise.grad_variance <= _AGREE * noise.samples * noise.grad_sqnorm
+        ):
             self._warn(
                 "agree",
                 f"all {noise.micro_batches} micro-batches of a step have the same gradient to "

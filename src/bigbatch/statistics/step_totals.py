@@ -41,7 +41,7 @@ class OfRank:
 FIELDS = len(fields(OfRank))
 
 
-class Totals:
+class StepTotals:
     """The totals of a step on the host, over all ranks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Totals:
         slope: covariance and variance sums of ln |h_d|^2 over ln n_d.
         scale: of a GradScaler.
         left_out: sums of x_d and of x_d^2 (interval.py); nan if not asked for.
-        halves: |Z|^2 and .grad . Z (halves.py); nan if not asked for.
+        half_batch: |Z|^2 and .grad . Z (half_batch_cosine.py); nan if not asked for.
         of_ranks: what each rank said of itself.
         micro_batches, samples: k and N.
     """
@@ -61,7 +61,7 @@ class Totals:
         self.slope = _pair(parts["slope"])
         (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
         self.left_out = _pair(parts.get("left_out"))
-        self.halves = _pair(parts.get("halves"))
+        self.half_batch_cosine = _pair(parts.get("half_batch"))
         self._seen, self._in_grad = parts["seen"], parts["in_grad"]
         (self._probed,) = parts["probed"]
         slots = parts["of_ranks"]

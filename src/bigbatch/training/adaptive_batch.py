@@ -16,28 +16,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
-from bigbatch.data.external_batches import Announced
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.micro_batches import Cut
-from bigbatch.data.rank_consistency import Agreement, checksum
+from bigbatch.data.rank_consistency import HostCollectives, checksum
 from bigbatch.data.rank_facts import facts_of, optimizer_facts
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.gradients import GradientSource, parameters_of
-from bigbatch.gradients.replaced_parameters import Slots
+from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.optim.variance_reduced import VarianceReduced, kind_of
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import Cutting, Least
+from bigbatch.policies.plan_constraints import Least, PlanConstraints
 from bigbatch.policies.policy import Decision, Policy
 from bigbatch.setting_types import ELSEWHERE, Count, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.lr_changes import RateWatch
+from bigbatch.training.lr_changes import LRChanges
 from bigbatch.training.lr_scaling import LRScaling
-from bigbatch.training.oom_hints import SizeAdvice
+from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.optimizer_checks import require_steppable
 from bigbatch.training.step import Common, Step, trained_by
-from bigbatch.training.step_record import Reading, StepRecord
+from bigbatch.training.step_record import StepRecord, StepStatistics
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 2
@@ -66,7 +66,7 @@ class AdaptiveBatch:
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
             attached to DDP here where it was not: `optimizer.attached.consolidate()` on every
             rank comes before its `state_dict()` then.
-        loader: any iterable of batches, or `Batches` with options of its own; `Announced` where
+        loader: any iterable of batches, or `Batches` with options of its own; `ExternalBatches` where
             another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.
@@ -95,7 +95,7 @@ class AdaptiveBatch:
         self,
         model: nn.Module,
         optimizer: Annotated[Optimizer, ELSEWHERE],
-        loader: Iterable[Batch] | Batches | Announced,
+        loader: Iterable[Batch] | Batches | ExternalBatches,
         *,
         policy: Policy | Controller,
         batch_size: Count | None = None,
@@ -112,16 +112,16 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        self._slots = Slots(model)
+        self._slots = ReplacementCheck(model)
         self._share_source(self.meter)
         self._shards = shards_of(optimizer)
-        self._agreement = Agreement(self.meter.source)
-        self.batches = loader if isinstance(loader, Batches | Announced) else Batches(loader)
+        self._agreement = HostCollectives(self.meter.source)
+        self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self.batches.share(self._agreement, lockstep=self.meter.source.lockstep)
         if not isinstance(policy, Controller) and batch_size is None:
             batch_size = getattr(policy, "batch_size", None) or self._loaders_size()
         sized = batch_size or isinstance(policy, Controller)
-        self._cutting = Cutting(
+        self._cutting = PlanConstraints(
             self.batches.virtual_ranks,
             _micro_batch(micro_batch or self.batches.batch_size, sized=bool(sized)),
             fixed_micro_batch,
@@ -132,7 +132,7 @@ class AdaptiveBatch:
         )
         ranks = self.batches.virtual_ranks
         self._update = Update(optimizer, scaler, self.controller, lr_scaling, ranks)
-        self._rates = RateWatch(optimizer, speaks=self._agreement.rank == 0)
+        self._rates = LRChanges(optimizer, speaks=self._agreement.rank == 0)
         self.scheduler = scheduler
         self.plan = self._fit(self.controller.decision)
         self._settings = {
@@ -217,7 +217,7 @@ class AdaptiveBatch:
         self._update.clock.scheduler_batch = samples
 
     @property
-    def seconds(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Time spent training, over all resumptions."""
         return self._seconds_before + time.perf_counter() - self._started
 
@@ -289,7 +289,7 @@ class AdaptiveBatch:
             LoopError: inside a step, between its first micro-batch and `update()`. Where another
                 loop gives the micro-batches, it is to give those of that step again.
         """
-        if not isinstance(self.batches, Announced):
+        if not isinstance(self.batches, ExternalBatches):
             self._require_none_begun()
         stands = self.batches.state_dict()
         return {
@@ -303,7 +303,7 @@ class AdaptiveBatch:
                 "measured": self.meter.step,
             },
             "own": {
-                "seconds": self.seconds,
+                "seconds": self.elapsed_seconds,
                 "rank": self._agreement.rank,
                 "ranks": self._agreement.ranks,
                 "stream": stands["stream"],
@@ -386,10 +386,10 @@ class AdaptiveBatch:
             )
         return given
 
-    def _give_advice(self) -> SizeAdvice:
+    def _give_advice(self) -> OomHints:
         """In every forward of the model, as long as this loop is there."""
-        ours = not isinstance(self.batches, Announced)
-        advice = SizeAdvice(self._agreement.rank, self._agreement.ranks, cut_here=ours)
+        ours = not isinstance(self.batches, ExternalBatches)
+        advice = OomHints(self._agreement.rank, self._agreement.ranks, cut_here=ours)
         handle = self.model.register_forward_hook(advice, always_call=True)
         weakref.finalize(self, handle.remove)
         return advice
@@ -427,7 +427,7 @@ class AdaptiveBatch:
             "the plan": repr(self.plan),
             "the meter's step": repr(self.meter.step),
             "the meter's every": repr(self.meter.every),
-            "the meter's interval": repr(self.meter.interval),
+            "the meter's interval": repr(self.meter.confidence),
         }
 
     def _stands(self, *, waits: bool = True) -> float:
@@ -437,7 +437,7 @@ class AdaptiveBatch:
     def _tell(self) -> list[float]:
         """What the other ranks are told with every step: time spent, and where the run stands."""
         stands = self._stands(waits=False) if self._agreement.ranks > 1 else 0.0
-        return [self.seconds, stands]
+        return [self.elapsed_seconds, stands]
 
     def _require_agreement(self, what: str) -> None:
         if self._agreement.ranks > 1:
@@ -447,7 +447,7 @@ class AdaptiveBatch:
     # what ends a step
 
     @contextmanager
-    def _finish(self, step: Reading) -> Iterator[None]:
+    def _finish(self, step: StepStatistics) -> Iterator[None]:
         """Updates, zeroes the gradients, plans the next step."""
         stands = [stands for _, stands in step.told]
         self._agreement.require_equal(stands, "what decides a step", self._facts)

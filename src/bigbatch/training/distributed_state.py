@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bigbatch.data.rank_consistency import Agreement
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.digest import load_state, save_state
 from bigbatch.errors import StateError
 from bigbatch.setting_types import checked
@@ -14,11 +14,11 @@ from bigbatch.training.adaptive_batch import AdaptiveBatch
 _KEY = "ranks"
 
 
-class RankStates:
+class DistributedState:
     """A training's states on all ranks, equal on each of them, so that DCP may save any rank's.
 
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, "train": RankStates(train)}
+        state = {"model": model_state, "optimizer": optimizer_state, "train": DistributedState(train)}
         dcp.save(state, checkpoint_id=folder)  # or dcp.async_save, or dcp.load and set_state_dict
 
     `train.state_dict()` has a part that is another on every rank, and DCP keeps one value a key: by
@@ -34,7 +34,7 @@ class RankStates:
     @checked
     def __init__(self, train: AdaptiveBatch) -> None:
         self._train = train
-        self._agreement = Agreement(train.meter.source)
+        self._agreement = HostCollectives(train.meter.source)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks, packed. Collective, also where DCP asks in order to load.
@@ -54,7 +54,7 @@ class RankStates:
         packed = state.get(_KEY)
         if not isinstance(packed, bytes):
             raise StateError(
-                f"a state with {sorted(map(str, state))[:5]} is not one of RankStates; pass what "
+                f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass what "
                 "its state_dict() gave"
             )
         states = _unpacked(packed)
@@ -70,4 +70,4 @@ def _packed(state: Any) -> bytearray:
 
 
 def _unpacked(data: Any) -> Any:
-    return load_state(io.BytesIO(data), "the state of RankStates")
+    return load_state(io.BytesIO(data), "the state of DistributedState")

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from bigbatch.data.collate import Batch, count_samples, cut_samples, glue_samples
-from bigbatch.data.loader_state import Loader
-from bigbatch.data.rank_consistency import Agreement
+from bigbatch.data.loader_state import ResumableLoader
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import RankError, SettingError
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.auto import find_source
 from bigbatch.setting_types import ELSEWHERE, Count, Share, checked
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch.training.optimizer_checks import require_steppable
-from bigbatch.training.snapshot import Before
+from bigbatch.training.snapshot import TrainingSnapshot
 
 
 @checked
@@ -81,11 +81,11 @@ def largest_micro_batch(
         64
     """
     require_steppable(optimizer)
-    source, known = find_source(model), Loader(loader)
+    source, known = find_source(model), ResumableLoader(loader)
     most = known.length if most is None else most
     if most is None:
         raise SettingError("the loader does not say how many samples it has; pass most=")
-    before = Before(model, optimizer, known)
+    before = TrainingSnapshot(model, optimizer, known)
     torch.cuda.empty_cache()
     try:
         trials = _Trials(model, optimizer, loss_of, _first_batch(known), source, before)
@@ -134,10 +134,10 @@ class _Trials:
         loss_of: Callable[[Batch], Tensor],
         batch: Batch,
         source: GradientSource,
-        before: Before,
+        before: TrainingSnapshot,
     ) -> None:
         self.samples = count_samples(batch)
-        self.agreement = Agreement(source)
+        self.agreement = HostCollectives(source)
         self._model, self._optimizer = model, optimizer
         self._loss_of, self._batch = loss_of, batch
         self._before = before
@@ -201,7 +201,7 @@ def _no_rank_waits(model: nn.Module, source: GradientSource) -> Iterator[None]:
             wrapper.require_forward_param_sync = before
 
 
-def _first_batch(loader: Loader) -> Batch:
+def _first_batch(loader: ResumableLoader) -> Batch:
     batches: Any = loader.batches
     if isinstance(batches, DataLoader):
         batches = copy.copy(batches)

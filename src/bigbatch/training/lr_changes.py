@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from bigbatch.training.lr_scaling import times_written
 
 
-class RateWatch:
+class LRChanges:
     """Says once that a schedule of somebody else's counts updates, whose number is not known.
 
     What is set between two passes (a schedule of epochs, a plateau after validation) is the

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.setting_types import checked
 from bigbatch.statistics.averages import NoiseAverage
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
-Scaling = Callable[[int, int, GradientNoise | None], float]
+Scaling = Callable[[int, int, GradientStatistics | None], float]
 """(samples of the step, base batch, its noise if it was measured) -> factor."""
 
 LRScaling = Literal["sqrt", "linear", "adascale"] | Scaling | None
 
 
-def square_root(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
+def square_root(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
     """sqrt(B / B_base), for noise-dominated training and Adam-like optimizers.
 
     Source:
@@ -31,7 +31,7 @@ def square_root(batch_size: int, base_batch: int, noise: GradientNoise | None = 
     return math.sqrt(batch_size / base_batch)
 
 
-def linear(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
+def linear(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
     """B / B_base, the linear scaling rule of SGD.
 
     Source:
@@ -43,7 +43,7 @@ def linear(batch_size: int, base_batch: int, noise: GradientNoise | None = None)
     return batch_size / base_batch
 
 
-def unscaled(batch_size: int, base_batch: int, noise: GradientNoise | None = None) -> float:
+def unscaled(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
     """1: the learning rate is left as it is."""
     return 1.0
 
@@ -51,7 +51,7 @@ def unscaled(batch_size: int, base_batch: int, noise: GradientNoise | None = Non
 class AdaScale:
     """AdaScale's gain: between 1 (no noise) and B / B_base (only noise).
 
-    The formula is that of `GradientNoise.adascale_gain`.
+    The formula is that of `GradientStatistics.adascale_gain`.
 
     Signal and noise are averaged over a window of 1000 base batches first; a step without a
     measurement uses the average so far, and 1 before there is one.
@@ -63,13 +63,15 @@ class AdaScale:
     def __init__(self, base_batch: int) -> None:
         self._average = NoiseAverage(samples=1000 * base_batch)
 
-    def __call__(self, batch_size: int, base_batch: int, noise: GradientNoise | None) -> float:
+    def __call__(self, batch_size: int, base_batch: int, noise: GradientStatistics | None) -> float:
         """The factor of a step; takes its noise into the averages."""
         if noise is not None:
             self._average.update(noise)
-        if math.isnan(self._average.signal):
+        if math.isnan(self._average.grad_sqnorm):
             return 1.0
-        average = GradientNoise(self._average.signal, self._average.noise, batch_size, 0)
+        average = GradientStatistics(
+            self._average.grad_sqnorm, self._average.grad_variance, batch_size, 0
+        )
         return average.adascale_gain(base_batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,10 +48,10 @@ def advise_size(
     error.add_note(advice)
 
 
-class SizeAdvice:
+class OomHints:
     """A forward hook: what to do about the error that a model's forward is left by.
 
-        advice = SizeAdvice()
+        advice = OomHints()
         handle = model.register_forward_hook(advice, always_call=True)
 
     `samples` is the present micro-batch's, 0 where there is none. It is to stay on: for hooks that

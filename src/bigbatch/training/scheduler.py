@@ -23,7 +23,7 @@ from bigbatch.setting_types import Positive, setting
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
 
-class BaseBatchClock:
+class BaseBatchScheduler:
     """Advances a step-counting scheduler once for every base batch of samples consumed.
 
         ticks = floor(samples / scheduler_batch)

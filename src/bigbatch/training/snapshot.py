@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigbatch.data.loader_state import Loader
+from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
 
 
-class Before:
+class TrainingSnapshot:
     """Everything that a trial changes, as it was; copied to the CPU."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._sharded = _sharded(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._sharded):

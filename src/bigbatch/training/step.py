@@ -14,20 +14,20 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.micro_batches import Cut
-from bigbatch.data.rank_consistency import Agreement
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import moved, wide, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
-from bigbatch.optim.ddp_comm_hook import Attachment
+from bigbatch.optim.ddp_comm_hook import DDPCommHook
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, setting
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.oom_hints import SizeAdvice
+from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.optimizer_checks import hooked
-from bigbatch.training.step_record import Reading, StepRecord
+from bigbatch.training.step_record import StepRecord, StepStatistics
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -56,10 +56,10 @@ class Common:
     optimizer: Optimizer
     scaler: GradScaler | None
     shards: GradientSource | None
-    advice: SizeAdvice
+    advice: OomHints
     losses: LossCheck
     tell: Callable[[], list[float]]
-    finish: Callable[[Reading], AbstractContextManager[None]]
+    finish: Callable[[StepStatistics], AbstractContextManager[None]]
     step_optimizer: Callable[[bool], None]
     record: Callable[[], StepRecord | None]
     weighed: list[bool] = field(default_factory=list)
@@ -309,7 +309,7 @@ class Step:
         if shards is None:
             return nullcontext()
         if not self._common.weighed:
-            rows = Agreement(self._source).gather(not self._in_samples)
+            rows = HostCollectives(self._source).gather(not self._in_samples)
             self._common.weighed.extend(bool(weighed) for (weighed,) in rows)
         if set(self._common.weighed) != {not self._in_samples}:
             raise LoopError(
@@ -318,7 +318,7 @@ class Step:
             )
         everywhere = float(self._cut.everywhere)
         if not (self._in_samples and self._cut.known):
-            everywhere = math.fsum(row[0] for row in Agreement(self._source).gather(weight))
+            everywhere = math.fsum(row[0] for row in HostCollectives(self._source).gather(weight))
         return shards.micro_batch(everywhere) if everywhere else shards.idle()
 
     def _seen(self, weight: float) -> AbstractContextManager[None]:
@@ -379,7 +379,7 @@ class Step:
         self._values = self._values or self._readings.tolist()
         return self._values
 
-    def _read(self) -> Reading:
+    def _read(self) -> StepStatistics:
         values, ranks = self._wait(), self._source.ranks
         loss, total, micro_batches, in_samples, samples, reached, *slots = values
         if in_samples not in (0, ranks):
@@ -390,18 +390,18 @@ class Step:
             finite, vanishes = totals.finite, not any(totals.of_sum)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._reference / total) ** 2
-                noise = self._meter.noise(totals, unit, of_all_ranks=True)
+                noise = self._meter.statistics(totals, unit, of_all_ranks=True)
                 noise = _of_samples(noise, round(samples))
         if vanishes and not reached:
             raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
             finite = all(
-                all(row) for row in Agreement(self._source).gather(self._source.is_finite())
+                all(row) for row in HostCollectives(self._source).gather(self._source.is_finite())
             )
-        return Reading(
+        return StepStatistics(
             samples=round(samples),
             micro_batches=round(micro_batches),
-            noise=noise,
+            statistics=noise,
             loss=loss / total,
             finite=finite,
             vanishes=vanishes,
@@ -430,7 +430,7 @@ def share_of(loss: Tensor, factor: float) -> Tensor:
     return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
-def attached_of(optimizer: Optimizer) -> Attachment | None:
+def attached_of(optimizer: Optimizer) -> DDPCommHook | None:
     """What folds inside DDP's all-reduce, if anything does."""
     return optimizer.attached if isinstance(optimizer, VarianceReduced) else None
 
@@ -440,10 +440,12 @@ def trained_by(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _of_samples(noise: GradientNoise, samples: int) -> GradientNoise:
+def _of_samples(noise: GradientStatistics, samples: int) -> GradientStatistics:
     """Noise that was measured with other weights than samples, as that of samples."""
     if noise.samples == samples:
         return noise
     factor = samples / noise.samples
     layers = {name: _of_samples(layer, samples) for name, layer in noise.layers.items()}
-    return replace(noise, noise=factor * noise.noise, samples=samples, layers=layers)
+    return replace(
+        noise, grad_variance=factor * noise.grad_variance, samples=samples, layers=layers
+    )

@@ -3,18 +3,18 @@
 import math
 from dataclasses import dataclass
 
-from bigbatch.optim.layer_gsnr import Factors
+from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.policies.policy import Decision
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepStatistics:
     """What the host knows of a step's gradients: everything a decision rests on, all ranks alike.
 
     Args:
         samples, micro_batches: of the step, over all ranks.
-        noise: None where it could not be measured.
+        statistics: None where it could not be measured.
         loss: mean over the batch.
         finite: whether every gradient is.
         vanishes: whether every gradient is zero.
@@ -24,7 +24,7 @@ class Reading:
 
     samples: int
     micro_batches: int
-    noise: GradientNoise | None
+    statistics: GradientStatistics | None
     loss: float
     finite: bool
     vanishes: bool
@@ -41,37 +41,37 @@ class StepRecord:
         epoch: passes over the data completed when it ran.
         samples: samples consumed so far, this step's included.
         batch_size: samples of this step, over all ranks.
-        target: batch size that was wanted for it, before any rounding.
+        target_batch_size: batch size that was wanted for it, before any rounding.
         micro_batches: backwards of this step, over all ranks.
         loss: mean loss over the batch.
         lr: learning rate that was used, one per parameter group.
-        noise: what was measured; None where it could not be (one micro-batch, a skipped step).
+        statistics: what was measured; None where it could not be (one micro-batch, a skipped step).
         skipped: True where the gradient was not finite, so that nothing was changed.
         decision: what the next step will be.
-        seconds: time spent training so far.
-        factors: what a watched `VarianceReduced` did to each layer; None without one.
+        elapsed_seconds: time spent training so far.
+        gsnr: what a watched `VarianceReduced` did to each layer; None without one.
     """
 
     step: int
     epoch: int
     samples: int
     batch_size: int
-    target: int
+    target_batch_size: int
     micro_batches: int
     loss: float
     lr: tuple[float, ...]
-    noise: GradientNoise | None
+    statistics: GradientStatistics | None
     skipped: bool
     decision: Decision
-    seconds: float
-    factors: Factors | None = None
+    elapsed_seconds: float
+    gsnr: LayerGsnr | None = None
 
     @property
     def similarity(self) -> float:
         """phi of this step; nan where nothing was measured."""
-        return math.nan if self.noise is None else self.noise.similarity
+        return math.nan if self.statistics is None else self.statistics.similarity
 
     @property
     def noise_scale(self) -> float:
         """B_simple of this step in samples; nan where nothing was measured."""
-        return math.nan if self.noise is None else self.noise.noise_scale
+        return math.nan if self.statistics is None else self.statistics.noise_scale

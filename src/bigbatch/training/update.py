@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.policies.controller import Controller, has_state
-from bigbatch.policies.policy import Decision, Progress
-from bigbatch.statistics.noise_scale import GradientNoise
+from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.lr_scaling import LRScaling, multiplied, scaling_named
-from bigbatch.training.scheduler import BaseBatchClock
-from bigbatch.training.step_record import Reading, StepRecord
+from bigbatch.training.scheduler import BaseBatchScheduler
+from bigbatch.training.step_record import StepRecord, StepStatistics
 
 
 class Update:
@@ -40,7 +40,7 @@ class Update:
         ranks: int,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
-        self.clock = BaseBatchClock(controller.base_batch, optimizer)
+        self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         self.rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self._scaling: Any = scaling_named(lr_scaling, controller.base_batch)
         self._optimizer, self._scaler = optimizer, scaler
@@ -57,7 +57,7 @@ class Update:
             )
 
     @contextmanager
-    def around(self, step: Reading, *, decides: bool) -> Iterator[None]:
+    def around(self, step: StepStatistics, *, decides: bool) -> Iterator[None]:
         """Ends a step; inside, the learning rate is that of the batch, for the optimizer's step.
 
         Args:
@@ -71,7 +71,7 @@ class Update:
         if self._half_done:
             raise LoopError("update() has failed half way before; load a state from before it")
         held, seconds = self._controller.decision, fmean(seconds for seconds, _ in step.told)
-        factor = self.factor(step.samples, step.noise)
+        factor = self.factor(step.samples, step.statistics)
         with multiplied(self._optimizer, factor) as lr:
             self._half_done = True
             decision = self._decide(step, lr, seconds, decides=decides)
@@ -88,18 +88,18 @@ class Update:
             epoch=self.epoch,
             samples=self.samples,
             batch_size=step.samples,
-            target=held.batch_size,
+            target_batch_size=held.batch_size,
             micro_batches=step.micro_batches,
             loss=step.loss,
             lr=tuple(lr),
-            noise=step.noise,
+            statistics=step.statistics,
             skipped=not step.finite,
             decision=decision,
-            seconds=seconds,
-            factors=self._reduced.factors if self._reduced and step.finite else None,
+            elapsed_seconds=seconds,
+            gsnr=self._reduced.gsnr if self._reduced and step.finite else None,
         )
 
-    def factor(self, batch_size: int, noise: GradientNoise | None) -> float:
+    def factor(self, batch_size: int, noise: GradientStatistics | None) -> float:
         """What the learning rate is multiplied by in a step of so many samples."""
         scale: float = self._scaling(batch_size, self.clock.base_batch, noise)
         return scale * self._controller.decision.lr_factor
@@ -154,16 +154,18 @@ class Update:
         self.epoch, self.samples, self.steps, self.skipped = state["counts"]
         self._half_done = False
 
-    def _decide(self, step: Reading, lr: list[float], seconds: float, *, decides: bool) -> Decision:
+    def _decide(
+        self, step: StepStatistics, lr: list[float], seconds: float, *, decides: bool
+    ) -> Decision:
         held = self._controller.decision
         if not step.finite:
             return Decision(held.batch_size, "skipped: the gradient is not finite", held.lr_factor)
         if not decides:
             return Decision(held.batch_size, "the end of an epoch does not decide", held.lr_factor)
-        if step.noise is None:
+        if step.statistics is None:
             return Decision(held.batch_size, "not measured", held.lr_factor)
-        now = Progress(
-            target=held.batch_size,
+        now = TrainingState(
+            target_batch_size=held.batch_size,
             batch_size=step.samples,
             base_batch=self.clock.base_batch,
             samples=self.samples + step.samples,
@@ -171,6 +173,6 @@ class Update:
             epoch=self.epoch,
             ranks=self._ranks,
             lr=tuple(lr),
-            seconds=seconds,
+            elapsed_seconds=seconds,
         )
-        return self._controller.next(step.noise, now)
+        return self._controller.next(step.statistics, now)

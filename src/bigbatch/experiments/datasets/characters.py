@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.datasets.in_memory import Columns
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 
 CHARACTERS = 128  # codes of ASCII; any other character is read as "?"
 
@@ -21,7 +21,7 @@ def codes_of(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
 
 
-def windows_of(codes: Tensor, length: int) -> Columns:
+def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
     """Windows of `length` characters and the one that follows, which begins the next window.
 
     What is left at the end, less than a window, is not used.
@@ -40,7 +40,7 @@ def windows_of(codes: Tensor, length: int) -> Columns:
             f"a text of {len(codes)} characters has no window of length={length} and the next "
             "character; choose a length from 1 to what it has"
         )
-    return Columns(codes.unfold(0, length + 1, length))
+    return InMemoryDataset(codes.unfold(0, length + 1, length))
 
 
 def first_and_rest(documents: Sequence[str], share: float) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.datasets.in_memory import Columns
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
+from bigbatch.experiments.datasets.location import DatasetLocation
 
-ORIGIN = Origin(
+ORIGIN = DatasetLocation(
     name="CIFAR-10",
     folders=("cifar10", "cifar-10-batches-py"),
     files=("data_batch_1",),
@@ -29,7 +29,7 @@ _SHAPE = (3, 32, 32)
 _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 
 
-def read(folder: Path) -> tuple[Columns, Columns]:
+def read(folder: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
     """Training and test set: pictures (N, 3, 32, 32) of bytes, and labels.
 
     Args:
@@ -40,10 +40,10 @@ def read(folder: Path) -> tuple[Columns, Columns]:
     return _read([folder / name for name in _TRAIN]), _read([folder / "test_batch"])
 
 
-def _read(files: Sequence[Path]) -> Columns:
+def _read(files: Sequence[Path]) -> InMemoryDataset:
     pictures, labels = zip(*(_batch(file) for file in files), strict=True)
     stacked = torch.from_numpy(np.concatenate(pictures)).view(-1, *_SHAPE)
-    return Columns(stacked, torch.tensor(np.concatenate(labels)))
+    return InMemoryDataset(stacked, torch.tensor(np.concatenate(labels)))
 
 
 def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:

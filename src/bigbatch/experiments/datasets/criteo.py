@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.click_rows import Clicks, packed
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.location import DatasetLocation
 
 _ONE_FILE = ("train.txt", "train.txt.gz", "criteo_kaggle_rows.tsv.gz")  # Kaggle's, or rows of it
 _TEST_SHARE, _SPLIT_SEED = 0.1, 0
 
-CRITEO = Origin(
+CRITEO = DatasetLocation(
     "Criteo's click log",
     folders=("criteo", "dac"),
     files=(*_ONE_FILE, "day_[0-9]*"),

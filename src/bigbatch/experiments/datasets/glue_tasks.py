@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.datasets.files import UTF_8, readable, text_of
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.location import DatasetLocation
 
 _ARCHIVE = "glue.tar.gz"
 _PLAIN = {"0": 0, "1": 1}
@@ -41,7 +41,7 @@ TASKS = {
     "RTE": Task(4, (1, 2), 3, {"not_entailment": 0, "entailment": 1}),
 }
 
-ORIGIN = Origin(
+ORIGIN = DatasetLocation(
     "GLUE",
     folders=("glue",),
     files=(*(f"{name}/train.tsv" for name in TASKS), _ARCHIVE),

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.files import readable
-from bigbatch.experiments.datasets.in_memory import Columns
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
+from bigbatch.experiments.datasets.location import DatasetLocation
 
 _BYTES = 8  # the type's number in the header
 
 
-def read_pictures(folder: Path, origin: Origin) -> tuple[Columns, Columns]:
+def read_pictures(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
     """Training and test set of a folder in MNIST's form: pictures (N, 1, H, W) and labels.
 
     Args:
@@ -28,7 +28,7 @@ def read_pictures(folder: Path, origin: Origin) -> tuple[Columns, Columns]:
     return _set(folder, origin, "train"), _set(folder, origin, "t10k")
 
 
-def _set(folder: Path, origin: Origin, part: str) -> Columns:
+def _set(folder: Path, origin: DatasetLocation, part: str) -> InMemoryDataset:
     pictures = read_idx(_file(folder, origin, f"{part}-images-idx3-ubyte"), dimensions=3)
     labels = read_idx(_file(folder, origin, f"{part}-labels-idx1-ubyte"), dimensions=1)
     if len(pictures) != len(labels):
@@ -36,10 +36,10 @@ def _set(folder: Path, origin: Origin, part: str) -> Columns:
             f"{folder} has {len(pictures)} pictures and {len(labels)} labels of {part}; take both "
             "files from one place"
         )
-    return Columns(pictures[:, None], labels.long())
+    return InMemoryDataset(pictures[:, None], labels.long())
 
 
-def _file(folder: Path, origin: Origin, name: str) -> Path:
+def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
     for file in (folder / f"{name}.gz", folder / name):
         if file.exists():
             return file

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from bigbatch.errors import SettingError
 
 
-class Columns(Dataset[tuple[Tensor, ...]]):
+class InMemoryDataset(Dataset[tuple[Tensor, ...]]):
     """Tensors of equal length, side by side; a batch is one indexing of each.
 
     Args:
@@ -17,7 +17,7 @@ class Columns(Dataset[tuple[Tensor, ...]]):
         SettingError: none, or of unequal length.
     Example:
         >>> import torch
-        >>> Columns(torch.arange(4), torch.eye(4)).__getitems__([1, 3])[0]
+        >>> InMemoryDataset(torch.arange(4), torch.eye(4)).__getitems__([1, 3])[0]
         tensor([1, 3])
     """
 

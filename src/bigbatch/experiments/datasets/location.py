@@ -10,7 +10,7 @@ HERE = Path("data")  # looked into where no folder is named
 
 
 @dataclass(frozen=True)
-class Origin:
+class DatasetLocation:
     """A data set as its publishers lay it out.
 
     Args:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.masking import Masking
-from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.sequence_pair import SequencePair
 
 Numbers = NDArray[numpy.int32]
 Pairs = tuple[Tensor, ...]
@@ -96,7 +96,7 @@ class SentencePairs(Dataset[Pairs]):
     def __init__(
         self,
         book: Book,
-        frame: Frame,
+        frame: SequencePair,
         masking: Masking,
         special: Sequence[int],
         draws: int,

@@ -10,14 +10,14 @@ Numbers = NDArray[numpy.int32]
 
 
 @dataclass(frozen=True)
-class Frame:
+class SequencePair:
     """What is put around pieces, by its numbers, and the length of every row.
 
     Args:
         begin, end, pad: numbers of [CLS], [SEP] and [PAD].
         length: pieces of a row.
     Example:
-        >>> frame = Frame(begin=2, end=3, pad=0, length=8)
+        >>> frame = SequencePair(begin=2, end=3, pad=0, length=8)
         >>> pieces, segments, real = frame.around([7, 8], [9])
         >>> pieces.tolist(), segments.tolist(), int(real.sum())
         ([2, 7, 8, 3, 9, 3, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], 6)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.datasets.in_memory import Columns
-from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
+from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.squad_questions import Question
 from bigbatch.setting_types import Count, setting
 
@@ -23,7 +23,7 @@ _PER_PIECE = 0.01  # of a window, in the context of a piece
 
 
 @dataclass(frozen=True)
-class Windows:
+class SquadFeatures:
     """Rows [CLS] question [SEP] window [SEP], one or more a question.
 
     Args:
@@ -36,7 +36,7 @@ class Windows:
             have most context in this window.
     """
 
-    rows: Columns
+    rows: InMemoryDataset
     question: NDArray[numpy.int64]
     texts: Numbers
     begins: NDArray[numpy.bool_]
@@ -46,9 +46,9 @@ def windows_of(
     questions: Sequence[Question],
     asked: Iterator[Located],
     contexts: Iterator[Located],
-    frame: Frame,
+    frame: SequencePair,
     stride: int,
-) -> Windows:
+) -> SquadFeatures:
     """Windows of all questions; each begins `stride` pieces after the one before it.
 
     Args:
@@ -80,7 +80,9 @@ def windows_of(
             rows.append(_row(words, window, answer, begin, frame))
             owners.append(number)
     *columns, texts, begins = (numpy.stack(column) for column in zip(*rows, strict=True))
-    return Windows(Columns(*map(torch.from_numpy, columns)), numpy.array(owners), texts, begins)
+    return SquadFeatures(
+        InMemoryDataset(*map(torch.from_numpy, columns)), numpy.array(owners), texts, begins
+    )
 
 
 def _spans(pieces: int, room: int, stride: int) -> list[tuple[int, int]]:
@@ -123,7 +125,7 @@ def _row(
     window: tuple[Numbers, Numbers, NDArray[numpy.bool_]],
     answer: tuple[int, int],
     begin: int,
-    frame: Frame,
+    frame: SequencePair,
 ) -> tuple[NDArray[numpy.generic], ...]:
     """Of a window's pieces, their places in the text, and which have most context in it."""
     pieces, places, most = window

@@ -11,12 +11,12 @@ from typing import Any
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.files import text_of
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.location import DatasetLocation
 
 _TRAIN = "train-v1.1.json"
 _PART = "train-subset-tokenized.json"  # 5 % of the questions, cut into words
 _DEV = "dev-v1.1.json"
-ORIGIN = Origin(
+ORIGIN = DatasetLocation(
     "SQuAD 1.1",
     folders=("squad-v1.1", "squad"),
     files=(_DEV, f"{_DEV}.gz"),

@@ -1,14 +1,52 @@
-"""Some samples of a data set."""
+"""Part of a data set: which samples are used, and a view of them."""
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import Subset
+import numpy
+import torch
+from torch.utils import data
 
 
-class Part(Subset[Any]):
-    """A subset that passes on the epoch which it is told, to a data set that goes by it."""
+class Subset(data.Subset[Any]):
+    """A subset that passes `set_epoch` on to a data set that has it."""
 
     def set_epoch(self, epoch: int) -> None:
-        """As the whole data set is told."""
+        """Sets the epoch of the whole data set."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+
+def chosen_indices(size: int, wanted: int) -> Sequence[int]:
+    """Indices of the samples that are used: all, or `wanted` of them, the same for every seed.
+
+    A smaller choice is part of a larger one. An index takes 4 bytes, 8 from 2^32 samples on; while
+    the choice is made, each sample of the data set takes 8 bytes more.
+
+    Args:
+        size: number of samples in the data set.
+        wanted: `samples` of the settings; 0 for all.
+    Example:
+        >>> chosen_indices(3, 0), sorted(chosen_indices(3, 3))
+        (range(0, 3), [0, 1, 2])
+        >>> set(chosen_indices(9, 2)) <= set(chosen_indices(9, 5))
+        True
+    """
+    if not 0 < wanted < size:
+        return range(size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:wanted]
+    code, dtype = ("I", numpy.uint32) if size < 2**32 else ("Q", numpy.uint64)
+    return array(code, order.numpy().astype(dtype).tobytes())  # as a list, an index takes 40 bytes
+
+
+def scored_indices(size: int, wanted: int, most: int) -> Sequence[int]:
+    """At most `most` of `chosen_indices(size, wanted)`, spread over files that are sorted by class.
+
+    Example:
+        >>> set(scored_indices(90, 50, 20)) <= set(chosen_indices(90, 50))
+        True
+        >>> len(scored_indices(90, 0, 20))
+        20
+    """
+    return chosen_indices(size, min(wanted or size, most))

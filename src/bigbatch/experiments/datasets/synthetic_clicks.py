@@ -22,7 +22,7 @@ _ZIPF = 1.1
 
 
 @dataclass(frozen=True)
-class ClickLog:
+class SyntheticClicks:
     """Rows as Criteo's are packed, and how likely each was to be clicked.
 
     Args:
@@ -34,7 +34,7 @@ class ClickLog:
     truth: NDArray[numpy.float64]
 
 
-def click_log(rows: int) -> ClickLog:
+def click_log(rows: int) -> SyntheticClicks:
     """Draws so many rows; always the same ones, and the first of a longer log are others.
 
     Example:
@@ -63,4 +63,4 @@ def click_log(rows: int) -> ClickLog:
     )
     truth = 1 / (1 + numpy.exp(-logit))
     log["label"] = draw.random(rows) < truth
-    return ClickLog(log, truth)
+    return SyntheticClicks(log, truth)

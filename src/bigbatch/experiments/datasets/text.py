@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.files import opened
-from bigbatch.experiments.datasets.location import Origin
+from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
 
 _TITLE = re.compile(r" = [^=].* = ")  # of an article; its parts have " = = ... = = "
@@ -16,7 +16,7 @@ _HELD_OUT_EVERY = 50  # documents of a corpus that has no split of its own
 VOCAB = "vocab.txt"  # may lie in the folder of the text
 _WIKITEXT = ("train", "valid")
 
-ORIGIN = Origin(
+ORIGIN = DatasetLocation(
     "plain text",
     folders=("wikitext-2", "wikitext-103", "text"),
     files=("*.txt", "*.txt.gz", "wiki.train.tokens"),

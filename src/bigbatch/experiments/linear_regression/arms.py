@@ -16,7 +16,7 @@ from bigbatch.experiments.linear_regression.experiment import (
     train,
     widened,
 )
-from bigbatch.experiments.linear_regression.input_distributions import Law
+from bigbatch.experiments.linear_regression.input_distributions import InputDistribution
 
 SGD, PRINTED, WIDENED = "SGD", "r <= 1", "r <= 1/gamma"
 METHODS: dict[str, Callable[[float], Arm]] = {SGD: sgd, PRINTED: printed, WIDENED: widened}
@@ -45,7 +45,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class LawFindings:
+class DistributionFindings:
     """What was measured with one input law.
 
     Args:
@@ -54,7 +54,7 @@ class LawFindings:
         controls: of SGD at lr x mean(r), by the arm whose r it is.
     """
 
-    law: Law
+    law: InputDistribution
     traces: dict[Arm, Trace]
     controls: dict[Arm, Trace] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def first_below(losses: Tensor, goal: Tensor) -> Tensor:
     return first.where(below.any(1), torch.inf)
 
 
-def grid(law: Law) -> list[float]:
+def grid(law: InputDistribution) -> list[float]:
     """The learning rates that every method is tuned over."""
     return [stiffness / law.curvature for stiffness in STIFFNESS]
 
@@ -120,7 +120,7 @@ def against_k(clip: str, lr: float) -> dict[float, Arm]:
     return {k: CLIPS[clip](lr, k=k) for k in KS}
 
 
-def arms_of(law: Law) -> set[Arm]:
+def arms_of(law: InputDistribution) -> set[Arm]:
     """Everything to be trained in the first pass."""
     arms = {make(lr) for make in METHODS.values() for lr in (*law.lrs, *grid(law))}
     for lr in law.lrs:
@@ -130,8 +130,11 @@ def arms_of(law: Law) -> set[Arm]:
 
 
 def study(
-    law: Law, seeds: int, steps: int = STEPS, advance: Callable[[], None] = lambda: None
-) -> LawFindings:
+    law: InputDistribution,
+    seeds: int,
+    steps: int = STEPS,
+    advance: Callable[[], None] = lambda: None,
+) -> DistributionFindings:
     """Trains all arms of a law, then SGD at each VR arm's lr x mean(r).
 
     Args:
@@ -140,7 +143,7 @@ def study(
         steps: of each run.
         advance: called after each step of each of the `PASSES`.
     """
-    found = LawFindings(law, train(law, arms_of(law), seeds, steps, advance))
+    found = DistributionFindings(law, train(law, arms_of(law), seeds, steps, advance))
     pairs = {
         arm: sgd(arm.lr * found.mean_r(arm).median)
         for arm in (clip(lr) for clip in CLIPS.values() for lr in law.lrs)

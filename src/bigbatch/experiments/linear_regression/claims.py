@@ -21,7 +21,7 @@ from bigbatch.experiments.linear_regression.arms import (
     GAMMAS,
     KS,
     METHODS,
-    LawFindings,
+    DistributionFindings,
     Spread,
     against_gamma,
     against_k,
@@ -138,7 +138,7 @@ def order_of_peaks(smooth: Tensor) -> str:
     return PARTLY if first < second < third and third >= 60 else FAILS
 
 
-def judged(found: LawFindings) -> list[Finding]:
+def judged(found: DistributionFindings) -> list[Finding]:
     """Every claim at every learning rate and clip of a law."""
     findings = []
     for lr in found.law.lrs:
@@ -156,18 +156,18 @@ def judged(found: LawFindings) -> list[Finding]:
     return findings
 
 
-def _steps(found: LawFindings, clip: str, lr: float) -> tuple[str, str]:
+def _steps(found: DistributionFindings, clip: str, lr: float) -> tuple[str, str]:
     steps = Spread.of(found.steps_needed(METHODS[clip](lr))).median
     return half_the_steps(steps), f"{steps:g} steps" if steps < torch.inf else "not within 100"
 
 
-def _gamma(found: LawFindings, clip: str, lr: float) -> tuple[str, str]:
+def _gamma(found: DistributionFindings, clip: str, lr: float) -> tuple[str, str]:
     losses = [found.final(arm).median for arm in against_gamma(clip, lr).values()]
     verdict, best, level = optimum(GAMMAS, losses, BEST_GAMMA, ends=(1.0,))
     return verdict, _plateau("gamma", best, level, f"gamma = 1 {losses[-1] / min(losses):.3g} x")
 
 
-def _k(found: LawFindings, clip: str, lr: float) -> tuple[str, str]:
+def _k(found: DistributionFindings, clip: str, lr: float) -> tuple[str, str]:
     losses = [found.final(arm).median for arm in against_k(clip, lr).values()]
     verdict, best, level = optimum(KS, losses, BEST_K, ends=(KS[0], KS[-1]))
     ends = " and ".join(f"{KS[i]} {losses[i] / min(losses):.3g} x" for i in (0, -1))
@@ -178,14 +178,14 @@ def _plateau(what: str, best: float, level: tuple[float, float], ends: str) -> s
     return f"best {what} {best:g}, within 10 % from {level[0]:g} to {level[1]:g}; {ends} the loss"
 
 
-def _order(found: LawFindings, method: str, lr: float) -> tuple[str, str]:
+def _order(found: DistributionFindings, method: str, lr: float) -> tuple[str, str]:
     weights = found.traces[METHODS[method](lr)].weights
     arrived = arrivals(weights).median(0).values.tolist()
     last = weights.shape[1] - 1
     return order_of_weights(arrived), _in_pairs(arrived, last)
 
 
-def _peaks(found: LawFindings, clip: str, lr: float) -> tuple[str, str]:
+def _peaks(found: DistributionFindings, clip: str, lr: float) -> tuple[str, str]:
     smooth = smoothed(found.traces[METHODS[clip](lr)].r.mean(0))
     each, paired = (1 + values.argmax(0) for values in (smooth, pairs_of(smooth)))
     words = f"{_in_pairs(each.tolist(), len(smooth))}; pairs {', '.join(map(str, paired.tolist()))}"

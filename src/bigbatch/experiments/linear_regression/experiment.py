@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from bigbatch.experiments.linear_regression.input_distributions import INPUTS, Law
+from bigbatch.experiments.linear_regression.input_distributions import INPUTS, InputDistribution
 from bigbatch.optim.functional import gsnr
 
 STEPS = 100
@@ -89,7 +89,7 @@ class Draws:
         seeds: 0 .. seeds - 1.
     """
 
-    def __init__(self, law: Law, seeds: int) -> None:
+    def __init__(self, law: InputDistribution, seeds: int) -> None:
         self._law = law
         self._generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
         self.test = self._draw(TEST_INPUTS)
@@ -151,7 +151,7 @@ def losses_of(weights: Tensor, test: Tensor) -> Tensor:
 
 
 def train(
-    law: Law,
+    law: InputDistribution,
     arms: Iterable[Arm],
     seeds: int,
     steps: int = STEPS,

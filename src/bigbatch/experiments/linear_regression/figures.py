@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from bigbatch.experiments.linear_regression.arms import (
     CLIPS,
     METHODS,
-    LawFindings,
+    DistributionFindings,
     against_gamma,
     against_k,
 )
@@ -23,7 +23,7 @@ _COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _FLOOR = 1e-30  # a loss below is 0 to float64, and has no place on a logarithmic axis
 
 
-def figure1(findings: Sequence[LawFindings]) -> Figure:
+def figure1(findings: Sequence[DistributionFindings]) -> Figure:
     """A row for each law: losses, the weights under VR-SGD, and r of each weight and step."""
     figure = Figure(figsize=(17, 3.1 * len(findings)), layout="constrained")
     rows = figure.subplots(len(findings), 5, squeeze=False)
@@ -41,7 +41,7 @@ def figure1(findings: Sequence[LawFindings]) -> Figure:
     return figure
 
 
-def _losses(axes: Axes, found: LawFindings) -> None:
+def _losses(axes: Axes, found: DistributionFindings) -> None:
     lr = found.law.shown
     for (name, method), color in zip(METHODS.items(), _COLORS, strict=False):
         losses = found.traces[method(lr)].losses.clamp_min(_FLOOR)
@@ -92,7 +92,7 @@ def _heat(axes: Axes, trace: Trace, title: str) -> ScalarMappable:
     return image
 
 
-def figure3(findings: Sequence[LawFindings]) -> Figure:
+def figure3(findings: Sequence[DistributionFindings]) -> Figure:
     """Last loss over SGD's against gamma and k: a row for each clip, a column for each law."""
     figure = Figure(figsize=(3.4 * len(findings), 12), layout="constrained")
     rows = figure.subplots(4, len(findings), squeeze=False)
@@ -107,7 +107,7 @@ def figure3(findings: Sequence[LawFindings]) -> Figure:
     return figure
 
 
-def _sweep(axes: Axes, found: LawFindings, clip: str, what: str) -> None:
+def _sweep(axes: Axes, found: DistributionFindings, clip: str, what: str) -> None:
     of_gamma = what == "gamma"
     for lr, color in zip(found.law.lrs, _COLORS, strict=False):
         arms = (against_gamma if of_gamma else against_k)(clip, lr)

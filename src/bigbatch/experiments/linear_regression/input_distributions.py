@@ -10,7 +10,7 @@ INPUTS = 10
 
 
 @dataclass(frozen=True)
-class Law:
+class InputDistribution:
     """Independent inputs x_i of one shape, each with its own mean and standard deviation.
 
     Args:
@@ -49,10 +49,10 @@ class Law:
 _BOX = math.sqrt(1 / 12)  # standard deviation of a uniform draw from an interval of length 1
 
 LAWS = (
-    Law("N(0, 1)", False, 0.0, (1.0,) * INPUTS, (0.005, 0.02, 0.1), 0.02),
-    Law("U(-1, 1)", True, 0.0, (2 * _BOX,) * INPUTS, (0.02, 0.1), 0.1),
-    Law("U(0, 1)", True, 0.5, (_BOX,) * INPUTS, (0.02, 0.1, 0.2, 0.3, 0.38), 0.2),
-    Law(
+    InputDistribution("N(0, 1)", False, 0.0, (1.0,) * INPUTS, (0.005, 0.02, 0.1), 0.02),
+    InputDistribution("U(-1, 1)", True, 0.0, (2 * _BOX,) * INPUTS, (0.02, 0.1), 0.1),
+    InputDistribution("U(0, 1)", True, 0.5, (_BOX,) * INPUTS, (0.02, 0.1, 0.2, 0.3, 0.38), 0.2),
+    InputDistribution(
         "N, sine",
         False,
         0.0,
@@ -60,7 +60,7 @@ LAWS = (
         (0.02, 0.05, 0.1),
         0.05,
     ),
-    Law(
+    InputDistribution(
         "N, triangle",
         False,
         0.0,

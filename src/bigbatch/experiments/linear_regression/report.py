@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Shown
 
-from bigbatch.experiments.linear_regression.arms import PASSES, LawFindings, study
+from bigbatch.experiments.linear_regression.arms import PASSES, DistributionFindings, study
 from bigbatch.experiments.linear_regression.experiment import STEPS
 from bigbatch.experiments.linear_regression.figures import figure1, figure3
 from bigbatch.experiments.linear_regression.input_distributions import LAWS
@@ -51,7 +51,7 @@ def run(place: Path, seeds: int, quiet: bool) -> None:
     console.print(f"report: {place / 'report.html'}", soft_wrap=True)
 
 
-def _measured(seeds: int, quiet: bool) -> list[LawFindings]:
+def _measured(seeds: int, quiet: bool) -> list[DistributionFindings]:
     torch.set_num_threads(1)  # tensors this small gain nothing from more
     findings = []
     with Progress(console=plain_console(stderr=True), disable=quiet) as progress:
@@ -62,7 +62,7 @@ def _measured(seeds: int, quiet: bool) -> list[LawFindings]:
     return findings
 
 
-def write(findings: Sequence[LawFindings], folder: Path, title: str) -> None:
+def write(findings: Sequence[DistributionFindings], folder: Path, title: str) -> None:
     """Writes all files into `folder`."""
     figures = {"figure1": figure1(findings), "figure3": figure3(findings)}
     for name, figure in figures.items():

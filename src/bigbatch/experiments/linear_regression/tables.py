@@ -11,7 +11,7 @@ from bigbatch.experiments.linear_regression.arms import (
     CLIPS,
     METHODS,
     SGD,
-    LawFindings,
+    DistributionFindings,
     Spread,
     against_gamma,
     against_k,
@@ -33,12 +33,12 @@ class Table:
     rows: list[tuple[str, ...]]
 
 
-def tables_of(findings: Sequence[LawFindings]) -> list[Table]:
+def tables_of(findings: Sequence[DistributionFindings]) -> list[Table]:
     """What the study says, in four tables."""
     return [_steps(findings), _tuned(findings), _controls(findings), _claims(findings)]
 
 
-def details_of(findings: Sequence[LawFindings]) -> Table:
+def details_of(findings: Sequence[DistributionFindings]) -> Table:
     """Every claim at every law, learning rate and method."""
     rows: list[tuple[str, ...]] = [
         (one.claim, one.law, f"{one.lr:g}", one.method, one.verdict, one.measured)
@@ -53,7 +53,7 @@ def details_of(findings: Sequence[LawFindings]) -> Table:
     )
 
 
-def _steps(findings: Sequence[LawFindings]) -> Table:
+def _steps(findings: Sequence[DistributionFindings]) -> Table:
     rows: list[tuple[str, ...]] = []
     for found in findings:
         for lr in found.law.lrs:
@@ -69,7 +69,7 @@ def _steps(findings: Sequence[LawFindings]) -> Table:
     )
 
 
-def _tuned(findings: Sequence[LawFindings]) -> Table:
+def _tuned(findings: Sequence[DistributionFindings]) -> Table:
     rows: list[tuple[str, ...]] = []
     for found in findings:
         for method in METHODS:
@@ -86,7 +86,7 @@ def _tuned(findings: Sequence[LawFindings]) -> Table:
     )
 
 
-def _controls(findings: Sequence[LawFindings]) -> Table:
+def _controls(findings: Sequence[DistributionFindings]) -> Table:
     rows: list[tuple[str, ...]] = []
     for found in findings:
         for lr in found.law.lrs:
@@ -103,7 +103,7 @@ def _controls(findings: Sequence[LawFindings]) -> Table:
     )
 
 
-def _claims(findings: Sequence[LawFindings]) -> Table:
+def _claims(findings: Sequence[DistributionFindings]) -> Table:
     return Table(
         "What reproduces",
         "Counted over inputs and learning rates, by criteria of our own. Partly: another number of "
@@ -135,7 +135,7 @@ def _spread_text(spread: Spread, one: Callable[[float], str]) -> str:
     return middle if least == most else f"{middle} [{least}, {most}]"
 
 
-def numbers_of(findings: Sequence[LawFindings]) -> dict[str, Any]:
+def numbers_of(findings: Sequence[DistributionFindings]) -> dict[str, Any]:
     """Everything that tables, verdicts and figures are made of; null where a run diverged."""
     seeds = next(iter(findings[0].traces.values())).losses.shape[0]
     return {
@@ -151,7 +151,7 @@ def numbers_of(findings: Sequence[LawFindings]) -> dict[str, Any]:
     }
 
 
-def _law_numbers(found: LawFindings) -> dict[str, Any]:
+def _law_numbers(found: DistributionFindings) -> dict[str, Any]:
     law = found.law
     last = {arm: trace.losses[:, -1] for arm, trace in found.traces.items()}
     sweeps = {"gamma": against_gamma, "k": against_k}
@@ -180,7 +180,7 @@ def _law_numbers(found: LawFindings) -> dict[str, Any]:
     }
 
 
-def _run_numbers(found: LawFindings, method: str, lr: float) -> dict[str, Any]:
+def _run_numbers(found: DistributionFindings, method: str, lr: float) -> dict[str, Any]:
     arm = METHODS[method](lr)
     trace = found.traces[arm]
     numbers: dict[str, Any] = {"lr": lr, "method": method, "losses": _plain(trace.losses)}

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.datasets.files import text_of
-from bigbatch.experiments.datasets.sequence_pair import Frame
+from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.text import VOCAB
 from bigbatch.experiments.process_group import from_leader
 from bigbatch.experiments.settings import Settings
 
 if TYPE_CHECKING:
-    from bigbatch.experiments.models.hf_bert import Pieces
+    from bigbatch.experiments.models.hf_bert import WordPieceTokenizer
 
 
 def bert(settings: Settings, head: str) -> nn.Module:
@@ -35,7 +35,7 @@ def bert(settings: Settings, head: str) -> nn.Module:
     return made
 
 
-def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces":
+def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "WordPieceTokenizer":
     """The vocabulary of a training: the first that there is of these four.
 
     The file that the setting `vocab` names, which is the run's own where it goes on; the one in the
@@ -46,14 +46,14 @@ def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces
         RunError: `vocab` names no file.
         SettingError: there are more pieces than the network has room for.
     """
-    from bigbatch.experiments.models.hf_bert import Pieces, train_pieces
+    from bigbatch.experiments.models.hf_bert import WordPieceTokenizer, train_wordpiece
 
     room = int(settings.task["vocabulary"])
 
     def read() -> tuple[str, ...]:
         file = _file(settings)
         if file is None:
-            return train_pieces(texts, room).vocabulary
+            return train_wordpiece(texts, room).vocabulary
         vocabulary = tuple(text_of(file).splitlines())
         if len(vocabulary) > room:
             raise SettingError(
@@ -62,7 +62,7 @@ def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "Pieces
             )
         return vocabulary
 
-    return Pieces(from_leader(read))
+    return WordPieceTokenizer(from_leader(read))
 
 
 def _file(settings: Settings) -> Path | None:
@@ -72,11 +72,11 @@ def _file(settings: Settings) -> Path | None:
         if not given.is_file():
             raise RunError(f"there is no vocabulary {given}; name a vocab.txt that exists")
         return given
-    places = [Path(folder) / VOCAB for folder in (settings.begin_from, settings.data) if folder]
+    places = [Path(folder) / VOCAB for folder in (settings.init_from, settings.data) if folder]
     return next((place for place in places if place.is_file()), None)
 
 
-def kept(pieces: "Pieces") -> dict[str, str]:
+def kept(pieces: "WordPieceTokenizer") -> dict[str, str]:
     """The vocabulary as a run keeps it, for another that begins from it."""
     return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
 
@@ -84,13 +84,13 @@ def kept(pieces: "Pieces") -> dict[str, str]:
 KEPT_AS = {"vocab": VOCAB}  # of each recipe with pieces
 
 
-def frame_of(pieces: "Pieces", settings: Settings) -> Frame:
+def frame_of(pieces: "WordPieceTokenizer", settings: Settings) -> SequencePair:
     """Rows of the setting `length`.
 
     Raises:
         SettingError: BERT has fewer positions, or a pair does not fit.
     """
-    return Frame(pieces.begin, pieces.end, pieces.pad, _length(settings))
+    return SequencePair(pieces.begin, pieces.end, pieces.pad, _length(settings))
 
 
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
-from bigbatch.data.external_batches import Announced
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.optional_packages import required
@@ -33,8 +33,8 @@ from bigbatch.integrations.deepspeed.lr_schedulers import advanceable
 from bigbatch.integrations.deepspeed.paper_names import put_on
 from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams, warn_of_number
 from bigbatch.integrations.deepspeed.vr_optimizer import (
-    ZeroFold,
     ZeroShards,
+    ZeroVROptimizer,
     foldable,
     require_not_made,
     tell_layers,
@@ -121,7 +121,7 @@ def initialize(
     source, batch = _source(engine, reduced), int(engine.train_batch_size())
     own_micro, micro = int(engine.train_micro_batch_size_per_gpu()), params.max_micro_batch_size
     announces = training_data is None
-    loader = Announced(own_micro) if announces else _loader(engine, training_data)
+    loader = ExternalBatches(own_micro) if announces else _loader(engine, training_data)
     train = AdaptiveBatch(
         engine,
         reduced or engine.basic_optimizer,
@@ -167,7 +167,7 @@ def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
     tell_layers(engine.basic_optimizer, layout)
     if reduced is not None:
         folds = foldable(engine, reduced, layout)
-        reduced.serve(ZeroShards(source, folds), ZeroFold(reduced, folds))
+        reduced.serve(ZeroShards(source, folds), ZeroVROptimizer(reduced, folds))
     return source
 
 

@@ -11,14 +11,14 @@ from deepspeed.utils.logging import print_dist
 from torch import Tensor, nn
 
 from bigbatch.data.collate import Batch, count_samples
-from bigbatch.data.external_batches import Announced
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import BatchError, GradientError, LoopError
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
 from bigbatch.integrations.deepspeed.paper_names import GRADIENT_STEP_SIZE, cosine, readable
 from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams
-from bigbatch.integrations.external_loop import Driven
+from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.distributed_state import RankStates
+from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.step import share_of
 
 _STATE = "bigbatch"  # its key in a checkpoint's client state
@@ -39,7 +39,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     """
 
     bigbatch: AdaptiveBatch
-    _driven: Driven
+    _driven: ExternalLoop
     _params: AdaptiveBatchParams
     _similarities: dict[int, float]  # the last one of each batch size
     _backwards: int  # since the last call of step
@@ -65,11 +65,11 @@ class AdaptiveEngine(DeepSpeedEngine):
         """
         engine.__class__ = cls
         engine.bigbatch = train
-        engine._driven = Driven(train)
+        engine._driven = ExternalLoop(train)
         engine._params, engine._similarities = params, {}
         engine._backwards, engine._done, engine._assumes = 0, 0, False
         engine._forwarded = engine._pass = None
-        if isinstance(train.batches, Announced):
+        if isinstance(train.batches, ExternalBatches):
             engine.module.register_forward_pre_hook(engine._count, with_kwargs=True)
         engine._carry_out_plan()
 
@@ -181,7 +181,7 @@ class AdaptiveEngine(DeepSpeedEngine):
             LoopError: inside the accumulation.
         """
         self._require_none_begun("save_checkpoint")
-        state = {**(client_state or {}), _STATE: RankStates(self.bigbatch).state_dict()}
+        state = {**(client_state or {}), _STATE: DistributedState(self.bigbatch).state_dict()}
         saved: bool = super().save_checkpoint(save_dir, tag, state, save_latest, **more)
         return saved
 
@@ -209,7 +209,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         if path is None or load_module_only or not load_optimizer_states:
             return path, state
         if own is not None:
-            RankStates(self.bigbatch).load_state_dict(own)
+            DistributedState(self.bigbatch).load_state_dict(own)
             self._driven.forget()
             self._pass = None
             self._carry_out_plan()
@@ -224,7 +224,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     @property
     def _announces(self) -> bool:
         """Whether micro-batches are the caller's."""
-        return isinstance(self.bigbatch.batches, Announced)
+        return isinstance(self.bigbatch.batches, ExternalBatches)
 
     def _announce(self) -> None:
         if self._forwarded is None:

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.distributed import EngineSource
+from bigbatch.gradients.distributed import DistributedSource
 from bigbatch.gradients.shard_indices import Held, held_in_runs
-from bigbatch.integrations.deepspeed.zero_layout import Layout, Pieces, Replicated
+from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards
 
 
-class ZeroSource(EngineSource):
+class ZeroSource(DistributedSource):
     """Leaf hooks see each rank's own gradient in all stages; the mean is where the layout has it.
 
     Args:
@@ -30,7 +30,7 @@ class ZeroSource(EngineSource):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.replicas = self.ranks if self._layout.whole else 1
         self._engine = weakref.ref(engine)
-        self._pieces: Pieces = {}  # as they were last looked at
+        self._pieces: Shards = {}  # as they were last looked at
         self.last = False  # whether the next backward is the last of its step
         self.always = False  # whether every backward joins the ranks
         super().__init__(self._layout.parameters, [group])

@@ -9,27 +9,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients import PlainSource
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.gradients.dtypes import full
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource, shape_of
 from bigbatch.integrations.deepspeed.zero_layout import (
     Accumulated,
-    Foldable,
     Layout,
     Offloaded,
     Partitioned,
-    Pieces,
     Replicated,
     Sharded,
+    Shards,
+    VRLayout,
 )
-from bigbatch.optim.apply_gsnr import Folded, Layer, fold
-from bigbatch.optim.trust_ratio import Layerwise
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, fold
+from bigbatch.optim.trust_ratio import TrustRatioOptimizer
 from bigbatch.optim.variance_reduced import VarianceReduced
 
 _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
 
 
-class ZeroShards(PlainSource):
+class ZeroShards(SingleProcessSource):
     """Micro-batch j of all ranks together, as every backward leaves it in this rank's pieces.
 
     Every backward joins the ranks, as stages 2 and 3 do anyway. What it leaves is taken out, and
@@ -43,7 +43,7 @@ class ZeroShards(PlainSource):
     joined = True
     _engine_writes = True
 
-    def __init__(self, leaves: ZeroSource, layout: Foldable) -> None:
+    def __init__(self, leaves: ZeroSource, layout: VRLayout) -> None:
         self._leaves, self._layout = leaves, layout
         leaves.always = True
         self._sums: dict[Tensor, Tensor] = {}
@@ -78,7 +78,7 @@ class ZeroShards(PlainSource):
             self._sums.clear()
         super()._begin()
 
-    def _add(self, pieces: Pieces) -> None:
+    def _add(self, pieces: Shards) -> None:
         """Takes the pieces out of ZeRO, or puts the sums in their place."""
         for parameter, piece in pieces.items():
             if parameter in self._sums:
@@ -107,7 +107,7 @@ class ZeroShards(PlainSource):
         """They are."""
 
 
-class ZeroFold:
+class ZeroVROptimizer:
     """The fold, in the step of the base optimizer, over the tensors that ZeRO gave it.
 
     DeepSpeed has clipped by then, by the norm of the gradient itself. p stands in the base
@@ -118,12 +118,12 @@ class ZeroFold:
         layout: of the gradients.
     """
 
-    def __init__(self, optimizer: VarianceReduced, layout: Foldable) -> None:
+    def __init__(self, optimizer: VarianceReduced, layout: VRLayout) -> None:
         self._optimizer, self._layout = optimizer, layout
         self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
         optimizer.base.register_step_post_hook(self._keep)
 
-    def __call__(self) -> Folded:
+    def __call__(self) -> AppliedGsnr:
         """Folds into the gradients that the base optimizer has now: all, or one sub-group's."""
         moments = self._optimizer.moments
         for group in self._optimizer.param_groups:
@@ -135,7 +135,7 @@ class ZeroFold:
             ]
             if layers:
                 fold(how, layers, self._layout.join)
-        return Folded(moments.micro_batches, {}, agree=False)
+        return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
         if flat.grad is None:
@@ -187,7 +187,7 @@ def tell_layers(optimizer: Optimizer, layout: Layout) -> None:
     Raises:
         SettingError: they cannot be.
     """
-    if not isinstance(optimizer, Layerwise) or isinstance(layout, Replicated):
+    if not isinstance(optimizer, TrustRatioOptimizer) or isinstance(layout, Replicated):
         return
     if isinstance(layout, Accumulated):
         raise SettingError(
@@ -212,7 +212,7 @@ def require_not_made(engine: Any) -> None:
         )
 
 
-def foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> Foldable:
+def foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
     """The layout, if a variance-reduced optimizer can work there.
 
     Raises:

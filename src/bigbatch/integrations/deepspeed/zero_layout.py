@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.optim.sharding import Join
 
-Pieces = Mapping[Tensor, Tensor]
+Shards = Mapping[Tensor, Tensor]
 
 
 class Layout(Protocol):
@@ -20,7 +20,7 @@ class Layout(Protocol):
     whole: bool
     """Whether every rank has the whole mean gradient."""
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Of each parameter what this rank has of its mean gradient, flat, after a last backward.
 
         Nothing of those that it has no element of.
@@ -39,7 +39,7 @@ class Layout(Protocol):
         """After a step: zeros what DeepSpeed would keep for parameters that the next one misses."""
 
 
-class Foldable(Layout, Protocol):
+class VRLayout(Layout, Protocol):
     """One whose pieces can be taken out after every backward, and folded in the step."""
 
     def clear(self) -> None:
@@ -85,7 +85,7 @@ class Replicated(_Whole):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Every `.grad` there is."""
         return {p: p.grad.view(-1) for p in self.parameters if p.grad is not None}
 
@@ -106,7 +106,7 @@ class Accumulated(_Whole):
         self.parameters = _joined(optimizer.bf16_groups)
         self._optimizer = optimizer
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Those that a backward has reached."""
         optimizer = self._optimizer
         gradients = _joined(optimizer.fp32_groups_gradients)
@@ -136,7 +136,7 @@ class Partitioned(_Divided):
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.bit16_groups, ranks)
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Of the parameters in the partition; the first and the last may be parts."""
         optimizer = self._optimizer
         pieces: dict[Tensor, Tensor] = {}
@@ -182,7 +182,7 @@ class Sharded(_Divided):
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.fp16_groups, ranks)
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Of all, without the padding, which may hold anything."""
         optimizer, pieces = self._optimizer, {}
         for group, gradients in optimizer.averaged_gradients.items():
@@ -229,7 +229,7 @@ class Offloaded:
         self.cut, self.join = kept.cut, kept.join
         self._kept, self._optimizer, self._flats = kept, optimizer, flats
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Those whose norm was taken, which is when the last backward has brought them here."""
         optimizer = self._optimizer
         pieces: dict[Tensor, Tensor] = {}

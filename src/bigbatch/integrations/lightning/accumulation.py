@@ -10,7 +10,7 @@ from bigbatch.policies.controller import Controller
 
 
 @total_ordering
-class LoadersABaseBatch:
+class LoaderBatchesPerBaseBatch:
     """`trainer.accumulate_grad_batches` as a module's `configure_optimizers` sees it.
 
         base batch / (ranks x batch size of the training loader)

@@ -14,12 +14,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from bigbatch.data.collate import Batch
-from bigbatch.data.external_batches import Announced
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError
 from bigbatch.integrations.copy_settings import copy_settings
-from bigbatch.integrations.external_loop import Driven
-from bigbatch.integrations.lightning.accumulation import LoadersABaseBatch, base_batch_of
+from bigbatch.integrations.external_loop import ExternalLoop
+from bigbatch.integrations.lightning.accumulation import LoaderBatchesPerBaseBatch, base_batch_of
 from bigbatch.integrations.lightning.lightning_checks import (
     loaders_batch,
     require_drivable,
@@ -28,7 +28,7 @@ from bigbatch.integrations.lightning.lightning_checks import (
     taken_scheduler,
     warn_of_end,
 )
-from bigbatch.integrations.lightning.step_logger import Log
+from bigbatch.integrations.lightning.step_logger import StepLogger
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan_constraints import Least
 from bigbatch.policies.policy import Policy, require_policy
@@ -75,7 +75,7 @@ class AdaptiveBatchCallback(Callback):
         min_micro_batches: least of them per step over all ranks.
         lr_scaling: how the learning rate follows the batch.
         meter: makes the meter of the model that the strategy has wrapped, with options say:
-            `functools.partial(GradientMeter, every=4, interval=0.9)`.
+            `functools.partial(GradientMeter, every=4, confidence=0.9)`.
         count: samples in a batch; default: as Lightning counts them for `self.log`.
     Raises:
         SettingError: at the start of `fit`, for what cannot work together, with the remedy.
@@ -109,14 +109,14 @@ class AdaptiveBatchCallback(Callback):
             "lr_scaling": lr_scaling,
         }
         self._micro_batch, self._meter, self._count = micro_batch, meter, count
-        self._driven: Driven | None = None
+        self._driven: ExternalLoop | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint's state, until there is a loop
         self._backward, self._update = ExitStack(), ExitStack()  # what Lightning is in the midst of
         self._given = ExitStack()  # what is given back in the end
         self._trains = True  # not while the trainer tests or predicts, which loads states too
         self._place = (0, 1)  # rank and ranks
         self._clip: float | None = None
-        self._log = Log()
+        self._log = StepLogger()
 
     # the beginning and the end
 
@@ -128,7 +128,7 @@ class AdaptiveBatchCallback(Callback):
             self.train = self._driven = None
             self._given.callback(setattr, trainer, "accumulate_grad_batches", 1)
             base = base_batch_of(self._settings)
-            loaders: Any = LoadersABaseBatch(trainer, base, self._micro_batch)
+            loaders: Any = LoaderBatchesPerBaseBatch(trainer, base, self._micro_batch)
             trainer.accumulate_grad_batches = loaders  # of estimated_stepping_batches
             self._place = trainer.global_rank, trainer.world_size
 
@@ -150,7 +150,7 @@ class AdaptiveBatchCallback(Callback):
         self.train = AdaptiveBatch(
             trainer.model,
             optimizer,
-            Announced(micro, samples),
+            ExternalBatches(micro, samples),
             fixed_micro_batch=True,
             scheduler=taken_scheduler(trainer),
             scaler=_scaler(trainer),
@@ -158,7 +158,7 @@ class AdaptiveBatchCallback(Callback):
             **copy_settings(self._settings),
         )
         warn_of_end(trainer, self.train)
-        self._driven = Driven(self.train)
+        self._driven = ExternalLoop(self.train)
         self._given.callback(hooked(optimizer).register_step_post_hook(self._leave_update).remove)
         self._given.callback(meter.close)
         if self._loaded:

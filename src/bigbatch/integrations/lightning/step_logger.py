@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.training.step_record import StepRecord
 
 
-class Log:
+class StepLogger:
     """Writes records as Lightning writes metrics: its loggers, its steps, every n-th of them.
 
     A logger that fails is left out from then on, which is said once; training goes on.

@@ -68,7 +68,7 @@ class Length(TrainerCallback):
             )
 
 
-class PatientHandler(CallbackHandler):
+class SafeCallbackHandler(CallbackHandler):
     """The Trainer's callbacks, where a reporter that fails stops no training.
 
     An exception of TensorBoard's, W&B's, MLflow's or another reporter's callback is said once; the
@@ -93,7 +93,7 @@ class PatientHandler(CallbackHandler):
         for callback in list(self.callbacks):
             alone = copy.copy(self)
             alone.callbacks = [callback]
-            call = super(PatientHandler, alone).call_event
+            call = super(SafeCallbackHandler, alone).call_event
             try:
                 control = call(event, args, state, control, **others)
             except Exception as error:

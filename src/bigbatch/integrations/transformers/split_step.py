@@ -8,7 +8,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from bigbatch.training.step import Step
 
 
-class Halves:
+class SplitStep:
     """The end of the present step, called in two places.
 
     In between the gradients are still there, and learning rates are those of the batch, which
@@ -37,7 +37,7 @@ class Halves:
         self._rest.__exit__(type(error), error, error.__traceback__)
 
 
-class HalvedOptimizer(AcceleratedOptimizer):
+class SplitOptimizer(AcceleratedOptimizer):
     """The Trainer's optimizer, whose step is the first half of an update.
 
     Args:
@@ -45,7 +45,7 @@ class HalvedOptimizer(AcceleratedOptimizer):
         halves: of the update.
     """
 
-    def __init__(self, prepared: Any, halves: Halves) -> None:
+    def __init__(self, prepared: Any, halves: SplitStep) -> None:
         super().__init__(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
         self.prepared = prepared
         self._halves = halves
@@ -55,7 +55,7 @@ class HalvedOptimizer(AcceleratedOptimizer):
         self._halves.first()
 
 
-class HalvedScheduler:
+class SplitScheduler:
     """The Trainer's scheduler, whose step is the second half of an update.
 
     Args:
@@ -64,7 +64,7 @@ class HalvedScheduler:
         halves: of the update.
     """
 
-    def __init__(self, scheduler: Any, optimizer: Any, halves: Halves) -> None:
+    def __init__(self, scheduler: Any, optimizer: Any, halves: SplitStep) -> None:
         self.scheduler = scheduler
         self._optimizer, self._halves = optimizer, halves
 

@@ -10,7 +10,7 @@ from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.step import Step
 
 
-class Passes:
+class EpochLoader:
     """One pass over the data for every epoch of the Trainer.
 
     Args:
@@ -31,7 +31,7 @@ class Passes:
         self._resumed = False
 
 
-class WholeUpdate(dict[str, Any]):
+class StepBatch(dict[str, Any]):
     """A step, holding what the Trainer counts of a batch once its micro-batches are done.
 
     Args:
@@ -54,7 +54,7 @@ class WholeUpdate(dict[str, Any]):
                 self[name] = torch.cat([self[name], more]) if name in self else more
 
 
-class BackwardElsewhere:
+class BackwardOutsideStep:
     """An accelerator for one micro-batch: all as it is, but for `backward`.
 
     Args:

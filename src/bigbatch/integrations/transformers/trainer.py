@@ -15,13 +15,13 @@ from transformers.trainer_utils import has_length
 from bigbatch.errors import LoopError
 from bigbatch.integrations.accelerate import PreparedBatches, batches
 from bigbatch.integrations.copy_settings import copy_settings
-from bigbatch.integrations.transformers.callback_handler import Length, PatientHandler
+from bigbatch.integrations.transformers.callback_handler import Length, SafeCallbackHandler
 from bigbatch.integrations.transformers.checkpoint import load, save
-from bigbatch.integrations.transformers.split_step import HalvedOptimizer, HalvedScheduler, Halves
+from bigbatch.integrations.transformers.split_step import SplitOptimizer, SplitScheduler, SplitStep
 from bigbatch.integrations.transformers.step_batch import (
-    BackwardElsewhere,
-    Passes,
-    WholeUpdate,
+    BackwardOutsideStep,
+    EpochLoader,
+    StepBatch,
     count_labels,
 )
 from bigbatch.integrations.transformers.trainer_checks import (
@@ -94,7 +94,7 @@ class AdaptiveMixin(NextClass):
         self.callback_handler: Any
         self.optimizer: Any
         self.lr_scheduler: Any
-        self._halves = Halves()
+        self._halves = SplitStep()
         self._prepared_batches: PreparedBatches | None = None
         self._saved: dict[str, Any] | None = None
         self._settings: dict[str, Any] = {
@@ -109,7 +109,7 @@ class AdaptiveMixin(NextClass):
         }
         super().__init__(*args, **others)
         require_trainer(self)
-        self.callback_handler = PatientHandler(self.callback_handler)
+        self.callback_handler = SafeCallbackHandler(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Length(self._training, self.callback_handler))
 
     def train(self, *args: Any, **others: Any) -> Any:
@@ -165,19 +165,19 @@ class AdaptiveMixin(NextClass):
             scaler=self.accelerator.scaler,
             **settings,
         )
-        self.optimizer = HalvedOptimizer(self.optimizer, self._halves)
-        self.lr_scheduler = HalvedScheduler(self.lr_scheduler, self.optimizer, self._halves)
+        self.optimizer = SplitOptimizer(self.optimizer, self._halves)
+        self.lr_scheduler = SplitScheduler(self.lr_scheduler, self.optimizer, self._halves)
         self.callback_handler.optimizer = self.optimizer
         self.callback_handler.lr_scheduler = self.lr_scheduler
         if self._saved is not None:
             self.adaptive.load_state_dict(self._saved)
-        return model, Passes(self.adaptive, resumed=self._saved is not None)
+        return model, EpochLoader(self.adaptive, resumed=self._saved is not None)
 
     def _take_apart(self) -> None:
         """Undoes what an earlier training has put around the optimizer and the model."""
-        if isinstance(self.optimizer, HalvedOptimizer):
+        if isinstance(self.optimizer, SplitOptimizer):
             self.optimizer = self.optimizer.prepared
-        if isinstance(self.lr_scheduler, HalvedScheduler):
+        if isinstance(self.lr_scheduler, SplitScheduler):
             self.lr_scheduler = self.lr_scheduler.scheduler
         if self.adaptive is not None:
             self.adaptive.meter.close()
@@ -214,13 +214,13 @@ class AdaptiveMixin(NextClass):
             )
         main = getattr(self.model, "main_input_name", "input_ids")
         kept = self.args.include_num_input_tokens_seen == "non_padding"
-        return [WholeUpdate(step, main, kept=kept)], None
+        return [StepBatch(step, main, kept=kept)], None
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """All micro-batches of an update; its mean loss over all processes."""
-        if not isinstance(inputs, WholeUpdate):
+        if not isinstance(inputs, StepBatch):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         for micro_batch in inputs.step:
@@ -236,7 +236,7 @@ class AdaptiveMixin(NextClass):
     def _backward_of(self, step: Step, items: int | None) -> Iterator[None]:
         """Inside, the Trainer takes the mean over a micro-batch, and its backward is the step's."""
         accelerator, across = self.accelerator, self.args.average_tokens_across_devices
-        self.accelerator = BackwardElsewhere(
+        self.accelerator = BackwardOutsideStep(
             accelerator, lambda loss: step.backward(loss, weight=items)
         )
         self.args.average_tokens_across_devices = False  # done by the weights

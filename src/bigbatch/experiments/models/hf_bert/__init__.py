@@ -11,6 +11,13 @@ from bigbatch.experiments.models.hf_bert.bert_heads import (
     Pretraining,
     SpanFinder,
 )
-from bigbatch.experiments.models.hf_bert.wordpiece import Pieces, train_pieces
+from bigbatch.experiments.models.hf_bert.wordpiece import WordPieceTokenizer, train_wordpiece
 
-__all__ = ["SIZES", "Classifier", "Pieces", "Pretraining", "SpanFinder", "train_pieces"]
+__all__ = [
+    "SIZES",
+    "Classifier",
+    "Pretraining",
+    "SpanFinder",
+    "WordPieceTokenizer",
+    "train_wordpiece",
+]

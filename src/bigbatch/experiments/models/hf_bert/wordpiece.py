@@ -17,7 +17,7 @@ _LETTERS = 1_000  # most kinds of character in a trained vocabulary, the most fr
 Numbers = NDArray[numpy.int32]
 
 
-class Pieces:
+class WordPieceTokenizer:
     """A vocabulary of lower-case WordPieces, and what it makes of texts.
 
     Args:
@@ -25,7 +25,7 @@ class Pieces:
     Raises:
         SettingError: one of BERT's special pieces is missing.
     Example:
-        >>> pieces = Pieces([*SPECIAL, "play", "##ing", "the"])
+        >>> pieces = WordPieceTokenizer([*SPECIAL, "play", "##ing", "the"])
         >>> [row.tolist() for row in pieces.numbers(["The playing play", "[UNK]"])]
         [[7, 5, 6, 5], [1]]
     """
@@ -63,7 +63,7 @@ class Pieces:
             yield from self._tokenizer.encode_batch(some, add_special_tokens=False)
 
 
-def train_pieces(texts: Callable[[], Iterable[str]], size: int) -> Pieces:
+def train_wordpiece(texts: Callable[[], Iterable[str]], size: int) -> WordPieceTokenizer:
     """A vocabulary of at most `size` pieces, trained on the texts; the same for the same texts.
 
     The trainer numbers the letters inside words in an order that differs from run to run, and
@@ -82,7 +82,7 @@ def train_pieces(texts: Callable[[], Iterable[str]], size: int) -> Pieces:
             "it"
         )
     inner = sorted(piece for piece in letters if piece.startswith("##") and len(piece) > 2)
-    return Pieces(_trained(texts(), size, (*SPECIAL, *inner)))
+    return WordPieceTokenizer(_trained(texts(), size, (*SPECIAL, *inner)))
 
 
 def _trained(texts: Iterable[str], size: int, first: Sequence[str]) -> list[str]:
