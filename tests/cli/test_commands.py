@@ -199,7 +199,7 @@ def test_a_training_leaves_a_whole_run_directory(trained):
     for row in rows:
         assert 3 == row["schema"]
         assert 16 <= row["batch_size"] <= 512
-        assert row["reason"]
+        assert row["decision_reason"]
 
 
 def test_tensorboard_reads_the_events(trained):

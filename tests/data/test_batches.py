@@ -1,4 +1,4 @@
-"""Re-cutting a loader: each sample once, in order, whatever the plans, the tail, the restarts."""
+"""Re-cutting a loader: each sample once, in order, whatever the plans, the remainder, the restarts."""
 
 import io
 import random
@@ -145,11 +145,11 @@ def own_order(make: Callable[[], Any]) -> list[int]:
 
 
 @often
-@given(make=loaders(), plans=some_plans, tail=st.sampled_from(["share", "step"]))
-def test_every_sample_comes_once_and_in_the_loaders_order(make, plans, tail):
+@given(make=loaders(), plans=some_plans, remainder=st.sampled_from(["share", "step"]))
+def test_every_sample_comes_once_and_in_the_loaders_order(make, plans, remainder):
     expected = own_order(make)
     torch.manual_seed(SEED)
-    assert expected == flat(one_pass(Batches(make(), tail=tail), plans))
+    assert expected == flat(one_pass(Batches(make(), remainder=remainder), plans))
 
 
 @often
@@ -200,9 +200,9 @@ def test_the_loader_is_not_read_to_the_end_of_a_large_step_before_it_begins():
 
 
 @often
-@given(make=loaders(), plans=some_plans, tail=st.sampled_from(["share", "step", "drop"]))
-def test_no_micro_batch_exceeds_the_plan_and_a_step_has_as_many_as_planned(make, plans, tail):
-    for number, step in enumerate(one_pass(Batches(make(), tail=tail), plans)):
+@given(make=loaders(), plans=some_plans, remainder=st.sampled_from(["share", "step", "drop"]))
+def test_no_micro_batch_exceeds_the_plan_and_a_step_has_as_many_as_planned(make, plans, remainder):
+    for number, step in enumerate(one_pass(Batches(make(), remainder=remainder), plans)):
         plan = plans[number % len(plans)]
         assert max(len(piece) for piece in step) <= plan.micro
         assert min(plan.accumulation, sum(map(len, step))) <= len(step)
@@ -210,8 +210,8 @@ def test_no_micro_batch_exceeds_the_plan_and_a_step_has_as_many_as_planned(make,
 
 @often
 @given(make=loaders(), plans=some_plans)
-def test_every_step_but_the_last_is_as_planned_where_the_tail_is_a_step(make, plans):
-    taken = sizes(one_pass(Batches(make(), tail="step"), plans))
+def test_every_step_but_the_last_is_as_planned_where_the_remainder_is_a_step(make, plans):
+    taken = sizes(one_pass(Batches(make(), remainder="step"), plans))
     planned = [plans[number % len(plans)].batch_size for number in range(len(taken))]
     assert planned[:-1] == taken[:-1]
     assert taken[-1:] <= planned[-1:]
@@ -219,10 +219,10 @@ def test_every_step_but_the_last_is_as_planned_where_the_tail_is_a_step(make, pl
 
 @often
 @given(make=loaders(), plans=some_plans)
-def test_dropping_the_tail_leaves_only_steps_as_planned(make, plans):
+def test_dropping_the_remainder_leaves_only_steps_as_planned(make, plans):
     expected = own_order(make)
     torch.manual_seed(SEED)
-    steps = one_pass(Batches(make(), tail="drop"), plans)
+    steps = one_pass(Batches(make(), remainder="drop"), plans)
     planned = [plans[number % len(plans)].batch_size for number in range(len(steps) + 1)]
     assert planned[:-1] == sizes(steps)
     assert expected[: sum(planned[:-1])] == flat(steps)
@@ -235,7 +235,7 @@ def test_equal_micro_batches_are_cut_where_the_plan_divides():
     assert [4, 4, 4] == [len(piece) for piece in steps[1]]
 
 
-# the tail of an epoch
+# the remainder of an epoch
 
 
 @property_test(600)
@@ -270,16 +270,16 @@ def test_no_step_leaves_its_bounds_where_a_cut_of_the_last_two_can_keep_them(
         assert [] == cuts, "they could have been shared"
 
 
-def test_without_an_upper_bound_a_short_tail_joins_the_last_step():
+def test_without_an_upper_bound_a_short_remainder_joins_the_last_step():
     assert [8, 8, 11] == sizes(one_pass(Batches(ragged([27])), [BatchPlan(1, 4, 2)], least=4))
 
 
-def test_a_tail_that_would_exceed_the_upper_bound_is_shared_by_the_last_two_steps():
+def test_a_remainder_that_would_exceed_the_upper_bound_is_shared_by_the_last_two_steps():
     plans = [BatchPlan(1, 4, 2)]
     assert [8, 8, 6, 5] == sizes(one_pass(Batches(ragged([27])), plans, least=4, most=10))
 
 
-def test_a_tail_of_the_least_size_is_a_step_of_its_own():
+def test_a_remainder_of_the_least_size_is_a_step_of_its_own():
     plans = [BatchPlan(1, 4, 2)]
     assert [8, 8, 4] == sizes(one_pass(Batches(ragged([20])), plans, least=4, most=8))
 
@@ -380,9 +380,9 @@ def test_a_loader_that_can_be_read_only_once_is_refused():
         Batches(batch for batch in ragged([4, 4]))
 
 
-def test_an_unknown_tail_is_refused_with_its_value():
-    with pytest.raises(SettingError, match=r"tail='keep'.*\"share\""):
-        Batches(ragged([4]), tail="keep")
+def test_an_unknown_remainder_is_refused_with_its_value():
+    with pytest.raises(SettingError, match=r"remainder='keep'.*\"share\""):
+        Batches(ragged([4]), remainder="keep")
 
 
 def test_split_needs_a_count_and_count_a_split():
@@ -440,7 +440,9 @@ def adaptive(loader: Any) -> bb.AdaptiveBatch:
     )
 
 
-@pytest.mark.parametrize("loader", [[], [torch.zeros(0, 1)], Batches(ragged([3]), tail="drop")])
+@pytest.mark.parametrize(
+    "loader", [[], [torch.zeros(0, 1)], Batches(ragged([3]), remainder="drop")]
+)
 def test_a_loader_without_samples_raises(loader):
     with pytest.raises(LoopError, match="gave no step"):
         list(adaptive(loader))

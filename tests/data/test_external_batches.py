@@ -62,11 +62,11 @@ def run(loop, data=DATA, clip=None, knows_length=True):
         left = len(batches) - number
         loop.announce(len(rows), ends=not left, left=left if knows_length else None)
         loss = loss_of(train.model, rows)
-        with loop.step.counted(loss) as factor:
+        with loop.step.weighted_backward(loss) as factor:
             share_of(loss, factor).backward()
         done[-1] += 1
         if loop.step.complete:
-            with loop.step.updating() as finite:
+            with loop.step.optimizer_step() as finite:
                 if finite:
                     train.optimizer.step()
             done.append(0)
@@ -158,11 +158,11 @@ def test_a_step_says_which_micro_batch_is_its_last():
     for rows in DATA[:24].split(MICRO):
         loop.announce(len(rows))
         said.append((loop.step.last, loop.step.waiting))
-        with loop.step.counted(loss := loss_of(loop.train.model, rows)) as factor:
+        with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
             share_of(loss, factor).backward()
         said[-1] += (loop.step.waiting,)
         if loop.step.complete:
-            with loop.step.updating():
+            with loop.step.optimizer_step():
                 loop.train.optimizer.step()
 
     assert [(last, True, False) for last in (False, False, True) * 2] == said
@@ -172,7 +172,7 @@ def test_a_micro_batch_before_the_optimizers_step_is_refused():
     loop = driven(bb.Fixed(8))
     for rows in DATA[:8].split(MICRO):
         loop.announce(len(rows))
-        with loop.step.counted(loss := loss_of(loop.train.model, rows)) as factor:
+        with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
             share_of(loss, factor).backward()
 
     with pytest.raises(LoopError, match="came before the optimizer had stepped"):
@@ -184,9 +184,9 @@ def test_a_state_from_within_a_step_is_that_of_its_start():
     first, second, third = DATA[:12].split(MICRO)
     for rows in (first, second):
         loop.announce(len(rows))
-        with loop.step.counted(loss := loss_of(loop.train.model, rows)) as factor:
+        with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
             share_of(loss, factor).backward()
-    with loop.step.updating():
+    with loop.step.optimizer_step():
         loop.train.optimizer.step()
     before = loop.train.state_dict()
 
@@ -205,7 +205,7 @@ def test_a_micro_batch_that_finds_no_memory_is_to_be_made_smaller_in_the_loader(
     loop.announce(MICRO)
     loss = loss_of(loop.train.model, DATA[:MICRO])
 
-    with pytest.raises(MemoryError) as raised, loop.step.counted(loss):
+    with pytest.raises(MemoryError) as raised, loop.step.weighted_backward(loss):
         raise MemoryError
 
     (note,) = raised.value.__notes__
@@ -219,7 +219,7 @@ def test_gradients_that_were_unscaled_already_are_clipped_as_they_are(unscaled):
     model, optimizer = loop.train.model, loop.train.optimizer
     for rows in DATA[:8].split(MICRO):
         loop.announce(len(rows))
-        with loop.step.counted(loss := loss_of(model, rows)) as factor:
+        with loop.step.weighted_backward(loss := loss_of(model, rows)) as factor:
             scaler.scale(share_of(loss, factor)).backward()
     if unscaled:
         scaler.unscale_(optimizer)

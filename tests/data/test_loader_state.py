@@ -300,8 +300,8 @@ def test_a_shuffled_pass_goes_on_with_batches_of_another_size(generator):
     assert list(range(SAMPLES)) == sorted(n for step in steps for piece in step for n in piece)
 
 
-def test_dropping_the_tail_of_a_stream_teaches_its_whole_length():
-    batches = Batches(DataLoader(Sharded(100), 8), tail="drop")
+def test_dropping_the_remainder_of_a_stream_teaches_its_whole_length():
+    batches = Batches(DataLoader(Sharded(100), 8), remainder="drop")
     for _ in range(2):
         batches.start(0)
         while cut := batches.step(BatchPlan(1, 30, 2), least=1):
@@ -445,21 +445,21 @@ def test_a_sampler_that_grows_by_the_epoch_goes_on():
 
 
 @pytest.mark.parametrize("bad", [{9, 17, 18, 25, 33, 41, 49}, {63}, {8, 9, 10, 11, 12, 13, 14, 15}])
-@pytest.mark.parametrize("tail", ["share", "drop"])
+@pytest.mark.parametrize("remainder", ["share", "drop"])
 def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micro_batches(
-    tail, bad
+    remainder, bad
 ):
     def collate(items):
         return torch.tensor([item for item in items if item not in bad])
 
-    batches = Batches(DataLoader(range(64), 8, collate_fn=collate), tail=tail)
+    batches = Batches(DataLoader(range(64), 8, collate_fn=collate), remainder=remainder)
     batches.start(0)
     steps = []
     while cut := batches.step(BatchPlan(1, 2, 4), least=8, most=8):
         steps.append([batch.tolist() for batch, _ in cut])
     assert all(len(step) == 4 for step in steps)
     good = [n for n in range(64) if n not in bad]
-    assert good[: len(good) - len(good) % 8 if tail == "drop" else None] == seen_in(steps)
+    assert good[: len(good) - len(good) % 8 if remainder == "drop" else None] == seen_in(steps)
 
 
 @pytest.mark.parametrize("stop", [0, 2, 5])

@@ -88,12 +88,12 @@ def taken(cut):
     return [batch.tolist() for batch, _ in cut]
 
 
-def leg(samples, ranks, virtual, size, tail, plans, first, stop, state, least, most, epoch=0):
+def leg(samples, ranks, virtual, size, remainder, plans, first, stop, state, least, most, epoch=0):
     """Some steps of one pass on so many ranks: (steps of micro-batches by rank, state of each)."""
 
     def of_rank(agreement):
         batches = Batches(
-            loader(samples, agreement.rank, ranks, size), tail=tail, virtual_ranks=virtual
+            loader(samples, agreement.rank, ranks, size), remainder=remainder, virtual_ranks=virtual
         )
         batches.share(agreement, lockstep=True)
         if state is None:
@@ -127,21 +127,21 @@ def runs(draw):
         for _ in range(draw(st.integers(0, 3)))
     ]
     legs.append((draw(st.sampled_from(counts)), draw(st.integers(1, 9)), 10**6))
-    tail = draw(st.sampled_from(["share", "step"]))
+    remainder = draw(st.sampled_from(["share", "step"]))
     least = draw(st.integers(1, 12))
     largest = max(plan.batch_size for plan in plans)
     most = draw(st.one_of(st.none(), st.integers(largest, largest + 20)))
-    return samples, virtual, plans, legs, tail, least, most
+    return samples, virtual, plans, legs, remainder, least, most
 
 
 @often
 @given(runs())
 def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_restarts(drawn):
-    samples, virtual, plans, legs, tail, least, most = drawn
+    samples, virtual, plans, legs, remainder, least, most = drawn
     steps, state = [], None
     for ranks, size, stop in legs:
         answers = leg(
-            samples, ranks, virtual, size, tail, plans, len(steps), stop, state, least, most
+            samples, ranks, virtual, size, remainder, plans, len(steps), stop, state, least, most
         )
         by_rank = [answer[0] for answer in answers]
         assert len({tuple(len(step) for step in rank) for rank in by_rank}) == 1  # no rank waits
@@ -161,10 +161,10 @@ def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_resta
 @often
 @given(runs())
 def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
-    samples, virtual, plans, legs, tail, least, most = drawn
+    samples, virtual, plans, legs, remainder, least, most = drawn
     found = []
     for ranks in {1, virtual, *(count for count, _, _ in legs)}:
-        answers = leg(samples, ranks, virtual, 5, tail, plans, 0, 10**6, None, least, most)
+        answers = leg(samples, ranks, virtual, 5, remainder, plans, 0, 10**6, None, least, most)
         steps = zip(*(answer[0] for answer in answers), strict=True)
         found.append([sorted(chain.from_iterable(step)) for step in steps])
     assert all(found[0] == other for other in found)
@@ -172,7 +172,7 @@ def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
 
 @often
 @given(runs())
-def test_dropping_the_tail_leaves_whole_steps_on_every_rank(drawn):
+def test_dropping_the_remainder_leaves_whole_steps_on_every_rank(drawn):
     samples, virtual, plans, legs, _, least, _ = drawn
     ranks, size, _ = legs[-1]
     answers = leg(samples, ranks, virtual, size, "drop", plans, 0, 10**6, None, least, None)

@@ -139,7 +139,7 @@ def adaptive(policy, **settings):
 
 def plain_loop(batches, model, optimizer, epochs=1, clip=None, autocast=None, **settings):
     """The same as a loop of one's own; micro-batches are those of the loader."""
-    batches = bb.Batches(batches, tail="step")
+    batches = bb.Batches(batches, remainder="step")
     train = bb.AdaptiveBatch(model, optimizer, batches, fixed_micro_batch=True, **settings)
     records, weights = [], []
     for _ in train.epochs(epochs):

@@ -194,7 +194,7 @@ def test_what_the_loader_would_drop_is_dropped():
 def test_batches_take_options():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader, _ = accelerator.prepare(*parts())
-    cut = batches(accelerator, loader, tail="drop")
+    cut = batches(accelerator, loader, remainder="drop")
     train = adaptive_batch(accelerator, model, optimizer, cut, policy=bb.Fixed(32))
     assert [32, 32, 32] == sizes(trained(train, epochs=1))
 

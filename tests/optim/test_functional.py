@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.apply_gsnr import GsnrOptions, Layer, fold
+from bigbatch.optim.apply_gsnr import GsnrOptions, Layer, apply_gsnr
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import vr
 from properties import property_test
@@ -65,7 +65,7 @@ def r_of(
     total, m2, weight = moments_of(gradients, fused=fused, weights=weights)
     ones = torch.ones_like(total)
     how = GsnrOptions(factor, *clip, beta3=0.0, weight=weight, k=len(gradients), fused=fused)
-    fold(how, [Layer(total, m2, ones)])
+    apply_gsnr(how, [Layer(total, m2, ones)])
     return ones
 
 
@@ -551,9 +551,9 @@ def test_the_fold_kernel_is_the_float64_rule(factor: str, averages: bool, count:
     clip = clip_of(factor, "narrow")
     layers = random_layers(SHAPES if count > 1 else SHAPES[:-1], averages=averages)
     exact = copied(layers, torch.float64)
-    expected = fold(how(factor, clip, fused=False), exact)
+    expected = apply_gsnr(how(factor, clip, fused=False), exact)
     with threads(count):
-        told = fold(how(factor, clip, fused=True), layers)
+        told = apply_gsnr(how(factor, clip, fused=True), layers)
     for layer, reference in zip(layers, exact, strict=True):
         # q has three roundings, its mean and r three more, p two; |g| is at most 5, r at most 2
         close = {"rtol": 20 * EPS, "atol": EPS}
@@ -573,8 +573,8 @@ def test_the_fold_by_torch_and_by_kernel_agree_to_rounding(
     clip = clip_of(factor, "narrow")
     by_kernel = random_layers(SHAPES[:-1], averages=averages)
     by_torch = copied(by_kernel, torch.float32)
-    fold(how(factor, clip, fused=True, watch=watch), by_kernel)
-    fold(how(factor, clip, fused=False, watch=watch), by_torch)
+    apply_gsnr(how(factor, clip, fused=True, watch=watch), by_kernel)
+    apply_gsnr(how(factor, clip, fused=False, watch=watch), by_torch)
     for a, b in zip(by_torch, by_kernel, strict=True):
         torch.testing.assert_close(b.gradient, a.gradient, rtol=10 * EPS, atol=EPS)
         if averages:
@@ -588,7 +588,7 @@ def test_watching_changes_nothing(factor: str, fused: bool) -> None:
     ends = []
     for watch in (False, True):
         layers = random_layers(SHAPES[:-1], averages=True)
-        told = fold(how(factor, clip, fused=fused, watch=watch), layers)
+        told = apply_gsnr(how(factor, clip, fused=fused, watch=watch), layers)
         assert watch == bool(told.any())
         ends.append(layers)
     for a, b in zip(*ends, strict=True):
@@ -634,9 +634,9 @@ def test_every_element_is_folded_once_however_many_threads_share_it(
 ) -> None:
     layers = random_layers([(n,) for n in (5, elements, 70_000, 3)], averages=True)
     by_torch = copied(layers, torch.float32)
-    fold(how("gsnr", (0.5, 2.0), fused=False), by_torch)
+    apply_gsnr(how("gsnr", (0.5, 2.0), fused=False), by_torch)
     with threads(count):
-        fold(how("gsnr", (0.5, 2.0), fused=True), layers)
+        apply_gsnr(how("gsnr", (0.5, 2.0), fused=True), layers)
     for a, b in zip(by_torch, layers, strict=True):  # hardly an r is 1, so twice shows, and never
         torch.testing.assert_close(b.gradient, a.gradient, rtol=20 * EPS, atol=EPS)
         torch.testing.assert_close(b.average, a.average, rtol=20 * EPS, atol=EPS)
@@ -644,7 +644,7 @@ def test_every_element_is_folded_once_however_many_threads_share_it(
 
 @needs_kernels
 def test_a_list_of_no_layers_is_folded() -> None:
-    assert (0, 5) == fold(how("gsnr", (0.1, 1.0), fused=True), []).shape
+    assert (0, 5) == apply_gsnr(how("gsnr", (0.1, 1.0), fused=True), []).shape
 
 
 @ways
@@ -654,8 +654,8 @@ def test_a_ratio_that_is_no_number_makes_gamma_and_spares_the_rest(where: str, f
     (sound,) = copied([layer], torch.float32)
     getattr(layer, where)[10] = NAN
     sound.total[10] = sound.m2[10] = 0.0  # so is a dead one
-    fold(how("gsnr", (0.5, 2.0), fused=fused), [layer])
-    fold(how("gsnr", (0.5, 2.0), fused=fused), [sound])
+    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
+    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [sound])
     assert torch.equal(sound.gradient, layer.gradient)
 
 
@@ -663,7 +663,7 @@ def test_a_ratio_that_is_no_number_makes_gamma_and_spares_the_rest(where: str, f
 def test_a_gradient_that_is_no_number_stays_none(fused: bool) -> None:
     (layer,) = random_layers([(40,)], averages=True)
     layer.gradient[10] = NAN
-    fold(how("gsnr", (0.5, 2.0), fused=fused), [layer])
+    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
     assert 1 == layer.gradient.isnan().sum()
     assert bool(layer.average.isfinite().all())
 
@@ -683,8 +683,8 @@ def test_a_fold_goes_by_elements_however_they_lie(factor: str, layout: str, fuse
     plain = random_layers([(3, 2, 4, 4)], averages=True)
     arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0].arrays), plain[0].corrected)]
     assert arranged[0].total.stride() != plain[0].total.stride()
-    expected = fold(how(factor, clip, fused=False), plain)
-    told = fold(how(factor, clip, fused=fused), arranged)
+    expected = apply_gsnr(how(factor, clip, fused=False), plain)
+    told = apply_gsnr(how(factor, clip, fused=fused), arranged)
     torch.testing.assert_close(arranged[0].gradient, plain[0].gradient, rtol=10 * EPS, atol=EPS)
     torch.testing.assert_close(arranged[0].average, plain[0].average, rtol=10 * EPS, atol=EPS)
     torch.testing.assert_close(told, expected, rtol=1e-5, atol=0)
@@ -701,8 +701,8 @@ def test_the_sum_may_be_the_gradient_itself(factor: str, fused: bool) -> None:
     together = copied(apart, torch.float32)
     for layer in together:
         layer.total = layer.gradient
-    fold(how(factor, clip, fused=fused), apart)
-    fold(how(factor, clip, fused=fused), together)
+    apply_gsnr(how(factor, clip, fused=fused), apart)
+    apply_gsnr(how(factor, clip, fused=fused), together)
     for a, b in zip(apart, together, strict=True):
         assert torch.equal(a.gradient, b.gradient)
         assert torch.equal(a.average, b.average)
@@ -715,8 +715,8 @@ def test_half_gradients_are_multiplied_by_float32_factors(dtype: torch.dtype, fu
     (exact,) = copied([layer], torch.float64)
     layer.gradient = layer.gradient.to(dtype)
     exact.gradient = layer.gradient.double()
-    fold(how("gsnr", (0.5, 2.0), fused=fused), [layer])
-    fold(how("gsnr", (0.5, 2.0), fused=False), [exact])
+    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
+    apply_gsnr(how("gsnr", (0.5, 2.0), fused=False), [exact])
     assert dtype == layer.gradient.dtype
     # one rounding of the product, none of the factor
     close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}

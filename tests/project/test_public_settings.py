@@ -151,7 +151,7 @@ PUBLIC = {
     "Batches": (
         bb.Batches,
         {"loader": [torch.ones(4)]},
-        {"tail": one_of("share", "step", "drop"), "uneven": one_of("stop", "raise")}
+        {"remainder": one_of("share", "step", "drop"), "uneven": one_of("stop", "raise")}
         | {"virtual_ranks": count, "split": is_none, "count": is_none},
     ),
     "ElasticDistributedSampler": (

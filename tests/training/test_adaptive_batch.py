@@ -277,7 +277,7 @@ def test_a_trainer_may_make_the_two_halves_of_an_update_itself():
         for x in step:
             step.backward(model(x).square().mean())
         assert expected == pytest.approx(step.loss)
-        with step.updating() as finite:
+        with step.optimizer_step() as finite:
             step.step_optimizer(finite)
             assert not torch.equal(before, model.weight)
             assert model.weight.grad is not None
@@ -371,7 +371,7 @@ def test_the_rate_used_follows_the_batch_that_was_realised_and_comes_back():
     for record in records(train):
         assert (0.1 * math.sqrt(record.batch_size / 12),) == record.lr == (used[-1],)
         assert 0.1 == train.optimizer.param_groups[0]["lr"]
-    assert 16 != record.batch_size  # the tail has its own rate
+    assert 16 != record.batch_size  # the remainder has its own rate
 
 
 def test_the_rate_of_every_group_is_recorded():
@@ -483,7 +483,7 @@ def test_a_policy_is_told_where_the_training_stands():
     train = adaptive(84, policy=Told(), base_batch=8)
     found = list(records(train))
     assert [16, 20, 20, 20, 8] == [record.batch_size for record in found]
-    assert [16, 20, 20, 20] == [now.batch_size for now in told]  # the tail is not asked about
+    assert [16, 20, 20, 20] == [now.batch_size for now in told]  # the remainder is not asked about
     assert [16, 21, 21, 21] == [now.target_batch_size for now in told]
     assert [16, 36, 56, 76] == [now.samples for now in told]
     assert [1, 2, 3, 4] == [now.steps for now in told]
@@ -493,7 +493,7 @@ def test_a_policy_is_told_where_the_training_stands():
 
 @pytest.mark.parametrize("policy", [GROW, SHRINK], ids=["up", "down"])
 @pytest.mark.parametrize("n", [50, 77, 101])
-def test_a_tail_never_decides(policy, n):
+def test_a_remainder_never_decides(policy, n):
     train = adaptive(n, policy=policy)
     tails = 0
     for _ in range(3):

@@ -146,10 +146,10 @@ def test_a_variance_reduced_run_resumes(scaling):
     assert_resumes(3, optimizer=vr_adam, lr_scaling=scaling)
 
 
-@pytest.mark.parametrize("tail", ["share", "step", "drop"])
-def test_every_kind_of_tail_resumes(tail):
+@pytest.mark.parametrize("remainder", ["share", "step", "drop"])
+def test_every_kind_of_remainder_resumes(remainder):
     def loader() -> bb.Batches:
-        return bb.Batches(DataLoader(fixed_data(), 12, shuffle=True), tail=tail)
+        return bb.Batches(DataLoader(fixed_data(), 12, shuffle=True), remainder=remainder)
 
     assert_resumes(4, loader=loader)
 

@@ -270,7 +270,7 @@ def test_weights_on_one_rank_only_are_refused_on_both(ranks):
 def ending(rank, ranks, engine, samples):
     model = wrapped(engine, ranks)
     optimizer = MAKE["VRSGD"](model.parameters())
-    loader = bb.Batches(ledger_loader(rank, ranks, samples=samples), tail="step")
+    loader = bb.Batches(ledger_loader(rank, ranks, samples=samples), remainder="step")
     train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(48), micro_batch=12)
     sizes = []
     for step in train:
@@ -280,7 +280,7 @@ def ending(rank, ranks, engine, samples):
     return sizes
 
 
-def test_a_tail_of_its_own_has_two_micro_batches(ranks):
+def test_a_remainder_of_its_own_has_two_micro_batches(ranks):
     assert [48, 49] == ending(0, 1, "plain", 97)
     assert [48, 48, 2] == ending(0, 1, "plain", 98)
     for samples in (98, 99):

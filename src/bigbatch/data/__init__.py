@@ -1,1 +1,1 @@
-"""Decision in, training changed."""
+"""Any loader's batches, cut again into the micro-batches of a plan."""

@@ -34,7 +34,7 @@ class Batches:
 
     Args:
         loader: any iterable of batches that can be iterated once per epoch.
-        tail: what becomes of the last samples of an epoch when too few for a step of their own
+        remainder: what becomes of the last samples of an epoch when too few for a step of their own
             are left. "share": they join the last step, or are shared by the last two, so that
             the steps keep their bounds where any cut can. "step": they are a step by themselves.
             Fewer than one for each virtual rank join the last step in both, even where that makes
@@ -64,7 +64,7 @@ class Batches:
         self,
         loader: Iterable[Batch],
         *,
-        tail: Literal["share", "step", "drop"] = "share",
+        remainder: Literal["share", "step", "drop"] = "share",
         uneven: Literal["stop", "raise"] = "stop",
         virtual_ranks: Count | None = None,
         split: Callable[[Batch, int, int], Batch] | None = None,
@@ -72,7 +72,7 @@ class Batches:
     ) -> None:
         if split is None and count is not None:
             raise SettingError("count= belongs to split=; pass both, or split= alone")
-        self.tail = tail
+        self.remainder = remainder
         self.uneven = uneven
         self.consumed = 0  # samples of this pass that steps have taken, over all ranks
         self.virtual_ranks = virtual_ranks or 1
@@ -162,14 +162,14 @@ class Batches:
             plan: how the step is cut, among the virtual ranks.
             least: fewest samples that the step after it may be left with.
             most: upper bound of a step in samples, or None.
-            rows: fewest rows of a step that is the tail.
+            rows: fewest rows of a step that is the remainder.
         Raises:
             BatchError: the ranks' samples are uneven, and uneven="raise".
         """
         ranks = self._agreement.ranks
         if ranks > 1 and self._total is None:
             self._agree_on_end(plan.batch_size + max(least, self.virtual_ranks))
-        fewest = plan.batch_size if self.tail == "drop" else self.virtual_ranks
+        fewest = plan.batch_size if self.remainder == "drop" else self.virtual_ranks
         rest = self.rest(fewest)
         if rest is not None and rest < fewest:
             self._close()

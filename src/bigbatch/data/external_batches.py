@@ -30,7 +30,7 @@ class ExternalBatches:
         samples: in one epoch over all ranks; None where nobody knows.
     """
 
-    tail, order = "step", _ORDER
+    remainder, order = "step", _ORDER
 
     @checked
     def __init__(self, batch_size: Count, samples: Count | None = None) -> None:

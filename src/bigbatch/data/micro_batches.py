@@ -34,7 +34,7 @@ class Pass(Protocol):
         """Samples in a row."""
 
     @property
-    def tail(self) -> str:
+    def remainder(self) -> str:
         """What becomes of the last samples: "share", "step" or "drop"."""
 
     def rest(self, ahead: int) -> int | None:
@@ -73,7 +73,7 @@ class StepBatches:
         plan: how the step is cut, among the virtual ranks.
         least: fewest samples that the step after it may be left with.
         most: upper bound of a step in samples, or None.
-        rows: fewest rows of a step of its own at the end of the pass, where the tail is one.
+        rows: fewest rows of a step of its own at the end of the pass, where the remainder is one.
     """
 
     known = True
@@ -87,7 +87,7 @@ class StepBatches:
         self._plan = plan
         self._row = batches.virtual_ranks
         self._least = {"share": max(least, self._row), "step": rows * self._row, "drop": 0}[
-            batches.tail
+            batches.remainder
         ]
         self._most = most
         self._before = batches.consumed

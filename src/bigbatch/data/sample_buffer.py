@@ -228,11 +228,11 @@ class SampleBuffer:
 
     def _cut(self, piece: "_Piece", samples: int) -> tuple["_Piece", "_Piece"]:
         head = self._split(piece.batch, 0, samples)
-        tail = self._split(piece.batch, samples, piece.samples)
+        rest = self._split(piece.batch, samples, piece.samples)
         left, start = piece.samples - samples, piece.start + samples
         return (
             piece._replace(batch=head, samples=samples),
-            piece._replace(batch=tail, samples=left, start=start),
+            piece._replace(batch=rest, samples=left, start=start),
         )
 
     def _count_by_length(self, batch: Batch) -> int:

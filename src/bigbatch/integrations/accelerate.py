@@ -196,7 +196,7 @@ def batches(
         accelerator: that prepared it.
         loader: its DataLoader.
         placed: whether micro-batches are put on the accelerator's device, where it would have.
-        options: as for `Batches`: `tail`, `uneven`, `virtual_ranks`, `split`, `count`.
+        options: as for `Batches`: `remainder`, `uneven`, `virtual_ranks`, `split`, `count`.
     Raises:
         SettingError: it was not prepared, or repeats samples in a way that cannot be undone.
     """

@@ -13,9 +13,9 @@ class ExternalLoop:
     """The step that another loop is in.
 
         for batch in driven:                        # its loader; or driven.announce(samples)
-            with driven.step.counted(loss): ...     # its backward
+            with driven.step.weighted_backward(loss): ...     # its backward
             if driven.step.complete:
-                with driven.step.updating(): ...    # its optimizer step
+                with driven.step.optimizer_step(): ...    # its optimizer step
 
     Args:
         train: what measures, decides and acts.

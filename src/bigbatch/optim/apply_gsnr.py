@@ -95,7 +95,7 @@ class AppliedGsnr:
 
     Args:
         k: micro-batches, or other groups, that r compared.
-        told: of each parameter what `fold` tells, over all ranks; zeros or nothing where unwatched.
+        told: of each parameter what `apply_gsnr` tells, over all ranks; zeros or nothing where unwatched.
         agree: whether all of them had the same gradient, as far as was asked.
         lost: layers here whose r is not right, as far as was asked: their M2 is out of range.
     """
@@ -115,7 +115,7 @@ def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list
     return [p for p, share in zip(parameters, told, strict=True) if share > _FEW]
 
 
-def fold(how: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
+def apply_gsnr(how: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
         r from `rules`;   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected

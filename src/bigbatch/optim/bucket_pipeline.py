@@ -15,7 +15,7 @@ from torch.futures import Future
 from bigbatch.errors import GradientError
 from bigbatch.gradients import changed_later
 from bigbatch.gradients.dtypes import wide
-from bigbatch.optim.apply_gsnr import Layer, Rule, fold
+from bigbatch.optim.apply_gsnr import Layer, Rule, apply_gsnr
 from bigbatch.optim.bucket_shards import Bucket, Shard
 from bigbatch.optim.functional import share_out_of_range
 from bigbatch.statistics.norms import flattened, squared_norm
@@ -26,7 +26,7 @@ class BucketPipeline:
 
     Attributes:
         done: whether every bucket was taken.
-        told: of each parameter what `fold` tells, over all ranks, where the rule is watched.
+        told: of each parameter what `apply_gsnr` tells, over all ranks, where the rule is watched.
         squares: |g|^2 of each parameter of the model, when done.
         out_of_range: of each layer that is here, the shares of M2 that are, where that is asked.
         live: elements whose groups do not agree to rounding; at least 1 where that is not known.
@@ -148,7 +148,7 @@ class BucketPipeline:
                 (span.parameter, share_out_of_range(layer.total, layer.m2, weight))
                 for span, layer in zip(spans, layers, strict=True)
             ]
-        told = fold(self._rule.how(group, weight, self.k), layers, joined)
+        told = apply_gsnr(self._rule.how(group, weight, self.k), layers, joined)
         self.live = self.live + (1 if joined.sums is None else joined.sums[:, 1].sum())
         if self._rule.watch:
             joined(told)

@@ -61,7 +61,7 @@ class DDPCommHook:
         self._of: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
         self._reduction: BucketPipeline | None = None  # of the present step
         self._host = _host_group(ddp)
-        ddp.register_comm_hook(self, fold_hook)
+        ddp.register_comm_hook(self, gsnr_hook)
         FOLDED[ddp] = self
 
     # what users ask
@@ -320,7 +320,7 @@ def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     return new_group(group, [dist.get_process_group_ranks(group)], "gloo")
 
 
-def fold_hook(state: DDPCommHook, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+def gsnr_hook(state: DDPCommHook, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """DDP's communication hook, whose state is the attachment."""
     return state.reduce(bucket)
 

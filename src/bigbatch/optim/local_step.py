@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource
-from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, Rule, fold, out_of_range
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, Rule, apply_gsnr, out_of_range
 from bigbatch.optim.functional import ratio, share_out_of_range
 from bigbatch.optim.grad_aliasing import GradAliasing
 from bigbatch.optim.sharding import join_of, local
@@ -27,7 +27,7 @@ class LocalStep:
         self.borrowed = GradAliasing(rule.moments)
         self._rule, self._scaled = rule, scaled
 
-    def fold(self, source: GradientSource, *, asks: bool) -> AppliedGsnr:
+    def apply_gsnr(self, source: GradientSource, *, asks: bool) -> AppliedGsnr:
         """Puts r g, or p_hat g, where g was.
 
         Args:
@@ -80,7 +80,7 @@ class LocalStep:
         told: dict[Tensor, Tensor] = {}  # nothing is refused from here on
         for group, parameters, join in zip(groups, chosen, joins, strict=True):
             how = self._rule.how(group, moments.weight, moments.micro_batches)
-            rows = fold(how, [self._layer(p, group) for p in parameters], join)
+            rows = apply_gsnr(how, [self._layer(p, group) for p in parameters], join)
             if how.watch:
                 if join is not None:
                     join(rows)

@@ -243,7 +243,7 @@ class VarianceReduced(Optimizer):
         for subscriber in self._subscribed:
             source.subscribe(subscriber)
 
-    def serve(self, source: GradientSource, fold: Callable[[], AppliedGsnr]) -> None:
+    def serve(self, source: GradientSource, apply_gsnr: Callable[[], AppliedGsnr]) -> None:
         """For an engine that calls the base optimizer's step itself, over tensors of its own.
 
         Args:
@@ -252,7 +252,7 @@ class VarianceReduced(Optimizer):
         """
         self.follow(source)
         self.moments.lender = source
-        self.base.register_step_pre_hook(lambda *_: self._tell(fold()))
+        self.base.register_step_pre_hook(lambda *_: self._tell(apply_gsnr()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the gradients; the micro-batches seen so far are forgotten."""
@@ -287,7 +287,7 @@ class VarianceReduced(Optimizer):
             if attached is not None:
                 self._tell(attached.commit(asks=asks))
             else:
-                self._tell(self._local.fold(self._source, asks=asks))
+                self._tell(self._local.apply_gsnr(self._source, asks=asks))
         else:
             self._make_state()
         self._step_base()

@@ -25,10 +25,10 @@ def divergence_of(rows: Sequence[Row]) -> str:
     """
     if not rows:
         return ""
-    tail = rows[-max(_FEWEST, len(rows) // 10) :]
-    finite = [row["loss"] for row in tail if row["loss"] is not None and not row["skipped"]]
-    if 2 * len(finite) <= len(tail):
-        return f"{len(tail) - len(finite)} of its last {len(tail)} steps had no finite gradient"
+    last_rows = rows[-max(_FEWEST, len(rows) // 10) :]
+    finite = [row["loss"] for row in last_rows if row["loss"] is not None and not row["skipped"]]
+    if 2 * len(finite) <= len(last_rows):
+        return f"{len(last_rows) - len(finite)} of its last {len(last_rows)} steps had no finite gradient"
     first, end = rows[0]["loss"], median(finite)
     if first is None:
         return ""

@@ -140,7 +140,7 @@ class AdaptiveBatch:
             "fixed_micro_batch": repr(fixed_micro_batch),
             "min_micro_batches": repr(self._cutting.least),
             "lr_scaling": self._update.rule,
-            "tail": repr(self.batches.tail),
+            "remainder": repr(self.batches.remainder),
             "order": self.batches.order,
             "virtual_ranks": repr(ranks),
         }
@@ -225,7 +225,7 @@ class AdaptiveBatch:
         """How often the scheduler is advanced in so many epochs: samples / base batch, rounded up.
 
         Where `scheduler_batch` is another one, samples / that.
-        With tail="drop" fewer: samples that are left out do not count.
+        With remainder="drop" fewer: samples that are left out do not count.
 
         Raises:
             SettingError: the loader does not say how many samples an epoch has.
@@ -274,7 +274,7 @@ class AdaptiveBatch:
         if empty:
             raise LoopError(
                 "the loader gave no step; is it empty or used up, or shorter than one step that "
-                "tail='drop' leaves out?"
+                "remainder='drop' leaves out?"
             )
         self._learn_length()
         self._update.epoch += 1

@@ -158,7 +158,7 @@ class Step:
             SettingError: a weight that is negative, or no finite number.
             GradientError: somebody else wrote to `.grad`.
         """
-        with self.counted(loss, weight) as factor:
+        with self.weighted_backward(loss, weight) as factor:
             if factor or self._source.ranks > 1:  # the other ranks wait for this backward
                 share = share_of(loss, factor)
                 if self._scaler is not None and factor:
@@ -166,7 +166,7 @@ class Step:
                 share.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def counted(self, loss: Tensor, weight: float | None = None) -> Iterator[float]:
+    def weighted_backward(self, loss: Tensor, weight: float | None = None) -> Iterator[float]:
         """`backward`, for an engine that runs it itself, inside.
 
         Args:
@@ -251,22 +251,22 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
-        with self.updating() as finite:
+        with self.optimizer_step() as finite:
             self.step_optimizer(finite)
         record = self._common.record()
         assert record is not None
         return record
 
     def step_optimizer(self, finite: bool) -> None:
-        """What `update` does inside `updating`, for a trainer that has it in two halves.
+        """What `update` does inside `optimizer_step`, for a trainer that has it in two halves.
 
         Args:
-            finite: as `updating` says.
+            finite: as `optimizer_step` says.
         """
         self._common.step_optimizer(finite)
 
     @contextmanager
-    def updating(self) -> Iterator[bool]:
+    def optimizer_step(self) -> Iterator[bool]:
         """`update`, for an engine that steps the optimizer itself, inside.
 
         Returns:

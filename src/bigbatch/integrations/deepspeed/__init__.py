@@ -35,9 +35,9 @@ from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams,
 from bigbatch.integrations.deepspeed.vr_optimizer import (
     ZeroShards,
     ZeroVROptimizer,
-    foldable,
     require_not_made,
     tell_layers,
+    vr_layout_of,
 )
 from bigbatch.integrations.deepspeed.zero_layout import layout_of
 
@@ -166,7 +166,7 @@ def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
     source = ZeroSource(engine, layout)
     tell_layers(engine.basic_optimizer, layout)
     if reduced is not None:
-        folds = foldable(engine, reduced, layout)
+        folds = vr_layout_of(engine, reduced, layout)
         reduced.serve(ZeroShards(source, folds), ZeroVROptimizer(reduced, folds))
     return source
 

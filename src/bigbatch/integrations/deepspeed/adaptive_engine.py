@@ -126,7 +126,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         self._require_stepped()
         if self._announces:
             self._announce()
-        with self._driven.step.counted(loss, weight) as factor:
+        with self._driven.step.weighted_backward(loss, weight) as factor:
             super().backward(share_of(loss, factor), retain_graph, scale_wrt_gas=False)
             self._source.complete()
         self._backwards += 1
@@ -152,7 +152,7 @@ class AdaptiveEngine(DeepSpeedEngine):
             self._look_ahead()
             return
         samples = self.global_samples
-        with self._driven.step.updating() as finite:
+        with self._driven.step.optimizer_step() as finite:
             self._step_once(lr_kwargs, finite=finite)
         record = self.bigbatch.record
         assert record is not None

@@ -22,7 +22,7 @@ from bigbatch.integrations.deepspeed.zero_layout import (
     Shards,
     VRLayout,
 )
-from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, fold
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr
 from bigbatch.optim.trust_ratio import TrustRatioOptimizer
 from bigbatch.optim.variance_reduced import VarianceReduced
 
@@ -134,7 +134,7 @@ class ZeroVROptimizer:
                 for layer in self._layers(flat, group["beta3"])
             ]
             if layers:
-                fold(how, layers, self._layout.join)
+                apply_gsnr(how, layers, self._layout.join)
         return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
@@ -212,7 +212,7 @@ def require_not_made(engine: Any) -> None:
         )
 
 
-def foldable(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
+def vr_layout_of(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
     """The layout, if a variance-reduced optimizer can work there.
 
     Raises:

@@ -213,7 +213,7 @@ class AdaptiveBatchCallback(Callback):
         mean = loss.detach() * divisor
         if scaler is not None:
             mean = mean / scaler.scale(torch.ones_like(mean))
-        factor = self._backward.enter_context(self._step.counted(mean))
+        factor = self._backward.enter_context(self._step.weighted_backward(mean))
         loss.mul_(divisor * factor)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -231,7 +231,7 @@ class AdaptiveBatchCallback(Callback):
             raise LoopError(_NO_LOSS)
         if self._clip is not None:
             step.clip_grad_norm_(self._clip)
-        finite = self._update.enter_context(step.updating())
+        finite = self._update.enter_context(step.optimizer_step())
         if not finite:
             if scaler is not None:
                 with suppress(RuntimeError):  # unscaled already

@@ -23,7 +23,7 @@ class SplitStep:
         """Steps the optimizer."""
         assert self.step is not None
         with ExitStack() as stack:
-            self.step.step_optimizer(stack.enter_context(self.step.updating()))
+            self.step.step_optimizer(stack.enter_context(self.step.optimizer_step()))
             self._rest = stack.pop_all()
 
     def second(self) -> None:

@@ -1,0 +1,1 @@
+"""AdaptiveBatch: the training loop whose batch size follows a policy."""
