@@ -248,7 +248,7 @@ class VarianceReduced(Optimizer):
 
         Args:
             source: of the micro-batches; it has their sums too.
-            fold: folds into those tensors, just before that step.
+            apply_gsnr: scales those tensors, just before that step.
         """
         self.follow(source)
         self.moments.lender = source
