@@ -822,7 +822,7 @@ def test_a_state_inside_a_step_is_refused():
     step = first_step(train)
     assert 3 == train.state_dict()["version"]  # nothing was given out yet
     for batch in step:
-        with pytest.raises(LoopError, match=r"step\.update\(\).*load a state"):
+        with pytest.raises(LoopError, match=r"step\.update\(\).*load an earlier checkpoint"):
             train.state_dict()
         step.backward(loss_of(train, batch))
     with pytest.raises(LoopError, match=r"step\.update\(\)"):
