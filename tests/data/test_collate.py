@@ -108,9 +108,9 @@ def test_what_was_cut_glues_to_what_it_was(build, ends):
 
 def test_cutting_a_tensor_makes_a_view():
     whole = tensor([0, 1, 2, 3])
-    part = cut_samples((whole, whole), 1, 3)[1]
-    assert whole[1].data_ptr() == part.data_ptr()
-    part.fill_(-1.0)
+    samples_of_rank = cut_samples((whole, whole), 1, 3)[1]
+    assert whole[1].data_ptr() == samples_of_rank.data_ptr()
+    samples_of_rank.fill_(-1.0)
     assert [[0.0] * 3, [-1.0] * 3, [-1.0] * 3, [3.0] * 3] == whole.tolist()
 
 
@@ -198,8 +198,8 @@ class Counted:
 
 
 def test_a_field_that_a_batch_makes_itself_is_made_again():
-    part = cut_samples(Counted(torch.arange(6)), 1, 3)
-    assert ([1, 2], 3) == (part.x.tolist(), part.total.item())
+    samples_of_rank = cut_samples(Counted(torch.arange(6)), 1, 3)
+    assert ([1, 2], 3) == (samples_of_rank.x.tolist(), samples_of_rank.total.item())
 
 
 @property_test(100)

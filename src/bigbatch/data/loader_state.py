@@ -85,7 +85,7 @@ class ResumableLoader:
         return isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
 
     @property
-    def dealt_to(self) -> int | None:
+    def num_replicas(self) -> int | None:
         """How many ranks the sampler deals samples to; None where it does not say."""
         sampler: Any = self._sampler
         return sampler.num_replicas if self.ordered else None

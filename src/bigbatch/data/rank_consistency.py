@@ -93,7 +93,7 @@ def checksum(text: str) -> float:
     return float(zlib.crc32(text.encode()) & 0xFFFFFF)
 
 
-def part(samples: int, rank: int, ranks: int) -> int:
+def samples_of_rank(samples: int, rank: int, ranks: int) -> int:
     """How many of so many samples a rank has, where they are dealt in turn.
 
     Example:
