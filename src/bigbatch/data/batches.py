@@ -81,7 +81,7 @@ class Batches:
         self._buffer = SampleBuffer(self._loader, split, count)
         self._collectives = HostCollectives()
         self._pass = SamplePass(self._buffer, self._collectives, self.virtual_ranks, remainder)
-        self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch, an accelerator's
+        self.place: Callable[[Batch], Batch] | None = None  # a micro-batch
         self._total = self._loader.length  # samples of a whole pass, over all ranks, if it is said
         self._learned: int | None = None  # the same of a pass that was read to its end
         self._unread: list[int] = []  # by each rank, when the pass ends
