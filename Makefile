@@ -30,7 +30,7 @@ $(COMPILED): $(READY)
 	@touch $@
 
 run: $(READY)  ## train the digits study and write its report
-	$(BIN)/bigbatch train --runs $(RUNS)
+	$(BIN)/bigbatch train --runs-dir $(RUNS)
 
 # two test processes on two cores, each with ranks of its own
 test test-all test-release test-outside: export OMP_NUM_THREADS = 1
@@ -67,7 +67,7 @@ bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
 	$(BIN)/bigbatch bench optim
 
 picture: $(READY)  ## the README's picture, from a fresh digits study
-	$(BIN)/bigbatch train --runs .picture --quiet
+	$(BIN)/bigbatch train --runs-dir .picture --quiet
 	$(BIN)/bigbatch report .picture/* -o docs/digits.png
 	rm -r .picture
 

@@ -29,7 +29,7 @@ class Batches:
 
     On several ranks each has a loader of its own, of every W-th sample (`ElasticDistributedSampler`,
     DistributedSampler), and all take equally many micro-batches of every step. Who gets which
-    sample is defined for v virtual ranks: the samples of a step are dealt to them in turn, and a
+    sample is defined for v virtual ranks: the samples of a step are assigned to them in turn, and a
     real rank plays v / W of them. So the groups that are compared are the same on any number of
     ranks that divides v.
 
@@ -196,16 +196,16 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: "pass" for all ranks, "stream" for this one."""
-        here = {
+        position = {
             "open": self.open,
             "consumed": self.consumed,
             "samples": self._distinct,
             "order": self.order,
         }
-        return {"pass": here, "stream": self._buffer.state_dict()}
+        return {"pass": position, "stream": self._buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
-        """Goes on in the middle of a pass. Collective.
+        """Resumes in the middle of a pass. Collective.
 
         Args:
             state: from `state_dict`.
@@ -218,15 +218,15 @@ class Batches:
         self._buffer.close()
         self._loader.tell_epoch(epoch)
         self._agree_on_total()
-        here, stream = state["pass"], state["stream"]
-        self._learned, self._pass.consumed = here["samples"], here["consumed"]
-        if not here["open"]:
+        position, stream = state["pass"], state["stream"]
+        self._learned, self._pass.consumed = position["samples"], position["consumed"]
+        if not position["open"]:
             if same_rank:
                 self._loader.between_passes(stream["loader"])
             return
-        if self._total is not None and here["samples"] not in (None, self._distinct):
+        if self._total is not None and position["samples"] not in (None, self._distinct):
             raise StateError(
-                f"the loader has {self._distinct} samples, the saved one had {here['samples']}; "
+                f"the loader has {self._distinct} samples, the saved one had {position['samples']}; "
                 "resume with the same data"
             )
         if not stream["as_said"] and (stream["jumped"] or not same_rank):
@@ -238,7 +238,7 @@ class Batches:
         if same_rank:
             self._buffer.load_state_dict(stream, epoch)
         else:
-            self._skip(here, epoch)
+            self._skip(position, epoch)
         self._pass.end = self._total
 
     # what the ranks agree on
