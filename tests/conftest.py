@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import extras
 from areas import report_areas
 from bigbatch.cli import main
+from bigbatch.kernels import native
 from compiled import compile_deepspeed, keep_compiled
 from properties import try_fewer
 from ranks import forking, ranks_of
@@ -22,6 +24,8 @@ def pytest_configure(config):
     config.pluginmanager.register(extras)  # for src/ too, which this file's own hooks do not reach
     torch.set_num_threads(1)  # two test processes on two cores; sums then also come in one order
     keep_compiled()
+    with warnings.catch_warnings(action="ignore"):
+        native.fits(torch.zeros(1))  # warns once where kernels are missing; not within a test
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
     if f"not {THOROUGH}" in config.option.markexpr:
         try_fewer()
