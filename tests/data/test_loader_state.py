@@ -499,7 +499,7 @@ def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
     batches.start(0)
     seen_in(islice(rest(batches), 3))
     with pytest.raises(StateError, match=r"fewer samples than it says.*number of ranks"):
-        batches.load_state_dict(batches.state_dict(), 0, mine=False)
+        batches.load_state_dict(batches.state_dict(), 0, same_rank=False)
 
 
 def test_a_pass_that_leaves_samples_out_after_a_jump_cannot_be_replayed_and_says_so():

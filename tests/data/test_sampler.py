@@ -99,7 +99,7 @@ def leg(samples, ranks, virtual, size, remainder, plans, first, stop, state, lea
         if state is None:
             batches.start(epoch)
         else:
-            batches.load_state_dict(state[0], epoch, mine=state[1] == (agreement.rank, ranks))
+            batches.load_state_dict(state[0], epoch, same_rank=state[1] == (agreement.rank, ranks))
         steps = []
         while len(steps) < stop:
             plan = plans[(first + len(steps)) % len(plans)]
@@ -301,7 +301,7 @@ def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
 
     def gone_on(agreement):
         batches = batches_of(agreement)
-        batches.load_state_dict(answers[0][1], 0, mine=False)
+        batches.load_state_dict(answers[0][1], 0, same_rank=False)
         steps = []
         while cut := batches.step(BatchPlan(agreement.ranks, 20 // agreement.ranks, 2), least=4):
             steps.append(taken(cut))
@@ -330,7 +330,7 @@ def test_a_padded_pass_goes_on_on_a_number_of_ranks_that_needs_no_padding():
     with pytest.warns(UserWarning, match="repeats 1 samples"):
         state = Threads(2).run(of_rank)[0]
     alone = of(1, 0)
-    alone.load_state_dict(state, 0, mine=False)
+    alone.load_state_dict(state, 0, same_rank=False)
     seen = []
     while cut := alone.step(BatchPlan(1, 5, 4), least=4):
         seen += chain.from_iterable(batch.tolist() for batch, _ in cut)

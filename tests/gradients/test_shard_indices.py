@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bigbatch import GradientMeter
-from bigbatch.gradients.shard_indices import held_in_rows, held_in_runs, places_in_memory
+from bigbatch.gradients.shard_indices import indices_in_rows, indices_in_runs, places_in_memory
 from bigbatch.statistics.norms import flattened
 from recorded import Allocated
 
@@ -41,7 +41,7 @@ def test_rows_of_a_chunk_hold_what_is_in_them(shape, ranks):
         for rank in range(ranks):
             first = min(size, rank * rows)
             piece = chunks[rank] if rank < len(chunks) else whole[:0]
-            held = held_in_rows(count, shape, dim, first, min(rows, size - first))
+            held = indices_in_rows(count, shape, dim, first, min(rows, size - first))
             assert those_asked_for(piece, count) == as_dict(held)
 
 
@@ -49,7 +49,7 @@ def test_rows_of_a_chunk_hold_what_is_in_them(shape, ranks):
 def test_runs_hold_what_is_in_them_one_after_another(runs):
     whole = numbered((1000,))
     piece = torch.cat([whole[:0], *(whole[first : first + length] for first, length in runs)])
-    held = held_in_runs(torch.arange(COUNT), runs)
+    held = indices_in_runs(torch.arange(COUNT), runs)
     assert those_asked_for(piece, COUNT) == as_dict(held)
 
 

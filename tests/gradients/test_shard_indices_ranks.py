@@ -44,12 +44,14 @@ def held_and_found(rank, ranks, *, engine):
             cross_entropy(model(x), y).backward()
     pairs = []
     for parameter in source.parameters:
-        shape = source.shape(parameter)
-        there, numbers = source.held(parameter, min(COUNT, shape.numel()))
+        shape = source.reducer.shape(parameter)
+        there, numbers = source.shard_indices(parameter, min(COUNT, shape.numel()))
         said = dict(zip(there.tolist(), numbers.tolist(), strict=True))
         whole = torch.arange(shape.numel()).view(shape)
-        piece = source.piece(parameter, whole).reshape(-1)
-        assert source.local(parameter) is None or source.local(parameter).numel() == len(piece)
+        piece = source.shard(parameter, whole).reshape(-1)
+        assert source.local_grad(parameter) is None or source.local_grad(parameter).numel() == len(
+            piece
+        )
         found = {place: n for place, n in enumerate(piece.tolist()) if n < COUNT}
         pairs.append((said, found))
     return pairs

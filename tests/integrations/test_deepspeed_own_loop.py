@@ -100,7 +100,7 @@ def in_one_process(ranks, name, reached, weights):
     optimizer = MAKERS[name](model.parameters())
     source = SingleProcessSource(model.parameters(), explicit=True)
     if isinstance(optimizer, VarianceReduced):
-        optimizer.follow(source)
+        optimizer.bind(source)
     told = []
     for step in range(STEPS):
         groups = [[micro_batch(rank, step, n) for rank in range(ranks)] for n in range(K)]

@@ -113,7 +113,7 @@ def in_one_process(name, steps, groups=1, left_out=(), **settings):
     optimizer = make(name, model, groups=groups, **settings)
     source = SingleProcessSource(model.parameters(), explicit=True)
     if isinstance(optimizer, VarianceReduced):
-        optimizer.follow(source)
+        optimizer.bind(source)
     for number in left_out:
         optimizer.param_groups[number]["vr"] = False
     for step in steps:

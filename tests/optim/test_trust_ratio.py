@@ -254,7 +254,7 @@ def test_unequal_micro_batches_have_weights(rule: str, dtype: torch.dtype) -> No
     params = layers(dtype=dtype)
     optimizer, oracle = pair(rule, params)
     source = SingleProcessSource(params, explicit=True)
-    optimizer.follow(source)
+    optimizer.bind(source)
     for seed in range(20):
         gradients = micro_gradients(params, len(sizes), seed)  # n_d g_d / N
         oracle.step(

@@ -731,14 +731,14 @@ def test_a_forgotten_update_raises_at_the_next_step():
     step = next(steps)
     for batch in step:
         step.backward(loss_of(train, batch))
-    with pytest.raises(LoopError, match=r"call step\.update\(\)"):
+    with pytest.raises(LoopError, match=r"step\.update\(\) was not called"):
         next(steps)
 
 
 def test_a_forgotten_update_raises_in_a_new_for_too():
     train = adaptive()
     done(train)
-    with pytest.raises(LoopError, match=r"call step\.update\(\)"):
+    with pytest.raises(LoopError, match=r"step\.update\(\) was not called"):
         first_step(train)
 
 
@@ -748,8 +748,7 @@ def test_a_training_that_is_dropped_in_mid_epoch_is_gone_at_once_with_its_worker
     gc.disable()
     try:
         del train
-        with pytest.raises(LoopError, match="the AdaptiveBatch of this step is gone"):
-            step.update()
+        step.update()
         del step
         assert workers
         assert not set(workers) & set(multiprocessing.active_children())
@@ -821,15 +820,15 @@ def test_a_weight_that_is_no_count_raises_with_its_value(weight):
 def test_a_state_inside_a_step_is_refused():
     train = adaptive()
     step = first_step(train)
-    assert 2 == train.state_dict()["version"]  # nothing was given out yet
+    assert 3 == train.state_dict()["version"]  # nothing was given out yet
     for batch in step:
-        with pytest.raises(LoopError, match=r"step\.update\(\).*load a state"):
+        with pytest.raises(LoopError, match=r"step\.update\(\).*load an earlier checkpoint"):
             train.state_dict()
         step.backward(loss_of(train, batch))
     with pytest.raises(LoopError, match=r"step\.update\(\)"):
         train.state_dict()
     step.update()
-    assert 2 == train.state_dict()["version"]
+    assert 3 == train.state_dict()["version"]
 
 
 def test_a_state_of_another_version_is_refused_with_its_number():
@@ -1182,8 +1181,8 @@ def test_a_state_that_is_none_of_ours_is_refused_by_what_is_in_it():
     train = adaptive()
     with pytest.raises(StateError, match=r"'param_groups', 'state'.*is not one of AdaptiveBatch"):
         train.load_state_dict(train.optimizer.state_dict())
-    with pytest.raises(StateError, match="version 3 is not 2"):
-        train.load_state_dict({"version": 3})
+    with pytest.raises(StateError, match="version 4 is not 3"):
+        train.load_state_dict({"version": 4})
 
 
 @pytest.mark.parametrize("virtual", [1, 4])
@@ -1262,7 +1261,7 @@ def test_a_step_that_was_given_out_and_not_begun_is_given_out_again():
 
 
 def test_a_pass_that_leaves_its_steps_out_is_told_so():
-    with pytest.raises(LoopError, match=r"not finished.*load a state"):
+    with pytest.raises(LoopError, match=r"was not called.*load an earlier checkpoint"):
         for _ in adaptive():
             pass
 
@@ -1311,7 +1310,7 @@ def test_an_update_that_failed_half_way_is_not_done_twice():
     step = first_step(one.train)
     with pytest.raises(OSError, match="full"):
         one.step(step)
-    with pytest.raises(LoopError, match=r"half way.*load a state"):
+    with pytest.raises(LoopError, match=r"half way; load an earlier checkpoint"):
         step.update()
     one.train.controller.policy = bb.Fixed(16)
     one.train.load_state_dict(start)

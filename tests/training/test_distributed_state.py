@@ -159,7 +159,7 @@ def inside_a_step(rank, ranks):
     before = states.state_dict()
     step = next(iter(train))
     next(iter(step))
-    with pytest.raises(LoopError, match="not finished"):
+    with pytest.raises(LoopError, match="was not called for the last step"):
         states.state_dict()
     return before
 

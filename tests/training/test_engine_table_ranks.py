@@ -104,7 +104,7 @@ def of_groups(what, steps, **own):
     model, data = network(), Numbered()
     optimizer = MAKE[what](model.parameters(), **own)
     source = SingleProcessSource(model.parameters(), explicit=True)
-    optimizer.follow(source)
+    optimizer.bind(source)
     for groups in steps:
         for group in groups:
             with source.micro_batch(len(group)):

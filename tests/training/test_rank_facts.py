@@ -7,11 +7,13 @@ from torch.optim import SGD, Adam
 
 from bigbatch.data.rank_facts import differences, facts_of, optimizer_facts
 from bigbatch.optim import VRAdam
-from bigbatch.optim.variance_reduced import kind_of
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 
 
 def facts(optimizer, *, waits=True):
-    return optimizer_facts(optimizer, kind_of(optimizer), waits=waits)
+    reader = micro_batch_optimizer(optimizer)
+    kind = type(optimizer).__name__ if reader is None else reader.describe()
+    return optimizer_facts(optimizer, kind, waits=waits)
 
 
 def two():

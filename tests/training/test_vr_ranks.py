@@ -102,7 +102,7 @@ def one_process(name, weight, steps, samples=SAMPLES):
     model, data = network(), Numbered(samples)
     optimizer = MAKE[name](model.parameters())
     source = SingleProcessSource(model.parameters(), explicit=True)
-    optimizer.follow(source)
+    optimizer.bind(source)
     for groups in steps:
         of_group = [torch.tensor([WEIGHT[weight](n) for n in group]).double() for group in groups]
         total = sum(tokens.sum().item() for tokens in of_group)

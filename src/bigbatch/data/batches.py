@@ -190,13 +190,13 @@ class Batches:
         }
         return {"pass": here, "stream": self._stream.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], epoch: int, *, mine: bool = True) -> None:
+    def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Goes on in the middle of a pass. Collective.
 
         Args:
             state: from `state_dict`.
             epoch: of the pass.
-            mine: whether the state is of this rank, among as many. Of another, the position of all
+            same_rank: whether the state is of this rank, among as many. Of another, the position of all
                 ranks is taken, and the loader's order must be the same on any number of them.
         Raises:
             StateError: the loader is not the one of the state.
@@ -207,7 +207,7 @@ class Batches:
         here, stream = state["pass"], state["stream"]
         self._learned, self.consumed = here["samples"], here["consumed"]
         if not here["open"]:
-            if mine:
+            if same_rank:
                 self._loader.between_passes(stream["loader"])
             return
         if self._total is not None and here["samples"] not in (None, self._distinct):
@@ -215,13 +215,13 @@ class Batches:
                 f"the loader has {self._distinct} samples, the saved one had {here['samples']}; "
                 "resume with the same data"
             )
-        if not stream["as_said"] and (stream["jumped"] or not mine):
+        if not stream["as_said"] and (stream["jumped"] or not same_rank):
             raise StateError(
                 "the loader gave fewer samples than it says (a collate function that leaves some "
                 "out?), so where the pass stands in its order is not known on another number of "
                 "ranks, or after a change of the batch size; resume between two epochs"
             )
-        if mine:
+        if same_rank:
             self._stream.load_state_dict(stream, epoch)
         else:
             self._skip(here, epoch)

@@ -88,7 +88,7 @@ class ExternalBatches:
         """Whether a pass is under way; where it stands is the other loop's to know."""
         return {"pass": {"order": _ORDER, "open": self.open}, "stream": None}
 
-    def load_state_dict(self, state: dict[str, Any], epoch: int, *, mine: bool = True) -> None:
+    def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Begins with a new step.
 
         Raises:
@@ -116,7 +116,7 @@ class ExternalStep:
     def __init__(self, batches: ExternalBatches, plan: BatchPlan, wanted: int) -> None:
         self.last = False
         self.samples = plan.batch_size // plan.accumulation * wanted  # expected
-        self.everywhere = 0
+        self.global_samples = 0
         self._batches, self._left = batches, wanted
 
     def __iter__(self) -> Iterator[tuple[None, int]]:

@@ -19,7 +19,7 @@ class MicroBatch(NamedTuple):
 
     batch: Batch
     samples: int
-    everywhere: int
+    global_samples: int
 
 
 class Pass(Protocol):
@@ -49,7 +49,7 @@ class Cut(Protocol):
 
     last: bool
     """Whether the one given out is the step's last on this rank."""
-    everywhere: int
+    global_samples: int
     """Samples of those that the ranks were given together, where `known`."""
     known: bool
     """Whether the samples are known before the step is over."""
@@ -82,7 +82,7 @@ class StepBatches:
         self, batches: Pass, plan: BatchPlan, least: int, most: int | None, rows: int = 1
     ) -> None:
         self.last = False  # whether the micro-batch given out is the step's last on this rank
-        self.everywhere = 0  # samples of those that the ranks were given together
+        self.global_samples = 0  # samples of those that the ranks were given together
         self._batches = batches
         self._plan = plan
         self._row = batches.virtual_ranks
@@ -112,7 +112,7 @@ class StepBatches:
                 self._left -= rows
                 self._given += 1
                 self._look_ahead()  # before the yield: whether this was the last is known by then
-            batch, samples, self.everywhere = self._waiting.popleft()
+            batch, samples, self.global_samples = self._waiting.popleft()
             self.last = not self._left and not self._waiting
             yield batch, samples
 

@@ -1,10 +1,11 @@
-"""Gradients in: the one door that everything which reads a gradient stands behind."""
+"""Where micro-batch gradients come from: one process, DDP, FSDP2, sharded; their integrity."""
 
 from bigbatch.gradients.auto import find_source, parameters_of
-from bigbatch.gradients.distributed import is_of_network, note_waiting
 from bigbatch.gradients.gradient_hooks import changed_later, only_watched
-from bigbatch.gradients.protocols import GradientSource, Subscriber
-from bigbatch.gradients.single_process import MADE_LATE, SingleProcessSource, are_freed
+from bigbatch.gradients.protocols import Subscriber
+from bigbatch.gradients.rank_reducer import is_of_network, note_waiting
+from bigbatch.gradients.single_process import SingleProcessSource
+from bigbatch.gradients.source import MADE_LATE, GradientSource, are_freed
 
 __all__ = [
     "MADE_LATE",

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.gradients.protocols import GradientSource
 from bigbatch.gradients.single_process import SingleProcessSource
+from bigbatch.gradients.source import GradientSource
 
 _REPLICATES = {  # torch's module -> the class that its replicate() puts among a model's bases
     "torch.distributed._composable.replicate": "DDP",

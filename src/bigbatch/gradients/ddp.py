@@ -1,109 +1,134 @@
 """Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean.
 
-Or it is what an optimizer made of the mean inside the all-reduce: `FOLDED` knows where.
+DDP reduces after the hooks. An optimizer may put something else than the mean into `.grad` by a
+communication hook; the hook's state then says where the mean is (`ReducedShards`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.distributed import DistributedSource
-from bigbatch.gradients.shard_indices import Held
+from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.leaf_tap import LeafTap
+from bigbatch.gradients.rank_reducer import GroupReducer
+from bigbatch.gradients.shard_indices import ShardIndices
+from bigbatch.gradients.source import GradientSource
 
 
-class Folded(Protocol):
-    """Who has the mean gradient where `.grad` holds something else; each rank a piece of it."""
+class ReducedShards(ABC):
+    """State of a communication hook that keeps the mean gradient, a shard of it on each rank."""
 
-    early: bool
-    """Whether the next reduction is none, and leaves each rank its own gradient."""
-    layout: int
-    """How often it was settled again which rank has which piece."""
+    unreduced: bool = False
+    """Whether the next reduction must leave each rank its own gradient."""
+    layout: int = 0
+    """Changes whenever another rank gets a shard."""
 
     @property
+    @abstractmethod
     def done(self) -> bool:
-        """Whether that is so in the present step."""
+        """Whether `.grad` of the current step holds something else than the mean."""
 
+    @abstractmethod
     def local(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient, flat."""
 
-    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+    @abstractmethod
+    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
 
-    def held(self, parameter: Tensor, count: int) -> Held:
+    @abstractmethod
+    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements are among them."""
 
-    def scale(self, factor: float | Tensor) -> None:
+    @abstractmethod
+    def scaled(self, factor: float | Tensor) -> None:
         """`.grad` was multiplied."""
 
 
-FOLDED: WeakKeyDictionary[DistributedDataParallel, Folded] = WeakKeyDictionary()
+class DDPReducer(GroupReducer):
+    """Reads the mean gradient under DDP, with and without `no_sync`.
 
-
-class DDPSource(DistributedSource):
-    """Leaf hooks, as in one process: DDP reduces after them, so they see the local gradient.
-
-    With and without `no_sync`; the last backward of a step has to reduce.
+    The last backward of a step has to reduce.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         group = ddp.process_group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group])
         self.ddp = ddp
-        shared = set(ddp.parameters())
-        parameters = list(parameters)
-        if any(p.requires_grad and p not in shared for p in parameters):
-            raise SettingError("a parameter stands outside the DDP wrapper, so no rank shares it")
-        super().__init__(parameters, [group])
 
     @property
-    def replicas(self) -> int:  # type: ignore[override]
-        """How many ranks hold the same `local` piece of every gradient."""
-        return self.ranks if self._folded is None else 1
+    def replicas(self) -> int:
+        """All ranks have the whole mean, unless a communication hook keeps shards of it."""
+        return self.ranks if self._shards is None else 1
 
     @property
-    def layout(self) -> int:  # type: ignore[override]
-        """How often it was settled again which rank holds which piece."""
-        return 0 if self._folded is None else self._folded.layout
+    def layout(self) -> int:
+        """Changes whenever another rank gets a shard."""
+        return 0 if self._shards is None else self._shards.layout
 
     def synchronize(self, now: bool) -> None:
         """As `no_sync` does: DDP reads it in the forward, so it is set before that.
 
-        The first backward ever of a static graph has to be synchronized: the mean of one that is
-        added up before the others is the same mean, and what folds leaves that one alone.
+        The first backward ever of a static graph has to be reduced. The mean of a gradient that is
+        reduced before the others is the same mean; a hook that needs the sum leaves it alone.
         """
-        early = self.ddp.static_graph and not self.ddp._static_graph_delay_allreduce_enqueued
-        self.ddp.require_backward_grad_sync = now or early
-        folded = FOLDED.get(self.ddp)
-        if folded is not None:
-            folded.early = early and not now
+        first = self.ddp.static_graph and not self.ddp._static_graph_delay_allreduce_enqueued
+        self.ddp.require_backward_grad_sync = now or first
+        if (shards := self._hook_state) is not None:
+            shards.unreduced = first and not now
 
-    def local(self, parameter: Tensor) -> Tensor | None:
-        """This rank's piece of the mean gradient."""
-        if parameter.grad is None or self._folded is None:
-            return parameter.grad
-        return self._folded.local(parameter)
+    def local(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+        """This rank's part of the mean gradient."""
+        shards = self._shards
+        return grad if grad is None or shards is None else shards.local(parameter)
 
-    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's piece of a tensor shaped like the whole gradient."""
-        return whole if self._folded is None else self._folded.piece(parameter, whole)
+    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor shaped like the whole gradient."""
+        return whole if self._shards is None else self._shards.shard(parameter, whole)
 
-    def held(self, parameter: Tensor, count: int) -> Held:
+    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a gradient this rank holds."""
-        folded = self._folded
-        return super().held(parameter, count) if folded is None else folded.held(parameter, count)
+        if (shards := self._shards) is None:
+            return super().shard_indices(parameter, count)
+        return shards.shard_indices(parameter, count)
 
-    def scale(self, factor: float) -> None:
-        """Multiplies every gradient, as part of the step."""
-        super().scale(factor)
-        if self._folded is not None:
-            self._folded.scale(factor)
+    def scaled(self, factor: float) -> None:
+        """The gradients were multiplied."""
+        if self._shards is not None:
+            self._shards.scaled(factor)
 
     @property
-    def _folded(self) -> Folded | None:
-        folded = FOLDED.get(self.ddp)
-        return folded if folded is not None and folded.done else None
+    def _hook_state(self) -> ReducedShards | None:
+        """That of the communication hook which the model has, if it keeps the mean gradient."""
+        states = (state for _, state in self.ddp._comm_hooks)
+        return next((state for state in states if isinstance(state, ReducedShards)), None)
+
+    @property
+    def _shards(self) -> ReducedShards | None:
+        state = self._hook_state
+        return state if state is not None and state.done else None
+
+
+class DDPSource(GradientSource):
+    """Leaf hooks, as in one process, and DDP's group.
+
+    Raises:
+        SettingError: a parameter that is trained is not one of the wrapped model.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
+        parameters = list(parameters)
+        require_wrapped(ddp, parameters)
+        guard = GradGuard(engine_writes=True)
+        super().__init__(parameters, LeafTap(), guard, DDPReducer(ddp))
+
+
+def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
+    """Raises SettingError where DDP does not reduce the gradient of one of the parameters."""
+    wrapped = set(ddp.parameters())
+    if any(p.requires_grad and p not in wrapped for p in parameters):
+        raise SettingError("a parameter stands outside the DDP wrapper, so no rank shares it")

@@ -11,30 +11,38 @@ from torch.utils.hooks import RemovableHandle
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a bound method as long as its object lives: hooks live as long as models."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call
+
+
 def gradient_hook(
-    tell: "weakref.WeakMethod[Callable[[Tensor, Tensor], None]]", parameter: "weakref.ref[Tensor]"
+    report: Callable[[Tensor, Tensor], None], parameter: "weakref.ref[Tensor]"
 ) -> Callable[[Tensor], None]:
-    """For `register_hook` of a leaf: tells of the gradient that it is about to get."""
+    """For `register_hook` of a leaf: reports the gradient that it is about to get."""
 
     @_disable_dynamo  # in a compiled training step
     def hook(gradient: Tensor) -> None:
-        told, leaf = tell(), parameter()
-        if told is not None and leaf is not None:
-            told(leaf, gradient)
+        leaf = parameter()
+        if leaf is not None:
+            report(leaf, gradient)
 
     return _marked(hook)
 
 
-def accumulated_hook(
-    tell: "weakref.WeakMethod[Callable[[Tensor], None]]",
-) -> Callable[[Tensor], None]:
-    """For `register_post_accumulate_grad_hook`: tells that a gradient has come into `.grad`."""
+def accumulated_hook(report: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """For `register_post_accumulate_grad_hook`: reports that a gradient has come into `.grad`."""
 
     @_disable_dynamo
     def hook(parameter: Tensor) -> None:
-        told = tell()
-        if told is not None:
-            told(parameter)
+        report(parameter)
 
     return _marked(hook)
 

@@ -84,7 +84,7 @@ class ReplacementCheck:
 
 def has_gradient(source: GradientSource) -> bool:
     """Whether this rank has a piece of any gradient; one that is zero counts."""
-    return any(source.local(parameter) is not None for parameter in source.parameters)
+    return any(source.local_grad(parameter) is not None for parameter in source.parameters)
 
 
 def _is_shard(value: Any) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-Held = tuple[Tensor, Tensor]
+ShardIndices = tuple[Tensor, Tensor]
 """Where they are in the flattened piece, and their numbers among those asked for; on the CPU."""
 
 
-def held_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> Held:
+def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardIndices:
     """For a piece that is runs of the flat gradient, one after another.
 
     Args:
@@ -27,7 +27,9 @@ def held_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> Held:
     return torch.cat(there), torch.cat(numbers)
 
 
-def held_in_rows(count: int, shape: Sequence[int], dim: int, first: int, length: int) -> Held:
+def indices_in_rows(
+    count: int, shape: Sequence[int], dim: int, first: int, length: int
+) -> ShardIndices:
     """For a piece that is `length` neighbours of one dimension, of the first `count` elements."""
     inner = math.prod(shape[dim + 1 :])
     numbers = torch.arange(count, device="cpu")

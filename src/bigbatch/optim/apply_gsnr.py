@@ -3,17 +3,15 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.optim.sharding import Join
 from bigbatch.optim.two_pass import TwoPass
-from bigbatch.statistics.second_moment import GradientMoments
 
 _PIECE = 1 << 16  # elements, of 256 KB in float32
 
@@ -67,43 +65,21 @@ class GsnrOptions:
     compiled: bool = False
 
 
-class Rule(Protocol):
-    """What a fold asks of the optimizer that it is done for."""
-
-    watch: bool
-    """Whether to tell what was done."""
-    averages: GsnrMomentum
-    """p, where it is not on the shards."""
-    moments: GradientMoments
-    """Of this rank's micro-batches."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, with vr and beta3."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether to look for layers whose M2 is out of range, in the present step."""
-
-    def how(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
-        """The settings of a group for a step of so much weight and so many micro-batches."""
-
-
 @dataclass(frozen=True)
 class AppliedGsnr:
     """What was done in a step.
 
     Args:
         k: micro-batches, or other groups, that r compared.
-        told: of each parameter what `apply_gsnr` tells, over all ranks; zeros or nothing where unwatched.
-        agree: whether all of them had the same gradient, as far as was asked.
-        lost: layers here whose r is not right, as far as was asked: their M2 is out of range.
+        layers: of each parameter what `apply_gsnr` returns, over all ranks; empty where unwatched.
+        agree: whether all of them had the same gradient, where that was checked.
+        out_of_range: layers on this rank whose M2 is, so that r is wrong, where that was checked.
     """
 
     k: int
-    told: dict[Tensor, Tensor]
+    layers: dict[Tensor, Tensor]
     agree: bool
-    lost: Sequence[Tensor] = ()
+    out_of_range: Sequence[Tensor] = ()
 
 
 _FEW = 0.01  # of a layer's elements: r of the others is hardly another

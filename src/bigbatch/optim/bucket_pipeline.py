@@ -1,8 +1,8 @@
 """One reduction of DDP's buckets: from every rank's sums to r g on all of them.
 
 Everything is sent by the thread that runs DDP's hooks, in the order of the buckets, so in one order
-on all ranks: a bucket is dealt when it is ready, folded when the next one is, and finished after
-that. So two of them are on their way while the backward goes on.
+on all ranks: a bucket is scattered when it is ready, scaled when the next one is, and gathered
+after that. So two of them are in flight while the backward continues.
 """
 
 from typing import Any
@@ -15,24 +15,25 @@ from torch.futures import Future
 from bigbatch.errors import GradientError
 from bigbatch.gradients import changed_later
 from bigbatch.gradients.dtypes import wide
-from bigbatch.optim.apply_gsnr import Layer, Rule, apply_gsnr
+from bigbatch.optim.apply_gsnr import Layer, apply_gsnr
 from bigbatch.optim.bucket_shards import Bucket, Shard
 from bigbatch.optim.functional import share_out_of_range
+from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened, squared_norm
 
 
 class BucketPipeline:
-    """A step's.
+    """The reduction of one step.
 
     Attributes:
         done: whether every bucket was taken.
-        told: of each parameter what `apply_gsnr` tells, over all ranks, where the rule is watched.
+        layers: of each parameter what `apply_gsnr` returns, over all ranks, where r is watched.
         squares: |g|^2 of each parameter of the model, when done.
-        out_of_range: of each layer that is here, the shares of M2 that are, where that is asked.
-        live: elements whose groups do not agree to rounding; at least 1 where that is not known.
+        out_of_range: of each layer on this rank, the share of M2 that is, where that is checked.
+        live: elements whose groups do not agree to rounding; at least 1 where that is unknown.
 
     Args:
-        rule: the optimizer.
+        state: of the optimizer.
         group: of the ranks.
         weights: of each rank's micro-batches.
         k: how many groups are compared.
@@ -43,7 +44,7 @@ class BucketPipeline:
 
     def __init__(
         self,
-        rule: Rule,
+        state: GsnrState,
         group: dist.ProcessGroup,
         weights: list[float],
         k: int,
@@ -54,28 +55,28 @@ class BucketPipeline:
     ) -> None:
         self.done = False
         self.k = k
-        self.told: dict[Tensor, Tensor] = {}
+        self.layers: dict[Tensor, Tensor] = {}
         self.squares: dict[Tensor, Tensor] = {}
         self.out_of_range: list[tuple[Tensor, Tensor]] = []
         self.live = torch.zeros(())
-        self._rule, self._group, self._weights = rule, group, weights
+        self._state, self._group, self._weights = state, group, weights
         self._sends_m2, self._m2_dtype, self._fused = sends_m2, m2_dtype, fused
         self._groups = {  # with vr
-            p: group for group in rule.param_groups if group["vr"] for p in group["params"]
+            p: group for group in state.param_groups if group["vr"] for p in group["params"]
         }
         self._flying: list[Bucket] = []
 
     def take(self, shard: Shard, buffer: Tensor) -> Future[Tensor]:
-        """Deals a bucket, and takes those before it a stage further."""
+        """Scatters a bucket, and takes those before it a stage further."""
         m2 = self._m2_of if self._sends_m2 else None
         self._flying.append(Bucket(shard, buffer, m2, self._m2_dtype))
         future = self._flying[-1].future
-        self._advance(folded_but=1, finished_but=2)
+        self._advance(unscaled=1, in_flight=2)
         return future
 
     def end(self, parameters: list[Tensor]) -> None:
-        """Finishes what is on its way, and adds |g|^2 of every parameter up over the ranks."""
-        self._advance(folded_but=0, finished_but=0)
+        """Finishes every bucket, and adds |g|^2 of every parameter up over the ranks."""
+        self._advance(unscaled=0, in_flight=0)
         device = parameters[0].device
         zero = torch.zeros((), dtype=wide(device), device=device)
         squares = torch.stack([self.squares.get(p, zero).to(zero) for p in parameters])
@@ -85,7 +86,7 @@ class BucketPipeline:
 
     def require_all_in(self) -> None:
         """Raises GradientError where a gradient was not reduced, or r is not that of it."""
-        for group in self._rule.param_groups:
+        for group in self._state.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self.squares:
                     raise GradientError(
@@ -99,61 +100,61 @@ class BucketPipeline:
                         "after it was seen; put it on before"
                     )
 
-    def _advance(self, folded_but: int, finished_but: int) -> None:
-        """Folds all buckets but the last so many, and finishes all but so many."""
-        for flying in self._flying[: len(self._flying) - folded_but]:
-            if not flying.folded:
-                self._fold(flying)
-        while len(self._flying) > finished_but:
+    def _advance(self, unscaled: int, in_flight: int) -> None:
+        """Scales all buckets but the last `unscaled`, and finishes all but the last `in_flight`."""
+        for flying in self._flying[: len(self._flying) - unscaled]:
+            if not flying.scaled:
+                self._scale(flying)
+        while len(self._flying) > in_flight:
             self._flying.pop(0).finish()
 
     def _m2_of(self, parameter: Tensor) -> Tensor | None:
-        """M2 of this rank's micro-batches, flat as in the bucket; None where nobody asks for it."""
+        """M2 of this rank's micro-batches, flat as in the bucket; None where its group has no vr."""
         if parameter not in self._groups:
             return None
-        _, m2 = self._rule.moments.of(parameter)
+        _, m2 = self._state.moments.of(parameter)
         return flattened(m2, parameter.stride())
 
-    def _fold(self, flying: Bucket) -> None:
-        """r g on this rank's shard, whence it is gathered."""
+    def _scale(self, flying: Bucket) -> None:
+        """Computes r g on this rank's shard, and starts to gather it."""
         shard, ranks = flying.shard, len(self._weights)
         m2 = flying.receive(self._weights, fused=self._fused)
         shard.mean.div_(ranks)
-        folded = shard.mean.clone()
-        shard.begin(self._groups, self._rule.averages)
-        for group in self._rule.param_groups:
+        scaled = shard.mean.clone()
+        shard.begin(self._groups, self._state.momentum)
+        for group in self._state.param_groups:
             inside = [p for p in shard.parameters if self._groups.get(p) is group]
             if inside:
-                self._fold_group(group, inside, shard, m2, folded)
+                self._scale_group(group, inside, shard, m2, scaled)
         for span in shard.spans:
             square = squared_norm(shard.mean[span.here])
             self.squares[span.parameter] = square + self.squares.get(span.parameter, 0)
-        flying.send_back(folded)
+        flying.send_back(scaled)
 
-    def _fold_group(
-        self, group: dict[str, Any], inside: list[Tensor], shard: Shard, m2: Tensor, folded: Tensor
+    def _scale_group(
+        self, group: dict[str, Any], inside: list[Tensor], shard: Shard, m2: Tensor, scaled: Tensor
     ) -> None:
-        """What of a bucket is in one group."""
+        """Scales what of a bucket is in one parameter group."""
         numbers = {p: number for number, p in enumerate(inside)}
         spans = [span for span in shard.spans if span.parameter in numbers]
         layers = [
-            Layer(shard.mean[s.here], m2[s.here], folded[s.here], *shard.average_of(s, group))
+            Layer(shard.mean[s.here], m2[s.here], scaled[s.here], *shard.average_of(s, group))
             for s in spans
         ]
         of_span = [numbers[span.parameter] for span in spans]
-        joined = _Joined(of_span, len(inside), self._group, folded.device)
+        joined = _Joined(of_span, len(inside), self._group, scaled.device)
         weight = sum(self._weights) / len(self._weights) ** 2  # the means are S / ranks
-        if self._rule.asks:
+        if self._state.warnings.checks_range:
             self.out_of_range += [
                 (span.parameter, share_out_of_range(layer.total, layer.m2, weight))
                 for span, layer in zip(spans, layers, strict=True)
             ]
-        told = apply_gsnr(self._rule.how(group, weight, self.k), layers, joined)
+        rows = apply_gsnr(self._state.options(group, weight, self.k), layers, joined)
         self.live = self.live + (1 if joined.sums is None else joined.sums[:, 1].sum())
-        if self._rule.watch:
-            joined(told)
+        if self._state.watch:
+            joined(rows)
             assert joined.sums is not None
-            self.told.update(zip(inside, joined.sums, strict=True))
+            self.layers.update(zip(inside, joined.sums, strict=True))
 
 
 class _Joined:

@@ -162,7 +162,7 @@ class Bucket:
         self, shard: Shard, buffer: Tensor, m2_of: M2Of | None, m2_dtype: torch.dtype | None
     ) -> None:
         self.shard = shard
-        self.folded = False
+        self.scaled = False
         self.future = future_on(buffer.device)
         self._buffer, self._m2_of = buffer, m2_of
         own = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
@@ -183,13 +183,13 @@ class Bucket:
             self._join(self.shard.pieces[number], rows, here, m2, weights, fused)
         return m2
 
-    def send_back(self, folded: Tensor) -> None:
+    def send_back(self, scaled: Tensor) -> None:
         """Begins to give everybody what was made of the shard."""
-        folded = folded.to(self._buffer.dtype)
+        scaled = scaled.to(self._buffer.dtype)
         for piece, here in zip(self.shard.pieces, self.shard.here, strict=True):
             whole = self._buffer[piece.start : piece.stop]
-            self._gathering.append(piece.gather(folded[here], whole))
-        self.folded = True
+            self._gathering.append(piece.gather(scaled[here], whole))
+        self.scaled = True
 
     def finish(self) -> None:
         """Waits for what the others send, and tells DDP."""

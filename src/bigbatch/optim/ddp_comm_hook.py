@@ -1,4 +1,4 @@
-"""Variance reduction under DistributedDataParallel, inside the all-reduce of the gradients."""
+"""Scales gradients by GSNR inside the all-reduce of DistributedDataParallel."""
 
 import weakref
 from collections.abc import Sequence
@@ -12,12 +12,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError, StateError
-from bigbatch.gradients.ddp import FOLDED
-from bigbatch.gradients.shard_indices import Held, held_in_runs, places_in_memory
-from bigbatch.optim.apply_gsnr import AppliedGsnr, Rule, out_of_range
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.ddp import ReducedShards
+from bigbatch.gradients.shard_indices import ShardIndices, indices_in_runs, places_in_memory
+from bigbatch.optim.apply_gsnr import AppliedGsnr, out_of_range
 from bigbatch.optim.bucket_pipeline import BucketPipeline
 from bigbatch.optim.bucket_shards import Shard, Span, future_on
 from bigbatch.optim.collectives import levels_of, new_group
+from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened
 
 Groups = Literal["all", "ranks"]
@@ -25,12 +27,12 @@ Groups = Literal["all", "ranks"]
 _EPS = 1e-6  # as torch's own clipping has it
 
 
-class DDPCommHook:
-    """A variance-reduced optimizer under DDP: its fold, and the true gradient's norm.
+class DDPCommHook(ReducedShards):
+    """State of the communication hook that scales gradients, and the norm of the mean gradient.
 
     After the last backward of a step `.grad` holds r g on every rank, bit for bit the same. Every
     backward of a step but the last runs under `no_sync`. p of a weight is on one rank;
-    `consolidate` brings it to all before the optimizer's `state_dict()`.
+    `consolidate` gathers it on all before the optimizer's `state_dict()`.
 
     A subscriber of the source of the optimizer's gradients, to know their weights.
     """
@@ -38,31 +40,30 @@ class DDPCommHook:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        rule: Rule,
+        state: GsnrState,
         groups: Groups,
         m2_dtype: torch.dtype | None,
         node_group: dist.ProcessGroup | None,
-        *,
-        fused: bool,
     ) -> None:
         self.ranks = dist.get_world_size(ddp.process_group)
         self.by_ranks = groups == "ranks"
-        self.layout = 0
-        self.early = False  # whether the next reduction is to leave each rank its own gradient
-        # DDP keeps this for as long as it lives, out of the garbage collector's sight
-        self._ddp, self._rule_ref = weakref.ref(ddp), weakref.ref(rule)
+        self._ddp = weakref.ref(ddp)  # which keeps this, out of the garbage collector's sight
+        self._gsnr: GsnrState | None = state  # until its optimizer is gone
         self._group: dist.ProcessGroup = ddp.process_group
         self._levels = levels_of(ddp.process_group, node_group)
-        self._m2_dtype, self._fused = m2_dtype, fused
-        self._refusal = ""  # of the present step
-        self._taken = False  # whether that is done
+        self._m2_dtype = m2_dtype
+        self._refusal = ""  # of the current step
+        self._taken = False  # whether step() has used it
         self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
-        self._of: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
-        self._reduction: BucketPipeline | None = None  # of the present step
+        self._spans: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
+        self._reduction: BucketPipeline | None = None  # of the current step
         self._host = _host_group(ddp)
         ddp.register_comm_hook(self, gsnr_hook)
-        FOLDED[ddp] = self
+
+    def release(self) -> None:
+        """The optimizer is gone: the next step is refused."""
+        self._gsnr = None
 
     # what users ask
 
@@ -74,7 +75,7 @@ class DDPCommHook:
             GradientError: the present step has not been reduced.
         """
         squares_of = self._require_done("grad_norm").squares
-        trained = {p for group in self._rule.param_groups for p in group["params"]}
+        trained = {p for group in self._state.param_groups for p in group["params"]}
         squares = [square for p, square in squares_of.items() if p in trained]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
@@ -90,29 +91,37 @@ class DDPCommHook:
         norm = self.grad_norm
         if scaler is not None:
             norm = norm / scaler.scale(torch.ones_like(norm))
-        trained = (p.grad for group in self._rule.param_groups for p in group["params"])
+        trained = (p.grad for group in self._state.param_groups for p in group["params"])
         grads = [grad for grad in trained if grad is not None]
         share = (max_norm / (norm + _EPS)).clamp(max=1.0)
         with torch.no_grad():
             torch._foreach_mul_(grads, share)
-        self.scale(share)
+        self.scaled(share)
         return norm
 
     def consolidate(self) -> None:
-        """Brings p of every weight to every rank, for `state_dict()`. Collective."""
+        """Gathers p of every parameter on every rank, for `state_dict()`. Collective."""
         for _, shard in sorted(self._shards.items()):
-            shard.bring(self._rule.averages)
+            shard.bring(self._state.momentum)
 
     def __reduce__(self) -> Any:
         """A copy of the DDP model is not attached."""
         return _nobody, ()
 
-    # what the optimizer asks
+    # where gradients are scaled
 
     @property
-    def waits(self) -> bool:
-        """Whether a step was folded and not taken."""
-        return self.done and not self._taken
+    def subscribers(self) -> list[Subscriber]:
+        """This hook, for weights; the moments too, where a rank has several micro-batches."""
+        return [self] if self.by_ranks else [self, self._state.moments]
+
+    def bind(self, source: GradientSource) -> None:
+        """Under no_sync `.grad` is this rank's sum, which the moments read."""
+        self._state.moments.lender = source
+
+    def is_pending(self, source: GradientSource) -> bool:
+        """Whether there are gradients that no step has used."""
+        return source.micro_batches > 0 or (self.done and not self._taken)
 
     def keeps(self, parameter: Tensor) -> bool:
         """Whether p of it is spread over the ranks."""
@@ -122,11 +131,11 @@ class DDPCommHook:
         """Whether it folds in that model."""
         return self._ddp() is ddp
 
-    def commit(self, *, asks: bool) -> AppliedGsnr:
-        """The step is taken, and p with it.
+    def apply(self, source: GradientSource) -> AppliedGsnr:
+        """Takes what the last reduction has scaled, and p with it.
 
-        Args:
-            asks: whether to look if all groups agree, which waits for the device.
+        Raises:
+            GradientError: the step was not reduced, was refused, or is taken already.
         """
         done = self._require_done("step()")
         if self._taken:
@@ -134,54 +143,55 @@ class DDPCommHook:
         done.require_all_in()
         self._taken = True
         for shard in self._shards.values():
-            shard.commit(self._rule.averages)
-        agree = asks and not done.live.any() and bool(self.grad_norm)
+            shard.commit(self._state.momentum)
+        checks = self._state.warnings.checks_agreement
+        agree = checks and not done.live.any() and bool(self.grad_norm)
         shares = done.out_of_range
-        lost = out_of_range([p for p, _ in shares], [share for _, share in shares])
-        return AppliedGsnr(done.k, done.told, agree, lost)
+        bad_layers = out_of_range([p for p, _ in shares], [share for _, share in shares])
+        return AppliedGsnr(done.k, done.layers, agree, bad_layers)
 
     def forget(self) -> None:
         """p is the optimizer's own from here on, whole on every rank."""
         self._shards.clear()
-        self._of.clear()
+        self._spans.clear()
         self.layout += 1
 
     def require_consolidated(self) -> None:
         """Raises StateError where p is on the ranks that compute it only."""
-        averages = self._rule.averages
+        averages = self._state.momentum
         if not all(shard.is_brought(averages) for shard in self._shards.values()):
             raise StateError(
                 "p, the average of r, is spread over the ranks: call optimizer.attached."
                 "consolidate() on every rank before state_dict(), which sends nothing"
             )
 
-    # what the source asks
+    # where the mean gradient is
 
     @property
     def done(self) -> bool:
-        """Whether the present step is folded."""
+        """Whether `.grad` of the current step is r g."""
         return self._reduction is not None and self._reduction.done
 
     def local(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient of a parameter, flat; before r."""
-        parts = [shard.mean[span.here] for shard, span in self._of.get(parameter, ())]
+        parts = [shard.mean[span.here] for shard, span in self._spans.get(parameter, ())]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else parameter.new_zeros(0)
 
-    def piece(self, parameter: Tensor, whole: Tensor) -> Tensor:
+    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
         flat = flattened(whole, parameter.stride())
-        parts = [flat[span.there] for _, span in self._of.get(parameter, ())]
+        parts = [flat[span.there] for _, span in self._spans.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
 
-    def held(self, parameter: Tensor, count: int) -> Held:
+    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a parameter are among them."""
-        runs = [span.there for _, span in self._of.get(parameter, ())]
+        runs = [span.there for _, span in self._spans.get(parameter, ())]
         places = places_in_memory(count, parameter.shape, parameter.stride())
-        return held_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
+        return indices_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
 
-    def scale(self, factor: float | Tensor) -> None:
+    def scaled(self, factor: float | Tensor) -> None:
         """The gradients were multiplied."""
         if self._reduction is not None:
             for square in self._reduction.squares.values():
@@ -209,16 +219,16 @@ class DDPCommHook:
     @torch.no_grad()
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Takes DDP's next bucket."""
-        if bucket.index() == 0 and not self.early:
+        if bucket.index() == 0 and not self.unreduced:
             self._start()
-        if self.early or self._reduction is None:
+        if self.unreduced or self._reduction is None:
             buffer = bucket.buffer()
-            if not self.early:  # the mean, for whatever else steps along it
+            if not self.unreduced:  # the mean, for whatever else steps along it
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self.ranks)
-            unfolded = future_on(buffer.device)
-            unfolded.set_result(buffer)
-            return unfolded
+            future = future_on(buffer.device)
+            future.set_result(buffer)
+            return future
         future = self._reduction.take(self._shard_of(bucket), bucket.buffer())
         if bucket.is_last():
             shards = [shard for _, shard in sorted(self._shards.items())]
@@ -226,30 +236,30 @@ class DDPCommHook:
         return future
 
     def _start(self) -> None:
-        """Tells the other ranks of this one's micro-batches; a refusal is everybody's.
+        """Exchanges the ranks' micro-batches and weights; all ranks refuse a step alike.
 
-        It is raised by `step()`: an error in the middle of a backward would break DDP. What is
-        refused is averaged.
+        `step()` raises the error: one in the middle of a backward would break DDP. A refused step
+        is averaged.
         """
-        ddp, rule = self._ddp(), self._rule_ref()
+        ddp, state = self._ddp(), self._gsnr
         joining = ddp is not None and bool(ddp._join_config.enable)
         again = self._reduction is not None or bool(self._refusal)
-        facts = [*self._own, again, joining, rule is None]
-        mine = torch.tensor(facts, dtype=torch.float64, device="cpu")
-        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(rows, mine, group=self._host)
+        message = [*self._own, again, joining, state is None]
+        sent = torch.tensor(message, dtype=torch.float64, device="cpu")
+        rows = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(rows, sent, group=self._host)
         counts, weights, *wrong = torch.stack(rows).T.tolist()
         k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
         self._reduction, self._refusal = None, self._refusal_of(k, *map(any, wrong))
-        if rule is not None and not self._refusal:
+        if state is not None and not self._refusal:
             self._reduction = BucketPipeline(
-                weakref.proxy(rule),
+                state,
                 self._group,
                 weights,
                 k,
                 sends_m2=not self.by_ranks and max(counts) > 1,
                 m2_dtype=self._m2_dtype,
-                fused=self._fused,
+                fused=state.fused is not False,
             )
 
     def _refusal_of(self, k: int, again: bool, joining: bool, gone: bool) -> str:
@@ -278,7 +288,7 @@ class DDPCommHook:
         shard = self._shards.get(index)
         if shard is None or not shard.is_of(parameters, bucket.buffer()):
             for number in sorted(n for n in self._shards if n >= index):
-                self._shards.pop(number).bring(self._rule.averages)
+                self._shards.pop(number).bring(self._state.momentum)
             start = bucket.buffer().storage_offset()
             places = [
                 (p, g.storage_offset() - start)
@@ -286,10 +296,10 @@ class DDPCommHook:
             ]
             shard = self._shards[index] = Shard(places, bucket.buffer(), self._levels)
             self.layout += 1
-            self._of.clear()
+            self._spans.clear()
             for each in self._shards.values():
                 for span in each.spans:
-                    self._of.setdefault(span.parameter, []).append((each, span))
+                    self._spans.setdefault(span.parameter, []).append((each, span))
         return shard
 
     def _require_done(self, what: str) -> BucketPipeline:
@@ -302,14 +312,13 @@ class DDPCommHook:
         return self._reduction
 
     @property
-    def _rule(self) -> Rule:
-        rule = self._rule_ref()
-        assert rule is not None  # or the step is refused
-        return rule
+    def _state(self) -> GsnrState:
+        assert self._gsnr is not None  # or the step is refused
+        return self._gsnr
 
 
 def _nobody() -> None:
-    """What a copy is attached to."""
+    """The hook of a copy."""
 
 
 def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
@@ -321,14 +330,14 @@ def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
 
 
 def gsnr_hook(state: DDPCommHook, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """DDP's communication hook, whose state is the attachment."""
+    """DDP's communication hook."""
     return state.reduce(bucket)
 
 
 def require_attachable(
     ddp: Any, parameters: Sequence[Tensor], groups: str, m2_dtype: torch.dtype | None
 ) -> None:
-    """Raises SettingError where an optimizer cannot fold under this wrapper."""
+    """Raises SettingError where gradients cannot be scaled under this wrapper."""
     if groups not in ("all", "ranks"):
         raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
     if m2_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):

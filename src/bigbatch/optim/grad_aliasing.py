@@ -51,7 +51,7 @@ class GradAliasing:
             if kept is None:
                 self._intact = able
             elif able:  # what is kept should be in `.grad` too
-                self._intact = torch.equal(kept, source.sum_of(p))
+                self._intact = torch.equal(kept, source.grad_sum(p))
         if self._borrows and not self._intact:
             warnings.warn(
                 "gradients were changed between backward() and step() or by a hook, as they were "

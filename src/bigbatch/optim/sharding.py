@@ -11,10 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from bigbatch.errors import GradientError, SettingError
+from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
 
 Join = Callable[[Tensor], None]
+
+_UNSHARED = (
+    "on {ranks} ranks does not know who shares the gradients, so weights would drift apart: under "
+    "DDP call optimizer.attach(ddp_model) once; under fully_shard make the optimizer after it, and "
+    "before any forward"
+)
 
 
 def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
@@ -26,7 +32,7 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
-        return _LeafGradientSource(parameters, optimizer)
+        return SingleProcessSource(parameters, unshared=f"{optimizer} {_UNSHARED}")
     from bigbatch.gradients.device_mesh import require_one_mesh
     from bigbatch.gradients.sharded import ShardedSource
 
@@ -37,22 +43,6 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
         )
     require_one_mesh(sharded)
     return ShardedSource(parameters)
-
-
-class _LeafGradientSource(SingleProcessSource):
-    """Leaf hooks see what one process computes; on more ranks they would let weights drift."""
-
-    def __init__(self, parameters: Iterable[Tensor], optimizer: str) -> None:
-        self._optimizer = optimizer
-        super().__init__(parameters)
-
-    def _require_known_ranks(self) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise GradientError(
-                f"{self._optimizer} on {dist.get_world_size()} ranks was not told who shares the "
-                "gradients: under DDP call optimizer.attach(ddp_model) once; under fully_shard "
-                "make the optimizer after it, and before any forward"
-            )
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
-"""Variance-reduced gradient descent: fold r into the gradient, then the base optimizer's step."""
+"""Variance-reduced gradient descent: scale the gradient by r, then the base optimizer's step."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -12,14 +13,14 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.ddp import DDPSource
+from bigbatch.gradients.ddp import DDPReducer, DDPSource
 from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
 from bigbatch.optim.base_optimizers import require_base
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_kinds, require_valid
-from bigbatch.optim.gsnr_warnings import GsnrWarnings
+from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
@@ -101,40 +102,36 @@ class VarianceReduced(Optimizer):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         require_kernels(fused)
         self.base = base
-        self.watch = watch
         self.gsnr: LayerGsnr | None = None  # of the last step, where watch is on
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
         require_base(base, self._own)
-        self._factor = factor
-        self._fused, self._compiled = fused, compiled
         self.attached: DDPCommHook | None = None  # to a DDP model
-        self.averages = GsnrMomentum()
-        self._scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
-        self.moments = GradientMoments(self._scaled.keys(), fused=fused is not False)
-        self._local = LocalStep(self, self._scaled.keys())
-        self._doubts = GsnrWarnings()
+        self._state = GsnrState(
+            base, type(self).__name__, factor=factor, watch=watch, fused=fused, compiled=compiled
+        )
         self._step_base = BaseStep(base, warns=not self._chooses_fused)
         # torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
             self._adopt(group)
-        self._source: GradientSource = source_of(self._scaled, type(self).__name__)
-        self._source.subscribe(self.moments)
-        self._subscribed: list[Subscriber] = [self.moments]
+        self._subscribers: list[Subscriber] = []
+        self._source: GradientSource = source_of(self._state.scaled, type(self).__name__)
+        self._scaling: GradientScaling = LocalStep(self._state)
+        self.bind(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self._own.items() if name != "vr"}
-        options = {**own, "factor": self._factor, "watch": self.watch}
-        options |= {"fused": self._fused, "compiled": self._compiled}
+        names = ("factor", "watch", "fused", "compiled")
+        options = own | {name: getattr(self._state, name) for name in names}
         self._require_consolidated()
-        return {"base": self.base, "options": options, "averages": self.averages}
+        return {"base": self.base, "options": options, "momentum": self._state.momentum}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "base" not in state:
             super().__setstate__(state)
             return
         VarianceReduced.__init__(self, state["base"], **state["options"])
-        self.averages = state["averages"]
+        self._state.momentum = state["momentum"]
 
     # the base optimizer's, under our name
 
@@ -150,7 +147,7 @@ class VarianceReduced(Optimizer):
         if not averaging:
             return self.base.state
         averaged = {p for group in averaging for p in group["params"]}
-        return StateWithGsnrMomentum(self.base.state, self.averages, averaged)
+        return StateWithGsnrMomentum(self.base.state, self._state.momentum, averaged)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer and watches its gradients."""
@@ -160,7 +157,7 @@ class VarianceReduced(Optimizer):
         except SettingError:
             self.base.param_groups.pop()
             raise
-        self._source.add(self._scaled)
+        self._source.add(self._state.scaled)
 
     # one step
 
@@ -172,7 +169,7 @@ class VarianceReduced(Optimizer):
         m2_dtype: torch.dtype | None = None,
         node_group: dist.ProcessGroup | None = None,
     ) -> DDPCommHook:
-        """Folds inside the all-reduce of a DDP model. Collective, and once; before training.
+        """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
         Where every rank has one micro-batch a step it sends what a plain all-reduce does, and a
         quarter more where they have several (in float32 M2 half as much more). After the last
@@ -194,65 +191,60 @@ class VarianceReduced(Optimizer):
         Source:
             docs/decisions/0009.
         """
-        require_attachable(ddp, list(self._scaled), groups, m2_dtype)
+        scaled = self._state.scaled
+        require_attachable(ddp, list(scaled), groups, m2_dtype)
         if self.attached is not None:
-            self.attached.consolidate()  # p goes to the new one
-        self.attached = DDPCommHook(
-            ddp, self, groups, m2_dtype, node_group, fused=self._fused is not False
-        )
-        self.follow(DDPSource(ddp, self._scaled))
+            self.attached.consolidate()  # p moves to the new hook
+        self.attached = DDPCommHook(ddp, self._state, groups, m2_dtype, node_group)
+        weakref.finalize(self, self.attached.release).atexit = False
+        self.bind(DDPSource(ddp, scaled), self.attached)
         return self.attached
 
-    @property
-    def shards(self) -> GradientSource | None:
-        """Whence its gradients come where a micro-batch is that of all ranks together."""
-        return self._source if self._source.joined else None
+    def reduced_source(self) -> GradientSource | None:
+        """Its own gradients, where a micro-batch is that of all ranks together (fully_shard)."""
+        return self._source if self._source.reducer.reduces_each_backward else None
 
-    def share(self, source: GradientSource) -> None:
-        """Takes part in a loop whose gradients come from `source`, on one rank or many.
+    def bind_to_loop(self, source: GradientSource) -> None:
+        """Reads its gradients from the source of a training loop, on one rank or many.
 
         Raises:
             SettingError: it is attached to another DDP model.
         """
-        if self.shards is not None:
+        if self.reduced_source() is not None:
             self._source.explicit = True
             return
-        if isinstance(source, DDPSource) and source.ranks > 1 and self.attached is None:
-            self.attach(source.ddp)
-        if self.attached is not None and not (
-            isinstance(source, DDPSource) and self.attached.is_of(source.ddp)
-        ):
+        ddp = source.reducer.ddp if isinstance(source.reducer, DDPReducer) else None
+        if ddp is not None and source.ranks > 1 and self.attached is None:
+            self.attach(ddp)
+        if self.attached is not None and (ddp is None or not self.attached.is_of(ddp)):
             raise SettingError(
                 f"{type(self).__name__} is attached to another DDP model than the one that is "
                 "trained; attach it to that, or let AdaptiveBatch do so"
             )
-        self.follow(source)
+        self.bind(source)
 
-    def follow(self, source: GradientSource) -> None:
-        """Takes its gradients from `source` instead of hooks of its own."""
-        for subscriber in self._subscribed:
-            self._source.unsubscribe(subscriber)
-        self._source = source
-        self._local.borrowed.stop()
-        self._subscribed = [self.moments]
-        if self.attached is not None:
-            self.moments.lender = source  # under no_sync .grad is this rank's sum
-            self._subscribed = (
-                [self.attached] if self.attached.by_ranks else [self.attached, self.moments]
-            )
-        for subscriber in self._subscribed:
-            source.subscribe(subscriber)
-
-    def serve(self, source: GradientSource, apply_gsnr: Callable[[], AppliedGsnr]) -> None:
-        """For an engine that calls the base optimizer's step itself, over tensors of its own.
+    def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
+        """Reads its gradients from `source`.
 
         Args:
-            source: of the micro-batches; it has their sums too.
-            apply_gsnr: scales those tensors, just before that step.
+            source: of the micro-batches.
+            scaling: where gradients are multiplied by r; None: where they were until now.
         """
-        self.follow(source)
-        self.moments.lender = source
-        self.base.register_step_pre_hook(lambda *_: self._tell(apply_gsnr()))
+        for subscriber in self._subscribers:
+            self._source.unsubscribe(subscriber)
+        self._source = source
+        self._scaling = scaling or self._scaling
+        self._scaling.bind(source)
+        self._subscribers = self._scaling.subscribers
+        for subscriber in self._subscribers:
+            source.subscribe(subscriber)
+
+    def scale_gradients(self) -> None:
+        """Multiplies the gradients by r, before the base optimizer's step.
+
+        `step()` does so. An engine that steps the base optimizer by itself calls it just before.
+        """
+        self._report(self._scaling.apply(self._source))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the gradients; the micro-batches seen so far are forgotten."""
@@ -267,7 +259,7 @@ class VarianceReduced(Optimizer):
 
     @_disable_dynamo  # torch.compiler.disable would import the compiler
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Folds r into the gradients and lets the base optimizer step.
+        """Multiplies the gradients by r and lets the base optimizer step.
 
         Args:
             closure: computes the loss and calls `backward()` at least twice; called once. Where
@@ -280,14 +272,9 @@ class VarianceReduced(Optimizer):
             if all(parameter.grad is None for parameter in self._parameters()):
                 self._source.restart()
                 return loss
-        attached = self.attached
-        begun = self._source.micro_batches or (attached is not None and attached.waits)
-        if self._scaled and (begun or not self._changes_nothing()):
-            asks = self._doubts.ask_agreement
-            if attached is not None:
-                self._tell(attached.commit(asks=asks))
-            else:
-                self._tell(self._local.apply_gsnr(self._source, asks=asks))
+        pending = self._scaling.is_pending(self._source)
+        if self._state.scaled and (pending or not self._changes_nothing()):
+            self.scale_gradients()
         else:
             self._make_state()
         self._step_base()
@@ -304,14 +291,14 @@ class VarianceReduced(Optimizer):
             for parameter in group["params"] if group["vr"] else ():
                 kept = self.attached is not None and self.attached.keeps(parameter)
                 if group["beta3"] is not None and parameter.grad is not None and not kept:
-                    self.averages.make(parameter)
+                    self._state.momentum.make(parameter)
 
-    def _tell(self, done: AppliedGsnr) -> None:
-        """Keeps what was done to each layer, and warns of what makes it doubtful."""
-        self._doubts.warn(done, self._named)
-        if self.watch:
-            named = [(name, p) for name, p in self._named() if p in done.told]
-            rows = [done.told[p].to(done.told[named[0][1]]) for _, p in named]
+    def _report(self, done: AppliedGsnr) -> None:
+        """Warns of what makes r doubtful, and keeps what it did to each layer."""
+        self._state.warnings.warn(done, self._named)
+        if self._state.watch:
+            named = [(name, p) for name, p in self._named() if p in done.layers]
+            rows = [done.layers[p].to(done.layers[named[0][1]]) for _, p in named]
             self.gsnr = LayerGsnr(
                 [name for name, _ in named],
                 [p.numel() for _, p in named],
@@ -320,23 +307,23 @@ class VarianceReduced(Optimizer):
             )
 
     @property
-    def asks(self) -> bool:
-        """Whether the present step is searched for layers whose M2 is out of range."""
-        return self._doubts.ask_range
+    def moments(self) -> GradientMoments:
+        """Of this rank's micro-batches."""
+        return self._state.moments
 
-    def how(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
-        """The settings of a group's fold, in a step of k micro-batches of so much weight."""
-        return GsnrOptions(
-            self._factor,
-            group["gamma"],
-            group["r_max"],
-            group["beta3"] or 0.0,
-            weight,
-            k,
-            self.watch,
-            fused=self._fused is not False,
-            compiled=self._compiled,
-        )
+    def options(self, group: dict[str, Any]) -> GsnrOptions:
+        """How the gradients of a group are scaled in this step."""
+        return self._state.options(group, self.moments.weight, self.moments.micro_batches)
+
+    @property
+    def watch(self) -> bool:
+        """Whether `gsnr` is kept."""
+        return self._state.watch
+
+    def describe(self) -> str:
+        """Class, base optimizer and factor: what must be equal on all ranks."""
+        factor = self._state.factor
+        return f"{type(self).__name__} of {type(self.base).__name__}, factor={factor!r}"
 
     def train(self) -> None:
         """Before steps: what a schedule-free base has to be told; nothing with any other."""
@@ -374,7 +361,7 @@ class VarianceReduced(Optimizer):
             index: dict(state) if isinstance(state, dict) else state  # some count steps there
             for index, state in packed["state"].items()
         }
-        self.averages.add_to(packed, self._parameters())
+        self._state.momentum.add_to(packed, self._parameters())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -387,14 +374,14 @@ class VarianceReduced(Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        averages = GsnrMomentum()
-        rest = averages.take_from(state_dict, self._parameters())
+        momentum = GsnrMomentum()
+        rest = momentum.take_from(state_dict, self._parameters())
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
         self.base.load_state_dict(rest)
         for group, mine in zip(self.base.param_groups, own, strict=True):
             for name, value in mine.items():
                 group.setdefault(name, value)
-        self.averages = averages
+        self._state.momentum = momentum
         if self.attached is not None:
             self.attached.forget()
         self._source.restart()
@@ -428,14 +415,6 @@ class VarianceReduced(Optimizer):
             group.setdefault(name, default)
         require_kinds(group, type(self))
         setting("vr", group["vr"], bool)
-        require_valid(group, self._factor)
+        require_valid(group, self._state.factor)
         if group["vr"]:
-            self._scaled.update(dict.fromkeys(group["params"]))
-
-
-def kind_of(optimizer: Optimizer) -> str:
-    """Class of an optimizer, and the base and factor of a variance-reduced one."""
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, VarianceReduced):
-        return name
-    return f"{name} of {type(optimizer.base).__name__}, factor={optimizer._factor!r}"
+            self._state.scaled.update(dict.fromkeys(group["params"]))

@@ -91,7 +91,7 @@ class StepAccumulators:
     @torch.no_grad()
     def of_grad(self) -> Tensor:
         """|.grad|^2 of this rank's pieces, by layer (L,)."""
-        grads = ((p, self._source.local(p)) for p in self._source.parameters)
+        grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
         return self.norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
 
     @property

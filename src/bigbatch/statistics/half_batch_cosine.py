@@ -56,8 +56,8 @@ class HalfBatchCosine:
         for parameter in self._source.parameters:
             if not parameter.requires_grad:
                 continue
-            grad, signed = self._source.local(parameter), self._summed(parameter)
-            piece = self._source.piece(parameter, signed).reshape(-1)
+            grad, signed = self._source.local_grad(parameter), self._summed(parameter)
+            piece = self._source.shard(parameter, signed).reshape(-1)
             dot = (
                 piece.new_zeros(()) if grad is None else piece.dot(grad.reshape(-1).to(piece.dtype))
             )
@@ -80,6 +80,8 @@ class HalfBatchCosine:
         signed = self._signed.get(parameter)
         if signed is None:
             kind = torch.promote_types(parameter.dtype, torch.float32)
-            signed = torch.zeros(self._source.shape(parameter), dtype=kind, device=parameter.device)
+            signed = torch.zeros(
+                self._source.reducer.shape(parameter), dtype=kind, device=parameter.device
+            )
         self._source.all_reduce(signed)
         return signed

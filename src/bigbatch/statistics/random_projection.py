@@ -87,7 +87,7 @@ class ProjectionProbe:
         self._source = source
         self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
         self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_held_of`
-        self._layout = source.layout  # which they are of
+        self._layout = source.reducer.layout  # which they are of
         self._elements = torch.zeros(0, dtype=torch.int8)  # until `_choose`
         self.begin()
 
@@ -99,7 +99,7 @@ class ProjectionProbe:
 
     def _choose(self) -> None:
         """Sixteen of those that are trained now, from the first to the last."""
-        shape = self._source.shape
+        shape = self._source.reducer.shape
         trained = [p for p in self._source.parameters if p.requires_grad and shape(p).numel()]
         gaps = max(1, min(_PROBED, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
@@ -136,16 +136,16 @@ class ProjectionProbe:
     def of_grad(self) -> Tensor:
         """The projections of this rank's pieces of `.grad`, (8,)."""
         self._elements.zero_()
-        if self._layout != self._source.layout:
-            self._layout = self._source.layout
+        if self._layout != self._source.reducer.layout:
+            self._layout = self._source.reducer.layout
             self._held.clear()
         for parameter, place in self._places.items():
-            grad = self._source.local(parameter)
+            grad = self._source.local_grad(parameter)
             if grad is not None:
                 if parameter not in self._held:
                     self._held[parameter] = self._held_of(parameter, grad.device)
                 there, here = self._held[parameter]
-                head = _head(grad, self._source.shape(parameter))
+                head = _head(grad, self._source.reducer.shape(parameter))
                 self._put(place.start + here, head[there])
         return self._projections()
 
@@ -158,8 +158,8 @@ class ProjectionProbe:
 
     def _held_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the probed elements that this rank holds are in its piece, and their numbers."""
-        count = min(_ELEMENTS, self._source.shape(parameter).numel())
-        there, numbers = self._source.held(parameter, count)
+        count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
+        there, numbers = self._source.shard_indices(parameter, count)
         return moved(there, device), moved(numbers, self._elements.device)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL, full
-from bigbatch.gradients.protocols import GradientSource
+from bigbatch.gradients.source import GradientSource
 from bigbatch.kernels import native
 
 _PIECE = 1 << 16  # elements, of 256 KB in float32
@@ -127,7 +127,9 @@ class GradientMoments:
         self._catch_up(moment, total, self._before)
         weight, adds = self.weight - self._before, moment.total is not None
         if self.lender is not None and not adds and total is held and total.is_cpu:
-            adds = self.lender.absorb(parameter)  # in one pass with M2; GPUs have several anyway
+            adds = self.lender.defer_accumulation(
+                parameter
+            )  # in one pass with M2; GPUs have several anyway
         _add(gradient, weight, total, moment.m2, self._before, fused=self._fused, adds=adds)
 
     def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
@@ -143,7 +145,7 @@ class GradientMoments:
         if moment.total is not None:
             return moment.total
         assert self.lender is not None
-        return self.lender.sum_of(parameter)
+        return self.lender.grad_sum(parameter)
 
     def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
         """Counts the micro-batches that missed the parameter since its last gradient."""

@@ -1,12 +1,9 @@
 """Measure, decide, act, around the user's own loop."""
 
 import math
-import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any, NoReturn
 
 from torch import Tensor, nn
@@ -18,33 +15,31 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.micro_batches import Cut
-from bigbatch.data.rank_consistency import HostCollectives, checksum
-from bigbatch.data.rank_facts import facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import LengthError, LoopError, SettingError, StateError
-from bigbatch.gradients import GradientSource, parameters_of
+from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
-from bigbatch.optim.variance_reduced import VarianceReduced, kind_of
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import Least, PlanConstraints
-from bigbatch.policies.policy import Decision, Policy
+from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import ELSEWHERE, Count, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.lr_changes import LRChanges
 from bigbatch.training.lr_scaling import LRScaling
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.optimizer_checks import require_steppable
-from bigbatch.training.step import Common, Step, trained_by
-from bigbatch.training.step_record import StepRecord, StepStatistics
-from bigbatch.training.update import Update
+from bigbatch.training.step import Step, trained_by
+from bigbatch.training.step_record import StepRecord
+from bigbatch.training.update import StepContext, Update
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 
 _NOT_ENDED = (
-    "the last step was not finished: call step.update() at its end; where it failed, load a state "
-    "from before it"
+    "step.update() was not called for the last step; call it at the end of each step, and after an "
+    "exception load an earlier checkpoint"
 )
 
 
@@ -112,58 +107,40 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        self._slots = ReplacementCheck(model)
-        self._share_source(self.meter)
-        self._shards = shards_of(optimizer)
-        self._agreement = HostCollectives(self.meter.source)
+        self._reader = micro_batch_optimizer(optimizer)
+        self._parameters = ReplacementCheck(model)
+        self._bind_source()
+        self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
-        self.batches.share(self._agreement, lockstep=self.meter.source.lockstep)
+        self.batches.share(self._collectives, lockstep=self.meter.source.reducer.lockstep)
         if not isinstance(policy, Controller) and batch_size is None:
-            batch_size = getattr(policy, "batch_size", None) or self._loaders_size()
+            batch_size = getattr(policy, "batch_size", None) or self._loader_batch_size()
         sized = batch_size or isinstance(policy, Controller)
-        self._cutting = PlanConstraints(
+        constraints = PlanConstraints(
             self.batches.virtual_ranks,
             _micro_batch(micro_batch or self.batches.batch_size, sized=bool(sized)),
             fixed_micro_batch,
-            self._least_micro_batches(min_micro_batches),
+            self._min_micro_batches(min_micro_batches),
         )
-        self.controller = self._cutting.controller(
+        self.controller = constraints.controller(
             policy, batch_size, base_batch, self.batches.samples
         )
-        ranks = self.batches.virtual_ranks
-        self._update = Update(optimizer, scaler, self.controller, lr_scaling, ranks)
-        self._rates = LRChanges(optimizer, speaks=self._agreement.rank == 0)
-        self.scheduler = scheduler
-        self.plan = self._fit(self.controller.decision)
-        self._settings = {
-            "micro_batch": repr(self._cutting.micro),
+        self._constraints = constraints
+        settings = {
+            "micro_batch": repr(constraints.micro),
             "fixed_micro_batch": repr(fixed_micro_batch),
-            "min_micro_batches": repr(self._cutting.least),
-            "lr_scaling": self._update.rule,
+            "min_micro_batches": repr(constraints.least),
             "remainder": repr(self.batches.remainder),
             "order": self.batches.order,
-            "virtual_ranks": repr(ranks),
+            "virtual_ranks": repr(self.batches.virtual_ranks),
         }
-        advice = self._give_advice()
-        self._losses = LossCheck(speaks=self._agreement.rank == 0, scales=scaler is not None)
-        train = partial(_still_there, weakref.ref(self))
-        self._common = Common(
-            self.meter,
-            optimizer,
-            scaler,
-            self._shards,
-            advice,
-            self._losses,
-            lambda: train()._tell(),
-            lambda reading: train()._finish(reading),
-            self._update.step_optimizer,
-            lambda: train()._update.record,
+        self._context = self._build_context()
+        self._update = Update(
+            self._context, self.batches, self.controller, constraints, lr_scaling, settings
         )
+        self.scheduler = scheduler
         self._step: Step | None = None
-        self._per_sample: float | None = None  # weight of a sample in the last step
-        self._seconds_before = 0.0
-        self._started = time.perf_counter()
-        self._require_agreement("their settings")
+        self._update.require_equal_ranks("their settings")
 
     @property
     def epoch(self) -> int:
@@ -189,6 +166,11 @@ class AdaptiveBatch:
     def record(self) -> StepRecord | None:
         """Of the last step; None before the first."""
         return self._update.record
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How the next step is cut into micro-batches."""
+        return self._update.plan
 
     @property
     def lr_factor(self) -> float:
@@ -219,7 +201,7 @@ class AdaptiveBatch:
     @property
     def elapsed_seconds(self) -> float:
         """Time spent training, over all resumptions."""
-        return self._seconds_before + time.perf_counter() - self._started
+        return self._update.elapsed_seconds
 
     def base_steps(self, epochs: float) -> int:
         """How often the scheduler is advanced in so many epochs: samples / base batch, rounded up.
@@ -239,7 +221,7 @@ class AdaptiveBatch:
     def planned(self, batch_size: int) -> BatchPlan:
         """How a measured step of so many samples would be cut, within the bounds."""
         bounds = self.controller.min_batch, self.controller.max_batch
-        return self._cutting.plan(batch_size, *bounds)
+        return self._constraints.plan(batch_size, *bounds)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs still to do of `total`; a resumed run begins with the one it was in."""
@@ -258,13 +240,13 @@ class AdaptiveBatch:
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_none_begun()
-        self._require_agreement("where the run stands")
+        self._update.begin_pass()
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
-        while (cut := self._cut()) is not None:
+        while (cut := self._next_cut()) is not None:
             self._watch_trained()
-            self._step = Step(cut, self._common, self._per_sample)
+            self._step = Step(cut, self._context, self._update)
             yield self._step
             empty = False
             if self._step is not None and not self._step.ended:
@@ -276,8 +258,7 @@ class AdaptiveBatch:
                 "the loader gave no step; is it empty or used up, or shorter than one step that "
                 "remainder='drop' leaves out?"
             )
-        self._learn_length()
-        self._update.epoch += 1
+        self._update.end_pass()
 
     def state_dict(self) -> dict[str, Any]:
         """All but model, optimizer and scaler; loads with `weights_only=True`.
@@ -291,22 +272,15 @@ class AdaptiveBatch:
         """
         if not isinstance(self.batches, ExternalBatches):
             self._require_none_begun()
-        stands = self.batches.state_dict()
+        position = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
-            "shared": {
-                **self._update.state_dict(),
-                "settings": dict(self._settings),
-                "batch_size": self.plan.batch_size,
-                "pass": stands["pass"],
-                "per_sample": self._per_sample,
-                "measured": self.meter.step,
-            },
+            "shared": {**self._update.state_dict(), "pass": position["pass"]},
             "own": {
-                "seconds": self.elapsed_seconds,
-                "rank": self._agreement.rank,
-                "ranks": self._agreement.ranks,
-                "stream": stands["stream"],
+                "elapsed_seconds": self.elapsed_seconds,
+                "rank": self._collectives.rank,
+                "ranks": self._collectives.ranks,
+                "stream": position["stream"],
                 "random": random_state(),
             },
         }
@@ -324,166 +298,89 @@ class AdaptiveBatch:
             StateError: the state is of another version, or of other data.
         """
         shared, own = _parts(state)
-        warn_of_changes(shared["settings"], self._settings)
-        self._update.load_state_dict(shared)
-        self._per_sample = shared["per_sample"]
-        self._seconds_before, self._started = own["seconds"], time.perf_counter()
+        warn_of_changes(shared["settings"], self._update.settings)
+        self._update.load_state_dict(shared, own["elapsed_seconds"])
         self._step = None
-        self._zero_grad()
-        self.meter.at_step(shared["measured"])
-        mine = (own["rank"], own["ranks"]) == (self._agreement.rank, self._agreement.ranks)
-        stands = {"pass": shared["pass"], "stream": own["stream"]}
-        self.batches.load_state_dict(stands, self.epoch, mine=mine)
-        self._learn_length()
-        if mine:
+        same_rank = (own["rank"], own["ranks"]) == (self._collectives.rank, self._collectives.ranks)
+        position = {"pass": shared["pass"], "stream": own["stream"]}
+        self.batches.load_state_dict(position, self.epoch, same_rank=same_rank)
+        self._update.learn_length()
+        if same_rank:
             restore_random_state(own["random"])
-        elif self._agreement.rank == int((own["rank"], own["ranks"]) == (0, self._agreement.ranks)):
+        elif self._collectives.rank == int(
+            (own["rank"], own["ranks"]) == (0, self._collectives.ranks)
+        ):
             warnings.warn(
                 f"the state is that of rank {own['rank']} of {own['ranks']}: its random states are "
-                f"not those of these {self._agreement.ranks} ranks, so dropout and augmentation "
+                f"not those of these {self._collectives.ranks} ranks, so dropout and augmentation "
                 "draw other numbers",
                 stacklevel=2,
             )
 
     # construction
 
-    def _loaders_size(self) -> int | None:
+    def _loader_batch_size(self) -> int | None:
         """Samples in the loaders' batches of all ranks."""
         size = self.batches.batch_size
-        return None if size is None else size * self._agreement.ranks
+        return None if size is None else size * self._collectives.ranks
 
-    def _share_source(self, meter: GradientMeter) -> None:
-        """One set of hooks serves the meter and the optimizer, armed inside step.backward only."""
-        if meter.loss != "weighted":
+    def _bind_source(self) -> None:
+        """One set of hooks serves the meter and the optimizer, inside step.backward only."""
+        if self.meter.loss != "weighted":
             raise SettingError(
                 'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
             )
         require_steppable(self.optimizer)
-        meter.source.explicit = True
-        meter.scaler = self.scaler
+        self.meter.source.explicit = True
+        self.meter.scaler = self.scaler
         if not set(self._watch_trained()) & set(parameters_of(self.model)):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
-        if isinstance(self.optimizer, VarianceReduced):
-            self.optimizer.share(meter.source)
+        if self._reader is not None:
+            self._reader.bind_to_loop(self.meter.source)
 
     def _watch_trained(self) -> list[Tensor]:
-        """What the optimizer trains now, as parameters of the model: that alone is measured."""
-        trained = self.meter.source.behind(trained_by(self.optimizer))
-        self._slots.require_held(trained)
+        """What the optimizer trains now, as parameters of the model: only that is measured."""
+        trained = self.meter.source.reducer.model_parameters(trained_by(self.optimizer))
+        self._parameters.require_held(trained)
         self.meter.select(trained)
         return trained
 
-    def _least_micro_batches(self, given: int | None) -> int:
-        """Over all ranks; r of a sharded optimizer compares those of one rank."""
-        ranks = 1 if self._shards is None else self.meter.source.ranks
-        if given is None:
-            return 8 * ranks if isinstance(self.optimizer, VarianceReduced) else 4
-        if self._shards is not None and given < 2 * ranks:
+    def _min_micro_batches(self, given: int | None) -> int:
+        """Over all ranks; r of an optimizer over shards compares those of one rank."""
+        if self._reader is None:
+            return 4 if given is None else given
+        reduced = self._reader.reduced_source() is not None
+        ranks = self.meter.source.ranks if reduced else 1
+        if given is not None and reduced and given < 2 * ranks:
             raise SettingError(
                 f"min_micro_batches={given} on {ranks} ranks may be fewer than 2 on each, which a "
                 "variance-reduced optimizer compares under fully_shard, gradients being reduced in "
                 f"every backward; pass at least {2 * ranks}, or leave it out"
             )
-        return given
+        return 8 * ranks if given is None else given
 
-    def _give_advice(self) -> OomHints:
-        """In every forward of the model, as long as this loop is there."""
+    def _build_context(self) -> StepContext:
+        """Its hints are given in every forward of the model, as long as this loop lives."""
+        rank, ranks = self._collectives.rank, self._collectives.ranks
         ours = not isinstance(self.batches, ExternalBatches)
-        advice = OomHints(self._agreement.rank, self._agreement.ranks, cut_here=ours)
-        handle = self.model.register_forward_hook(advice, always_call=True)
+        hints = OomHints(rank, ranks, cut_here=ours)
+        handle = self.model.register_forward_hook(hints, always_call=True)
         weakref.finalize(self, handle.remove)
-        return advice
+        losses = LossCheck(speaks=rank == 0, scales=self.scaler is not None)
+        return StepContext(
+            self.meter, self.optimizer, self.scaler, self._reader, self._collectives, hints, losses
+        )
 
     # between the steps
 
-    def _cut(self) -> Cut | None:
-        rows = 2 if isinstance(self.optimizer, VarianceReduced) else 1  # r needs two micro-batches
+    def _next_cut(self) -> Cut | None:
+        rows = 1 if self._reader is None else 2  # r needs two micro-batches
         bounds = self.controller.min_batch, self.controller.max_batch
         return self.batches.step(self.plan, *bounds, rows)
-
-    def _learn_length(self) -> None:
-        """A loader that does not say its length has shown it after one pass."""
-        longest = self.batches.samples
-        if longest is not None and longest >= self.controller.min_batch:
-            self.controller.limit(max_batch=longest)
-        self.plan = self._fit(self.controller.decision)
-
-    def _fit(self, decision: Decision) -> BatchPlan:
-        """A step that nobody measures may be one backward."""
-        compared = self.meter.due or isinstance(self.optimizer, VarianceReduced)
-        bounds = self.controller.min_batch, self.controller.max_batch
-        return self._cutting.plan(decision.batch_size, *bounds, compared=compared)
 
     def _require_none_begun(self) -> None:
         if self._step is not None and self._step.begun and not self._step.ended:
             raise LoopError(_NOT_ENDED)
-
-    def _facts(self, *, waits: bool = True) -> dict[str, str]:
-        """Everything that must be the same on all ranks, by name."""
-        return {
-            **optimizer_facts(self.optimizer, kind_of(self.optimizer), waits=waits),
-            **facts_of({"controller": self.controller.facts()}),
-            **facts_of(self._settings | self._update.facts()),
-            "the plan": repr(self.plan),
-            "the meter's step": repr(self.meter.step),
-            "the meter's every": repr(self.meter.every),
-            "the meter's interval": repr(self.meter.confidence),
-        }
-
-    def _stands(self, *, waits: bool = True) -> float:
-        """A number for all of it."""
-        return checksum(repr(self._facts(waits=waits)))
-
-    def _tell(self) -> list[float]:
-        """What the other ranks are told with every step: time spent, and where the run stands."""
-        stands = self._stands(waits=False) if self._agreement.ranks > 1 else 0.0
-        return [self.elapsed_seconds, stands]
-
-    def _require_agreement(self, what: str) -> None:
-        if self._agreement.ranks > 1:
-            rows = self._agreement.gather(self._stands(), what=what)
-            self._agreement.require_equal([stands for (stands,) in rows], what, self._facts)
-
-    # what ends a step
-
-    @contextmanager
-    def _finish(self, step: StepStatistics) -> Iterator[None]:
-        """Updates, zeroes the gradients, plans the next step."""
-        stands = [stands for _, stands in step.told]
-        self._agreement.require_equal(stands, "what decides a step", self._facts)
-        decides = self.batches.was_whole(step.samples, self.plan)
-        if self.scheduler is None:
-            self._rates.examine(self.epoch)
-        with self._update.around(step, decides=decides):
-            yield
-        self._rates.note(self.epoch)
-        self._losses.compare(step.samples / step.micro_batches, step.loss)
-        self._per_sample = step.per_sample
-        self._zero_grad()
-        self.meter.next_step()
-        self.plan = self._fit(self.controller.decision)
-
-    def _zero_grad(self) -> None:
-        self.meter.source.zero_grad()
-        if self._shards is not None:
-            self._shards.restart()
-
-
-def _still_there(train: "weakref.ref[AdaptiveBatch]") -> AdaptiveBatch:
-    """What a step asks and does not hold, so that the two are no cycle.
-
-    The garbage collector would close the queues of a loader's workers first, and then wait five
-    seconds for each of them.
-    """
-    held = train()
-    if held is None:
-        raise LoopError("the AdaptiveBatch of this step is gone; keep it as long as its steps")
-    return held
-
-
-def shards_of(optimizer: Optimizer) -> GradientSource | None:
-    """Where a variance-reduced optimizer over sharded parameters has its gradients from."""
-    return optimizer.shards if isinstance(optimizer, VarianceReduced) else None
 
 
 def _micro_batch(found: int | None, *, sized: bool) -> int:

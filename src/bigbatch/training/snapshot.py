@@ -27,9 +27,7 @@ class TrainingSnapshot:
             )
         self._random, self._passes = random_state(), loader.state_dict()
         self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
-        # what an optimizer holds besides that, and what the parts hold that it is made of
-        parts = [getattr(part, "__dict__", None) for part in (optimizer, *vars(optimizer).values())]
-        self._attributes = [(part, dict(part)) for part in parts if type(part) is dict]
+        self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
         self._groups = [dict(group) for group in optimizer.param_groups]
         held = [p for group in self._groups for p in group["params"]]
@@ -66,6 +64,15 @@ class TrainingSnapshot:
             group.update(before)  # loading has copied a learning rate that is a tensor
         self._loader.between_passes(self._passes)
         restore_random_state(self._random)
+
+
+def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
+    """The attributes of an object, and of the objects that it is made of."""
+    own = getattr(thing, "__dict__", None)
+    if type(own) is not dict:
+        return []
+    parts = own.values() if depth else ()
+    return [own, *(found for part in parts for found in _attributes(part, depth - 1))]
 
 
 def _sharded(module: nn.Module) -> list[Any]:

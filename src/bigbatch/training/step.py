@@ -1,87 +1,51 @@
 """One optimizer step, from its first micro-batch to its update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.micro_batches import Cut
-from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import GradientError, LoopError, SettingError
-from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import moved, wide, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
-from bigbatch.optim.ddp_comm_hook import DDPCommHook
-from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, setting
-from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.optimizer_checks import hooked
 from bigbatch.training.step_record import StepRecord, StepStatistics
+from bigbatch.training.update import StepContext, Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
 _NO_WEIGHT = "every micro-batch of the step has weight 0"
 
 
-@dataclass(frozen=True)
-class Common:
-    """What every step of a training has in common.
-
-    Args:
-        meter: reads the gradients; its source is armed inside `backward` only.
-        optimizer, scaler: for clipping the gradient that the optimizer will see.
-        shards: whence a sharded optimizer has its moments, one micro-batch of all ranks at a time.
-        advice: for a forward that runs out of memory.
-        losses: looks at what `backward` is given.
-        tell: what to tell the other ranks, when the last backward is done.
-        finish: decides, given what was read; inside it the optimizer steps, unless it is skipped.
-        step_optimizer: the optimizer's own step; told whether the gradient is finite.
-        record: of the last step that was finished.
-        weighed: whether losses have weights, of each rank, where shards have to know; empty until
-            it was asked.
-    """
-
-    meter: GradientMeter
-    optimizer: Optimizer
-    scaler: GradScaler | None
-    shards: GradientSource | None
-    advice: OomHints
-    losses: LossCheck
-    tell: Callable[[], list[float]]
-    finish: Callable[[StepStatistics], AbstractContextManager[None]]
-    step_optimizer: Callable[[bool], None]
-    record: Callable[[], StepRecord | None]
-    weighed: list[bool] = field(default_factory=list)
-
-
 class Step:
     """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`.
 
     Args:
-        cut: gives out the micro-batches.
-        common: what it shares with the other steps.
-        per_sample: weight of a sample in the step before, if there was one.
+        cut: the micro-batches.
+        context: shared with the other steps.
+        end: decides, steps the optimizer and records.
     """
 
-    def __init__(self, cut: Cut, common: Common, per_sample: float | None) -> None:
+    def __init__(self, cut: Cut, context: StepContext, end: Update) -> None:
         self.ended = False
         self._cut = cut
-        self._common = common
-        self._meter, self._optimizer = common.meter, common.optimizer
-        self._scaler = common.scaler
-        self._source = common.meter.source
-        self._per_sample = per_sample
+        self._end = end
+        self._meter, self._optimizer = context.meter, context.optimizer
+        self._scaler, self._collectives = context.scaler, context.collectives
+        self._hints, self._loss_check = context.hints, context.losses
+        self._source = context.meter.source
+        self._reader = context.reader
+        self._reduced = None if context.reader is None else context.reader.reduced_source()
         self._micro_batches = 0  # on this rank
         self._waiting = False  # a micro-batch was given out and not called backward on
         self._present = 0  # its samples
@@ -94,7 +58,7 @@ class Step:
         self._stepped = False  # by somebody else
         self._readings: Tensor | None = None  # everything the host will read, when complete
         self._values: list[float] = []  # the same, once it has
-        self._told = 0  # numbers that a rank told
+        self._message_length = 0  # numbers in a rank's message
 
     def __iter__(self) -> Iterator[Batch]:
         if self._waiting:
@@ -102,7 +66,7 @@ class Step:
         try:
             for batch, samples in self._cut:
                 self._waiting, self._present = True, samples
-                self._common.advice.samples = samples
+                self._hints.samples = samples
                 self._source.synchronize(self._cut.last)  # before the forward, which reads it
                 yield batch
                 if self._waiting:
@@ -111,7 +75,7 @@ class Step:
             self._source.synchronize(True)  # for a backward of the user's own
             raise
         finally:
-            self._common.advice.samples = 0
+            self._hints.samples = 0
 
     @property
     def complete(self) -> bool:
@@ -186,7 +150,7 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        self._common.losses.examine(loss, self._present, self._expected())
+        self._loss_check.examine(loss, self._present, self._expected())
         in_samples = weight is None
         if self._in_samples not in (None, in_samples):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
@@ -196,7 +160,7 @@ class Step:
         self._samples += self._present
         self._expect(weight)
         try:
-            with self._seen_by_shards(weight), self._seen(weight):
+            with self._seen_by_reduced(weight), self._seen(weight):
                 yield weight * self._source.ranks / self._reference if weight else 0.0
         except Exception as error:
             self.advise(error)
@@ -206,7 +170,7 @@ class Step:
             self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        self._waiting, self._common.advice.samples = False, 0
+        self._waiting, self._hints.samples = False, 0
         if self._cut.last:
             self._complete()
 
@@ -216,7 +180,7 @@ class Step:
         The model's forward and `backward` do so by themselves; a loss can only be watched from
         inside `for ... in step`, whose iterator an error has closed where it is seen outside.
         """
-        self._common.advice.advise(error)
+        self._hints.advise(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the true mean gradient of what is trained, unscaled; returns its norm before that.
@@ -229,7 +193,7 @@ class Step:
         if self._scaler is not None:
             with suppress(RuntimeError):  # unscaled already, by a trainer
                 self._scaler.unscale_(self._optimizer)
-        attached = attached_of(self._optimizer)
+        attached = None if self._reader is None else self._reader.attached
         if attached is None:
             norm = nn.utils.clip_grad_norm_(trained_by(self._optimizer), max_norm, norm_type)
         elif norm_type != 2:
@@ -239,7 +203,7 @@ class Step:
             )
         else:
             norm = attached.clip_grad_norm_(max_norm, self._scaler)
-        self._source.stamp()
+        self._source.accept_grads()
         return norm
 
     def update(self) -> StepRecord:
@@ -253,9 +217,8 @@ class Step:
         """
         with self.optimizer_step() as finite:
             self.step_optimizer(finite)
-        record = self._common.record()
-        assert record is not None
-        return record
+        assert self._end.record is not None
+        return self._end.record
 
     def step_optimizer(self, finite: bool) -> None:
         """What `update` does inside `optimizer_step`, for a trainer that has it in two halves.
@@ -263,7 +226,7 @@ class Step:
         Args:
             finite: as `optimizer_step` says.
         """
-        self._common.step_optimizer(finite)
+        self._end.step_optimizer(finite)
 
     @contextmanager
     def optimizer_step(self) -> Iterator[bool]:
@@ -280,14 +243,14 @@ class Step:
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
-        reading = self._read()
-        zeroed = not reading.vanishes and self._source.was_zeroed()
+        statistics = self._collect()
+        zeroed = not statistics.vanishes and self._source.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
         assert self._watch is not None
         self._watch.remove()
-        with self._common.finish(reading):
-            yield reading.finite
+        with self._end.around(statistics):
+            yield statistics.finite
         self.ended = True
 
     def _expected(self) -> float:
@@ -298,28 +261,20 @@ class Step:
         """What the weights of the step will add up to, the same on all ranks; corrected later."""
         if self._reference:
             return
-        per_sample = 1.0 if self._in_samples else self._per_sample
+        per_sample = 1.0 if self._in_samples else self._end.weight_per_sample
         if per_sample is None:  # the first step: alone, a rank can tell by its first micro-batch
             per_sample = 1.0 if self._source.ranks > 1 else weight / self._present
         self._reference = per_sample * self._cut.samples
 
-    def _seen_by_shards(self, weight: float) -> AbstractContextManager[None]:
-        """A sharded optimizer sees what the ranks' micro-batches add together."""
-        shards = self._common.shards
-        if shards is None:
+    def _seen_by_reduced(self, weight: float) -> AbstractContextManager[None]:
+        """An optimizer over sharded parameters reads what the micro-batches of all ranks add."""
+        if self._reduced is None:
             return nullcontext()
-        if not self._common.weighed:
-            rows = HostCollectives(self._source).gather(not self._in_samples)
-            self._common.weighed.extend(bool(weighed) for (weighed,) in rows)
-        if set(self._common.weighed) != {not self._in_samples}:
-            raise LoopError(
-                "weight= is given on some ranks, or in some steps, and not in others; where "
-                "gradients are sharded a variance-reduced optimizer needs it always or never"
-            )
-        everywhere = float(self._cut.everywhere)
+        self._end.require_weights(given=not self._in_samples)
+        total = float(self._cut.global_samples)
         if not (self._in_samples and self._cut.known):
-            everywhere = math.fsum(row[0] for row in HostCollectives(self._source).gather(weight))
-        return shards.micro_batch(everywhere) if everywhere else shards.idle()
+            total = math.fsum(row[0] for row in self._collectives.gather(weight))
+        return self._reduced.micro_batch(total) if total else self._reduced.idle()
 
     def _seen(self, weight: float) -> AbstractContextManager[None]:
         """One of weight 0 only keeps this rank in step with the others, if there are any."""
@@ -342,11 +297,11 @@ class Step:
     def _own_totals(self) -> Tensor:
         """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, reached, ...].
 
-        The last are what was told. Of this rank alone, with zeros where other ranks tell something.
+        The last are the messages of all ranks: this rank's own, and zeros for the others'.
         """
-        told, ranks, rank = self._common.tell(), self._source.ranks, self._source.rank
-        self._told, others = len(told), [0.0] * len(told)
-        slots = [value for each in range(ranks) for value in (told if each == rank else others)]
+        message, ranks, rank = self._end.rank_message(), self._source.ranks, self._source.rank
+        self._message_length, zeros = len(message), [0.0] * len(message)
+        slots = [value for each in range(ranks) for value in (message if each == rank else zeros)]
         device = self._source.parameters[0].device
         kind = wide(device)
         own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
@@ -379,34 +334,34 @@ class Step:
         self._values = self._values or self._readings.tolist()
         return self._values
 
-    def _read(self) -> StepStatistics:
+    def _collect(self) -> StepStatistics:
+        """What the host needs to know of the step, the same on all ranks."""
         values, ranks = self._wait(), self._source.ranks
         loss, total, micro_batches, in_samples, samples, reached, *slots = values
         if in_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
-        noise, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
+        statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
         if self._meter.due:
             totals = self._meter.totals(values)
             finite, vanishes = totals.finite, not any(totals.of_sum)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._reference / total) ** 2
-                noise = self._meter.statistics(totals, unit, of_all_ranks=True)
-                noise = _of_samples(noise, round(samples))
+                statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
+                statistics = _of_samples(statistics, round(samples))
         if vanishes and not reached:
             raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
-            finite = all(
-                all(row) for row in HostCollectives(self._source).gather(self._source.is_finite())
-            )
+            finite = all(all(row) for row in self._collectives.gather(self._source.is_finite()))
+        length = self._message_length
         return StepStatistics(
             samples=round(samples),
             micro_batches=round(micro_batches),
-            statistics=noise,
+            statistics=statistics,
             loss=loss / total,
             finite=finite,
             vanishes=vanishes,
-            per_sample=total / samples,
-            told=[slots[i * self._told : (i + 1) * self._told] for i in range(ranks)],
+            weight_per_sample=total / samples,
+            rank_messages=[slots[i * length : (i + 1) * length] for i in range(ranks)],
         )
 
     def _require_complete(self, call: str) -> None:
@@ -430,22 +385,17 @@ def share_of(loss: Tensor, factor: float) -> Tensor:
     return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
-def attached_of(optimizer: Optimizer) -> DDPCommHook | None:
-    """What folds inside DDP's all-reduce, if anything does."""
-    return optimizer.attached if isinstance(optimizer, VarianceReduced) else None
-
-
 def trained_by(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of all its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _of_samples(noise: GradientStatistics, samples: int) -> GradientStatistics:
-    """Noise that was measured with other weights than samples, as that of samples."""
-    if noise.samples == samples:
-        return noise
-    factor = samples / noise.samples
-    layers = {name: _of_samples(layer, samples) for name, layer in noise.layers.items()}
+def _of_samples(statistics: GradientStatistics, samples: int) -> GradientStatistics:
+    """Statistics that were measured with other weights than samples, in samples."""
+    if statistics.samples == samples:
+        return statistics
+    factor = samples / statistics.samples
+    layers = {name: _of_samples(layer, samples) for name, layer in statistics.layers.items()}
     return replace(
-        noise, grad_variance=factor * noise.grad_variance, samples=samples, layers=layers
+        statistics, grad_variance=factor * statistics.grad_variance, samples=samples, layers=layers
     )

@@ -18,8 +18,8 @@ class StepStatistics:
         loss: mean over the batch.
         finite: whether every gradient is.
         vanishes: whether every gradient is zero.
-        per_sample: weight of a sample, on average.
-        told: what each rank told the others.
+        weight_per_sample: on average.
+        rank_messages: of each rank, as `Update.rank_message` has them.
     """
 
     samples: int
@@ -28,8 +28,8 @@ class StepStatistics:
     loss: float
     finite: bool
     vanishes: bool
-    per_sample: float
-    told: list[list[float]]
+    weight_per_sample: float
+    rank_messages: list[list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from bigbatch.experiments.process_group import count, gathered, joined, leads, r
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.training.step import attached_of
 from bigbatch.training.step_record import StepRecord
 
 
@@ -52,9 +51,8 @@ class DDP:
 
     def state_dict(self) -> State:
         """As `Engine` says; of all ranks on rank 0."""
-        attached = attached_of(self._optimizer)
-        if attached is not None:
-            attached.consolidate()
+        if callable(consolidate := getattr(self._optimizer, "consolidate_state_dict", None)):
+            consolidate()
         return {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),

@@ -33,8 +33,7 @@ from bigbatch.integrations.deepspeed.lr_schedulers import advanceable
 from bigbatch.integrations.deepspeed.paper_names import put_on
 from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams, warn_of_number
 from bigbatch.integrations.deepspeed.vr_optimizer import (
-    ZeroShards,
-    ZeroVROptimizer,
+    bind_to_zero,
     require_not_made,
     tell_layers,
     vr_layout_of,
@@ -166,8 +165,7 @@ def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
     source = ZeroSource(engine, layout)
     tell_layers(engine.basic_optimizer, layout)
     if reduced is not None:
-        folds = vr_layout_of(engine, reduced, layout)
-        reduced.serve(ZeroShards(source, folds), ZeroVROptimizer(reduced, folds))
+        bind_to_zero(reduced, source, vr_layout_of(engine, reduced, layout))
     return source
 
 

@@ -273,7 +273,7 @@ class AdaptiveEngine(DeepSpeedEngine):
             )
 
     def _require_own_boundary(self) -> None:
-        if self.is_gradient_accumulation_boundary() != self._source.boundary:
+        if self.is_gradient_accumulation_boundary() != self._source.zero.boundary:
             raise LoopError(
                 "somebody else set the gradient accumulation boundary; leave "
                 "set_gradient_accumulation_boundary, and a trainer's accumulation, out"

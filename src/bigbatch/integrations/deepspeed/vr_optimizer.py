@@ -1,6 +1,6 @@
 """Variance-reduced optimizers on ZeRO: moments of the shards that the ranks have joined."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,8 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients import SingleProcessSource
+from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.grad_guard import GradGuard, Stamp
+from bigbatch.gradients.leaf_tap import HookTap
+from bigbatch.gradients.protocols import OnGradient
+from bigbatch.gradients.sharded import EachBackwardReducer
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource, shape_of
 from bigbatch.integrations.deepspeed.zero_layout import (
     Accumulated,
@@ -29,36 +33,39 @@ from bigbatch.optim.variance_reduced import VarianceReduced
 _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
 
 
-class ZeroShards(SingleProcessSource):
-    """Micro-batch j of all ranks together, as every backward leaves it in this rank's pieces.
+def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayout) -> None:
+    """Scales gradients over the tensors that ZeRO gives the base optimizer, before each step."""
+    optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer, layout))
+    optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
-    Every backward joins the ranks, as stages 2 and 3 do anyway. What it leaves is taken out, and
-    the sum of all is put in its place after the last; so k is the accumulation alone.
+
+class ZeroShards(GradientSource):
+    """Micro-batch j of all ranks together, as every backward leaves it in this rank's shards.
+
+    Every backward reduces, as at stages 2 and 3 in any case. What it leaves is taken out, and the
+    sum of all is put in its place after the last; so k is the accumulation alone.
 
     Args:
         leaves: the source of the same engine.
         layout: of its gradients.
     """
 
-    joined = True
-    _engine_writes = True
-
     def __init__(self, leaves: ZeroSource, layout: VRLayout) -> None:
         self._leaves, self._layout = leaves, layout
-        leaves.always = True
-        self._sums: dict[Tensor, Tensor] = {}
-        super().__init__(layout.parameters, explicit=True)
-
-    def sum_of(self, parameter: Tensor) -> Tensor:
-        """This rank's piece of the sum so far, float32 at least."""
-        return self._sums[parameter]
+        leaves.zero.always = True
+        self._sums = SumsGuard()
+        reducer = EachBackwardReducer()
+        super().__init__(layout.parameters, PolledTap(), self._sums, reducer, explicit=True)
 
     @contextmanager
     def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
         """The backward inside is one of all ranks, of so many samples together."""
         with super().micro_batch(weight):
             yield
-            self._take()
+            shards = self._layout.pieces()
+            for parameter, shard in shards.items():
+                self._emit(parameter, shard)
+            self._add(shards)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -67,51 +74,63 @@ class ZeroShards(SingleProcessSource):
             yield
             self._add(self._layout.pieces())
 
-    def _take(self) -> None:
-        pieces = self._layout.pieces()
-        for parameter, piece in pieces.items():
-            self._emit(parameter, piece)
-        self._add(pieces)
-
-    def _begin(self) -> None:
-        if not self._begun:
-            self._sums.clear()
-        super()._begin()
-
-    def _add(self, pieces: Shards) -> None:
-        """Takes the pieces out of ZeRO, or puts the sums in their place."""
-        for parameter, piece in pieces.items():
-            if parameter in self._sums:
-                self._sums[parameter].add_(piece)
-            else:
-                self._sums[parameter] = piece.to(full(piece.dtype), copy=True)
-        if self._leaves.last:
-            for parameter, piece in pieces.items():
-                piece.copy_(self._sums[parameter])
+    def _add(self, shards: Shards) -> None:
+        """Takes the shards out of ZeRO, or puts the sums in their place."""
+        self._sums.add(shards)
+        if self._leaves.zero.last:
+            for parameter, shard in shards.items():
+                shard.copy_(self._sums.totals[parameter])
         else:
             self._layout.clear()
-        self._leaves.stamp()
+        self._leaves.accept_grads()
 
-    def _hook(self) -> None:
-        """Nothing: the pieces are looked at after each backward."""
 
-    def _stamp(self) -> list[None]:  # type: ignore[override]
-        """The other source sees who writes to them."""
+class SumsGuard(GradGuard):
+    """Sums of this rank's shards; the source of the leaves sees who else writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__(engine_writes=True)
+        self.totals: dict[Tensor, Tensor] = {}  # float32 at least
+
+    def add(self, shards: Shards) -> None:
+        """Adds what a backward has left."""
+        for parameter, shard in shards.items():
+            if parameter in self.totals:
+                self.totals[parameter].add_(shard)
+            else:
+                self.totals[parameter] = shard.to(full(shard.dtype), copy=True)
+
+    def begin(self, *, foreign_backward: bool) -> None:
+        """Forgets the sums of the previous step."""
+        self.totals.clear()
+
+    def grad_sum(self, parameter: Tensor, earlier: dict[Tensor, Tensor | None] | None) -> Tensor:
+        """This rank's shard of the sum so far."""
+        return self.totals[parameter]
+
+    def stamps(self) -> list[Stamp]:
+        """No versions."""
         return [None] * len(self.parameters)
 
-    def _is_clean(self) -> bool:
-        """And before the first backward, that they are."""
+    def is_clean(self) -> bool:
+        """Always: the other source checks it."""
         return True
 
-    def _require_known_ranks(self) -> None:
-        """They are."""
+
+class PolledTap(HookTap):
+    """No hooks: the shards are read after each backward."""
+
+    on_leaves = False
+
+    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
+        """Hooks nothing."""
 
 
-class ZeroVROptimizer:
-    """The fold, in the step of the base optimizer, over the tensors that ZeRO gave it.
+class ZeroScaling:
+    """Scales gradients in the step of the base optimizer, over the tensors that ZeRO gave it.
 
-    DeepSpeed has clipped by then, by the norm of the gradient itself. p stands in the base
-    optimizer's state, next to what is its own, so DeepSpeed saves and loads it.
+    DeepSpeed has clipped by then, by the norm of the gradient itself. p is kept in the base
+    optimizer's state, so DeepSpeed saves and loads it.
 
     Args:
         optimizer: whose base optimizer the engine steps.
@@ -123,18 +142,31 @@ class ZeroVROptimizer:
         self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
         optimizer.base.register_step_post_hook(self._keep)
 
-    def __call__(self) -> AppliedGsnr:
-        """Folds into the gradients that the base optimizer has now: all, or one sub-group's."""
+    @property
+    def subscribers(self) -> list[Subscriber]:
+        """The moments."""
+        return [self._optimizer.moments]
+
+    def bind(self, source: GradientSource) -> None:
+        """The source has the sums too."""
+        self._optimizer.moments.lender = source
+
+    def is_pending(self, source: GradientSource) -> bool:
+        """Whether there are gradients that no step has used."""
+        return source.micro_batches > 0
+
+    def apply(self, source: GradientSource) -> AppliedGsnr:
+        """Scales the gradients that the base optimizer has now: all, or one sub-group's."""
         moments = self._optimizer.moments
         for group in self._optimizer.param_groups:
-            how = self._optimizer.how(group, moments.weight, moments.micro_batches)
+            options = self._optimizer.options(group)
             layers = [
                 layer
                 for flat in (group["params"] if group["vr"] else ())
                 for layer in self._layers(flat, group["beta3"])
             ]
             if layers:
-                apply_gsnr(how, layers, self._layout.join)
+                apply_gsnr(options, layers, self._layout.join)
         return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
