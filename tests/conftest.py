@@ -3,14 +3,17 @@
 import os
 import shutil
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+import extras
 from areas import report_areas
 from bigbatch.cli import main
+from bigbatch.kernels import native
 from compiled import compile_deepspeed, keep_compiled
 from properties import try_fewer
 from ranks import forking, ranks_of
@@ -18,8 +21,11 @@ from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(extras)  # for src/ too, which this file's own hooks do not reach
     torch.set_num_threads(1)  # two test processes on two cores; sums then also come in one order
     keep_compiled()
+    with warnings.catch_warnings(action="ignore"):
+        native.fits(torch.zeros(1))  # warns once where kernels are missing; not within a test
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
     if f"not {THOROUGH}" in config.option.markexpr:
         try_fewer()
@@ -50,7 +56,9 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def bigbatch(monkeypatch, capsys):
-    """The command, in this process: returns (exit status, standard output, standard error)."""
+    """Runs the command in this process; returns (exit status, standard output, standard error)."""
+    if extras.is_missing("experiments"):
+        pytest.skip("packages of the extra experiments are not installed")
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["bigbatch", *map(str, arguments)])
@@ -89,6 +97,7 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def deepspeed_ranks(ranks):
-    """`ranks`, once there is what DeepSpeed compiles on first use."""
+    """`ranks`, after DeepSpeed has compiled what it compiles on first use."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     compile_deepspeed()
     return ranks

@@ -1,26 +1,62 @@
-"""Optional packages, and what to say where one is missing."""
+"""Optional packages, and the command that installs a missing one."""
 
+import re
 from importlib import import_module
 from types import ModuleType
 
 from bigbatch.errors import MissingPackageError
 
+_OF_EXTRA = re.compile(r'(?P<requirement>[^;]+); extra == "(?P<extra>[\w-]+)"')
+_NESTED = re.compile(r"bigbatch\[(?P<extras>[\w,-]+)\]")
+
 
 def required(package: str, extra: str) -> ModuleType:
-    """The imported package.
+    """Imports an optional package.
 
     Args:
-        package: its name.
-        extra: of ours that brings it.
+        package: the name to import.
+        extra: the extra of bigbatch that installs it.
     Raises:
-        MissingPackageError: it is not installed.
+        MissingPackageError: the package is not installed; names the command that installs it.
     """
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package.partition(".")[0]:
-            raise  # it is there, and lacks something itself
+        name = package.partition(".")[0]
+        if (error.name or "").partition(".")[0] != name:
+            raise  # the package is installed, and one that it needs is not
         raise MissingPackageError(
-            f"bigbatch.integrations needs {package}, which is not installed; run: "
-            f'pip install "bigbatch[{extra}]"'
+            f"bigbatch[{extra}] needs {name}, which is not installed; run: {install_command(extra)}"
         ) from error
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra, from any folder.
+
+    Without the metadata of an installed bigbatch it is one for the folder of the source code.
+    """
+    quoted = [f'"{requirement}"' for requirement in requirements(extra)]
+    return f"pip install {' '.join(quoted)}" if quoted else f'pip install ".[{extra}]"'
+
+
+def requirements(extra: str) -> list[str]:
+    """The packages of an extra with their versions, from the metadata of the installed bigbatch.
+
+    Example:
+        >>> "typer>=0.29" in requirements("cli")
+        True
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # slow, and rarely needed
+
+    try:
+        listed = requires("bigbatch") or []
+    except PackageNotFoundError:
+        return []
+    packages: set[str] = set()
+    for found in filter(None, map(_OF_EXTRA.fullmatch, listed)):
+        if found["extra"] == extra:
+            nested = _NESTED.fullmatch(found["requirement"])
+            inner = nested["extras"].split(",") if nested else []
+            packages.update(*map(requirements, inner))
+            packages.update([] if nested else [found["requirement"]])
+    return sorted(packages)

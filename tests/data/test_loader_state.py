@@ -16,7 +16,6 @@ from torch.utils.data import (
     Sampler,
     WeightedRandomSampler,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
 from bigbatch.data.rng_state import random_state, restore_random_state
@@ -108,7 +107,8 @@ def interrupted(make, stop, epoch=0):
 def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
     def make():
         shuffle = {"shuffle": True} if data is Recorded else {}
-        return StatefulDataLoader(data(), batch_size=6, num_workers=workers, **shuffle)
+        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+        return torchdata.StatefulDataLoader(data(), batch_size=6, num_workers=workers, **shuffle)
 
     whole, resumed, again = interrupted(make, stop)
     assert whole == resumed

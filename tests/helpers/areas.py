@@ -32,4 +32,4 @@ def report_areas(terminal) -> None:
         if counted:
             numbers = ", ".join(f"{number} {outcome}" for outcome, number in counted.items())
             proved = AREAS.get(area, "the examples in docstrings run")
-            terminal.write_line(f"{area:12} {numbers:24} {proved}")
+            terminal.write_line(f"{area:12} {numbers:36} {proved}")

@@ -280,24 +280,25 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import {module}
 """
+TRANSFORMERS = 'pip install "accelerate>=1.15" "tokenizers>=0.22" "transformers>=5.23"'
 
 
 @pytest.mark.late
 @pytest.mark.parametrize(
-    ("module", "package", "extra"),
+    ("module", "package", "command"),
     [
-        ("bigbatch.integrations.accelerate", "accelerate", "accelerate"),
-        ("bigbatch.integrations.transformers", "transformers", "transformers"),
-        ("bigbatch.integrations.transformers", "accelerate", "transformers"),
+        ("accelerate", "accelerate", 'pip install "accelerate>=1.15"'),
+        ("transformers", "transformers", TRANSFORMERS),
+        ("transformers", "accelerate", TRANSFORMERS),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_its_command(module, package, extra):
-    code = BLOCKED.format(package=package, module=module)
+def test_a_package_that_is_missing_is_named_with_its_command(module, package, command):
+    code = BLOCKED.format(package=package, module=f"bigbatch.integrations.{module}")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         result.stderr.strip()
         .splitlines()[-1]
-        .endswith(f'needs {package}, which is not installed; run: pip install "bigbatch[{extra}]"')
+        .endswith(f"[{module}] needs {package}, which is not installed; run: {command}")
     )
 
 

@@ -979,6 +979,6 @@ def test_without_deepspeed_the_error_is_the_command_that_installs_it():
         [sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False, timeout=120
     )
     assert ended.stderr.splitlines()[-1] == (
-        "bigbatch.errors.MissingPackageError: bigbatch.integrations needs deepspeed, which is not "
-        'installed; run: pip install "bigbatch[deepspeed]"'
+        "bigbatch.errors.MissingPackageError: bigbatch[deepspeed] needs deepspeed, which is not "
+        'installed; run: pip install "deepspeed>=0.19.8" "ninja>=1.11"'
     )

@@ -50,8 +50,8 @@ def test_a_missing_package_is_named_with_its_command():
         [sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=True
     )
     expected = (
-        "MissingPackageError bigbatch.integrations needs lightning, which is not installed; run: "
-        'pip install "bigbatch[lightning]"'
+        "MissingPackageError bigbatch[lightning] needs lightning, which is not installed; run: "
+        'pip install "lightning>=2.6"'
     )
     assert expected == result.stdout.strip()
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+import bigbatch
 from bigbatch.bench import optimizer_cost
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.kernels import native
@@ -112,6 +113,58 @@ def test_a_rows_ratios_are_time_times_speed_over_bytes():
         "1.00 [0.50, 1.50]",
         "4.00 [2.00, 6.00]",
     ) == cost.row()
+
+
+WARNS = """
+import sys, warnings
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from bigbatch.optim import LAMB, VRSGD
+
+rank = int(sys.argv[1])
+if rank >= 0:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+warnings.simplefilter("always")
+for make in (LAMB, LAMB) if rank >= 0 else (VRSGD, VRSGD, LAMB):  # VR needs DDP on ranks
+    weight = torch.nn.Parameter(torch.ones(3, dtype=getattr(torch, sys.argv[2])))
+    optimizer = make([weight], lr=0.1)
+    for _ in range(2):
+        for k in range(8):
+            (k * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def without_kernels(tmp_path_factory):
+    """Runs `WARNS` with a copy of the package that has no compiled library."""
+    place = tmp_path_factory.mktemp("without-kernels")
+    source = Path(bigbatch.__file__).parent
+    shutil.copytree(source, place / "bigbatch", ignore=shutil.ignore_patterns("*.so", "*.pyd"))
+
+    def run(*arguments):
+        result = subprocess.run(
+            [sys.executable, "-c", WARNS, *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": str(place)},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "warnings"),
+    [(-1, "float32", 1), (0, "float32", 1), (1, "float32", 0), (-1, "float64", 0)],
+)
+def test_missing_kernels_are_warned_of_once_on_rank_0(without_kernels, rank, dtype, warnings):
+    said = without_kernels(rank, dtype)
+    assert warnings == said.count("UserWarning: the compiled kernels are not installed")
+    assert warnings == said.count("install a C compiler, then install bigbatch again")
 
 
 # what they must not be given

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from scipy import stats
+import pytest
 from torch import Tensor
 
 from oracles import noise as oracle
@@ -42,8 +42,14 @@ def jackknife(x: float, left: list[float], level: float) -> tuple[float, float]:
     k, average = len(left), sum(left) / len(left)
     scatter = (k - 1) / k * sum((one - average) ** 2 for one in left)
     error = math.sqrt(scatter / excess(max(math.expm1(x), 0.0), k))
-    reach = stats.t.ppf((1 + level) / 2, k - 1) * error
+    reach = _quantile(level, k - 1) * error
     return x - reach, x + reach
+
+
+def _quantile(level: float, freedom: float) -> float:
+    """Half the width of the interval of Student's t that has this probability."""
+    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
+    return stats.t.ppf((1 + level) / 2, freedom)
 
 
 def weights(samples: list[float], window: float) -> list[float]:
@@ -73,6 +79,6 @@ def of_window(
     last = steps[-1][2]
     slope = np.array([1.0, -signal / noise]) * last / (noise + last * signal)
     freedom = 2 / 3 * (w**2).sum() ** 2 / (w**4).sum()
-    reach = stats.t.ppf((1 + level) / 2, freedom) * math.sqrt(slope @ covariance @ slope)
+    reach = _quantile(level, freedom) * math.sqrt(slope @ covariance @ slope)
     x = log_ratio(signal, noise, last)
     return x - reach, x + reach

@@ -98,7 +98,10 @@ OPTIONAL = {  # which modules may import what
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"accelerate", "transformers"},
     "experiments.models.hf_bert": {"tokenizers", "transformers"},
-    "experiments.datasets.criteo_tsv": {"pandas"},
+    "cli": {"rich", "typer"},
+    "runs": {"filelock", "jinja2", "matplotlib", "rich", "yaml"},
+    "experiments": {"PIL", "filelock", "jinja2", "matplotlib", "rich"},
+    "bench": {"matplotlib", "rich", "typer"},
 }
 
 

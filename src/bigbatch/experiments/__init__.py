@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import bigbatch.runs  # noqa: F401  # before any import of a package that the extra cli installs
 from bigbatch.errors import SettingError
 from bigbatch.experiments import linear_regression
 from bigbatch.experiments.bert_pretrain import BERT_PRETRAIN

@@ -9,6 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from bigbatch.experiments.datasets.click_rows import Batch, Clicks
 from bigbatch.experiments.distributed_eval import collected, share_of
 from bigbatch.experiments.settings import Settings
+from bigbatch.optional_packages import required
 
 
 def click_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -28,8 +29,7 @@ def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) ->
         settings: how many at once, and where.
         of: which data, for the names of the scores.
     """
-    from sklearn.metrics import roc_auc_score  # two seconds
-
+    metrics = required("sklearn.metrics", "experiments")  # two seconds
     mine = [
         torch.stack([model(numbers, rows).float(), labels], 1)
         for numbers, rows, labels in share_of(test, settings)
@@ -37,6 +37,6 @@ def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) ->
     logits, labels = collected(torch.cat(mine)).double().unbind(1)
     ranked = bool(logits.isfinite().all())
     return {
-        f"test AUC ({of})": float(roc_auc_score(labels, logits)) if ranked else math.nan,
+        f"test AUC ({of})": float(metrics.roc_auc_score(labels, logits)) if ranked else math.nan,
         f"test loss ({of})": float(binary_cross_entropy_with_logits(logits, labels)),
     }

@@ -18,6 +18,7 @@ from bigbatch.experiments.distributed_eval import share_right
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
+from bigbatch.optional_packages import required
 
 _TEST_SHARE = 0.25
 _SPLIT_SEED = 0  # one split for every seed and arm
@@ -56,15 +57,14 @@ def _loss(settings: Settings) -> LossOf:
 
 
 def _data(settings: Settings) -> Data:
-    from sklearn.datasets import load_digits  # two seconds
-    from sklearn.model_selection import train_test_split
-
-    images, labels = load_digits(return_X_y=True)
+    datasets = required("sklearn.datasets", "experiments")  # two seconds
+    model_selection = required("sklearn.model_selection", "experiments")
+    images, labels = datasets.load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
     train, test = (
         InMemoryDataset(x[part], y[part])
-        for part in train_test_split(
+        for part in model_selection.train_test_split(
             range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
         )
     )

@@ -19,6 +19,7 @@ from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
+from bigbatch.optional_packages import required
 from bigbatch.setting_types import Count, setting
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
@@ -61,12 +62,11 @@ def _data(settings: Settings) -> Data:
         train, test = read_criteo(Path(settings.data), table_rows)
         of = f"of {len(train) + len(test):,} Criteo rows"
         return Data(train, lambda model: click_scores(model, test, settings, of), as_it_is)
-    from sklearn.metrics import roc_auc_score  # two seconds
-
+    metrics = required("sklearn.metrics", "experiments")  # two seconds
     log = click_log(_count(settings, "log_rows"))
     first, last = split(len(log.rows))
     drawn = Clicks([log.rows], table_rows, last)
-    best = float(roc_auc_score(log.rows["label"][last], log.truth[last]))
+    best = float(metrics.roc_auc_score(log.rows["label"][last], log.truth[last]))
 
     def scores(model: nn.Module) -> dict[str, float]:
         found = click_scores(model, drawn, settings, "generated log")

@@ -3,11 +3,13 @@
 import ctypes
 import functools
 import importlib.util
+import warnings
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -68,6 +70,8 @@ def fits(first: Tensor, *others: Tensor | None) -> bool:
     have no memory. A view may hold negated numbers.
     """
     if library() is None:
+        if first.is_cpu and first.dtype is torch.float32:
+            _warn_of_slow_steps()
         return False
     given, contiguous = [first], True
     for t in others:
@@ -85,6 +89,17 @@ def fits(first: Tensor, *others: Tensor | None) -> bool:
     strides = first.stride()
     channels_last = first.is_contiguous(memory_format=torch.channels_last)
     return channels_last and all(t.stride() == strides for t in given)
+
+
+@functools.cache
+def _warn_of_slow_steps() -> None:
+    """Warns once a process, on rank 0."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            "the compiled kernels are not installed, so optimizer steps on the CPU are slower; "
+            "install a C compiler, then install bigbatch again",
+            stacklevel=3,
+        )
 
 
 def threads_for(elements: int) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bigbatch.errors import RunError
 from bigbatch.optional_packages import required
 
-pandas = required("pandas", "criteo")
+pandas = required("pandas", "experiments")
 
 INTEGERS, CATEGORIES = 13, 26
 
