@@ -39,7 +39,7 @@ $(COMPILED): $(READY)
 	@touch $@
 
 run: $(RUN)  ## train the digits study and write its report
-	$(BIN)/bigbatch train --runs $(RUNS)
+	$(BIN)/bigbatch train --runs-dir $(RUNS)
 
 # two test processes on two cores, each with ranks of its own
 test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
@@ -85,7 +85,7 @@ bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
 	$(BIN)/bigbatch bench optim
 
 figure: $(RUN)  ## the README's figure, from a new digits study
-	$(BIN)/bigbatch train --runs .figure --quiet
+	$(BIN)/bigbatch train --runs-dir .figure --quiet
 	$(BIN)/bigbatch report .figure/* -o docs/digits.png
 	rm -r .figure
 

@@ -66,7 +66,7 @@ def test_the_version_is_said_without_torch():
     ],
 )
 def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):
-    ended = command(AT.format(module=module), "train", "--target=.5", "--out", tmp_path / "run")
+    ended = command(AT.format(module=module), "train", "--target=.5", "--run-dir", tmp_path / "run")
     assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
     assert [] == list(tmp_path.iterdir())
 
@@ -78,7 +78,7 @@ def test_an_interrupt_while_the_report_is_written_says_how_to_go_on(tmp_path):
         "--epochs=1",
         "--set=samples=64",
         "--quiet",
-        "--out",
+        "--run-dir",
         tmp_path / "run",
     )
     code = AT.format(module="matplotlib.backends.backend_svg")
@@ -97,7 +97,7 @@ def test_an_interrupt_of_ranks_is_one_line_of_ours(tmp_path):
     """At once, as a terminal sends it to all of them; torchrun then sends each another."""
     code = AT.format(module="sklearn")
     (tmp_path / "train.py").write_text(code)
-    options = ("train", "--target=.5", "--quiet", "--out", tmp_path / "run")
+    options = ("train", "--target=.5", "--quiet", "--run-dir", tmp_path / "run")
     ended = torchrun(2, tmp_path / "train.py", *options)
     assert ["bigbatch: interrupted"] == said(ended)
     assert "KeyboardInterrupt" not in ended.stderr
@@ -124,7 +124,7 @@ BRACKETS = "[red]a:b:fire:[/red]"
 @pytest.mark.thorough
 def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
     place = tmp_path / BRACKETS.replace("/", "-")
-    options = ("--seed=0", "--epochs=1", "--set=samples=64", "--out", place)
+    options = ("--seed=0", "--epochs=1", "--set=samples=64", "--run-dir", place)
     status, out, _ = bigbatch("train", *options)
     assert 0 == status
     assert f"report: {place / 'report.html'}" in out
@@ -148,7 +148,7 @@ def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
 )
 def test_a_start_out_of_bounds_is_said_once(bigbatch, tmp_path, options, said_of_it):
     samples = ("--set=samples=64", "--epochs=1", "--quiet")
-    status, _, err = bigbatch("train", *options, *samples, "--out", tmp_path / "run")
+    status, _, err = bigbatch("train", *options, *samples, "--run-dir", tmp_path / "run")
     assert (0, 1) == (status, err.count("\n"))
     assert re.match(f"bigbatch: note: {said_of_it}", err)
 
@@ -181,10 +181,10 @@ TRAIN = {
     "--seed": "1",
     "--seeds": "2",
     "--epochs": "1",
-    "--runs": "x",
-    "--out": "x",
+    "--runs-dir": "x",
+    "--run-dir": "x",
     "--resume": "x",
-    "--ranks": "2",
+    "--dry-run-ranks": "2",
     "--set target": "0.3",
     "--set policy": "simigrad:0.2",
     "--set gamma": "0.5",
@@ -196,8 +196,8 @@ SWEEP = {
     "--seeds": "2",
     "--set target": "0.3",
     "--set lr": "0.1",
-    "--runs": "x",
-    "--out": "x",
+    "--runs-dir": "x",
+    "--run-dir": "x",
     "--resume": "x",
 }
 PAIRS = [("train", *pair, TRAIN) for pair in combinations(TRAIN, 2)]

@@ -75,8 +75,8 @@ WRONG = [
     (["train", "--lr", "nan"], "lr=nan must be a number"),
     (["train", "--lr", "-1"], "lr=-1.0 must be a number of at least 0"),
     (["train", "--seed", "-1"], "seed=-1 must be a whole number in [0,"),
-    (["train", "--runs", "/dev/null"], "/dev/null"),
-    (["train", "--target", "0.1", "--out", "/dev/null/run"], "/dev/null"),
+    (["train", "--runs-dir", "/dev/null"], "/dev/null"),
+    (["train", "--target", "0.1", "--run-dir", "/dev/null/run"], "/dev/null"),
     (["train", "--data", "nowhere"], "there is no data folder nowhere"),
     (["train", "--data", "."], "recipe 'digits' brings its own data"),
     (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
@@ -109,7 +109,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(
 def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
     (tmp_path / "mine").write_text("precious")
     for extra in ([], ["--target", "0.5"]):
-        status, _, err = bigbatch("train", "--out", tmp_path / "mine", *extra)
+        status, _, err = bigbatch("train", "--run-dir", tmp_path / "mine", *extra)
         assert (2, 1) == (status, err.count("\n"))
         assert "already in use; nothing was overwritten" in err
         assert "--resume" not in err
@@ -180,7 +180,7 @@ def test_ranks_but_the_first_do_not_list_the_commands(bigbatch, monkeypatch):
 def trained(tmp_path_factory):
     """One finished training of one epoch."""
     out = tmp_path_factory.mktemp("runs") / "one"
-    settings = ["train", "--optimizer", "vr-momentum", *QUICK, "--out", str(out)]
+    settings = ["train", "--optimizer", "vr-momentum", *QUICK, "--run-dir", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bigbatch", *settings])
         with pytest.raises(SystemExit) as ending:
@@ -257,13 +257,13 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
     }
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     given += ["--set=samples=256"]
-    assert 0 == bigbatch("train", *given, "--out", tmp_path / "run", "--quiet")[0]
+    assert 0 == bigbatch("train", *given, "--run-dir", tmp_path / "run", "--quiet")[0]
     assert settings.items() <= RunDirectory.open(tmp_path / "run").settings.items()
 
 
 def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):
     own = ("--arm=noise-scale", "--set=dead_band=0.3", "--set=samples=64", "--epochs=1")
-    status, _, err = bigbatch("train", *own, "--out", tmp_path / "run", "--quiet")
+    status, _, err = bigbatch("train", *own, "--run-dir", tmp_path / "run", "--quiet")
     assert (0, "") == (status, err)
     settings = RunDirectory.open(tmp_path / "run").settings
     assert (0.3, 4000.0) == (settings["dead_band"], settings["smoothing"])
@@ -274,7 +274,7 @@ def test_what_the_arms_of_a_study_have_of_their_own_is_said(bigbatch, tmp_path, 
     arms = {"one": {"policy": "fixed:64"}, "two": {"policy": "fixed:64", "lr": 0.1}}
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
     own = ("--set=lr=0.5", "--set=samples=64", "--epochs=1", "--seeds=1")
-    status, _, err = bigbatch("train", *own, "--out", tmp_path / "study", "--quiet")
+    status, _, err = bigbatch("train", *own, "--run-dir", tmp_path / "study", "--quiet")
     assert 0 == status
     assert "bigbatch: note: two: lr stays the arm's own; --arm trains one alone with it\n" == err
 
@@ -294,18 +294,18 @@ def test_a_file_that_a_library_cannot_read_is_named_as_it_says(bigbatch, tmp_pat
         raise OSError("cannot identify image file 'cat.jpg'")
 
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, data=data))
-    status, _, err = bigbatch("train", "--seed=0", "--out", tmp_path / "run")
+    status, _, err = bigbatch("train", "--seed=0", "--run-dir", tmp_path / "run")
     assert (2, "bigbatch: OSError: cannot identify image file 'cat.jpg'\n") == (status, err)
 
 
 def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
     options = ("--target", "0.5", *SHORT)
-    status, out, _ = bigbatch("train", *options, "--out", tmp_path / "run")
+    status, out, _ = bigbatch("train", *options, "--run-dir", tmp_path / "run")
     assert 0 == status
     for word in ("batch", "similarity", "target 0.5", "noise scale", "lr", "loss", "samples/s"):
         assert word in out
     assert "256/256" in out
-    quiet = bigbatch("train", *options, "--quiet", "--out", tmp_path / "quiet")[1]
+    quiet = bigbatch("train", *options, "--quiet", "--run-dir", tmp_path / "quiet")[1]
     assert "samples/s" not in quiet
 
 
@@ -313,7 +313,7 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
 def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [*COMMAND, "train", "--target", "0.5", "--out", str(run)],
+        [*COMMAND, "train", "--target", "0.5", "--run-dir", str(run)],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
@@ -329,7 +329,7 @@ def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
 @pytest.mark.thorough
 def test_ctrl_c_in_what_cannot_go_on_says_only_that(tmp_path):
     process = subprocess.Popen(
-        [*COMMAND, "train", "linear-regression", "--out", str(tmp_path / "run")],
+        [*COMMAND, "train", "linear-regression", "--run-dir", str(tmp_path / "run")],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -347,7 +347,7 @@ def test_ctrl_c_in_what_cannot_go_on_says_only_that(tmp_path):
 @pytest.mark.parametrize("optimizer", [pytest.param("lars", marks=pytest.mark.thorough), "vr-lamb"])
 def test_every_optimizer_trains_and_a_scaled_one_logs_r_by_layer(bigbatch, tmp_path, optimizer):
     place = tmp_path / "run"
-    options = ["--optimizer", optimizer, *SHORT, "--out", place, "--quiet"]
+    options = ["--optimizer", optimizer, *SHORT, "--run-dir", place, "--quiet"]
     assert 0 == bigbatch("train", "digits", *options)[0]
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     told = [row.get("gsnr") for row in rows]

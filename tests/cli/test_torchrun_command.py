@@ -62,14 +62,14 @@ def leaves(state, path=""):
 def one_process(tmp_path_factory):
     """A training of the digits without torchrun."""
     place = tmp_path_factory.mktemp("alone") / "run"
-    assert 0 == alone(*DIGITS, *LENGTH, "--out", place).returncode
+    assert 0 == alone(*DIGITS, *LENGTH, "--run-dir", place).returncode
     return place
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.release)])
 def test_ranks_leave_what_one_process_leaves(one_process, tmp_path, ranks):
     place = tmp_path / "run"
-    result = torchrun(ranks, *DIGITS, *LENGTH, "--out", place)
+    result = torchrun(ranks, *DIGITS, *LENGTH, "--run-dir", place)
     assert (0, []) == (result.returncode, said(result))
     assert 1 == result.stdout.count("average") == result.stdout.count("report: ")
     assert [place] == list(tmp_path.iterdir())
@@ -81,11 +81,11 @@ def test_ranks_leave_what_one_process_leaves(one_process, tmp_path, ranks):
 @pytest.mark.release
 def test_three_ranks_share_the_samples_of_twelve(tmp_path):
     settings = ["--epochs", "1", "--min-batch", "64", "--batch-size", "64", "--quiet"]
-    result = torchrun(3, *DIGITS, *settings, "--out", tmp_path / "three")
+    result = torchrun(3, *DIGITS, *settings, "--run-dir", tmp_path / "three")
     assert 0 == result.returncode
     (note,) = said(result)
     assert "virtual_ranks=4 is no multiple of the 3 ranks, so 12 are used" in note
-    alone(*DIGITS, *settings, "--virtual-ranks", "12", "--out", tmp_path / "one")
+    alone(*DIGITS, *settings, "--virtual-ranks", "12", "--run-dir", tmp_path / "one")
     assert 1347 == rows_of(tmp_path / "three")[-1]["samples"]
     assert_same_curve(rows_of(tmp_path / "one"), rows_of(tmp_path / "three"))
 
@@ -93,8 +93,10 @@ def test_three_ranks_share_the_samples_of_twelve(tmp_path):
 def test_after_a_kill_the_other_workers_go_on_as_if_there_was_none(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     whole = tmp_path / "whole"
-    assert 0 == torchrun(2, *settings, "--out", whole).returncode
-    killed = torchrun(2, *settings, "--runs", tmp_path / "runs", restarts=1, killed_at=KILLED_AT)
+    assert 0 == torchrun(2, *settings, "--run-dir", whole).returncode
+    killed = torchrun(
+        2, *settings, "--runs-dir", tmp_path / "runs", restarts=1, killed_at=KILLED_AT
+    )
     assert (0, 1) == (killed.returncode, killed.stdout.count("average"))
     assert killed.stderr.count("another rank was lost") <= 1  # torchrun may end the other first
     (place,) = (tmp_path / "runs").iterdir()
@@ -108,7 +110,7 @@ def test_a_restart_goes_on_where_no_store_outlives_the_workers(tmp_path, ranks):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     place = tmp_path / "run"
-    result = torchrun(ranks, *settings, "--out", place, restarts=1, killed_at=KILLED_AT, **own)
+    result = torchrun(ranks, *settings, "--run-dir", place, restarts=1, killed_at=KILLED_AT, **own)
     assert (0, 1) == (result.returncode, result.stdout.count("average")), result.stderr
     assert f"bigbatch: note: going on with {place}, which launch" in result.stderr
     assert 2694 == rows_of(place)[-1]["samples"]
@@ -117,14 +119,14 @@ def test_a_restart_goes_on_where_no_store_outlives_the_workers(tmp_path, ranks):
 @pytest.mark.release
 def test_one_rank_that_is_killed_goes_on(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
-    result = torchrun(1, *settings, "--out", tmp_path / "run", restarts=1, killed_at=KILLED_AT)
+    result = torchrun(1, *settings, "--run-dir", tmp_path / "run", restarts=1, killed_at=KILLED_AT)
     assert (0, []) == (result.returncode, said(result)), result.stderr
     assert 2694 == rows_of(tmp_path / "run")[-1]["samples"]
 
 
 def test_a_rank_that_fails_is_named_with_its_error_and_the_remedy(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
-    result = torchrun(2, *settings, "--out", tmp_path / "run", RAISES_AT=str(KILLED_AT))
+    result = torchrun(2, *settings, "--run-dir", tmp_path / "run", RAISES_AT=str(KILLED_AT))
     assert 0 != result.returncode
     (line,) = (line for line in said(result) if line.startswith("bigbatch: rank"))
     assert "another rank was lost" not in result.stderr
@@ -141,7 +143,7 @@ def test_help_is_printed_once():
 
 def test_a_run_of_two_ranks_goes_on_alone_with_the_same_samples(one_process, tmp_path):
     place = tmp_path / "run"
-    settings = [*TESTED, "digits", "--policy", "simigrad", *LENGTH, "--out", place]
+    settings = [*TESTED, "digits", "--policy", "simigrad", *LENGTH, "--run-dir", place]
     assert 0 != torchrun(2, *settings, killed_at=KILLED_AT).returncode
     assert 0 < len(rows_of(place)) < len(rows_of(one_process))
     result = alone("-m", "bigbatch", "train", "--resume", place)
@@ -156,7 +158,7 @@ def test_a_run_of_two_ranks_goes_on_alone_with_the_same_samples(one_process, tmp
         pytest.param(  # on all ranks
             ["--target", "1.5"], "target=1.5 must be a number in (-1, 1)", marks=pytest.mark.release
         ),
-        (["--out", "mine"], "mine is already in use; nothing was overwritten"),  # on rank 0
+        (["--run-dir", "mine"], "mine is already in use; nothing was overwritten"),  # on rank 0
     ],
 )
 def test_an_error_is_said_once_and_ends_all(tmp_path, monkeypatch, options, message):

@@ -112,7 +112,10 @@ def loaders(draw: st.DrawFn) -> Callable[[], Any]:
     n, size = draw(st.integers(1, 70)), draw(st.integers(1, 12))
     own_sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     order = draw(st.permutations(range(min(n, 12))))
-    groups = [list(part) for part in numpy.array_split(order, draw(st.integers(1, 5)))]
+    groups = [
+        list(samples_of_rank)
+        for samples_of_rank in numpy.array_split(order, draw(st.integers(1, 5)))
+    ]
     groups = [[int(i) for i in group] for group in groups if len(group)]
     return draw(
         st.sampled_from(
@@ -417,7 +420,7 @@ def test_a_pass_over_batches_that_cannot_be_glued_goes_on_with_exactly_the_rest(
     def steps(batches):
         while cut := batches.step(plan, least=6, most=18):
             taken = [m[:, 0].tolist() for m, _ in cut]
-            yield [sample for part in taken for sample in part]
+            yield [sample for samples_of_rank in taken for sample in samples_of_rank]
 
     whole = Batches(loader)
     whole.start(0)

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from bigbatch.data.collate import count_samples, cut_samples, deal_samples, glue_samples
+from bigbatch.data.collate import (
+    concatenate_samples,
+    count_samples,
+    interleave_samples,
+    slice_samples,
+)
 from bigbatch.errors import BatchError
 from properties import property_test
 
@@ -85,13 +90,13 @@ def test_every_nesting_counts_its_samples(build):
 
 @every_nesting
 def test_a_cut_keeps_the_nesting_and_takes_its_samples(build):
-    assert plain(build([2, 3, 4])) == plain(cut_samples(build(list(range(8))), 2, 5))
+    assert plain(build([2, 3, 4])) == plain(slice_samples(build(list(range(8))), 2, 5))
 
 
 @every_nesting
 def test_a_cut_leaves_the_batch_as_it_was(build):
     batch = build(list(range(8)))
-    cut_samples(batch, 2, 5)
+    slice_samples(batch, 2, 5)
     assert plain(build(list(range(8)))) == plain(batch)
 
 
@@ -101,27 +106,29 @@ def test_a_cut_leaves_the_batch_as_it_was(build):
 def test_what_was_cut_glues_to_what_it_was(build, ends):
     batch = build(list(range(9)))
     pieces = [
-        cut_samples(batch, lo, hi) for lo, hi in zip([0, *ends], [*ends, 9], strict=True) if lo < hi
+        slice_samples(batch, lo, hi)
+        for lo, hi in zip([0, *ends], [*ends, 9], strict=True)
+        if lo < hi
     ]
-    assert plain(batch) == plain(glue_samples(pieces))
+    assert plain(batch) == plain(concatenate_samples(pieces))
 
 
 def test_cutting_a_tensor_makes_a_view():
     whole = tensor([0, 1, 2, 3])
-    part = cut_samples((whole, whole), 1, 3)[1]
-    assert whole[1].data_ptr() == part.data_ptr()
-    part.fill_(-1.0)
+    samples_of_rank = slice_samples((whole, whole), 1, 3)[1]
+    assert whole[1].data_ptr() == samples_of_rank.data_ptr()
+    samples_of_rank.fill_(-1.0)
     assert [[0.0] * 3, [-1.0] * 3, [-1.0] * 3, [3.0] * 3] == whole.tolist()
 
 
 def test_cutting_an_array_makes_a_view():
     whole = numpy.arange(4)
-    assert numpy.shares_memory(whole, cut_samples({"x": whole}, 1, 3)["x"])
+    assert numpy.shares_memory(whole, slice_samples({"x": whole}, 1, 3)["x"])
 
 
 def test_one_batch_alone_is_not_copied():
     batch = (tensor([0, 1]), ["a", "b"])
-    assert glue_samples([batch]) is batch
+    assert concatenate_samples([batch]) is batch
 
 
 @pytest.mark.parametrize(
@@ -139,8 +146,8 @@ def test_one_batch_alone_is_not_copied():
     ],
 )
 def test_batches_that_differ_in_more_than_their_samples_do_not_glue(first, second):
-    assert glue_samples([first, second]) is None
-    assert glue_samples([first, first]) is not None
+    assert concatenate_samples([first, second]) is None
+    assert concatenate_samples([first, first]) is not None
 
 
 IMAGES = [torch.zeros(3, height, 16) for height in (20, 24)]
@@ -184,7 +191,7 @@ class Captioned:
 
 def test_a_data_loader_of_tensors_and_strings_is_cut():
     batch = next(iter(DataLoader(Captioned(), batch_size=4)))
-    image, caption = cut_samples(batch, 1, 3)
+    image, caption = slice_samples(batch, 1, 3)
     assert ([1, 2], ["caption 1", "caption 2"]) == (image.tolist(), list(caption))
 
 
@@ -198,8 +205,8 @@ class Counted:
 
 
 def test_a_field_that_a_batch_makes_itself_is_made_again():
-    part = cut_samples(Counted(torch.arange(6)), 1, 3)
-    assert ([1, 2], 3) == (part.x.tolist(), part.total.item())
+    samples_of_rank = slice_samples(Counted(torch.arange(6)), 1, 3)
+    assert ([1, 2], 3) == (samples_of_rank.x.tolist(), samples_of_rank.total.item())
 
 
 @property_test(100)
@@ -209,11 +216,11 @@ def test_dealt_samples_are_those_of_every_turn(counts, turns):
     names = [f"{n}" for n in whole.tolist()]
     ends = pairwise([0, *accumulate(counts)])
     pieces = [{"x": whole[lo:hi], "name": names[lo:hi]} for lo, hi in ends]
-    dealt = deal_samples(pieces, counts, turns)
+    dealt = interleave_samples(pieces, counts, turns)
     each = range(min(turns, len(whole)))
     assert [whole[turn::turns].tolist() for turn in each] == [d["x"].tolist() for d in dealt]
     assert [names[turn::turns] for turn in each] == [d["name"] for d in dealt]
 
 
 def test_samples_that_do_not_fit_together_are_not_dealt():
-    assert deal_samples([torch.zeros(2, 3), torch.zeros(2, 4)], [2, 2], 2) is None
+    assert interleave_samples([torch.zeros(2, 3), torch.zeros(2, 4)], [2, 2], 2) is None

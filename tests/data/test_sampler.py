@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
-from bigbatch.data.rank_consistency import HostCollectives, part
+from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.errors import SettingError
 from properties import property_test
 
@@ -200,7 +200,7 @@ def test_the_ranks_of_a_ledger_have_every_position_once_from_any_start(ranks, st
     for position, number in enumerate(whole[start:], start):
         assert number in read[position % ranks]
     assert sorted(whole[start:]) == sorted(chain.from_iterable(read))
-    assert [part(11, rank, ranks) for rank in range(ranks)] == [len(x) for x in ledgers]
+    assert [samples_of_rank(11, rank, ranks) for rank in range(ranks)] == [len(x) for x in ledgers]
 
 
 def test_orders_differ_by_seed_and_by_epoch():

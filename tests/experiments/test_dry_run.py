@@ -38,11 +38,15 @@ def settings(**changes):
 
 
 @pytest.mark.late
-@pytest.mark.parametrize("full", [False, True], ids=["small", "full"])
+@pytest.mark.parametrize("paper_scale", [False, True], ids=["small", "full"])
 @pytest.mark.parametrize(("recipe", "arm"), ARMS)
-def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, full):
-    asked = recipe.settings(full=full)
-    run = dry_run(recipe, recipe.arm(arm, asked, full=full) if arm else asked, recipe.full_ranks)
+def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, paper_scale):
+    asked = recipe.settings(paper_scale=paper_scale)
+    run = dry_run(
+        recipe,
+        recipe.arm(arm, asked, paper_scale=paper_scale) if arm else asked,
+        recipe.paper_ranks,
+    )
     assert run.keeps.parameters > 0
     assert run.keeps.weights >= run.keeps.gradients > 0
     for planned in run.plans.values():
@@ -58,7 +62,7 @@ IN_ALL = {"squad": 2 * 87_599, "glue": 3 * 67_349, "cifar10-resnet18": 200 * 50_
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", IN_ALL)
 def test_the_paper_sees_its_samples_once_an_epoch(name):
-    asked = RECIPES[name].settings(full=True)
+    asked = RECIPES[name].settings(paper_scale=True)
     assert IN_ALL[name] == asked.epochs * dry_run(RECIPES[name], asked).samples
 
 
@@ -241,7 +245,7 @@ def test_what_a_rank_sends_is_what_is_counted_elsewhere(ranks):
 
 def test_each_setting_says_whose_it_is():
     asked = DIGITS.arm("simigrad-vr", settings(lr=0.5))
-    found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked, full=False)
+    found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked, paper_scale=False)
     assert (0.5, "given here") == dataclasses.astuple(found["lr"])
     assert ("vr-momentum", "arm simigrad-vr, ours") == dataclasses.astuple(found["optimizer"])
     assert (25, "small scale, ours") == dataclasses.astuple(found["epochs"])
@@ -251,15 +255,15 @@ def test_each_setting_says_whose_it_is():
 
 def test_what_an_arm_changes_says_whose_it_is():
     recipe = RECIPES["bert-pretrain"]
-    arm = recipe.arm("simigrad-long", recipe.settings(full=True), full=True)
-    found = sources(recipe, arm, full=True)
+    arm = recipe.arm("simigrad-long", recipe.settings(paper_scale=True), paper_scale=True)
+    found = sources(recipe, arm, paper_scale=True)
     code = "SimiGrad's code, BERT-Large, rows of 512"
     assert (0.002, f"arm simigrad-long, {code}") == dataclasses.astuple(found["lr"])
     assert (16, "arm simigrad-long, ours") == dataclasses.astuple(found["micro_batch"])
-    lamb = recipe.arm("lamb-short", recipe.settings(full=True), full=True)
-    batch = sources(recipe, lamb, full=True)["batch_size"]
+    lamb = recipe.arm("lamb-short", recipe.settings(paper_scale=True), paper_scale=True)
+    batch = sources(recipe, lamb, paper_scale=True)["batch_size"]
     assert (65_536, "arm lamb-short, VRGD, table 1") == dataclasses.astuple(batch)
-    assert 65_536 == recipe.arms_at(full=True)["lamb-short"]["batch_size"]
+    assert 65_536 == recipe.arms_at(paper_scale=True)["lamb-short"]["batch_size"]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,7 @@ def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
 def test_float16_at_full_scale_is_for_ddp_and_bfloat16_for_deepspeed(bigbatch, name):
-    on_deepspeed = ("train", name, "--dry-run", "--full", "--set", "engine=deepspeed")
+    on_deepspeed = ("train", name, "--dry-run", "--paper-scale", "--set", "engine=deepspeed")
     status, out, err = bigbatch(*on_deepspeed)
     assert (2, "") == (status, out)
     assert "engine=deepspeed with precision=float16" in err
@@ -344,7 +348,9 @@ def test_the_command_shows_both_scales_and_writes_nothing(bigbatch, tmp_path, mo
 
 
 def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
-    status, out, _ = bigbatch("train", "digits", "--dry-run", "--full", "--ranks", "4")
+    status, out, _ = bigbatch(
+        "train", "digits", "--dry-run", "--paper-scale", "--dry-run-ranks", "4"
+    )
     rows = {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}
     assert 0 == status
     assert ["ranks", "4"] == rows["ranks"]
@@ -357,7 +363,7 @@ def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
     [
         (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
         (["--dry-run", "--policy", "fixed", "--target", "0.2"], "--policy fixed does not go"),
-        (["--ranks", "2"], "--ranks is of a dry run"),
+        (["--dry-run-ranks", "2"], "--dry-run-ranks is of a dry run"),
         (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must be a number of at least 0"),
     ],
 )

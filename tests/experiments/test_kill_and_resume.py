@@ -64,7 +64,7 @@ def kill_after(process, run, lines):
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.release)])
 def test_a_run_that_is_killed_often_ends_as_if_never_killed(tmp_path, kills):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([*TRAIN, *SETTINGS, *LENGTH, "--out", str(whole)], check=True)
+    subprocess.run([*TRAIN, *SETTINGS, *LENGTH, "--run-dir", str(whole)], check=True)
     steps = len(rows_of(whole))
     chance = random.Random(0)
     points = sorted(chance.sample(range(1, steps - 20), kills))
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_often_ends_as_if_never_killed(tmp_path, kills):
     for lines in points:
         existing = (killed / "config.yaml").exists()
         command = ["--resume", str(killed), "--quiet"]
-        command = command if existing else [*SETTINGS, *LENGTH, "--out", str(killed)]
+        command = command if existing else [*SETTINGS, *LENGTH, "--run-dir", str(killed)]
         process = subprocess.Popen([*TRAIN, *command])
         killed_before_its_end += kill_after(process, killed, lines)
     assert kills == killed_before_its_end

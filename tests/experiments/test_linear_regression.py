@@ -250,7 +250,7 @@ def test_it_is_not_resumed(bigbatch):
 
 def test_a_directory_in_use_is_left_alone(bigbatch, tmp_path):
     (tmp_path / "mine").write_text("precious")
-    status, _, err = bigbatch("train", "linear-regression", "--out", tmp_path / "mine")
+    status, _, err = bigbatch("train", "linear-regression", "--run-dir", tmp_path / "mine")
     assert 2 == status
     assert "already in use; nothing was overwritten" in err
     assert "--resume" not in err
@@ -264,7 +264,7 @@ def test_the_recipe_is_listed(bigbatch):
 @pytest.mark.release
 def test_the_command_leaves_its_directory_and_shows_its_tables(bigbatch, tmp_path):
     status, out, err = bigbatch(
-        "train", "linear-regression", "--seeds", "1", "--runs", tmp_path, "--quiet"
+        "train", "linear-regression", "--seeds", "1", "--runs-dir", tmp_path, "--quiet"
     )
     assert (0, "") == (status, err)
     place = tmp_path / "linear-regression-1"

@@ -54,7 +54,10 @@ def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkey
     options = ("--set", "samples=100", "--epochs", "1", "--policy", "fixed:64", "--lr", "0.5")
     run = tmp_path / "run"
     assert (
-        0 == bigbatch("train", *options, "--lr-control-from", twin.name, "--quiet", "--out", run)[0]
+        0
+        == bigbatch("train", *options, "--lr-control-from", twin.name, "--quiet", "--run-dir", run)[
+            0
+        ]
     )
     scaling = (64 / 32) ** 0.5
     assert pytest.approx(0.5 * scaling * mean_r(twin)) == rows_of(run)[0]["lr"][0]
@@ -70,7 +73,7 @@ def test_a_study_takes_the_mean_r_of_the_same_seed(bigbatch, tmp_path, monkeypat
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
     study = tmp_path / "study"
     options = ("--set", "samples=200", "--epochs", "1", "--seeds", "2", "--quiet")
-    assert 0 == bigbatch("train", *options, "--out", study)[0]
+    assert 0 == bigbatch("train", *options, "--run-dir", study)[0]
     shares = [mean_r(study / f"twin-seed{seed}") for seed in (0, 1)]
     assert shares[0] != shares[1]
     for seed, share in enumerate(shares):

@@ -317,19 +317,21 @@ def test_the_loss_is_the_mean_over_rows_of_hidden_pieces_and_of_the_pair(forest)
 
 
 def test_the_arms_of_both_scales_have_the_same_names_and_phases():
-    assert BERT_PRETRAIN.arms.keys() <= BERT_PRETRAIN.full_arms.keys()
+    assert BERT_PRETRAIN.arms.keys() <= BERT_PRETRAIN.paper_arms.keys()
     for name in BERT_PRETRAIN.arms:
-        small, full = (
-            BERT_PRETRAIN.arm(name, BERT_PRETRAIN.settings(full=full), full=full)
-            for full in (False, True)
+        small, paper_scale = (
+            BERT_PRETRAIN.arm(
+                name, BERT_PRETRAIN.settings(paper_scale=paper_scale), paper_scale=paper_scale
+            )
+            for paper_scale in (False, True)
         )
-        assert (small.init_from, small.optimizer) == (full.init_from, full.optimizer)
-        assert {"short": 128, "long": 512}[name.rpartition("-")[2]] == full.task["length"]
+        assert (small.init_from, small.optimizer) == (paper_scale.init_from, paper_scale.optimizer)
+        assert {"short": 128, "long": 512}[name.rpartition("-")[2]] == paper_scale.task["length"]
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_the_example_goes_through_loss_and_model_without_data(full):
-    settings = BERT_PRETRAIN.settings(full=full)
+@pytest.mark.parametrize("paper_scale", [False, True])
+def test_the_example_goes_through_loss_and_model_without_data(paper_scale):
+    settings = BERT_PRETRAIN.settings(paper_scale=paper_scale)
     with torch.device("meta"):
         model = BERT_PRETRAIN.model(settings)
     batch = BERT_PRETRAIN.example(settings, 3)
@@ -347,9 +349,9 @@ def rows_of(run):
 def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     short, long = forest / "short", forest / "long"
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
-    assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--out", short)[0]
+    assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--run-dir", short)[0]
     tuned = ["--policy", "fixed", "--set", "samples=32"]
-    status, _, said = bigbatch(*train, *tuned, "--init-from", short, "--out", long)
+    status, _, said = bigbatch(*train, *tuned, "--init-from", short, "--run-dir", long)
     assert (0, "") == (status, said)  # all weights fit
     assert (short / "vocab.txt").read_text() == (long / "vocab.txt").read_text()
     (name, *_), scores = zip(*rows_of(long)[-1]["metrics"].items(), strict=True)
@@ -361,7 +363,7 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
 def test_a_run_that_goes_on_keeps_its_vocabulary_whatever_became_of_the_text(bigbatch, forest):
     run = forest / "run"
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
-    assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--out", run)[0]
+    assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--run-dir", run)[0]
     vocabulary = (run / "vocab.txt").read_text()
     (forest / "more.txt").write_text("\n\n".join(tree(n) for n in range(100)))
     settings = Settings.from_dict(RunDirectory.open(run).settings)
@@ -392,7 +394,7 @@ def test_scores_are_shares_of_hidden_pieces_and_of_pairs():
 def test_it_learns_the_words_of_a_small_forest(bigbatch, forest):
     changes = {**TINY, "samples": 0, "draws": 6, "batch_size": 16, "base_batch": 16, "lr": 0.02}
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", "--policy", "fixed"]
-    assert 0 == bigbatch(*train, *options(changes), "--out", forest / "run")[0]
+    assert 0 == bigbatch(*train, *options(changes), "--run-dir", forest / "run")[0]
     right, *_ = rows_of(forest / "run")[-1]["metrics"].values()
     assert right > 40  # the most frequent word is one in eight
 
@@ -427,7 +429,7 @@ def test_two_ranks_agree_on_weights_and_scores(ranks, forest):
 @pytest.mark.release
 @needs("wikitext-2")
 def test_it_learns_more_than_the_most_frequent_piece(bigbatch, tmp_path):
-    train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--out", tmp_path / "run")
+    train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--run-dir", tmp_path / "run")
     assert 0 == train("--data", FOLDER, "--arm", "simigrad-short", "--set", "samples=12000")[0]
     accuracy, *_ = rows_of(tmp_path / "run")[-1]["metrics"].values()
     settings = BERT_PRETRAIN.settings().changed({"data": str(FOLDER / "wikitext-2")})
@@ -443,7 +445,7 @@ def test_torchrun_on_two_ranks_leaves_one_run_with_its_vocabulary(tmp_path, fore
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = ["-m", "bigbatch", "train", "bert-pretrain", "--data", forest, "--arm"]
     done = subprocess.run(
-        [*launcher, *command, "simigrad-short", *options(TINY), "--out", place],
+        [*launcher, *command, "simigrad-short", *options(TINY), "--run-dir", place],
         capture_output=True,
         text=True,
         timeout=240,

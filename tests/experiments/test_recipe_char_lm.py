@@ -43,7 +43,7 @@ def test_it_has_so_many_parameters():
     width, depth, length = 384, 6, 256
     layer = 12 * width**2 + 13 * width  # attention, two layers of 4 times the width, two norms
     rest = 2 * 128 * width + 128 + length * width + 2 * width
-    model = CHAR_LM.model(CHAR_LM.settings(full=True))
+    model = CHAR_LM.model(CHAR_LM.settings(paper_scale=True))
     assert depth * layer + rest == sum(p.numel() for p in model.parameters())
 
 
@@ -95,8 +95,8 @@ def test_the_held_out_text_is_the_end():
 
 @needs("tinyshakespeare")
 def test_shakespeare_has_as_many_characters_as_published():
-    data = CHAR_LM.data(CHAR_LM.settings(full=True).changed({"data": str(SHAKESPEARE)}))
-    assert CHAR_LM.full_samples == len(data.train) == (1_115_394 * 9 // 10 - 1) // 256
+    data = CHAR_LM.data(CHAR_LM.settings(paper_scale=True).changed({"data": str(SHAKESPEARE)}))
+    assert CHAR_LM.paper_samples == len(data.train) == (1_115_394 * 9 // 10 - 1) // 256
     (first,) = data.train[0]
     assert "First Citizen:\nBefore we proceed" == "".join(map(chr, first))[:32]
 
@@ -148,7 +148,7 @@ def test_the_command_trains_on_pythons_own_texts_and_says_so(bigbatch, tmp_path)
     changes = {**TINY, "samples": 4_000, "base_batch": 16, "batch_size": 16, "lr": 0.01}
     options = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
     status, _, noted = bigbatch(
-        "train", "char-lm", "--arm", "simigrad-vr", *options, "--out", place, "--quiet"
+        "train", "char-lm", "--arm", "simigrad-vr", *options, "--run-dir", place, "--quiet"
     )
     assert 0 == status, noted
     assert "note: no --data; the documentation inside Python's standard library is used" in noted
@@ -158,7 +158,9 @@ def test_the_command_trains_on_pythons_own_texts_and_says_so(bigbatch, tmp_path)
 
 
 def test_no_text_in_the_folder_is_said(bigbatch, tmp_path):
-    status, _, said = bigbatch("train", "char-lm", "--data", tmp_path, "--out", tmp_path / "run")
+    status, _, said = bigbatch(
+        "train", "char-lm", "--data", tmp_path, "--run-dir", tmp_path / "run"
+    )
     assert 2 == status
     assert f"tiny Shakespeare is not in {tmp_path}: input.txt of github.com/karpathy/char" in said
     assert not (tmp_path / "run").exists()
@@ -191,7 +193,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, tmp_path):
 def test_half_an_epoch_of_shakespeare_ends_far_below_the_letters_alone(bigbatch, tmp_path):
     place = tmp_path / "run"
     options = ["--set", "epochs=1", "--set", "samples=8000", "--arm", "fixed"]
-    status, *said = bigbatch("train", "char-lm", "--data", FOLDER, *options, "--out", place)
+    status, *said = bigbatch("train", "char-lm", "--data", FOLDER, *options, "--run-dir", place)
     assert 0 == status, said
     last = json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])
     alone = unigram_bits((SHAKESPEARE / "input.txt").read_text())

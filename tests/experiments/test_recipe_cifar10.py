@@ -34,14 +34,14 @@ def few(tmp_path_factory):
 @pytest.mark.parametrize(("recipe", "parameters"), [(RESNET18, 11_173_962), (RESNET56, 853_018)])
 def test_the_full_network_is_that_of_the_paper(recipe, parameters):
     with torch.device("meta"):
-        network = recipe.model(recipe.settings(full=True))
+        network = recipe.model(recipe.settings(paper_scale=True))
     assert parameters == sum(p.numel() for p in network.parameters())
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("paper_scale", [False, True])
 @pytest.mark.parametrize("recipe", PICTURES, ids=NAMES)
-def test_every_arm_can_be_built_and_takes_a_batch(recipe, full):
-    settings = recipe.settings(full=full)
+def test_every_arm_can_be_built_and_takes_a_batch(recipe, paper_scale):
+    settings = recipe.settings(paper_scale=paper_scale)
     with torch.device("meta"):
         model = recipe.model(settings)
     loss = recipe.loss(settings)(model, recipe.example(settings, 8))
@@ -51,9 +51,9 @@ def test_every_arm_can_be_built_and_takes_a_batch(recipe, full):
         assert arm.batch_size <= build_controller(arm).decision.batch_size
         optimizer = build_optimizer(arm, model.named_parameters())
         assert arm.optimizer.startswith("vr-") == hasattr(optimizer, "gsnr")
-    if full:
-        assert all(source for _, source in recipe.full.values())
-        assert recipe.small.keys() <= recipe.full.keys() | {"samples"}
+    if paper_scale:
+        assert all(source for _, source in recipe.paper_scale.values())
+        assert recipe.small.keys() <= recipe.paper_scale.keys() | {"samples"}
 
 
 def points(grids):
@@ -66,7 +66,7 @@ def points(grids):
 
 
 def test_the_full_sweep_of_simigrad_is_its_grid_of_609_runs():
-    swept = [point for point in points(RESNET18.full_sweep.grids) if "target" in point]
+    swept = [point for point in points(RESNET18.paper_sweep.grids) if "target" in point]
     found = {(point["max_batch"], point["min_batch"], point["target"]) for point in swept}
     expected = {
         (upper * 1024, lower, round(target * 0.01, 2))
@@ -89,11 +89,11 @@ def test_a_small_sweep_of_simigrad_has_targets_and_bounds():
 
 def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
     for recipe, batches in ((RESNET18, 9), (RESNET56, 6)):
-        fixed = [p for p in points(recipe.full_sweep.grids) if "batch_size" in p]
+        fixed = [p for p in points(recipe.paper_sweep.grids) if "batch_size" in p]
         assert batches == len({point["batch_size"] for point in fixed})
-        assert ("lr",) == recipe.full_sweep.tuned == recipe.sweep.tuned
+        assert ("lr",) == recipe.paper_sweep.tuned == recipe.sweep.tuned
     by_scaling = {"linear": [], "sqrt": []}
-    for point in points(RESNET18.full_sweep.grids):
+    for point in points(RESNET18.paper_sweep.grids):
         if "lr_scaling" in point:
             by_scaling[point["lr_scaling"]].append((point["batch_size"], point["lr"]))
     assert by_scaling["linear"] == by_scaling["sqrt"]
@@ -103,19 +103,23 @@ def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", PICTURES[:2], ids=NAMES[:2])
 def test_every_point_of_a_sweep_can_be_trained(recipe):
-    for full, sweep in ((False, recipe.sweep), (True, recipe.full_sweep)):
-        for point in points_of(recipe, sweep, recipe.settings(full=full), full=full):
+    for paper_scale, sweep in ((False, recipe.sweep), (True, recipe.paper_sweep)):
+        for point in points_of(
+            recipe, sweep, recipe.settings(paper_scale=paper_scale), paper_scale=paper_scale
+        ):
             assert point.settings.min_batch < point.settings.max_batch
 
 
 SWEPT = ("lr", "batch_size", "lr_schedule", "weight_decay", "momentum")
 
 
-def swept(*, full):
+def swept(*, paper_scale):
     """Of each optimizer with its upper clip: the rest of each of its points."""
-    sweep = RESNET56.full_sweep if full else RESNET56.sweep
+    sweep = RESNET56.paper_sweep if paper_scale else RESNET56.sweep
     found = {}
-    for point in points_of(RESNET56, sweep, RESNET56.settings(full=full), full=full):
+    for point in points_of(
+        RESNET56, sweep, RESNET56.settings(paper_scale=paper_scale), paper_scale=paper_scale
+    ):
         one = point.settings
         key = (one.optimizer, one.r_max if one.optimizer.startswith("vr-") else one.lr_control_from)
         found.setdefault(key, set()).add(tuple(getattr(one, name) for name in SWEPT))
@@ -123,21 +127,23 @@ def swept(*, full):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("full", "bases"), [(False, 2), (True, 4)])
-def test_a_base_and_its_twins_are_swept_over_the_same_values(full, bases):
-    found = swept(full=full)
+@pytest.mark.parametrize(("paper_scale", "bases"), [(False, 2), (True, 4)])
+def test_a_base_and_its_twins_are_swept_over_the_same_values(paper_scale, bases):
+    found = swept(paper_scale=paper_scale)
     plain = [optimizer for optimizer, other in found if other == ""]
     assert bases == len(plain)
     for base in plain:
         assert found[base, ""] == found[f"vr-{base}", 1.0] == found[f"vr-{base}", 10.0]
-    assert 5 * 6 == len(swept(full=True)["momentum", ""])
+    assert 5 * 6 == len(swept(paper_scale=True)["momentum", ""])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("full", [False, True])
-def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(full):
-    sweep = RESNET56.full_sweep if full else RESNET56.sweep
-    found = points_of(RESNET56, sweep, RESNET56.settings(full=full), full=full)
+@pytest.mark.parametrize("paper_scale", [False, True])
+def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(paper_scale):
+    sweep = RESNET56.paper_sweep if paper_scale else RESNET56.sweep
+    found = points_of(
+        RESNET56, sweep, RESNET56.settings(paper_scale=paper_scale), paper_scale=paper_scale
+    )
     trainings = trainings_of(RESNET56, found, 1)
     twins = {name for name, one in trainings.items() if one.optimizer == "vr-momentum"}
     controls = [one for one in trainings.values() if one.lr_control_from]
@@ -159,7 +165,7 @@ def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
     sizes = ["batch_size", "micro_batch", *(["min_batch"] if arm == "simigrad" else [])]
     smaller = [part for size in sizes for part in ("--set", f"{size}=64")]
     smaller += ["--set", "virtual_ranks=4"]
-    options = (*TINY, *smaller, "--arm", arm, "--out", place)
+    options = (*TINY, *smaller, "--arm", arm, "--run-dir", place)
     status, _, said = bigbatch("train", recipe.name, "--data", few, *options)
     assert (0, "") == (status, said)
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
@@ -217,7 +223,7 @@ def test_two_ranks_hold_the_same_weights(ranks, few, name):
 def test_two_ranks_of_torchrun_train_to_the_end(few, tmp_path):
     place = tmp_path / "run"
     command = ("-m", "bigbatch", "train", "cifar10-resnet56", "--data", few, "--arm", "vr-lars")
-    result = torchrun(2, *command, *TINY, "--batch-size", "128", "--out", place)
+    result = torchrun(2, *command, *TINY, "--batch-size", "128", "--run-dir", place)
     assert 0 == result.returncode, result.stderr
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert 3 * 1500 == rows[-1]["samples"]

@@ -273,7 +273,7 @@ def test_missing_data_are_one_line(bigbatch, tmp_path):
 
 
 def test_the_published_network_has_its_parameters():
-    settings = DLRM_CRITEO.settings(full=True)
+    settings = DLRM_CRITEO.settings(paper_scale=True)
     with torch.device("meta"):
         model = DLRM_CRITEO.model(settings)
         logits = model(*DLRM_CRITEO.example(settings, 3)[:2])
@@ -389,7 +389,7 @@ def test_a_control_has_its_twins_mean_rate_in_the_networks_and_its_rate_in_the_t
     changes = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
     changes += ["--set", "samples=512", "--quiet"]
     run = tmp_path / "run"
-    assert 0 == bigbatch("train", "dlrm", "--arm", twin, *changes, "--out", run)[0]
+    assert 0 == bigbatch("train", "dlrm", "--arm", twin, *changes, "--run-dir", run)[0]
     control = DLRM_CRITEO.arm(f"sgd-like-{twin}", tiny(lr=0.5, lr_schedule="constant"))
     training = Training(DLRM_CRITEO, control.changed({"lr_control_from": str(run)}))
     found = {
@@ -433,7 +433,7 @@ def test_two_ranks_train_the_same_weights(ranks):
 def test_a_training_on_real_rows_learns(bigbatch, tmp_path):
     arguments = ("--arm", "sgd", "--set", "samples=6000", "--set", "micro_batch=256")
     run = tmp_path / "run"
-    assert 0 == bigbatch("train", "dlrm", "--data", FOLDER, *arguments, "--out", run)[0]
+    assert 0 == bigbatch("train", "dlrm", "--data", FOLDER, *arguments, "--run-dir", run)[0]
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert 6000 == last["samples"]
     assert (
@@ -444,7 +444,7 @@ def test_a_training_on_real_rows_learns(bigbatch, tmp_path):
 def test_the_generated_log_says_so_at_every_score(bigbatch, tmp_path):
     changes = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
     run = tmp_path / "run"
-    status, _, err = bigbatch("train", "dlrm", "--arm", "vr-sgd", *changes, "--out", run)
+    status, _, err = bigbatch("train", "dlrm", "--arm", "vr-sgd", *changes, "--run-dir", run)
     assert 0 == status
     assert "no --data; a generated click log is used" in err
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -459,7 +459,7 @@ def test_two_ranks_under_torchrun_draw_the_curve_of_one(tmp_path):
     options = ["train", "dlrm", "--data", FOLDER, "--arm", "vr-sgd", "--set", "samples=2048"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for name, start in (("one", []), ("two", launcher)):
-        command = [sys.executable, *start, "-m", "bigbatch", *options, "--out", tmp_path / name]
+        command = [sys.executable, *start, "-m", "bigbatch", *options, "--run-dir", tmp_path / name]
         subprocess.run([*map(str, command)], check=True, timeout=240)
     one, two = (
         [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

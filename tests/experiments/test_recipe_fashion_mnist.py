@@ -18,7 +18,7 @@ def accuracy(run):
 def test_a_tiny_training_learns(bigbatch, tmp_path):
     place = tmp_path / "run"
     tiny = ("--set", "samples=3000", "--set", "width=4", "--epochs", "1", "--quiet")
-    options = (*tiny, "--arm", "simigrad", "--out", place)
+    options = (*tiny, "--arm", "simigrad", "--run-dir", place)
     assert 0 == bigbatch("train", "fashion-mnist", "--data", FOLDER, *options)[0]
     assert accuracy(place) > 25  # chance has 10
 
@@ -26,6 +26,6 @@ def test_a_tiny_training_learns(bigbatch, tmp_path):
 @pytest.mark.release
 def test_the_small_scale_is_right_for_85_pictures_of_100(bigbatch, tmp_path):
     place = tmp_path / "run"
-    options = ("--arm", "fixed-64", "--quiet", "--out", place)
+    options = ("--arm", "fixed-64", "--quiet", "--run-dir", place)
     assert 0 == bigbatch("train", "fashion-mnist", "--data", FOLDER, *options)[0]
     assert accuracy(place) > 85

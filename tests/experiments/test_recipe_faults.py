@@ -113,7 +113,7 @@ def exhausted(number, loss):
 
 def test_no_memory_in_the_loss_ends_with_the_size_to_set(bigbatch, tmp_path, monkeypatch):
     monkeypatch.setitem(RECIPES, "digits", digits(loss=exhausted))
-    command = ["train", "digits", "--policy", "fixed:64", "--micro-batch", "8", "--out"]
+    command = ["train", "digits", "--policy", "fixed:64", "--micro-batch", "8", "--run-dir"]
     with pytest.raises(RuntimeError) as raised:
         bigbatch(*command, tmp_path / "run")
     (note,) = raised.value.__notes__

@@ -126,7 +126,7 @@ def test_the_score_that_counts_is_the_tasks_official_one(tmp_path, name, first, 
 def test_a_training_tells_good_films_from_bad_ones(bigbatch, reviews):
     options = [text for name, value in TINY.items() for text in ("--set", f"{name}={value}")]
     run = reviews / "run"
-    command = ["train", "glue", "--data", reviews, "--arm", "adam", "--quiet", "--out", run]
+    command = ["train", "glue", "--data", reviews, "--arm", "adam", "--quiet", "--run-dir", run]
     assert 0 == bigbatch(*command, *options)[0]
     *_, last = (run / "metrics.jsonl").read_text().splitlines()
     assert json.loads(last)["metrics"]["accuracy, % (SST-2 dev)"] > 80

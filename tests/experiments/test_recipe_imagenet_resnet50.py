@@ -72,7 +72,7 @@ def taken(training, steps):
 
 
 def test_the_full_model_is_resnet50_and_takes_its_example():
-    settings = RECIPE.settings(full=True)
+    settings = RECIPE.settings(paper_scale=True)
     with torch.device("meta"):
         model = RECIPE.model(settings)
     assert 25_557_032 == sum(p.numel() for p in model.parameters())
@@ -83,7 +83,7 @@ def test_the_full_model_is_resnet50_and_takes_its_example():
 
 
 def test_the_full_training_is_simigrads():
-    settings = RECIPE.settings(full=True)
+    settings = RECIPE.settings(paper_scale=True)
     assert (2.048, 2048, 0.875, 2**-15) == (
         settings.lr,
         settings.base_batch,
@@ -96,15 +96,15 @@ def test_the_full_training_is_simigrads():
     assert {True: 2**-15, False: 0.0} == decays  # neither norms nor biases
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_every_arm_and_every_point_can_be_built(full):
+@pytest.mark.parametrize("paper_scale", [False, True])
+def test_every_arm_and_every_point_can_be_built(paper_scale):
     for name in RECIPE.arms:
-        settings = RECIPE.arm(name, RECIPE.settings(full=full))
+        settings = RECIPE.arm(name, RECIPE.settings(paper_scale=paper_scale))
         assert settings.batch_size == build_controller(settings).decision.batch_size
-    for grid in (RECIPE.full_sweep if full else RECIPE.sweep).grids:
+    for grid in (RECIPE.paper_sweep if paper_scale else RECIPE.sweep).grids:
         for name, values in grid.items():
             for value in values:
-                RECIPE.settings(full=full).changed({name: value})
+                RECIPE.settings(paper_scale=paper_scale).changed({name: value})
 
 
 # at a small one
@@ -115,7 +115,7 @@ def test_the_command_learns_to_tell_red_from_blue(bigbatch, pictures, tmp_path):
     options = options_of({**TINY, "epochs": 12, "lr": 0.02, "lr_schedule": "polynomial 1"})
     place = tmp_path / "run"
     status, *said = bigbatch(
-        "train", RECIPE.name, "--data", pictures, "--arm", "simigrad", *options, "--out", place
+        "train", RECIPE.name, "--data", pictures, "--arm", "simigrad", *options, "--run-dir", place
     )
     assert 0 == status, said
     found = last_scores(place)
@@ -196,7 +196,7 @@ def test_a_part_larger_than_the_picture_is_refused(pictures):
 
 def test_another_number_of_classes_is_said(bigbatch, pictures, tmp_path):
     command = ("train", RECIPE.name, "--data", pictures, "--arm", "fixed")
-    status, _, said = bigbatch(*command, "--out", tmp_path / "run")
+    status, _, said = bigbatch(*command, "--run-dir", tmp_path / "run")
     assert 2 == status
     assert "train has 2 classes, not 20; set classes to that" in said
 
@@ -206,7 +206,7 @@ def test_a_damaged_picture_is_one_line_from_a_worker_too(bigbatch, pictures, tmp
     for path in (folder / "train" / "red").iterdir():
         path.write_bytes(b"no picture")
     options = [*options_of({**TINY, "workers": 2}), "--arm", "simigrad", "--quiet"]
-    train = ["train", "imagenet-resnet50", "--data", folder, "--out", tmp_path / "run"]
+    train = ["train", "imagenet-resnet50", "--data", folder, "--run-dir", tmp_path / "run"]
     status, _, said = bigbatch(*train, *options)
     assert (2, 1) == (status, len(said.splitlines()))
     assert said.startswith(f"bigbatch: {folder.resolve()}/train/red/")
@@ -225,7 +225,7 @@ def test_no_pictures_in_the_folder_are_said(bigbatch, tmp_path):
 @pytest.mark.release
 @needs("tiny-imagenet-20")
 def test_twenty_real_classes_are_told_apart_far_better_than_by_chance(bigbatch, tmp_path):
-    options = [*options_of({"epochs": 2}), "--arm", "fixed", "--out", tmp_path / "run"]
+    options = [*options_of({"epochs": 2}), "--arm", "fixed", "--run-dir", tmp_path / "run"]
     status, *said = bigbatch("train", RECIPE.name, "--data", FOLDER, *options)
     assert 0 == status, said
     assert 10 < last_scores(tmp_path / "run")["test accuracy, % of 20 classes"]  # by chance 5
@@ -236,7 +236,7 @@ def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
     place = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = ["-m", "bigbatch", "train", RECIPE.name, "--data", pictures, "--arm", "simigrad"]
-    options = [*options_of({**TINY, "workers": 1}), "--out", place]
+    options = [*options_of({**TINY, "workers": 1}), "--run-dir", place]
     result = subprocess.run(
         [sys.executable, *launcher, *command, *options],
         capture_output=True,

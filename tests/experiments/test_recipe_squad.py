@@ -261,7 +261,7 @@ def test_a_training_learns_the_quiz(bigbatch, quiz):
     changes = {**TINY, "samples": 0, "epochs": 8, "micro_batch": 24}
     options = [text for name, value in changes.items() for text in ("--set", f"{name}={value}")]
     run = quiz / "run"
-    command = ["train", "squad", "--data", quiz, "--arm", "adam", "--quiet", "--out", run]
+    command = ["train", "squad", "--data", quiz, "--arm", "adam", "--quiet", "--run-dir", run]
     assert 0 == bigbatch(*command, *options)[0]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["metrics"]["F1, % (20 dev questions)"] > 60  # one word of eight is 1 in 8

@@ -85,7 +85,9 @@ def rows(path):
 def train(bigbatch, place, *options):
     first = ("epochs=2", "policy=fixed:64", "lr=0.1")
     settings = [f"--set={option}" for option in (*first, *options)]
-    status, out, err = bigbatch("train", "digits", "--seed=0", *settings, "--out", place, "--quiet")
+    status, out, err = bigbatch(
+        "train", "digits", "--seed=0", *settings, "--run-dir", place, "--quiet"
+    )
     assert 0 == status, out + err
     return rows(place)
 
@@ -233,7 +235,7 @@ def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_p
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, data=data))
     study = tmp_path / "study"
     few = ("--epochs=1", "--seeds=2", "--set", "samples=100")
-    status, out, err = bigbatch("train", "digits", *few, "--out", study)
+    status, out, err = bigbatch("train", "digits", *few, "--run-dir", study)
     assert 0 == status, out + err
     for seed in (0, 1):
         first, second = (rows(study / f"{arm}-seed{seed}") for arm in arms)
@@ -259,7 +261,7 @@ def test_a_study_holds_one_model_at_a_time(bigbatch, tmp_path, monkeypatch):
     arms = {"one": FIXED, "two": FIXED, "three": FIXED}
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, model=model))
     own = ("--epochs=1", "--seeds=1", "--set=samples=64")
-    assert 0 == bigbatch("train", "digits", *own, "--out", tmp_path / "study")[0]
+    assert 0 == bigbatch("train", "digits", *own, "--run-dir", tmp_path / "study")[0]
     assert {0} == set(alive)
 
 

@@ -275,7 +275,9 @@ def test_the_command_trains_and_resumes_on_deepspeed(tmp_path, ranks):
     start = partial(torchrun, ranks) if ranks > 1 else alone
     command, run = ["-m", "bigbatch", "train"], tmp_path / "run"
     options = ["--set", "engine=deepspeed", "--set", "zero_stage=2", "--set", "double=false"]
-    made = start(*command, "digits", "--arm", "simigrad-vr", *options, "--epochs=1", "--out", run)
+    made = start(
+        *command, "digits", "--arm", "simigrad-vr", *options, "--epochs=1", "--run-dir", run
+    )
     assert 0 == made.returncode, made.stderr
     again = start(*command, "--resume", tmp_path / "run")
     assert 0 == again.returncode, again.stderr

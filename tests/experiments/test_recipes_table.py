@@ -32,7 +32,7 @@ def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
     said = " ".join(out.split())
     assert 0 == status
     assert " ".join(f"{name}: {recipe.summary}".split()) in said
-    for arm, changes in recipe.arms_at(full=False).items():
+    for arm, changes in recipe.arms_at(paper_scale=False).items():
         listed = ", ".join(f"{key}={value}" for key, value in changes.items())
         assert f"{arm}: {listed}" in said
     assert f"bigbatch train {name} --dry-run" in said
@@ -67,22 +67,22 @@ def test_an_unknown_recipe_is_refused(bigbatch):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_number_of_the_paper_has_a_source(recipe):
-    tables = [recipe.full, *recipe.arm_tables(full=False).values()]
-    tables += recipe.arm_tables(full=True).values()
+    tables = [recipe.paper_scale, *recipe.arm_tables(paper_scale=False).values()]
+    tables += recipe.arm_tables(paper_scale=True).values()
     assert [] == [one for table in tables for one in table.items() if not one[1][1].strip()]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_recipe_with_variance_reduction_has_the_clips_of_the_paper(recipe):
-    arms = [*recipe.arms_at(full=False).values(), *recipe.arms_at(full=True).values()]
+    arms = [*recipe.arms_at(paper_scale=False).values(), *recipe.arms_at(paper_scale=True).values()]
     assert any(str(arm.get("optimizer")).startswith("vr-") for arm in arms)
     clips = {"gamma": (0.1, "VRGD"), "r_max": (1.0, "VRGD, equation 9")}
-    assert clips == {name: recipe.full.get(name) for name in clips}
+    assert clips == {name: recipe.paper_scale.get(name) for name in clips}
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_virtual_ranks_of_the_paper_can_be_dealt_to_its_ranks(recipe):
-    assert 0 == recipe.settings(full=True).virtual_ranks % recipe.full_ranks
+    assert 0 == recipe.settings(paper_scale=True).virtual_ranks % recipe.paper_ranks
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

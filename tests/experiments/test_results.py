@@ -20,12 +20,12 @@ FIGURE_2 = ("x0.1 at 91 and 136 epochs", 0.0)
 )
 def test_table_5_warms_up_smooths_and_has_a_cosine_figure_2_has_steps_and_neither(result, expected):
     recipe = RESNET56.repeating(result) if result else RESNET56
-    asked = recipe.settings(full=True)
+    asked = recipe.settings(paper_scale=True)
     assert expected == (asked.lr_schedule, asked.task["label_smoothing"])
-    named = sources(recipe, asked, full=True)
+    named = sources(recipe, asked, paper_scale=True)
     where = "figure 2" if result == "figure-2" else "table 5"
     assert all(where in named[name].source for name in ("lr_schedule", "label_smoothing"))
-    swept = points_of(recipe, recipe.full_sweep, asked, full=True)
+    swept = points_of(recipe, recipe.paper_sweep, asked, paper_scale=True)
     assert {expected} == {
         (point.settings.lr_schedule, point.settings.task["label_smoothing"]) for point in swept
     }
@@ -35,23 +35,23 @@ def test_table_5_warms_up_smooths_and_has_a_cosine_figure_2_has_steps_and_neithe
 def test_every_result_is_of_arms_that_there_are_and_says_its_sources(name):
     for result, one in RECIPES[name].results.items():
         recipe = RECIPES[name].repeating(result)
-        arms = recipe.arms_at(full=True)
-        assert list(one.arms or RECIPES[name].arms_at(full=True)) == list(arms)
+        arms = recipe.arms_at(paper_scale=True)
+        assert list(one.arms or RECIPES[name].arms_at(paper_scale=True)) == list(arms)
         for arm in arms:  # what a phase begins from is among them
-            asked = recipe.arm(arm, recipe.settings(full=True), full=True)
+            asked = recipe.arm(arm, recipe.settings(paper_scale=True), paper_scale=True)
             assert set(asked.before.values()) <= set(arms)
         assert all(source for _, source in one.settings.values())
 
 
 def test_table_1_has_the_steps_of_every_column_of_the_paper():
     """To 0.2 %: the samples of a phase are round numbers."""
-    settings, found = BERT.settings(full=True), {}
+    settings, found = BERT.settings(paper_scale=True), {}
     for optimizer in ("lamb", "vr-lamb"):
-        for arm in (name for name in BERT.full_arms if name.startswith(optimizer)):
-            long = BERT.arm(arm, settings, full=True)
+        for arm in (name for name in BERT.paper_arms if name.startswith(optimizer)):
+            long = BERT.arm(arm, settings, paper_scale=True)
             if not long.init_from:
                 continue
-            short = BERT.arm(long.init_from, settings, full=True)
+            short = BERT.arm(long.init_from, settings, paper_scale=True)
             assert optimizer == short.optimizer == long.optimizer
             assert (128, 512) == (short.task["length"], long.task["length"])
             steps = sum(math.ceil(one.samples / one.batch_size) for one in (short, long))
@@ -65,21 +65,21 @@ def test_table_1_has_the_steps_of_every_column_of_the_paper():
 
 
 def test_a_long_phase_of_table_1_begins_from_its_own_short_one_in_a_sweep():
-    settings, grid = BERT.settings(full=True), ["arm=lamb-16k-short,lamb-16k-long"]
-    points = points_of(BERT, sweep_of(BERT, settings, grid, ()), settings, full=True)
+    settings, grid = BERT.settings(paper_scale=True), ["arm=lamb-16k-short,lamb-16k-long"]
+    points = points_of(BERT, sweep_of(BERT, settings, grid, ()), settings, paper_scale=True)
     short, long = trainings_of(BERT, points, 1)
     assert short == trainings_of(BERT, points, 1)[long].init_from
 
 
 def test_a_long_phase_of_table_1_alone_says_how_to_name_its_short_one(bigbatch, tmp_path):
-    options = ("--full", "--result=table-1", "--arm=lamb-16k-long", "--data", tmp_path)
+    options = ("--paper-scale", "--result=table-1", "--arm=lamb-16k-long", "--data", tmp_path)
     (tmp_path / "text.txt").write_text("one")
     status, _, err = bigbatch("train", "bert-pretrain", *options)
     assert (2, True) == (status, "init_from of arm lamb-16k-long is arm lamb-16k-short" in err)
 
 
 def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phase():
-    swept = points_of(BERT, BERT.full_sweep, BERT.settings(full=True), full=True)
+    swept = points_of(BERT, BERT.paper_sweep, BERT.settings(paper_scale=True), paper_scale=True)
     held = [point.settings for point in swept if point.settings.policy == "simigrad"]
     assert {(0.75, 0.0004), (0.75, 0.0006), (0.8, 0.0004), (0.8, 0.0006)} == {
         (one.target, one.lr) for one in held
@@ -94,17 +94,19 @@ def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phas
 
 def test_table_2_has_momentum_and_lamb_next_to_lars_at_every_batch():
     recipe = RESNET50.repeating("table-2")
-    swept = points_of(recipe, recipe.full_sweep, recipe.settings(full=True), full=True)
+    swept = points_of(
+        recipe, recipe.paper_sweep, recipe.settings(paper_scale=True), paper_scale=True
+    )
     found = {(point.settings.arm, point.settings.batch_size // 1024) for point in swept}
     arms = {"momentum", "lamb", "lars", "vr-lars", "vr-lars-10"}
     assert {(arm, size) for arm in arms for size in (2, 4, 8, 16, 32, 64, 96)} == found
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_study_in_full_has_the_repeats_of_the_paper(full):
-    found = {name: recipe.seeds_at(full=full) for name, recipe in RECIPES.items()}
+@pytest.mark.parametrize("paper_scale", [False, True])
+def test_a_study_in_full_has_the_repeats_of_the_paper(paper_scale):
+    found = {name: recipe.seeds_at(paper_scale=paper_scale) for name, recipe in RECIPES.items()}
     of_the_paper = {"cifar10-resnet56": 5, "imagenet-resnet50": 5, "dlrm": 5}
-    assert {name: of_the_paper.get(name, 3) if full else 3 for name in RECIPES} == found
+    assert {name: of_the_paper.get(name, 3) if paper_scale else 3 for name in RECIPES} == found
 
 
 @pytest.mark.parametrize("command", ["train", "sweep"])
@@ -115,7 +117,7 @@ def test_a_result_is_asked_for_by_its_name_and_in_full(bigbatch, command):
             ("cifar10-resnet56", "--result=table-5"),
             "--result table-5 is of the paper's scale; give",
         ),
-        (("cifar10-resnet56", "--full", "--result=x"), "choose one of: table-5, figure-2"),
+        (("cifar10-resnet56", "--paper-scale", "--result=x"), "choose one of: table-5, figure-2"),
     ):
         status, _, err = bigbatch(command, *arguments, "--dry-run")
         assert (2, True) == (status, message in err)
@@ -123,9 +125,11 @@ def test_a_result_is_asked_for_by_its_name_and_in_full(bigbatch, command):
 
 @pytest.mark.thorough
 def test_the_commands_show_a_result(bigbatch):
-    _, out, _ = bigbatch("sweep", "imagenet-resnet50", "--full", "--result=table-2", "--dry-run")
+    _, out, _ = bigbatch(
+        "sweep", "imagenet-resnet50", "--paper-scale", "--result=table-2", "--dry-run"
+    )
     assert "105 points, of which each shows the best lr; 525 trainings over 5 seeds each" in out
-    options = ("--full", "--result=figure-2", "--dry-run")
+    options = ("--paper-scale", "--result=figure-2", "--dry-run")
     _, out, _ = bigbatch("train", "cifar10-resnet56", *options)
     assert "VRGD, figure 2" in out
     _, out, _ = bigbatch("recipes", "cifar10-resnet56")

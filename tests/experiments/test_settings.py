@@ -21,9 +21,11 @@ def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():
 
 
 def test_the_small_scale_changes_the_papers():
-    recipe = replace(DIGITS, full={**DIGITS.full, "epochs": (200, OURS)}, small={"dropout": 0.5})
-    full, small = recipe.settings(full=True), recipe.settings()
-    assert (200, 0.0) == (full.epochs, full.task["dropout"])
+    recipe = replace(
+        DIGITS, paper_scale={**DIGITS.paper_scale, "epochs": (200, OURS)}, small={"dropout": 0.5}
+    )
+    paper_scale, small = recipe.settings(paper_scale=True), recipe.settings()
+    assert (200, 0.0) == (paper_scale.epochs, paper_scale.task["dropout"])
     assert (200, 0.5) == (small.epochs, small.task["dropout"])
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.thorough
 def test_a_study_trains_every_arm_tells_what_happened_and_resumes_an_unfinished_run(
     bigbatch, tmp_path
 ):
-    one_epoch = ("--epochs", "1", "--seeds", "2", "--runs", tmp_path)
+    one_epoch = ("--epochs", "1", "--seeds", "2", "--runs-dir", tmp_path)
     status, out, _ = bigbatch("train", *one_epoch)
     assert 0 == status
     study = tmp_path / "digits-1"

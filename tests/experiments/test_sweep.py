@@ -123,11 +123,13 @@ def test_an_arm_brings_its_changes_and_the_grid_changes_them():
 @pytest.mark.thorough
 def test_every_recipe_sweeps_what_it_can_train():
     for recipe in RECIPES.values():
-        for full in (False, True):
-            sweep = recipe.full_sweep if full else recipe.sweep
-            if full and not recipe.small:  # there is one scale
+        for paper_scale in (False, True):
+            sweep = recipe.paper_sweep if paper_scale else recipe.sweep
+            if paper_scale and not recipe.small:  # there is one scale
                 continue
-            found = points_of(recipe, sweep, recipe.settings(full=full), full=full)
+            found = points_of(
+                recipe, sweep, recipe.settings(paper_scale=paper_scale), paper_scale=paper_scale
+            )
             assert len({point.name for point in found}) == len(found) > 1
             trainings_of(recipe, found, 1)  # every run that another needs is there
 
@@ -386,7 +388,7 @@ def test_report_and_compare_know_a_sweep(bigbatch, tmp_path):
 def test_a_sweep_under_torchrun_is_refused_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
     out = tmp_path / "sweep"
-    status, _, err = bigbatch("sweep", "digits", "--grid", "lr=0.1", "--out", out)
+    status, _, err = bigbatch("sweep", "digits", "--grid", "lr=0.1", "--run-dir", out)
     assert 2 == status
     assert "run it without torchrun" in err
     assert not out.exists()
@@ -396,7 +398,7 @@ def test_a_sweep_under_torchrun_is_refused_and_writes_nothing(bigbatch, tmp_path
 def test_a_failing_point_stops_no_other_and_is_named_with_its_reason(bigbatch, tmp_path):
     place = tmp_path / "sweep"
     grid = ("--grid", "samples=3,300", "--seeds", "1", *SHORT)
-    status, out, _ = bigbatch("sweep", "digits", *grid, "--out", place, "--quiet")
+    status, out, _ = bigbatch("sweep", "digits", *grid, "--run-dir", place, "--quiet")
     assert 1 == status
     assert "samples=3-seed0 failed: 3 samples of an epoch are too few for 4 (virtual) ranks" in out
     assert f"`bigbatch sweep --resume {place}` tries the 1 failed again" in out
@@ -451,9 +453,16 @@ GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "
 def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(bigbatch, tmp_path, number):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for lr in (0.01, 0.02):
-        one = ("--policy", SETTINGS.policy, "--set", f"lr={lr}", "--out", whole / f"lr={lr}-seed0")
+        one = (
+            "--policy",
+            SETTINGS.policy,
+            "--set",
+            f"lr={lr}",
+            "--run-dir",
+            whole / f"lr={lr}-seed0",
+        )
         assert 0 == bigbatch("train", "digits", *one, *EPOCHS)[0]
-    process = sweeping(*GRID, "--set", "checkpoint_every=7", "--out", killed)
+    process = sweeping(*GRID, "--set", "checkpoint_every=7", "--run-dir", killed)
     wait_for(process, killed)
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=SECONDS)

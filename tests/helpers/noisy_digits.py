@@ -36,8 +36,8 @@ def loss(settings):
 
 def register():
     RECIPES["digits"] = replace(digits.DIGITS, loss=loss)
-    full = {**digits.DIGITS.full, "dropout": (0.25, OURS)}
-    RECIPES[NAME] = replace(RECIPES["digits"], name=NAME, full=full)
+    paper_scale = {**digits.DIGITS.paper_scale, "dropout": (0.25, OURS)}
+    RECIPES[NAME] = replace(RECIPES["digits"], name=NAME, paper_scale=paper_scale)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def gradients(ranks, step, exact):
     return [torch.stack(of_parameter) for of_parameter in zip(*of_steps, strict=True)]
 
 
-def piece(whole, ranks, coordinate, hybrid):
+def chunk(whole, ranks, coordinate, hybrid):
     """As torch.chunk cuts the first dimension over the ranks that share it."""
     shards, mine = (ranks // 2, coordinate[1]) if hybrid else (ranks, coordinate[0])
     chunks = whole.chunk(shards)
@@ -65,8 +65,8 @@ def test_reduced_pieces_have_the_moments_of_one_process(ranks, count, hybrid):
                 g, expected = oracle.second_moment(whole, [1.0] * K)
                 # float32 sums of K gradients; S_j - S_{j-1} loses one digit more
                 torch.testing.assert_close(
-                    piece(g, count, coordinate, hybrid).float(), mean, rtol=1e-4, atol=1e-7
+                    chunk(g, count, coordinate, hybrid).float(), mean, rtol=1e-4, atol=1e-7
                 )
                 torch.testing.assert_close(
-                    piece(expected, count, coordinate, hybrid).float(), s2, rtol=1e-3, atol=1e-9
+                    chunk(expected, count, coordinate, hybrid).float(), s2, rtol=1e-3, atol=1e-9
                 )

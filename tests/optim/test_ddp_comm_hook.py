@@ -240,8 +240,8 @@ def large(rank, ranks):
     large_step(ddp, rank, 1)
     shard = stats._shards[0]
     optimizer.step()
-    most = max(piece.stop - piece.start for piece in shard.pieces)
-    return weights(ddp), len(shard.pieces), most * 4
+    most = max(chunk.stop - chunk.start for chunk in shard.chunks)
+    return weights(ddp), len(shard.chunks), most * 4
 
 
 def large_step(model, rank, ranks):

@@ -664,7 +664,7 @@ import bigbatch
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD
-import test_layerwise as here
+import test_trust_ratio as here
 
 torch.set_num_threads(1)
 assert bigbatch.__file__.startswith(sys.argv[1]), bigbatch.__file__

@@ -147,7 +147,7 @@ def test_the_command_without_a_package_is_one_line_that_names_the_command(packag
 
 @pytest.mark.skipif(is_missing("experiments"), reason="packages of experiments are not installed")
 def test_a_recipe_without_a_package_is_one_line_that_names_the_command(tmp_path):
-    out = ("--seed=0", "--epochs=1", "--quiet", "--out", tmp_path / "run")
+    out = ("--seed=0", "--epochs=1", "--quiet", "--run-dir", tmp_path / "run")
     result = run("root == 'sklearn'", COMMAND, "train", "digits", *out)
     said = "bigbatch: bigbatch[experiments] needs sklearn, which is not installed; run: "
     assert 2 == result.returncode

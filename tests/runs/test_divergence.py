@@ -66,12 +66,12 @@ def test_the_command_says_it_on_the_console_in_the_table_and_in_the_report(bigba
         "--set=samples=320",
         "--policy=fixed",
     )
-    status, out, err = bigbatch("train", "digits", *options, "--out", tmp_path / "run")
+    status, out, err = bigbatch("train", "digits", *options, "--run-dir", tmp_path / "run")
     assert 0 == status  # trained to its end, and well kept
     assert 1 == err.count("bigbatch: note: run diverged: ")
     assert "(diverged)" in "".join(out.split())
     assert "(diverged)" in (tmp_path / "run/report.html").read_text()
     _, out, _ = bigbatch("compare", tmp_path / "run")
     assert "(diverged)" in "".join(out.split())
-    _, out, err = bigbatch("train", *options[1:], "--out", tmp_path / "honest")
+    _, out, err = bigbatch("train", *options[1:], "--run-dir", tmp_path / "honest")
     assert "diverged" not in out + err

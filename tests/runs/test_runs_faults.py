@@ -37,7 +37,7 @@ def bigbatch(code, *arguments, **options):
 def test_a_disk_that_fills_up_stops_neither_training_nor_a_resumption(tmp_path):
     """No file may be longer than 6,000 bytes: nothing else fails of itself on a full disk."""
     run = tmp_path / "run"
-    training = bigbatch(NARROW, *SHORT, "--out", run)
+    training = bigbatch(NARROW, *SHORT, "--run-dir", run)
     _, said = training.communicate(timeout=120)
     for lost in ("metrics are not", "TensorBoard events are not", "the checkpoint could not"):
         assert 1 == said.count(f"bigbatch: note: {lost} be")
@@ -70,8 +70,8 @@ def test_a_run_that_is_terminated_goes_on_from_its_checkpoint(tmp_path):
     """SIGTERM, as before a preemption, is a kill: what stands on disk is whole at any moment."""
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     length = [*SHORT[:4], "20", *SHORT[5:]]
-    first = bigbatch(TRAIN, *length, "--out", whole)
-    training = bigbatch(TRAIN, *length, "--out", ended)
+    first = bigbatch(TRAIN, *length, "--run-dir", whole)
+    training = bigbatch(TRAIN, *length, "--run-dir", ended)
     while training.poll() is None and not (ended / "checkpoint.pt").exists():
         time.sleep(0.01)
     training.terminate()

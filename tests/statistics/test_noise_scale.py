@@ -17,16 +17,16 @@ torch.set_num_threads(1)  # small tensors: a second thread only waits
 UNEQUAL = [3, 17, 8, 1, 11]
 
 
-def of_weighted(norms, of_sum, sizes):
+def of_weighted(norms, total_sqnorm, sizes):
     """The library's function, from |h_d|^2 and n_d of each micro-batch."""
     over_sizes = math.fsum(norm / n for norm, n in zip(norms, sizes, strict=True))
-    return from_weighted_losses(over_sizes, of_sum, len(sizes), math.fsum(sizes))
+    return from_weighted_losses(over_sizes, total_sqnorm, len(sizes), math.fsum(sizes))
 
 
-def of_mean(norms, of_sum, sizes):
+def of_mean(norms, total_sqnorm, sizes):
     """The same for plain mean losses."""
     inverse = math.fsum(1 / n for n in sizes)
-    return from_mean_losses(math.fsum(norms), of_sum, len(sizes), math.fsum(sizes), inverse)
+    return from_mean_losses(math.fsum(norms), total_sqnorm, len(sizes), math.fsum(sizes), inverse)
 
 
 def weighted(gradients, sizes):
@@ -227,22 +227,22 @@ def test_a_sum_longer_by_rounding_is_no_noise():
 
 @pytest.mark.parametrize("form", [of_weighted, of_mean])
 @pytest.mark.parametrize(
-    ("norms", "of_sum", "sizes", "words"),
+    ("norms", "total_sqnorm", "sizes", "words"),
     [
         ([], 0.0, [], "0 micro-batch"),
         ([1.0], 1.0, [8], "1 micro-batch"),
         ([1.0, 1.0], 4.1, [8, 8], "longer than its micro-batches allow"),
     ],
 )
-def test_numbers_that_no_step_can_give_are_refused(form, norms, of_sum, sizes, words):
+def test_numbers_that_no_step_can_give_are_refused(form, norms, total_sqnorm, sizes, words):
     with pytest.raises(GradientError, match=words):
-        form(norms, of_sum, sizes)
+        form(norms, total_sqnorm, sizes)
 
 
 def test_sizes_in_the_wrong_order_are_refused_where_they_cannot_be_right():
     n = torch.tensor([1.0, 31.0])
     added = torch.ones(2, 4) * (n / 32)[:, None]  # two equal gradients
-    norms, of_sum = added.square().sum(1).tolist(), 4.0
-    assert 0.0 == of_weighted(norms, of_sum, [1, 31]).grad_variance
+    norms, total_sqnorm = added.square().sum(1).tolist(), 4.0
+    assert 0.0 == of_weighted(norms, total_sqnorm, [1, 31]).grad_variance
     with pytest.raises(GradientError, match="longer"):
-        of_weighted([norms[0], norms[0]], of_sum, [1, 31])
+        of_weighted([norms[0], norms[0]], total_sqnorm, [1, 31])

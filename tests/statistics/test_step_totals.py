@@ -33,7 +33,7 @@ def totals_of(gradients, grad, counts=None, of_grads=None):
     ]
     return StepTotals(
         {
-            **{name: [1.0] for name in ("over_sizes", "squares", "of_sum", "inverse_sizes")},
+            **{name: [1.0] for name in ("over_sizes", "squares", "total_sqnorm", "inverse_sizes")},
             "slope": [0.0, 0.0],
             "scale": [1.0],
             "seen": projected.sum((0, 1)).tolist(),

@@ -26,7 +26,11 @@ def torchrun(folder, how, **options):
     folder.mkdir(exist_ok=True)
     given = [f"{name}={value}" for name, value in {"updates": UPDATES, **options}.items()]
     command = [sys.executable, "-m", "torch.distributed.run", *how, SCRIPT, folder, *given]
-    paths = [str(SCRIPT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(SCRIPT.parent),
+        str(SCRIPT.parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     result = subprocess.run(
         list(map(str, command)),
         env={**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths)},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bigbatch.bench.comm_bytes import moved
-from bigbatch.optim.bucket_shards import PIECE
+from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.sanity_checks import SanityChecks
 from bigbatch.statistics.second_moment import join
 from bigbatch.statistics.step_totals import FIELDS, StepTotals, unpack
@@ -127,7 +127,7 @@ def memory_ddp(model: Model, ranks: int, *, by_ranks: bool, average: bool) -> fl
     With two pieces on their way, M2's included.
     """
     shards = _FLOAT * (1 + 2 * average) * model.parameters / ranks
-    scratch = 2 * min(PIECE, _FLOAT * model.parameters)
+    scratch = 2 * min(CHUNK_BYTES, _FLOAT * model.parameters)
     whole = 0 if by_ranks else _FLOAT * model.parameters
     return shards + whole + scratch * (1 if by_ranks else 2)
 
@@ -156,7 +156,7 @@ def host_seconds(ranks: int, repeats: int = 5) -> float:
 
 def join_seconds(ranks: int, repeats: int = 3) -> float:
     """Of putting the shards of one dealt piece together, a row a rank; the least."""
-    size = PIECE // _FLOAT // ranks
+    size = CHUNK_BYTES // _FLOAT // ranks
     rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
     times = []
     for _ in range(repeats):
@@ -223,7 +223,7 @@ class Carried:
         if not self.sharded:
             whole, quarter = (vr_ddp(model, ranks, accumulated=a) for a in (False, True))
             kept = memory_ddp(model, ranks, by_ranks=False, average=True)
-            message = min(PIECE, _FLOAT * model.parameters) / ranks
+            message = min(CHUNK_BYTES, _FLOAT * model.parameters) / ranks
             vr = (
                 more(whole, plain),
                 more(quarter, plain),

@@ -29,14 +29,17 @@ def show_dry_run(
         console: where to.
     """
     runs = {
-        full: dry_run(recipe, asked, ranks or (recipe.full_ranks if full else 1))
-        for full, asked in settings.items()
+        paper_scale: dry_run(recipe, asked, ranks or (recipe.paper_ranks if paper_scale else 1))
+        for paper_scale, asked in settings.items()
     }
-    stated = {full: sources(recipe, asked, full=full) for full, asked in settings.items()}
+    stated = {
+        paper_scale: sources(recipe, asked, paper_scale=paper_scale)
+        for paper_scale, asked in settings.items()
+    }
     title = f"{recipe.name}: {recipe.summary} ({recipe.paper})"
     console.print(title)
     console.print(_settings_table(stated))
-    console.print(_facts_table({full: facts(run) for full, run in runs.items()}))
+    console.print(_facts_table({paper_scale: facts(run) for paper_scale, run in runs.items()}))
     for line in _notes(recipe, settings, runs):
         console.print(line)
 
@@ -99,7 +102,7 @@ def _of_plan(planned: Planned, run: DryRun) -> Rows:
 
 def _settings_table(stated: Mapping[bool, Mapping[str, Stated]]) -> Table:
     """By name; where both scales are there, the source is that of the full one."""
-    table = _table(*(_SCALES[full] for full in stated), "source", first="setting")
+    table = _table(*(_SCALES[paper_scale] for paper_scale in stated), "source", first="setting")
     names = dict.fromkeys(name for listed in stated.values() for name in listed)
     last = stated[max(stated)]
     for name in names:
@@ -109,7 +112,7 @@ def _settings_table(stated: Mapping[bool, Mapping[str, Stated]]) -> Table:
 
 
 def _facts_table(found: Mapping[bool, Rows]) -> Table:
-    table = _table(*(_SCALES[full] for full in found), first="fact")
+    table = _table(*(_SCALES[paper_scale] for paper_scale in found), first="fact")
     names = dict.fromkeys(name for rows in found.values() for name in rows)
     for name in names:
         table.add_row(name, *(rows.get(name, "-") for rows in found.values()))
@@ -142,7 +145,7 @@ def _notes(
         "DeepSpeed spreads state (zero_stage 1) and gradients (2) over the ranks; here they are "
         "whole, and what is sent is as by DDP.": lambda one: one.engine == "deepspeed",
     }
-    lines = ["* of the small scale, ours." for full in settings if not full]
+    lines = ["* of the small scale, ours." for paper_scale in settings if not paper_scale]
     lines += [line for line, is_so in holds.items() if any(map(is_so, settings.values()))]
     if any(run.keeps.sums[0] for run in runs.values()):
         lines.append(
@@ -152,7 +155,7 @@ def _notes(
     lines += dict.fromkeys(note for run in runs.values() if (note := _note_of_schedule(run)))
     if not all(one.samples for one in settings.values()):
         lines.append(
-            f"Samples: the paper's {recipe.full_samples:,}, where the settings say none; a data "
+            f"Samples: the paper's {recipe.paper_samples:,}, where the settings say none; a data "
             "set of fewer has fewer."
         )
     lines += [
@@ -171,4 +174,4 @@ def _note_of_schedule(run: DryRun) -> str:
     return LRSchedule(run.settings.lr_schedule).note(run.settings.epochs, run.samples)
 
 
-_SCALES = {False: "small", True: "full"}
+_SCALES = {False: "small", True: "paper"}

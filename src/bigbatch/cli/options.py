@@ -20,8 +20,12 @@ SMOOTHING = "Samples to average noise over."
 DEAD_BAND = "Hold smaller changes: 0.1 = 10 %."
 WARM_UP = "Samples before the first change."
 
-Full = Annotated[bool, typer.Option("--full", help="The paper's settings, not the small ones.")]
-Result = Annotated[str | None, typer.Option(help="With --full: one table or figure of the paper.")]
+Full = Annotated[
+    bool, typer.Option("--paper-scale", help="The paper's settings, not the small ones.")
+]
+Result = Annotated[
+    str | None, typer.Option(help="With --paper-scale: one table or figure of the paper.")
+]
 Data = Annotated[
     Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
 ]
@@ -63,7 +67,7 @@ def refuse_with(what: str, names: Iterable[str], by_set: Iterable[str] = (), or_
         raise SettingError(f"{what} does not go together with {listed}; leave them out{or_}")
 
 
-def recipe_of(name: str | None, result: str | None, *, full: bool) -> Recipe:
+def recipe_of(name: str | None, result: str | None, *, paper_scale: bool) -> Recipe:
     """The recipe of that name, the digits without one; narrowed to one result of its paper.
 
     Raises:
@@ -74,8 +78,8 @@ def recipe_of(name: str | None, result: str | None, *, full: bool) -> Recipe:
         return recipe
     if not recipe.results:
         raise SettingError(f"recipe {recipe.name!r} has no --result {result}; leave it out")
-    if not full:
-        raise SettingError(f"--result {result} is of the paper's scale; give --full too")
+    if not paper_scale:
+        raise SettingError(f"--result {result} is of the paper's scale; give --paper-scale too")
     return recipe.repeating(result)
 
 
@@ -94,10 +98,14 @@ def set_by(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]
     return settings, names
 
 
-def note_overruled(recipe: Recipe, names: Iterable[str], remedy: str, *, full: bool) -> None:
+def note_overruled(recipe: Recipe, names: Iterable[str], remedy: str, *, paper_scale: bool) -> None:
     """Says which arms have values of their own for what was given for all of them."""
     for name in sorted(names):
-        own = [arm for arm, changes in recipe.arms_at(full=full).items() if name in changes]
+        own = [
+            arm
+            for arm, changes in recipe.arms_at(paper_scale=paper_scale).items()
+            if name in changes
+        ]
         if own:
             warnings.warn(f"{', '.join(own)}: {name} stays the arm's own; {remedy}", stacklevel=2)
 

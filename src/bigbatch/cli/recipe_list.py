@@ -46,7 +46,9 @@ def _table(data: Path | None) -> Table:
     for column in table.columns:
         column.overflow, column.no_wrap = "fold", column.header in _NARROW
     for recipe in RECIPES.values():
-        weights = "\n".join(_weights(recipe, full=full) for full in (False, True))
+        weights = "\n".join(
+            _weights(recipe, paper_scale=paper_scale) for paper_scale in (False, True)
+        )
         held = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
         row = (recipe.name, recipe.paper, held, weights, f"{recipe.minutes:g}")
         table.add_row(*row)
@@ -55,13 +57,13 @@ def _table(data: Path | None) -> Table:
 
 def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
     origin = recipe.origin
-    weights = [_weights(recipe, full=one) for one in (False, True)]
+    weights = [_weights(recipe, paper_scale=one) for one in (False, True)]
     files = origin.needed if origin.files else "none"
     sweeps = [
-        len(points_of(recipe, sweep, settings, full=whole)) if sweep.grids else 0
+        len(points_of(recipe, sweep, settings, paper_scale=whole)) if sweep.grids else 0
         for sweep, settings, whole in (
             (recipe.sweep, recipe.settings(), False),
-            (recipe.full_sweep, recipe.settings(full=True), True),
+            (recipe.paper_sweep, recipe.settings(paper_scale=True), True),
         )
     ]
     with_data = f"bigbatch train {recipe.name}" + (" --data DIR" if origin.files else "")
@@ -75,14 +77,14 @@ def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
         f"minutes  {recipe.minutes:g}, one training at the small scale on two cores",
         f"sweep    {sweeps[0]:,} points at the small scale, {sweeps[1]:,} at the full one",
         "arms",
-        *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(full=False).items()),
-        *(["results, each by --full --result"] if recipe.results else []),
+        *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(paper_scale=False).items()),
+        *(["results, each by --paper-scale --result"] if recipe.results else []),
         *(f"  {name}: {_result(one)}" for name, one in recipe.results.items()),
         "commands",
         f"  {with_data}",
         f"  {with_data} --arm {next(iter(recipe.arms))} --set epochs=1",
         f"  bigbatch train {recipe.name} --dry-run",
-        f"  torchrun --nproc_per_node {recipe.full_ranks} -m {with_data} --full",
+        f"  torchrun --nproc_per_node {recipe.paper_ranks} -m {with_data} --paper-scale",
     ]
 
 
@@ -108,10 +110,10 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
     return f"in {found}"
 
 
-def _weights(recipe: Recipe, *, full: bool) -> str:
+def _weights(recipe: Recipe, *, paper_scale: bool) -> str:
     """How many the model has, in the unit that fits."""
     try:
-        amount, unit = float(parameters_of(recipe, recipe.settings(full=full))), ""
+        amount, unit = float(parameters_of(recipe, recipe.settings(paper_scale=paper_scale))), ""
     except MissingPackageError:
         return "?"  # `bigbatch train` says which is missing
     for larger in (" K", " M", " B"):

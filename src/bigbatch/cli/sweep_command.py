@@ -45,20 +45,21 @@ def sweep(
         typer.Option("--tune", metavar="KEY", help="Show the best value of it alone."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Trainings a point [3; with --full the paper's].")
+        int | None,
+        typer.Option(min=1, help="Trainings a point [3; with --paper-scale the paper's]."),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Trainings at a time [cores / threads, or GPUs].")
     ] = None,
-    full: Full = False,
+    paper_scale: Full = False,
     result: Result = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of all trainings."),
     ] = None,
     data: Data = None,
-    runs: Runs = None,
-    out: Out = None,
+    runs_dir: Runs = None,
+    run_dir: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this sweep.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the trainings, and train nothing.")
@@ -80,28 +81,34 @@ def sweep(
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if resume is not None:
         others = given(recipe=recipe, grid=grid, tune=tune, seeds=seeds, result=result, data=data)
-        others |= given(full=full or None, set=set_, runs=runs, out=out, dry_run=dry_run or None)
+        others |= given(
+            paper_scale=paper_scale or None,
+            set=set_,
+            runs_dir=runs_dir,
+            run_dir=run_dir,
+            dry_run=dry_run or None,
+        )
         refuse_with("--resume", others)
         if read_sweep(resume) is None:
             raise RunError(f"{resume} holds no sweep; name a directory that `bigbatch sweep` made")
         _train(resume, jobs, context.obj, view)
         return
-    if out is not None:
-        refuse_with("--out", given(runs=runs))
-    chosen = recipe_of(recipe, result, full=full)
-    repeats = seeds or chosen.seeds_at(full=full)
-    settings, names = set_by(chosen.settings(full=full), set_ or ())
+    if run_dir is not None:
+        refuse_with("--run-dir", given(runs_dir=runs_dir))
+    chosen = recipe_of(recipe, result, paper_scale=paper_scale)
+    repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
+    settings, names = set_by(chosen.settings(paper_scale=paper_scale), set_ or ())
     if not dry_run:  # which needs no data
         settings = settings.changed({"data": folder_of(chosen, data)})
-    grids = sweep_of(chosen, settings, grid or (), tune or (), full=full)
+    grids = sweep_of(chosen, settings, grid or (), tune or (), paper_scale=paper_scale)
     _require_set_once(names, {key for one in grids.grids for key in one}, typed=bool(grid))
-    points = points_of(chosen, grids, settings, full=full)
+    points = points_of(chosen, grids, settings, paper_scale=paper_scale)
     if any("arm" in one for one in grids.grids):
-        note_overruled(chosen, names, "--grid changes it", full=full)
+        note_overruled(chosen, names, "--grid changes it", paper_scale=paper_scale)
     if dry_run:
         _list(points, grids.tuned, repeats, view)
         return
-    place = out or reserve(runs or Path("runs"), f"{chosen.name}-sweep")
+    place = run_dir or reserve(runs_dir or Path("runs"), f"{chosen.name}-sweep")
     with context.obj.resumable(place, "sweep"):
         start_sweep(chosen, place, points, grids.tuned, repeats)
     _train(place, jobs, context.obj, view)

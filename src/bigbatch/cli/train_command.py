@@ -73,7 +73,7 @@ def train(
     lr_control_from: Annotated[
         Path | None, typer.Option(help="Run with a VR optimizer whose mean r multiplies --lr.")
     ] = None,
-    full: Full = False,
+    paper_scale: Full = False,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of config.yaml by its name."),
@@ -81,20 +81,21 @@ def train(
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a single training.")] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of the study [3; with --full the paper's].")
+        int | None,
+        typer.Option(min=1, help="Seeds of the study [3; with --paper-scale the paper's]."),
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints.")
     ] = None,
     data: Data = None,
-    runs: Runs = None,
-    out: Out = None,
+    runs_dir: Runs = None,
+    run_dir: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what it would take; needs no data.")
     ] = False,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Of a dry run [1; with --full the paper's].")
+    dry_run_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Of a dry run [1; with --paper-scale the paper's].")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -106,11 +107,11 @@ def train(
 
     One training of your own: bigbatch train digits --target 0.5 --optimizer vr-adam
 
-    At the paper's scale: bigbatch train cifar10-resnet18 --full --data DIR --arm simigrad
+    At the paper's scale: bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
 
     What that would take, without any data: bigbatch train cifar10-resnet18 --dry-run
 
-    One figure of its paper: bigbatch train cifar10-resnet56 --full --result figure-2 --dry-run
+    One figure of its paper: bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
 
     Figures 1 and 3 of the VRGD paper: bigbatch train linear-regression
 
@@ -143,54 +144,75 @@ def train(
     )
     if resume is not None:
         others = given(recipe=recipe, arm=arm, result=result, epochs=epochs, seeds=seeds, data=data)
-        others |= given(full=full or None, set=set_, runs=runs, out=out)
-        others |= given(dry_run=dry_run or None, ranks=ranks)
+        others |= given(
+            paper_scale=paper_scale or None, set=set_, runs_dir=runs_dir, run_dir=run_dir
+        )
+        others |= given(dry_run=dry_run or None, dry_run_ranks=dry_run_ranks)
         refuse_with("--resume", [*changes, *others])
         with launch.resumable(resume):
             resume_at(resume, view)
         return
-    if out is not None:
-        refuse_with("--out", given(runs=runs))
-    folder = runs or Path("runs")
+    if run_dir is not None:
+        refuse_with("--run-dir", given(runs_dir=runs_dir))
+    folder = runs_dir or Path("runs")
     if recipe in EXPERIMENTS:
-        others = given(arm=arm, result=result, epochs=epochs, data=data, full=full or None)
+        others = given(
+            arm=arm, result=result, epochs=epochs, data=data, paper_scale=paper_scale or None
+        )
         others |= given(set=set_)
-        others |= given(dry_run=dry_run or None, ranks=ranks)
+        others |= given(dry_run=dry_run or None, dry_run_ranks=dry_run_ranks)
         refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
         _require_one_rank(recipe)
-        _run_experiment(recipe, out or reserve(folder, recipe), seeds or SEEDS, quiet=quiet)
+        _run_experiment(recipe, run_dir or reserve(folder, recipe), seeds or SEEDS, quiet=quiet)
         return
-    chosen = recipe_of(recipe, result, full=full)
+    chosen = recipe_of(recipe, result, paper_scale=paper_scale)
     changes |= given(arm=arm)
     asked = partial(_settings, chosen, epochs, set_ or [], changes)
     if dry_run:
-        others = given(seeds=seeds, data=data, runs=runs, out=out)
+        others = given(seeds=seeds, data=data, runs_dir=runs_dir, run_dir=run_dir)
         refuse_with("--dry-run, which trains nothing,", others)
         _require_one_rank("a dry run")
-        scales = [True] if full else [False, True]
-        show_dry_run(chosen, {scale: asked(full=scale) for scale in scales}, ranks, view.console)
+        scales = [True] if paper_scale else [False, True]
+        show_dry_run(
+            chosen,
+            {scale: asked(paper_scale=scale) for scale in scales},
+            dry_run_ranks,
+            view.console,
+        )
         return
-    if ranks is not None:
-        raise SettingError("--ranks is of a dry run; torchrun --nproc_per_node starts real ones")
-    settings = asked(full=full)
+    if dry_run_ranks is not None:
+        raise SettingError(
+            "--dry-run-ranks is of a dry run; torchrun --nproc_per_node starts real ones"
+        )
+    settings = asked(paper_scale=paper_scale)
     if changes:
         refuse_with(f"{as_typed(changes)}, of a single training,", given(seeds=seeds))
     settings = settings.changed({"data": folder_of(chosen, data)})
     if changes:
         _require_given(chosen, settings)
-        _train_one(settings, folder, out, launch, view)
+        _train_one(settings, folder, run_dir, launch, view)
         return
-    repeats = seeds or chosen.seeds_at(full=full)
+    repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
     overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
     place, begun = from_leader(
-        lambda: launch.place(lambda: out or reserve(folder, chosen.name, launch.id))
+        lambda: launch.place(lambda: run_dir or reserve(folder, chosen.name, launch.id))
     )
     with launch.resumable(place):
         if not begun:
             from_leader(
-                partial(start_study, chosen, place, settings, repeats, launch.id, full=full)
+                partial(
+                    start_study,
+                    chosen,
+                    place,
+                    settings,
+                    repeats,
+                    launch.id,
+                    paper_scale=paper_scale,
+                )
             )
-            note_overruled(chosen, overruled, "--arm trains one alone with it", full=full)
+            note_overruled(
+                chosen, overruled, "--arm trains one alone with it", paper_scale=paper_scale
+            )
         train_study(place, view)
 
 
@@ -203,12 +225,17 @@ def _run_experiment(name: str, place: Path, seeds: int, *, quiet: bool) -> None:
 
 
 def _settings(
-    recipe: Recipe, epochs: int | None, sets: list[str], changes: dict[str, Any], *, full: bool
+    recipe: Recipe,
+    epochs: int | None,
+    sets: list[str],
+    changes: dict[str, Any],
+    *,
+    paper_scale: bool,
 ) -> Settings:
     """Those of a scale, changed by an arm, then by --set, then by other options."""
-    settings = recipe.settings(full=full)
+    settings = recipe.settings(paper_scale=paper_scale)
     if "arm" in changes:
-        settings = recipe.arm(changes["arm"], settings, full=full)
+        settings = recipe.arm(changes["arm"], settings, paper_scale=paper_scale)
     settings, names = set_by(settings.changed(given(epochs=epochs)), sets)
     settings = settings.changed(changes)
     if not changes:
@@ -245,8 +272,8 @@ def _require_given(recipe: Recipe, settings: Settings) -> None:
 
 def _train_one(
     settings: Settings,
-    runs: Path,
-    out: Path | None,
+    runs_dir: Path,
+    run_dir: Path | None,
     launch: Launch,
     view: LiveView,
 ) -> None:
@@ -255,7 +282,9 @@ def _train_one(
         if settings.arm
         else [settings.recipe, settings.policy.partition(":")[0], settings.optimizer]
     )
-    place, begun = from_leader(lambda: launch.place(lambda: out or reserve(runs, name, launch.id)))
+    place, begun = from_leader(
+        lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id))
+    )
     if begun:
         with launch.resumable(place):
             resume_at(place, view)

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.micro_batches import MicroBatch, StepBatches
-from bigbatch.data.rank_consistency import HostCollectives, part
+from bigbatch.data.micro_batches import StepBatches
+from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.sample_buffer import SampleBuffer
+from bigbatch.data.sample_pass import SamplePass
 from bigbatch.errors import BatchError, SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
@@ -28,7 +29,7 @@ class Batches:
 
     On several ranks each has a loader of its own, of every W-th sample (`ElasticDistributedSampler`,
     DistributedSampler), and all take equally many micro-batches of every step. Who gets which
-    sample is defined for v virtual ranks: the samples of a step are dealt to them in turn, and a
+    sample is defined for v virtual ranks: the samples of a step are assigned to them in turn, and a
     real rank plays v / W of them. So the groups that are compared are the same on any number of
     ranks that divides v.
 
@@ -74,15 +75,14 @@ class Batches:
             raise SettingError("count= belongs to split=; pass both, or split= alone")
         self.remainder = remainder
         self.uneven = uneven
-        self.consumed = 0  # samples of this pass that steps have taken, over all ranks
         self.virtual_ranks = virtual_ranks or 1
         self._asked = virtual_ranks
         self._loader = ResumableLoader(loader)
-        self._stream = SampleBuffer(self._loader, split, count)
-        self._agreement = HostCollectives()
-        self._lockstep = False
+        self._buffer = SampleBuffer(self._loader, split, count)
+        self._collectives = HostCollectives()
+        self._pass = SamplePass(self._buffer, self._collectives, self.virtual_ranks, remainder)
+        self.place: Callable[[Batch], Batch] | None = None  # a micro-batch
         self._total = self._loader.length  # samples of a whole pass, over all ranks, if it is said
-        self._end: int | None = None  # the same of the present pass, once known
         self._learned: int | None = None  # the same of a pass that was read to its end
         self._unread: list[int] = []  # by each rank, when the pass ends
         self._said = False
@@ -98,6 +98,11 @@ class Batches:
         return self._learned if self._total is None else self._total
 
     @property
+    def consumed(self) -> int:
+        """Samples of this pass that steps have taken, over all ranks."""
+        return self._pass.consumed
+
+    @property
     def _distinct(self) -> int | None:
         """The same without those that a sampler repeats."""
         samples, distinct = self.samples, self._loader.distinct
@@ -111,34 +116,42 @@ class Batches:
     @property
     def open(self) -> bool:
         """Whether an epoch has started and not ended."""
-        return self._stream.open
+        return self._buffer.open
 
-    def share(self, agreement: HostCollectives, *, lockstep: bool) -> None:
+    def share(self, collectives: HostCollectives, *, lockstep: bool) -> None:
         """Several ranks take the steps together from now on. Collective.
 
         Args:
-            agreement: of these ranks.
+            collectives: between these ranks.
             lockstep: whether they must do equally many backwards.
         Raises:
             SettingError: `virtual_ranks` is no multiple of them, or needs batches that are glued;
                 or a sampler deals to other ranks.
         """
-        self._agreement, self._lockstep = agreement, lockstep
-        self._stream.close()  # of another training
-        self.virtual_ranks = self._asked or agreement.ranks
-        if self.virtual_ranks % agreement.ranks:
+        self._collectives = collectives
+        self._buffer.close()  # of another training
+        self.virtual_ranks = self._asked or collectives.ranks
+        if self.virtual_ranks % collectives.ranks:
             raise SettingError(
-                f"virtual_ranks={self._asked} is no multiple of the {agreement.ranks} ranks; "
+                f"virtual_ranks={self._asked} is no multiple of the {collectives.ranks} ranks; "
                 "choose one that every number of ranks you will use divides"
             )
-        if self.virtual_ranks > agreement.ranks and not self._stream.glues:
+        if self.virtual_ranks > collectives.ranks and not self._buffer.glues:
             raise SettingError(
                 "virtual_ranks beyond the ranks deals single samples, which split= cannot"
             )
-        self._require_dealt_to_all()
+        self._pass = SamplePass(
+            self._buffer,
+            collectives,
+            self.virtual_ranks,
+            self.remainder,
+            lockstep=lockstep,
+            place=self.place,
+        )
+        self._require_assigned_to_all()
         self._agree_on_total()
         padding = self._loader.padding
-        if padding and agreement.ranks > 1 and agreement.rank == 0:
+        if padding and collectives.ranks > 1 and collectives.rank == 0:
             warnings.warn(
                 f"the sampler repeats {padding} samples in every epoch to give all ranks as many; "
                 "ElasticDistributedSampler does not",
@@ -147,9 +160,9 @@ class Batches:
 
     def start(self, epoch: int) -> None:
         """Starts a pass and tells sampler and data set the epoch. Collective."""
-        self._stream.begin(epoch)
+        self._buffer.begin(epoch)
         self._agree_on_total()
-        self.consumed, self._end = 0, self._total
+        self._pass.consumed, self._pass.end = 0, self._total
 
     def step(
         self, plan: BatchPlan, least: int, most: int | None = None, rows: int = 1
@@ -166,15 +179,16 @@ class Batches:
         Raises:
             BatchError: the ranks' samples are uneven, and uneven="raise".
         """
-        ranks = self._agreement.ranks
+        ranks = self._collectives.ranks
         if ranks > 1 and self._total is None:
-            self._agree_on_end(plan.batch_size + max(least, self.virtual_ranks))
+            ahead = plan.batch_size + max(least, self.virtual_ranks)
+            self._unread = self._pass.agree_on_end(ahead) or self._unread
         fewest = plan.batch_size if self.remainder == "drop" else self.virtual_ranks
-        rest = self.rest(fewest)
+        rest = self._pass.rest(fewest)
         if rest is not None and rest < fewest:
             self._close()
             return None
-        return StepBatches(self, plan, least, most, rows)
+        return StepBatches(self._pass, plan, least, most, rows)
 
     def was_whole(self, samples: int, plan: BatchPlan) -> bool:
         """Whether a step that had so many samples is one to decide by: planned, or a whole pass."""
@@ -182,16 +196,16 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: "pass" for all ranks, "stream" for this one."""
-        here = {
+        position = {
             "open": self.open,
             "consumed": self.consumed,
             "samples": self._distinct,
             "order": self.order,
         }
-        return {"pass": here, "stream": self._stream.state_dict()}
+        return {"pass": position, "stream": self._buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
-        """Goes on in the middle of a pass. Collective.
+        """Resumes in the middle of a pass. Collective.
 
         Args:
             state: from `state_dict`.
@@ -201,18 +215,18 @@ class Batches:
         Raises:
             StateError: the loader is not the one of the state.
         """
-        self._stream.close()
+        self._buffer.close()
         self._loader.tell_epoch(epoch)
         self._agree_on_total()
-        here, stream = state["pass"], state["stream"]
-        self._learned, self.consumed = here["samples"], here["consumed"]
-        if not here["open"]:
+        position, stream = state["pass"], state["stream"]
+        self._learned, self._pass.consumed = position["samples"], position["consumed"]
+        if not position["open"]:
             if same_rank:
                 self._loader.between_passes(stream["loader"])
             return
-        if self._total is not None and here["samples"] not in (None, self._distinct):
+        if self._total is not None and position["samples"] not in (None, self._distinct):
             raise StateError(
-                f"the loader has {self._distinct} samples, the saved one had {here['samples']}; "
+                f"the loader has {self._distinct} samples, the saved one had {position['samples']}; "
                 "resume with the same data"
             )
         if not stream["as_said"] and (stream["jumped"] or not same_rank):
@@ -222,99 +236,39 @@ class Batches:
                 "ranks, or after a change of the batch size; resume between two epochs"
             )
         if same_rank:
-            self._stream.load_state_dict(stream, epoch)
+            self._buffer.load_state_dict(stream, epoch)
         else:
-            self._skip(here, epoch)
-        self._end = self._total
-
-    # for StepBatches
-
-    def rest(self, ahead: int) -> int | None:
-        """Samples still to come in this pass; None where at least `ahead`, and nobody says more."""
-        if self._agreement.ranks == 1:
-            self._stream.read_until(ahead if self._end is None else 1)
-            if self._stream.ended:
-                self._end = self._stream.counted
-            elif self._end is not None and (
-                self.consumed >= self._end or not self._stream.as_said
-            ):  # more than was said, or fewer
-                self._end = None
-                return self.rest(ahead)
-        return None if self._end is None else self._end - self.consumed
-
-    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
-        """The next rows, a row being one sample of every virtual rank: this rank's share.
-
-        Returns:
-            A micro-batch for each virtual rank that is played here, and how many rows they are:
-            fewer than asked for where batches cannot be glued.
-        """
-        rank, ranks, before = self._agreement.rank, self._agreement.ranks, self.consumed
-        played = self.virtual_ranks // ranks
-        wanted = rows * played
-        if self._end is not None:
-            wanted = min(wanted, part(self._end, rank, ranks) - part(self.consumed, rank, ranks))
-        batches, samples = self._stream.take(wanted, played)
-        if samples < wanted:
-            self._require_short_allowed(played)
-            rows = -(-samples // played)
-        self.consumed += rows * self.virtual_ranks
-        if ranks == 1:
-            self.consumed = self._stream.counted - self._stream.waiting
-        elif self._end is not None:
-            self.consumed = min(self.consumed, self._end)
-        return [
-            MicroBatch(
-                batch, part(samples, turn, played), self._everywhere(before, rows, turn, played)
-            )
-            for turn, batch in enumerate(batches)
-        ], rows
-
-    def _everywhere(self, before: int, rows: int, turn: int, played: int) -> int:
-        """Samples of the micro-batches that the ranks take together."""
-        ranks = self._agreement.ranks
-        if self.consumed - before == rows * self.virtual_ranks:
-            return rows * ranks
-        taken = (part(self.consumed, r, ranks) - part(before, r, ranks) for r in range(ranks))
-        return sum(part(samples, turn, played) for samples in taken)
+            self._skip(position, epoch)
+        self._pass.end = self._total
 
     # what the ranks agree on
 
-    def _require_dealt_to_all(self) -> None:
+    def _require_assigned_to_all(self) -> None:
         """Else samples come twice or never; said on every rank alike."""
-        ranks = self._agreement.ranks
-        rows = self._agreement.gather(self._loader.dealt_to or ranks, what="their samplers")
-        for rank, (dealt_to,) in enumerate(rows):
-            if dealt_to != ranks:
+        ranks = self._collectives.ranks
+        rows = self._collectives.gather(self._loader.num_replicas or ranks, what="their samplers")
+        for rank, (num_replicas,) in enumerate(rows):
+            if num_replicas != ranks:
                 raise SettingError(
-                    f"the sampler of rank {rank} deals samples to num_replicas={dealt_to:.0f} "
+                    f"the sampler of rank {rank} deals samples to num_replicas={num_replicas:.0f} "
                     f"ranks, and {ranks} share the model; give it num_replicas={ranks} and the "
                     "rank among them"
                 )
 
     def _agree_on_total(self) -> None:
-        length, ranks = self._loader.length, self._agreement.ranks
-        rows = self._agreement.gather(-1 if length is None else length, what=_SAMPLES)
+        length, ranks = self._loader.length, self._collectives.ranks
+        rows = self._collectives.gather(-1 if length is None else length, what=_SAMPLES)
         lengths = [round(length) for (length,) in rows]
         total = sum(lengths)
         if min(lengths) < 0:
             self._total = None
-        elif lengths == [part(total, rank, ranks) for rank in range(ranks)]:
+        elif lengths == [samples_of_rank(total, rank, ranks) for rank in range(ranks)]:
             self._total = total
         else:
             self._total = ranks * min(lengths)
-            self._say_uneven([n - min(lengths) for n in lengths])
+            self._warn_uneven([n - min(lengths) for n in lengths])
 
-    def _agree_on_end(self, ahead: int) -> None:
-        """Streams of unknown length: the first to end ends the pass for all, a whole row each."""
-        self._stream.read_until(-(-ahead // self._agreement.ranks))
-        told = self._agreement.gather(self._stream.waiting, self._stream.ended, what=_SAMPLES)
-        ends = [round(waiting) for waiting, ended in told if ended]
-        if ends:
-            self._end = self.consumed + min(ends) * self._agreement.ranks
-            self._unread = [round(waiting) - min(ends) for waiting, _ in told]
-
-    def _say_uneven(self, unread: list[int]) -> None:
+    def _warn_uneven(self, unread: list[int]) -> None:
         """Said once, on every rank alike where it raises."""
         message = (
             f"the ranks have unequally many samples, and the steps end together, so {unread} of "
@@ -322,36 +276,22 @@ class Batches:
         )
         if self.uneven == "raise":
             raise BatchError(message)
-        if self._agreement.rank == 0 and not self._said:
+        if self._collectives.rank == 0 and not self._said:
             warnings.warn(message, stacklevel=4)
         self._said = True
-
-    def _require_short_allowed(self, played: int) -> None:
-        """Fewer samples could be taken than a micro-batch should have."""
-        if self._stream.waiting:
-            if self._lockstep or played > 1:
-                raise BatchError(
-                    "batches of different shapes cannot be glued, and the ranks must do equally "
-                    "many backwards of equal groups; pad them to one length in the collate function"
-                )
-        elif self._agreement.ranks > 1:
-            raise BatchError(
-                f"the loader ended after {self._stream.counted} samples, fewer than it said; ranks "
-                "that take steps together need the true length, or none (an IterableDataset)"
-            )
 
     # the ends of a pass
 
     def _close(self) -> None:
-        self._learned = self._learned if self._end is None else self._end
-        self._stream.close()
+        self._learned = self._learned if self._pass.end is None else self._pass.end
+        self._buffer.close()
         if any(self._unread):
-            self._say_uneven(self._unread)
+            self._warn_uneven(self._unread)
         self._unread = []
 
     def _skip(self, state: dict[str, Any], epoch: int) -> None:
         """The rest of a pass that other ranks began."""
-        rank, ranks = self._agreement.rank, self._agreement.ranks
+        rank, ranks = self._collectives.rank, self._collectives.ranks
         if not self._loader.ordered or self.order != state["order"]:
             warnings.warn(
                 f"the order of this pass was {state['order']} and is {self.order}: on "
@@ -360,4 +300,4 @@ class Batches:
                 stacklevel=4,
             )
         consumed: int = state["consumed"]
-        self._stream.skip(epoch, consumed, part(consumed, rank, ranks))
+        self._buffer.skip(epoch, consumed, samples_of_rank(consumed, rank, ranks))

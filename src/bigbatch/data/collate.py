@@ -40,47 +40,49 @@ def count_samples(batch: Batch) -> int:
     return sizes.pop()
 
 
-def cut_samples(batch: Batch, lo: int, hi: int) -> Batch:
+def slice_samples(batch: Batch, lo: int, hi: int) -> Batch:
     """Samples lo to hi of `batch`: views of its tensors.
 
     Example:
-        >>> cut_samples((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
+        >>> slice_samples((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
         (tensor([1, 2]), ['b', 'c'])
     """
     return _map(lambda leaves: leaves[0][lo:hi], [batch])
 
 
-def glue_samples(batches: Sequence[Batch]) -> Batch | None:
+def concatenate_samples(batches: Sequence[Batch]) -> Batch | None:
     """One batch with the samples of all, or None where they do not fit together.
 
     Example:
-        >>> glue_samples([torch.tensor([1]), torch.tensor([2, 3])])
+        >>> concatenate_samples([torch.tensor([1]), torch.tensor([2, 3])])
         tensor([1, 2, 3])
     """
     return batches[0] if len(batches) == 1 else _copied(batches)
 
 
-def deal_samples(batches: Sequence[Batch], counts: Sequence[int], turns: int) -> list[Batch] | None:
-    """The samples of all, dealt in turn into so many batches; None where they do not fit together.
+def interleave_samples(
+    batches: Sequence[Batch], counts: Sequence[int], turns: int
+) -> list[Batch] | None:
+    """The samples of all batches, assigned in turn to new batches; None where they do not match.
 
     Fewer batches where there are fewer samples.
 
     Args:
         batches: as they follow each other.
         counts: samples in each.
-        turns: to deal to.
+        turns: number of new batches.
     Example:
-        >>> deal_samples([torch.tensor([0, 1, 2]), torch.tensor([3, 4])], [3, 2], 2)
+        >>> interleave_samples([torch.tensor([0, 1, 2]), torch.tensor([3, 4])], [3, 2], 2)
         [tensor([0, 2, 4]), tensor([1, 3])]
     """
     starts = list(accumulate(counts, initial=0))
     parts = list(zip(batches, counts, starts, strict=False))
-    dealt = []
+    interleaved = []
     for turn in range(min(turns, starts[-1])):
         firsts = [(batch, (turn - start) % turns, count) for batch, count, start in parts]
-        mine = [_strided(batch, first, turns) for batch, first, count in firsts if first < count]
-        dealt.append(_copied(mine))
-    return None if any(batch is None for batch in dealt) else dealt
+        own = [_strided(batch, first, turns) for batch, first, count in firsts if first < count]
+        interleaved.append(_copied(own))
+    return None if any(batch is None for batch in interleaved) else interleaved
 
 
 def _strided(batch: Batch, first: int, step: int) -> Batch:
@@ -164,9 +166,9 @@ def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, An
     """`values` in a mapping of the same kind, with what else that kind carries."""
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(values)  # type: ignore[call-arg]
-    twin = copy.copy(mapping)
-    twin.update(values)
-    return twin
+    copied = copy.copy(mapping)
+    copied.update(values)
+    return copied
 
 
 def _concatenate(leaves: list[Any]) -> Any:

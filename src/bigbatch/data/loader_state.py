@@ -16,7 +16,7 @@ from bigbatch.errors import BatchError, SettingError, StateError
 class ResumableLoader:
     """The user's loader: sizes, passes, and what the order of its samples hangs on.
 
-    A pass is taken up again in one of three ways: an `ElasticDistributedSampler` begins where it is told to; a
+    A pass resumes in one of three ways: an `ElasticDistributedSampler` begins at a position; a
     loader with a state of its own (StatefulDataLoader) loads it; any other is replayed from the
     random state that the pass began with.
 
@@ -85,7 +85,7 @@ class ResumableLoader:
         return isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
 
     @property
-    def dealt_to(self) -> int | None:
+    def num_replicas(self) -> int | None:
         """How many ranks the sampler deals samples to; None where it does not say."""
         sampler: Any = self._sampler
         return sampler.num_replicas if self.ordered else None
@@ -111,7 +111,7 @@ class ResumableLoader:
         return 0 if self.distinct is None else max(0, self._ordering.total_size - self.distinct)
 
     def begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
-        """A new pass, a ledger's from this position; sampler and data set are told the epoch."""
+        """A new pass, of an elastic sampler from this position; sets the epoch of sampler and data set."""
         self._started_from = {"random": random_state(), "generators": self._generator_states()}
         self._found_workers = self._has_workers
         return self._begin(epoch, position)
@@ -175,7 +175,7 @@ class ResumableLoader:
             generator.set_state(state.cpu())
 
     def between_passes(self, state: dict[str, Any]) -> None:
-        """Goes on between two passes."""
+        """Resumes between two passes."""
         self._have_workers(state["has_workers"])
         self.restore_generators(state["generators"])
 

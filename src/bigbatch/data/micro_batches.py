@@ -1,47 +1,12 @@
-"""How one step is cut out of a pass: into rows, one sample of every virtual rank each."""
+"""The micro-batches of one step, cut from a pass in rows of one sample a virtual rank."""
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from bigbatch.data.collate import Batch
+from bigbatch.data.sample_pass import MicroBatch, SamplePass
 from bigbatch.policies.plan import BatchPlan
-
-
-class MicroBatch(NamedTuple):
-    """One backward of one rank.
-
-    Args:
-        batch: its samples.
-        samples: how many.
-        everywhere: of the micro-batches of all ranks that are run together.
-    """
-
-    batch: Batch
-    samples: int
-    global_samples: int
-
-
-class Pass(Protocol):
-    """What a step is cut from."""
-
-    @property
-    def consumed(self) -> int:
-        """Samples that were taken, over all ranks."""
-
-    @property
-    def virtual_ranks(self) -> int:
-        """Samples in a row."""
-
-    @property
-    def remainder(self) -> str:
-        """What becomes of the last samples: "share", "step" or "drop"."""
-
-    def rest(self, ahead: int) -> int | None:
-        """Samples still to come; None where at least `ahead`, and nobody says more."""
-
-    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches of the next rows, and how many rows."""
 
 
 class Cut(Protocol):
@@ -69,7 +34,7 @@ class StepBatches:
     step, so that the end is known before it is too late to share the last samples.
 
     Args:
-        batches: the pass.
+        samples: of the pass.
         plan: how the step is cut, among the virtual ranks.
         least: fewest samples that the step after it may be left with.
         most: upper bound of a step in samples, or None.
@@ -79,18 +44,18 @@ class StepBatches:
     known = True
 
     def __init__(
-        self, batches: Pass, plan: BatchPlan, least: int, most: int | None, rows: int = 1
+        self, samples: SamplePass, plan: BatchPlan, least: int, most: int | None, rows: int = 1
     ) -> None:
         self.last = False  # whether the micro-batch given out is the step's last on this rank
         self.global_samples = 0  # samples of those that the ranks were given together
-        self._batches = batches
+        self._pass = samples
         self._plan = plan
-        self._row = batches.virtual_ranks
+        self._row = samples.virtual_ranks
         self._least = {"share": max(least, self._row), "step": rows * self._row, "drop": 0}[
-            batches.remainder
+            samples.remainder
         ]
         self._most = most
-        self._before = batches.consumed
+        self._before = samples.consumed
         self._left = plan.micro * plan.accumulation  # rows still to come in this step
         self._rest: int | None = None  # samples still to come in the pass, where they matter
         self._end: int | None = None  # of the pass, that the step was cut for
@@ -107,8 +72,8 @@ class StepBatches:
         self._look_ahead()
         while self._left or self._waiting:
             if not self._waiting:
-                mine, rows = self._batches.take(self._next_rows())
-                self._waiting.extend(mine)
+                micro_batches, rows = self._pass.take(self._next_rows())
+                self._waiting.extend(micro_batches)
                 self._left -= rows
                 self._given += 1
                 self._look_ahead()  # before the yield: whether this was the last is known by then
@@ -118,23 +83,23 @@ class StepBatches:
 
     @property
     def _taken(self) -> int:
-        return self._batches.consumed - self._before
+        return self._pass.consumed - self._before
 
     def _next_rows(self) -> int:
         """What is left, spread evenly over the micro-batches that it needs, larger ones last.
 
         A last row that is not full leaves every virtual rank a sample of the last micro-batch.
         """
-        pieces = max(1, self._unmade(), -(-self._left // self._plan.micro))
+        parts = max(1, self._unmade(), -(-self._left // self._plan.micro))
         full = self._left if self._rest is None else min(self._left, self._rest // self._row)
-        return self._left // max(1, min(pieces, full))
+        return self._left // max(1, min(parts, full))
 
     def _look_ahead(self) -> None:
         rows = min(self._left, self._plan.micro) + self._unmade()
-        self._rest = rest = self._batches.rest(rows * self._row + self._least)
-        if rest is None or self._end == self._batches.consumed + rest:
+        self._rest = rest = self._pass.rest(rows * self._row + self._least)
+        if rest is None or self._end == self._pass.consumed + rest:
             return
-        self._end = self._batches.consumed + rest
+        self._end = self._pass.consumed + rest
         after = rest - self._left * self._row
         if after < 0 or 0 < after < self._least:
             self._recut(rest)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other on the host, besides the gradients; nothing on one rank."""
+"""Small collectives on the host, apart from the gradients: numbers, texts, equality of ranks."""
 
 import json
 import zlib
@@ -60,11 +60,11 @@ class HostCollectives:
         if len(set(checksums)) <= 1:
             return
         first, *others = self._gather_facts(facts())
-        told = [list(differences(first, other)) for other in others]
-        ranks = [rank for rank, found in enumerate(told, 1) if found]
+        by_rank = [list(differences(first, other)) for other in others]
+        ranks = [rank for rank, found in enumerate(by_rank, 1) if found]
         if not ranks:
             return  # a checksum may differ where what it stands for does not
-        found = told[ranks[0] - 1]
+        found = by_rank[ranks[0] - 1]
         more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise RankError(
             f"rank {', '.join(map(str, ranks))} disagrees with rank 0 on {what}: "
@@ -93,11 +93,11 @@ def checksum(text: str) -> float:
     return float(zlib.crc32(text.encode()) & 0xFFFFFF)
 
 
-def part(samples: int, rank: int, ranks: int) -> int:
-    """How many of so many samples a rank has, where they are dealt in turn.
+def samples_of_rank(samples: int, rank: int, ranks: int) -> int:
+    """How many of so many samples a rank has, where they are assigned in turn.
 
     Example:
-        >>> [part(10, rank, 4) for rank in range(4)]
+        >>> [samples_of_rank(10, rank, 4) for rank in range(4)]
         [3, 3, 2, 2]
     """
     return samples // ranks + (rank < samples % ranks)

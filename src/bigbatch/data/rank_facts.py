@@ -44,12 +44,12 @@ def optimizer_facts(optimizer: Optimizer, kind: str, *, waits: bool) -> dict[str
     return found
 
 
-def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
-    """What differs, with both values; `mine` are rank 0's."""
-    for name in dict.fromkeys([*mine, *theirs]):
-        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
-        if here != there:
-            yield f"{name} is {there} there and {here} on rank 0"
+def differences(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[str]:
+    """What differs, with both values; `first` are rank 0's."""
+    for name in dict.fromkeys([*first, *other]):
+        own, theirs = first.get(name, "missing"), other.get(name, "missing")
+        if own != theirs:
+            yield f"{name} is {theirs} there and {own} on rank 0"
 
 
 def _text(value: Any, *, waits: bool) -> str | None:

@@ -8,10 +8,10 @@ import torch
 
 from bigbatch.data.collate import (
     Batch,
+    concatenate_samples,
     count_samples,
-    cut_samples,
-    deal_samples,
-    glue_samples,
+    interleave_samples,
+    slice_samples,
 )
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import (
@@ -27,7 +27,7 @@ class SampleBuffer:
     """Fetches the loader's batches as they are needed and cuts them to size.
 
     What is fetched and not taken waits; nothing is thrown away. Cutting makes views; samples are
-    copied, once, only where what is taken spans two of the loader's batches or is dealt in turn.
+    copied, once, only where a batch spans two of the loader's batches or is interleaved.
 
     Args:
         loader: gives the batches.
@@ -53,10 +53,10 @@ class SampleBuffer:
         self._said: tuple[int | None, int | None] = (None, None)  # sizes of a batch and of the pass
         self._iterator: Iterator[Batch] | None = None
         self._fetched = 0  # batches
-        self._pieces: deque[_Piece] = deque()
-        self._split = split or cut_samples
+        self._chunks: deque[_Chunk] = deque()
+        self._split = split or slice_samples
         self._count = count or (count_samples if split is None else self._count_by_length)
-        self._told_count = count is not None
+        self._count_is_known = count is not None
         self.glues = split is None
         if split is not None and count is None and None in (loader.batch_size, loader.length):
             raise SettingError("split= needs count= where the loader does not say its sizes")
@@ -73,7 +73,7 @@ class SampleBuffer:
     def close(self) -> None:
         """Ends the pass."""
         self._iterator = None
-        self._pieces.clear()
+        self._chunks.clear()
         self.waiting = self._fetched = 0
 
     def read_until(self, samples: int) -> None:
@@ -82,41 +82,41 @@ class SampleBuffer:
             self.ended = not self._fetch()
 
     def take(self, samples: int, turns: int = 1) -> tuple[list[Batch], int]:
-        """The next `samples` samples, dealt in turn into so many batches, and how many they are.
+        """The next `samples` samples, assigned in turn to so many batches, and how many they are.
 
         Fewer where they cannot be glued, or are not there; then nothing waits any more.
         """
         self.read_until(samples)
-        parts: list[_Piece] = []
+        parts: list[_Chunk] = []
         missing = min(samples, self.waiting)
         while missing:
-            piece = self._pieces.popleft()
-            if piece.samples > missing:
-                piece, rest = self._cut(piece, missing)
-                self._pieces.appendleft(rest)
-            if piece.samples:
-                parts.append(piece)
-            missing -= piece.samples
+            chunk = self._chunks.popleft()
+            if chunk.samples > missing:
+                chunk, rest = self._cut(chunk, missing)
+                self._chunks.appendleft(rest)
+            if chunk.samples:
+                parts.append(chunk)
+            missing -= chunk.samples
         if not parts:
             return [], 0
-        dealt = self._dealt(parts, turns)
-        if dealt is None:
-            self._pieces.extendleft(reversed(parts[1:]))
+        batches = self._interleaved(parts, turns)
+        if batches is None:
+            self._chunks.extendleft(reversed(parts[1:]))
             parts = parts[:1]
-            dealt = self._dealt(parts, turns)
-            assert dealt is not None
+            batches = self._interleaved(parts, turns)
+            assert batches is not None
         taken = sum(part.samples for part in parts)
         self.waiting -= taken
-        return dealt, taken
+        return batches, taken
 
-    def _dealt(self, parts: list["_Piece"], turns: int) -> list[Batch] | None:
+    def _interleaved(self, parts: list["_Chunk"], turns: int) -> list[Batch] | None:
         """Parts in one batch for each turn; None where they do not fit together."""
         batches = [part.batch for part in parts]
         if turns > 1:
-            return deal_samples(batches, [part.samples for part in parts], turns)
+            return interleave_samples(batches, [part.samples for part in parts], turns)
         if len(parts) > 1 and not self.glues:
             return None
-        glued = glue_samples(batches)
+        glued = concatenate_samples(batches)
         return None if glued is None else [glued]
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,8 +125,8 @@ class SampleBuffer:
         No sample is saved: those that wait are fetched again, from the random states that they
         were fetched with.
         """
-        first = self._pieces[0] if self._pieces else None
-        waiting = {piece.number: piece.fetched_from for piece in self._pieces}
+        first = self._chunks[0] if self._chunks else None
+        waiting = {chunk.number: chunk.fetched_from for chunk in self._chunks}
         own = self.loader.own_state() if self.open else None
         return {
             "loader": self.loader.state_dict(),
@@ -142,27 +142,27 @@ class SampleBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
-        """Goes on in the middle of a pass, with the samples that waited.
+        """Resumes in the middle of a pass, with the samples that waited.
 
         Raises:
             StateError: the loader is not the one of the state.
         """
         position = state["samples"] if state["as_said"] else None
-        iterator, there = self.loader.resume(state["loader"], epoch, position, state["own"])
+        iterator, at_position = self.loader.resume(state["loader"], epoch, position, state["own"])
         self._start(iterator)
         other = state["batch_size"] != self.loader.batch_size  # so batches are not what they were
-        self._jumped = state["jumped"] or (there and other)
-        if there:
+        self._jumped = state["jumped"] or (at_position and other)
+        if at_position:
             self._fetched, self.counted = state["batches"], state["samples"]
         if other:
-            self._throw_away(state["given_out"] + (0 if there else state["samples"]))
+            self._throw_away(state["given_out"] + (0 if at_position else state["samples"]))
             self.loader.restore_generators(state["loader"]["generators"])
             return
         before = torch.get_rng_state()
         needed = state["batches"] + len(state["fetched_from"])
         while self._fetched < state["batches"]:
             self._fetch_again(needed)
-            self.waiting -= self._pieces.pop().samples
+            self.waiting -= self._chunks.pop().samples
         if not torch.equal(before, torch.get_rng_state()):
             self.loader.warn_of_draws()
         for fetched_from in state["fetched_from"]:
@@ -173,7 +173,7 @@ class SampleBuffer:
         self.loader.restore_generators(state["loader"]["generators"])
 
     def skip(self, epoch: int, position: int, samples: int) -> None:
-        """Goes on after so many of this rank's samples, at a position of the order of all ranks."""
+        """Resumes after so many of this rank's samples, at a position of the order of all ranks."""
         if self.loader.ledger is not None:
             self._start(self.loader.begin(epoch, position))
             self.counted, self._jumped = samples, True
@@ -190,12 +190,12 @@ class SampleBuffer:
     def _throw_away(self, samples: int) -> None:
         """What was given out already."""
         while samples:
-            if not self._pieces:
+            if not self._chunks:
                 self._fetch_again(self._fetched + 1)
-            head = self._pieces.popleft()
+            head = self._chunks.popleft()
             gone = min(samples, head.samples)
             if gone < head.samples:
-                self._pieces.appendleft(self._cut(head, gone)[1])
+                self._chunks.appendleft(self._cut(head, gone)[1])
             self.waiting -= gone
             samples -= gone
 
@@ -215,24 +215,24 @@ class SampleBuffer:
         except StopIteration:
             return False
         samples = self._count(batch)
-        if self._fetched == 0 and not self._told_count:
+        if self._fetched == 0 and not self._count_is_known:
             self.loader.require_samples(samples, self.counted)
         size, length = self._said
         if size and length is not None and samples != min(size, length - self.counted):
             self.as_said = False
-        self._pieces.append(_Piece(batch, samples, 0, self._fetched, fetched_from, own))
+        self._chunks.append(_Chunk(batch, samples, 0, self._fetched, fetched_from, own))
         self._fetched += 1
         self.counted += samples
         self.waiting += samples
         return True
 
-    def _cut(self, piece: "_Piece", samples: int) -> tuple["_Piece", "_Piece"]:
-        head = self._split(piece.batch, 0, samples)
-        rest = self._split(piece.batch, samples, piece.samples)
-        left, start = piece.samples - samples, piece.start + samples
+    def _cut(self, chunk: "_Chunk", samples: int) -> tuple["_Chunk", "_Chunk"]:
+        head = self._split(chunk.batch, 0, samples)
+        rest = self._split(chunk.batch, samples, chunk.samples)
+        left, start = chunk.samples - samples, chunk.start + samples
         return (
-            piece._replace(batch=head, samples=samples),
-            piece._replace(batch=rest, samples=left, start=start),
+            chunk._replace(batch=head, samples=samples),
+            chunk._replace(batch=rest, samples=left, start=start),
         )
 
     def _count_by_length(self, batch: Batch) -> int:
@@ -242,7 +242,7 @@ class SampleBuffer:
         return min(self.loader.batch_size, self.loader.length - self.counted)
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """A batch of the loader, or what is left of it."""
 
     batch: Batch

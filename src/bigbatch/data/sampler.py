@@ -24,7 +24,7 @@ class ElasticDistributedSampler(Sampler[int]):
         data: the data set, or anything with its length.
         shuffle: whether the order is random.
         seed: of the order, the same on every rank.
-        num_replicas, rank: how many ranks there are, and which one reads; default: those of
+        num_replicas, rank: how many ranks world are, and which one reads; default: those of
             torch.distributed, or one.
     Raises:
         SettingError: no samples, fewer samples than ranks, or a rank that does not exist.
@@ -46,9 +46,9 @@ class ElasticDistributedSampler(Sampler[int]):
         rank: Whole | None = None,
     ) -> None:
         together = dist.is_available() and dist.is_initialized()
-        here, there = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-        self.num_replicas = there if num_replicas is None else num_replicas
-        self.rank = here if rank is None else rank
+        own_rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self.num_replicas = world if num_replicas is None else num_replicas
+        self.rank = own_rank if rank is None else rank
         self.samples = len(data)
         if not 0 <= self.rank < self.num_replicas:
             raise SettingError(f"rank={self.rank} is none of num_replicas={self.num_replicas}")
@@ -78,6 +78,6 @@ class ElasticDistributedSampler(Sampler[int]):
         if self.shuffle:
             numpy.random.default_rng([self.seed, self._epoch]).shuffle(order)
         first = start + (self.rank - start) % self.num_replicas
-        mine = order[first :: self.num_replicas]
-        for begin in range(0, len(mine), _AT_ONCE):  # as a list, an index takes 40 bytes
-            yield from mine[begin : begin + _AT_ONCE].tolist()
+        own = order[first :: self.num_replicas]
+        for begin in range(0, len(own), _AT_ONCE):  # as a list, an index takes 40 bytes
+            yield from own[begin : begin + _AT_ONCE].tolist()

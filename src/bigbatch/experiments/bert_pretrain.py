@@ -56,7 +56,7 @@ BERT_PRETRAIN = Recipe(
     name="bert-pretrain",
     summary="BERT pre-training in two phases: SimiGrad's batches, and LAMB against VR-LAMB",
     paper="SimiGrad and VRGD",
-    full={
+    paper_scale={
         "epochs": (1, OURS),
         "samples": (400_000_000, SIMIGRAD),  # at which its rate is 0
         "policy": ("simigrad", SIMIGRAD),
@@ -111,8 +111,8 @@ BERT_PRETRAIN = Recipe(
         "predictions": 10,
         "judged": 500,
     },
-    full_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
-    full_ranks=16,
+    paper_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
+    paper_ranks=16,
     minutes=1.5,
     origin=ORIGIN,
     arms={
@@ -123,7 +123,7 @@ BERT_PRETRAIN = Recipe(
         "vr-lamb-short": {"policy": "fixed", **_VR},
         "vr-lamb-long": {"init_from": "vr-lamb-short", **_SMALL_LONG, **_VR},
     },
-    full_arms={
+    paper_arms={
         "simigrad-short": {},
         "simigrad-long": {"init_from": "simigrad-short", **_SIMIGRAD_LONG},
         **_LAMB,
@@ -132,14 +132,14 @@ BERT_PRETRAIN = Recipe(
         ({"arm": ("simigrad-short", "lamb-short", "vr-lamb-short"), "lr": (0.005, 0.01, 0.02)},),
         ("lr",),
     ),
-    full_sweep=Sweep(
+    paper_sweep=Sweep(
         (
             {"arm": ("simigrad-short",), "target": (0.75, 0.8), "lr": (0.0004, 0.0006)},
             {"arm": _SHORTS, "lr": (0.0025, 0.005, 0.01)},
         ),
         ("lr",),
     ),
-    full_seeds=MEDIAN,
+    paper_seeds=MEDIAN,
     results={"table-1": Result(arms=tuple(_LAMB))},
     model=lambda settings: bert(settings, "Pretraining"),
     loss=lambda settings: loss_of,

@@ -83,7 +83,7 @@ CHAR_LM = Recipe(
     name="char-lm",
     summary="small causal transformer over characters: Shakespeare, or Python's own texts",
     paper="a demonstration, of no paper",
-    full={
+    paper_scale={
         "length": (256, NANOGPT),
         "depth": (6, NANOGPT),
         "heads": (6, NANOGPT),
@@ -121,7 +121,7 @@ CHAR_LM = Recipe(
         "device": "cpu",
         "precision": "float32",
     },
-    full_samples=3_921,
+    paper_samples=3_921,
     minutes=1.4,
     origin=DatasetLocation(
         "tiny Shakespeare",
@@ -137,7 +137,7 @@ CHAR_LM = Recipe(
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-adam"},
     },
     sweep=Sweep(({"arm": ("fixed", "simigrad"), "lr": (1e-3, 3e-3, 1e-2)},), tuned=("lr",)),
-    full_sweep=Sweep(
+    paper_sweep=Sweep(
         ({"arm": ("fixed", "simigrad", "simigrad-vr"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)
     ),
     higher_is_better=False,

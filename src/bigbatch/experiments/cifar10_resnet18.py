@@ -50,7 +50,7 @@ CIFAR10_RESNET18 = Recipe(
     name="cifar10-resnet18",
     summary="ResNet-18 on CIFAR-10: batches held at a similarity, and fixed ones",
     paper="SimiGrad",
-    full={
+    paper_scale={
         "epochs": (200, _SIMIGRAD),
         "target": (0.2, _GRID),
         "min_batch": (128, _GRID),
@@ -81,8 +81,8 @@ CIFAR10_RESNET18 = Recipe(
         "depth": 10,
         "width": 8,
     },
-    full_samples=50_000,
-    full_ranks=4,
+    paper_samples=50_000,
+    paper_ranks=4,
     minutes=1.5,
     origin=cifar10.ORIGIN,
     arms={
@@ -104,7 +104,7 @@ CIFAR10_RESNET18 = Recipe(
         ),
         tuned=("lr",),
     ),
-    full_sweep=Sweep(
+    paper_sweep=Sweep(
         (  # 609 points of SimiGrad, then fixed batches; these with rates that are ours
             {**_HELD, "target": _TARGETS, "max_batch": (1024,), "min_batch": _LEAST[:-1]},
             {

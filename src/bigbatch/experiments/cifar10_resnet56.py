@@ -89,7 +89,7 @@ CIFAR10_RESNET56 = Recipe(
     name="cifar10-resnet56",
     summary="ResNet-56 on CIFAR-10: four optimizers, with and without variance reduction",
     paper="VRGD",
-    full={
+    paper_scale={
         "epochs": (182, _TENSORFLOW),
         "policy": ("fixed", VRGD),
         "min_batch": (256, _TABLE),
@@ -121,7 +121,7 @@ CIFAR10_RESNET56 = Recipe(
         "depth": 8,
         "width": 8,
     },
-    full_seeds=REPEATS,
+    paper_seeds=REPEATS,
     results={
         "table-5": Result(),
         "figure-2": Result(
@@ -131,13 +131,13 @@ CIFAR10_RESNET56 = Recipe(
             }
         ),
     },
-    full_samples=50_000,
-    full_ranks=8,
+    paper_samples=50_000,
+    paper_ranks=8,
     minutes=1.6,
     origin=cifar10.ORIGIN,
     arms={name: arm for base in _LR for name, arm in _arms(base).items()},
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
-    full_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
+    paper_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
     model=_model,
     loss=lambda settings: class_loss(float(settings.task["label_smoothing"]), shifted_and_flipped),
     data=_data,

@@ -81,7 +81,7 @@ DIGITS = Recipe(
     name="digits",
     summary="small CNN on scikit-learn's handwritten digits: fixed, scheduled, measured batches",
     paper="a demonstration, of no paper",
-    full={
+    paper_scale={
         "epochs": (25, OURS),
         "target": (0.3, OURS),
         "min_batch": (16, OURS),
@@ -96,7 +96,7 @@ DIGITS = Recipe(
         "double": (True, OURS),  # so that the curves are the same on 1, 2 and 4 ranks
     },
     small={},
-    full_samples=1_347,
+    paper_samples=1_347,
     minutes=0.2,
     origin=DatasetLocation(
         "scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"

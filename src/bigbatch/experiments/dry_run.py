@@ -90,7 +90,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     """
     setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
-    samples = min(settings.samples or recipe.full_samples, recipe.full_samples)
+    samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
     keeps = footprint(recipe, settings, ranks)
     loop = _loop(recipe, settings, samples, ranks)
     plans = {
@@ -100,19 +100,19 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     return DryRun(settings, ranks, samples, keeps, plans)
 
 
-def sources(recipe: Recipe, settings: Settings, *, full: bool) -> dict[str, Stated]:
+def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, Stated]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
-    scale, values = recipe.settings(full=full), _values(settings)
-    listed = [*recipe.full, *recipe.small, *values]
-    before, arm = _values(scale), recipe.arm_tables(full=full).get(settings.arm, {})
+    scale, values = recipe.settings(paper_scale=paper_scale), _values(settings)
+    listed = [*recipe.paper_scale, *recipe.small, *values]
+    before, arm = _values(scale), recipe.arm_tables(paper_scale=paper_scale).get(settings.arm, {})
 
     def source(name: str) -> str:
         if values[name] != before[name]:
             value, of_arm = arm.get(name, (None, ""))
             return f"arm {settings.arm}, {of_arm}" if value == values[name] else "given here"
-        if name in recipe.small and not full:
+        if name in recipe.small and not paper_scale:
             return f"small scale, {OURS}"
-        return recipe.full[name][1] if name in recipe.full else f"default, {OURS}"
+        return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 
     return {name: Stated(values[name], source(name)) for name in dict.fromkeys(listed)}
 

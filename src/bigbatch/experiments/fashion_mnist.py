@@ -54,7 +54,7 @@ FASHION_MNIST = Recipe(
     name="fashion-mnist",
     summary="small ResNet on Fashion-MNIST: fixed and measured batches",
     paper="a demonstration, of no paper",
-    full={
+    paper_scale={
         "epochs": (30, OURS),
         "target": (0.3, OURS),
         "min_batch": (32, OURS),
@@ -80,7 +80,7 @@ FASHION_MNIST = Recipe(
         "depth": 8,
         "width": 8,
     },
-    full_samples=60_000,
+    paper_samples=60_000,
     minutes=0.7,
     origin=_ORIGIN,
     arms={
@@ -90,7 +90,7 @@ FASHION_MNIST = Recipe(
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
     sweep=_sweep((0.1, 0.3), (64, 1024)),
-    full_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
+    paper_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
     model=_model,
     loss=lambda _: class_loss(),
     data=_data,

@@ -91,7 +91,7 @@ GLUE = Recipe(
     name="glue",
     summary="one of four GLUE tasks, fine-tuned from a BERT of bert-pretrain: Adam against VR-Adam",
     paper="a check of ours, of neither paper",
-    full={
+    paper_scale={
         "epochs": (3, OURS),
         "policy": ("fixed", OURS),
         "min_batch": (32, OURS),
@@ -125,12 +125,12 @@ GLUE = Recipe(
         "vocabulary": 300,  # as at bert-pretrain's small scale
         "length": 48,
     },
-    full_samples=67_349,
+    paper_samples=67_349,
     minutes=0.8,
     origin=ORIGIN,
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
     sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
     model=lambda settings: bert(settings, "Classifier"),
     loss=_loss,
     data=_data,

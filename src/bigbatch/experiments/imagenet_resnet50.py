@@ -72,7 +72,7 @@ IMAGENET_RESNET50 = Recipe(
     name="imagenet-resnet50",
     summary="ResNet-50 on ImageNet: batches held at a similarity; LARS with variance reduction",
     paper="SimiGrad and VRGD",
-    full={
+    paper_scale={
         "epochs": (90, _SIMIGRAD),
         "target": (0.1, _JABAS),
         "min_batch": (2048, _SIMIGRAD),
@@ -118,10 +118,10 @@ IMAGENET_RESNET50 = Recipe(
         "precision": "float32",
         "workers": 0,
     },
-    full_seeds=REPEATS,
+    paper_seeds=REPEATS,
     results={"table-2": Result(arms=tuple(_TABLE_2))},
-    full_samples=1_281_167,
-    full_ranks=16,
+    paper_samples=1_281_167,
+    paper_ranks=16,
     minutes=1.3,
     origin=DatasetLocation(
         "ImageNet",
@@ -140,7 +140,7 @@ IMAGENET_RESNET50 = Recipe(
         "vr-lars-10": {"r_max": TO_TEN, **_VR_LARS},
     },
     sweep=Sweep(({**_HELD, "target": (0.05, 0.1, 0.2)}, {**_FIXED, "batch_size": (128, 512)})),
-    full_sweep=Sweep(
+    paper_sweep=Sweep(
         (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
             {**_HELD, "target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
             *_GRIDS,

@@ -77,19 +77,19 @@ class Recipe:
         name: on the command line.
         summary: one line.
         paper: whose experiment it is.
-        full: every setting at the paper's scale with its source, `OURS` where no paper says it;
+        paper_scale: every setting at the paper's scale with its source, `OURS` where no paper says it;
             what is no field of `Settings` is the recipe's own.
         small: what differs where two cores have minutes for it.
-        full_samples: of an epoch of the paper's training, for a dry run.
-        full_ranks: of that training.
+        paper_samples: of an epoch of the paper's training, for a dry run.
+        paper_ranks: of that training.
         minutes: that one training takes at the small scale on two cores.
         origin: the data.
         arms: what its study compares, as changes of the settings, a value with its source where
             that is not `OURS`; a `init_from` or `lr_control_from` among them names an earlier arm.
-        full_arms: the same at the paper's scale, where it differs; those of `arms`, or more.
-        full_seeds: trainings of each arm in the paper, with the source.
+        paper_arms: the same at the paper's scale, where it differs; those of `arms`, or more.
+        paper_seeds: trainings of each arm in the paper, with the source.
         results: tables and figures of the paper that can be asked for, by name.
-        sweep, full_sweep: what `bigbatch sweep` trains at each scale.
+        sweep, paper_sweep: what `bigbatch sweep` trains at each scale.
         higher_is_better: of the score that counts.
         model: the network; draws from torch's generator as it stands.
         loss: mean loss over the samples of a micro-batch; it may augment where the model trains.
@@ -103,18 +103,18 @@ class Recipe:
     name: str
     summary: str
     paper: str
-    full: Rows
+    paper_scale: Rows
     small: Changes
-    full_samples: int
-    full_ranks: int = 1
+    paper_samples: int
+    paper_ranks: int = 1
     minutes: float
     origin: DatasetLocation
     arms: Arms
-    full_arms: Arms = field(default_factory=dict)
-    full_seeds: tuple[int, str] = (SEEDS, OURS)
+    paper_arms: Arms = field(default_factory=dict)
+    paper_seeds: tuple[int, str] = (SEEDS, OURS)
     results: Mapping[str, Result] = field(default_factory=dict)
     sweep: Sweep = Sweep(())
-    full_sweep: Sweep = Sweep(())
+    paper_sweep: Sweep = Sweep(())
     higher_is_better: bool = True
     model: Callable[[Settings], nn.Module]
     loss: Callable[[Settings], LossOf]
@@ -123,20 +123,20 @@ class Recipe:
     without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
     kept_as: Mapping[str, str] = field(default_factory=dict)
 
-    def settings(self, *, full: bool = False) -> Settings:
+    def settings(self, *, paper_scale: bool = False) -> Settings:
         """Those of the paper's scale, or of the small one."""
-        values = {name: value for name, (value, _) in self.full.items()}
+        values = {name: value for name, (value, _) in self.paper_scale.items()}
         own = {name: values.pop(name) for name in list(values) if name not in _FIELDS}
         paper = Settings(recipe=self.name, task=own, **values)  # type: ignore[arg-type]
-        return paper if full else paper.changed(self.small)
+        return paper if paper_scale else paper.changed(self.small)
 
-    def arm(self, name: str, settings: Settings, *, full: bool = False) -> Settings:
+    def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
         """The settings of one arm of the study, at the scale that `settings` are of.
 
         Raises:
             SettingError: there is no such arm.
         """
-        arms = self.arms_at(full=full)
+        arms = self.arms_at(paper_scale=paper_scale)
         require_choice("arm", name, arms)
         return settings.changed({**arms[name], "arm": name})
 
@@ -147,38 +147,38 @@ class Recipe:
             SettingError: there is no such result.
         """
         require_choice("result", result, self.results)
-        one, arms = self.results[result], self.full_arms or self.arms
+        one, arms = self.results[result], self.paper_arms or self.arms
         if not one.arms:
-            return replace(self, full={**self.full, **one.settings})
+            return replace(self, paper_scale={**self.paper_scale, **one.settings})
         grids = [
             {**grid, "arm": tuple(arm for arm in grid["arm"] if arm in one.arms)}
-            for grid in self.full_sweep.grids
+            for grid in self.paper_sweep.grids
             if {*grid.get("arm", ())} & {*one.arms}
         ]
         return replace(
             self,
-            full={**self.full, **one.settings},
-            full_arms={name: arms[name] for name in one.arms},
-            full_sweep=replace(self.full_sweep, grids=tuple(grids)),
+            paper_scale={**self.paper_scale, **one.settings},
+            paper_arms={name: arms[name] for name in one.arms},
+            paper_sweep=replace(self.paper_sweep, grids=tuple(grids)),
         )
 
     @property
     def arm_names(self) -> set[str]:
         """Those of both scales."""
-        return {*self.arms, *self.full_arms}
+        return {*self.arms, *self.paper_arms}
 
-    def seeds_at(self, *, full: bool) -> int:
+    def seeds_at(self, *, paper_scale: bool) -> int:
         """Trainings of each arm at a scale."""
-        return self.full_seeds[0] if full else SEEDS
+        return self.paper_seeds[0] if paper_scale else SEEDS
 
-    def arms_at(self, *, full: bool) -> Mapping[str, Changes]:
+    def arms_at(self, *, paper_scale: bool) -> Mapping[str, Changes]:
         """What the study compares at a scale."""
-        tables = self.arm_tables(full=full)
+        tables = self.arm_tables(paper_scale=paper_scale)
         return {arm: {name: one for name, (one, _) in rows.items()} for arm, rows in tables.items()}
 
-    def arm_tables(self, *, full: bool) -> Mapping[str, Rows]:
+    def arm_tables(self, *, paper_scale: bool) -> Mapping[str, Rows]:
         """The same, each value with its source."""
-        arms = (full and self.full_arms) or self.arms
+        arms = (paper_scale and self.paper_arms) or self.arms
         return {
             arm: {name: one if isinstance(one, tuple) else (one, OURS) for name, one in own.items()}
             for arm, own in arms.items()

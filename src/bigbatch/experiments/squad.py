@@ -75,7 +75,7 @@ SQUAD = Recipe(
     name="squad",
     summary="SQuAD 1.1 answered by a BERT of bert-pretrain: Adam against VR-Adam",
     paper="SimiGrad and VRGD",
-    full={
+    paper_scale={
         "epochs": (2, SIMIGRAD),
         "policy": ("fixed", SIMIGRAD),
         "min_batch": (24, SIMIGRAD),
@@ -112,13 +112,13 @@ SQUAD = Recipe(
         "stride": 128,
         "judged": 300,
     },
-    full_seeds=MEDIAN,
-    full_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
+    paper_seeds=MEDIAN,
+    paper_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
     minutes=1.8,
     origin=ORIGIN,
     arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
     sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    full_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
     model=lambda settings: bert(settings, "SpanFinder"),
     loss=_loss,
     data=_data,

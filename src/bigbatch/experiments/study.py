@@ -31,26 +31,26 @@ def start_study(
     seeds: int,
     launch: str | None = None,
     *,
-    full: bool = False,
+    paper_scale: bool = False,
 ) -> None:
     """Writes down what the study at `path` will train, and which launch of torchrun began it.
 
     Args:
         recipe: whose arms.
         path: the directory to make.
-        settings: that the arms change; of the paper's scale where `full`.
+        settings: that the arms change; of the paper's scale where `paper_scale`.
         seeds: 0 and on.
         launch: of torchrun.
-        full: whether the arms are those of the paper's scale.
+        paper_scale: whether the arms are those of the paper's scale.
 
     Raises:
         RunError: something is at `path` already.
         SettingError: an arm cannot be trained with these settings.
     """
-    arms = recipe.arms_at(full=full)
+    arms = recipe.arms_at(paper_scale=paper_scale)
 
     def trained(arm: str, seed: int) -> Settings:
-        asked = recipe.arm(arm, settings, full=full)
+        asked = recipe.arm(arm, settings, paper_scale=paper_scale)
         before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
         return asked.changed({"seed": seed, **before})
 

@@ -39,7 +39,7 @@ def sweep_of(
     texts: Sequence[str],
     tuned: Sequence[str],
     *,
-    full: bool = False,
+    paper_scale: bool = False,
 ) -> Sweep:
     """The sweep that texts describe, their product; the recipe's own where there is none.
 
@@ -48,11 +48,11 @@ def sweep_of(
         settings: whose types the values are read in.
         texts: KEY=V1,V2,... each; where there is a |, values end there and may have commas.
         tuned: settings of which each point shows the best alone; none for those of the recipe.
-        full: the recipe's own at the paper's scale.
+        paper_scale: the recipe's own at the paper's scale.
     Raises:
         SettingError: an unknown key, one given twice, a value of another type, or no sweep at all.
     """
-    own = recipe.full_sweep if full else recipe.sweep
+    own = recipe.paper_sweep if paper_scale else recipe.sweep
     if not texts:
         if not own.grids:
             raise SettingError(f"recipe {recipe.name!r} has no sweep of its own; give --grid")
@@ -68,7 +68,7 @@ def sweep_of(
 
 
 def points_of(
-    recipe: Recipe, sweep: Sweep, settings: Settings, *, full: bool = False
+    recipe: Recipe, sweep: Sweep, settings: Settings, *, paper_scale: bool = False
 ) -> list[Point]:
     """Every combination of each grid, once; without those whose min_batch exceeds their max_batch.
 
@@ -83,9 +83,9 @@ def points_of(
         _require_sweepable(grid)
         for combination in product(*grid.values()):
             asked = dict(zip(grid, combination, strict=True))
-            unused = unused_in(_changed(recipe, settings, asked, full=full))
+            unused = unused_in(_changed(recipe, settings, asked, paper_scale=paper_scale))
             values = {key: value for key, value in asked.items() if key not in unused}
-            changed = _changed(recipe, settings, values, full=full)
+            changed = _changed(recipe, settings, values, paper_scale=paper_scale)
             if changed.min_batch <= changed.max_batch and changed not in [one for _, one in found]:
                 found.append((values, changed))
     if not found:
@@ -142,10 +142,10 @@ def _require_sweepable(grid: Grid) -> None:
 
 
 def _changed(
-    recipe: Recipe, settings: Settings, values: Mapping[str, Value], *, full: bool
+    recipe: Recipe, settings: Settings, values: Mapping[str, Value], *, paper_scale: bool
 ) -> Settings:
     if "arm" in values:
-        settings = recipe.arm(str(values["arm"]), settings, full=full)
+        settings = recipe.arm(str(values["arm"]), settings, paper_scale=paper_scale)
     return settings.changed({key: value for key, value in values.items() if key != "arm"})
 
 

@@ -38,9 +38,9 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
 
         return FSDP2Source(model)
     if "torch.distributed.tensor" in sys.modules:
-        from bigbatch.gradients.device_mesh import require_no_pieces
+        from bigbatch.gradients.device_mesh import require_no_tensor_parallelism
 
-        require_no_pieces(model.parameters())
+        require_no_tensor_parallelism(model.parameters())
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if len(wrappers) > 1:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")

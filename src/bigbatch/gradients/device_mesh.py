@@ -13,16 +13,16 @@ _REMEDY = (
 )
 
 
-def require_no_pieces(parameters: Iterable[Tensor]) -> None:
+def require_no_tensor_parallelism(parameters: Iterable[Tensor]) -> None:
     """Parameters that no `fully_shard` made are whole.
 
     Raises:
-        SettingError: they are pieces of a tensor-parallel mesh, also as DDP holds those.
+        SettingError: they are shards of a tensor-parallel mesh, also as DDP holds those.
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor) or hasattr(parameter, "_st_info"):
             raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is held in pieces by a mesh that "
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over a mesh that "
                 f"fully_shard has not made: {_REMEDY}"
             )
 

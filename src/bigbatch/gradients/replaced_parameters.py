@@ -32,7 +32,7 @@ class ReplacementCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: dict[tuple[int, str], Any] = {}  # (place, name there) -> what it held
+        self._before: dict[tuple[int, str], Any] = {}  # (place, name there) -> what it slots
         self._look()
 
     def require_held(self, watched: Iterable[Tensor]) -> None:
@@ -44,7 +44,7 @@ class ReplacementCheck:
         Raises:
             GradientError: some were, so their gradients will not come.
         """
-        if all(held.get(name) is value for held, name, value in self._slots):
+        if all(slots.get(name) is value for slots, name, value in self._slots):
             return
         watched = list(watched)
         now = self._parameters()
@@ -58,32 +58,32 @@ class ReplacementCheck:
         """Takes the model as it is."""
         self._names = self._parameters()
         self._slots = list(self._places())
-        self._before = {(id(held), name): value for held, name, value in self._slots}
+        self._before = {(id(slots), name): value for slots, name, value in self._slots}
 
     def _parameters(self) -> dict[Tensor, str]:
         """Every parameter, with its first name."""
         return {
             value: f"{prefix}.{name}" if prefix else name
             for prefix, module in self._model.named_modules()
-            for _, name, value in self._held_by(module._parameters)
+            for _, name, value in self._contents(module._parameters)
             if value is not None
         }
 
     def _places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in self._model.modules():
-            yield from self._held_by(module._parameters)
-            yield from self._held_by(module._modules)
+            yield from self._contents(module._parameters)
+            yield from self._contents(module._modules)
 
-    def _held_by(self, held: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """What is held; of a shard that is whole at present, the shard."""
-        for name, value in held.items() if isinstance(held, dict) else ():
-            before = self._before.get((id(held), name))
+    def _contents(self, slots: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """What a module holds; of a shard that is whole at present, the shard."""
+        for name, value in slots.items() if isinstance(slots, dict) else ():
+            before = self._before.get((id(slots), name))
             gathered = value is not before and _is_shard(before) and not _is_shard(value)
-            yield held, name, before if gathered and value is not None else value
+            yield slots, name, before if gathered and value is not None else value
 
 
 def has_gradient(source: GradientSource) -> bool:
-    """Whether this rank has a piece of any gradient; one that is zero counts."""
+    """Whether this rank has a part of any gradient; one that is zero counts."""
     return any(source.local_grad(parameter) is not None for parameter in source.parameters)
 
 

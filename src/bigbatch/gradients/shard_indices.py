@@ -1,4 +1,4 @@
-"""Which elements of a gradient a rank's piece of it holds."""
+"""Which elements of a gradient a rank's shard of it holds."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,30 +7,30 @@ import torch
 from torch import Tensor
 
 ShardIndices = tuple[Tensor, Tensor]
-"""Where they are in the flattened piece, and their numbers among those asked for; on the CPU."""
+"""Where they are in the flattened shard, and their numbers among those asked for; on the CPU."""
 
 
 def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardIndices:
-    """For a piece that is runs of the flat gradient, one after another.
+    """For a shard that is runs of the flat gradient, one after another.
 
     Args:
         places: of the elements asked for, in the flat gradient.
         runs: first element and length of each.
     """
-    there, numbers = [places[:0]], [places[:0]]
+    positions, numbers = [places[:0]], [places[:0]]
     at = 0
     for first, length in runs:
         inside = ((places >= first) & (places < first + length)).nonzero().squeeze(1)
-        there.append(places[inside] - first + at)
+        positions.append(places[inside] - first + at)
         numbers.append(inside)
         at += length
-    return torch.cat(there), torch.cat(numbers)
+    return torch.cat(positions), torch.cat(numbers)
 
 
 def indices_in_rows(
     count: int, shape: Sequence[int], dim: int, first: int, length: int
 ) -> ShardIndices:
-    """For a piece that is `length` neighbours of one dimension, of the first `count` elements."""
+    """For a shard that is `length` neighbours of one dimension, of the first `count` elements."""
     inner = math.prod(shape[dim + 1 :])
     numbers = torch.arange(count, device="cpu")
     row = numbers // inner % shape[dim]

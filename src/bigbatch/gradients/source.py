@@ -40,7 +40,7 @@ class GradientSource:
         guard: knows what this rank holds of `.grad`, and whether anybody else wrote to it.
         reducer: knows the ranks.
         explicit: as above.
-        on_zero_grad: called by `zero_grad`, for what an engine keeps besides `.grad`.
+        on_zero_grad: called by `zero_grad`, for what an engine keeps outside `.grad`.
     """
 
     def __init__(

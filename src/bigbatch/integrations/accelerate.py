@@ -9,7 +9,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
-from bigbatch.data.micro_batches import MicroBatch
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
 from bigbatch.integrations.sharded_sampler import ShardedSampler
@@ -174,17 +173,8 @@ class PreparedBatches(Batches):
         self.whole: int | None = (
             sampler.total if isinstance(sampler, ShardedSampler) else None
         )  # all ranks
-        self._device, self._non_blocking = device, non_blocking
-
-    def take(self, rows: int) -> tuple[list[MicroBatch], int]:
-        """As of `Batches`, on the device."""
-        taken, rows = super().take(rows)
-        if self._device is None:
-            return taken, rows
-        return [
-            micro._replace(batch=send_to_device(micro.batch, self._device, self._non_blocking))
-            for micro in taken
-        ], rows
+        if device is not None:
+            self.place = lambda batch: send_to_device(batch, device, non_blocking)
 
 
 def batches(

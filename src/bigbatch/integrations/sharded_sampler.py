@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from bigbatch.data.rank_consistency import part
+from bigbatch.data.rank_consistency import samples_of_rank
 
 
 class ShardedSampler(Sampler[Any]):
@@ -41,7 +41,7 @@ class ShardedSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return part(self.total, self.rank, self.ranks)
+        return samples_of_rank(self.total, self.rank, self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
         mine = (

@@ -1,4 +1,4 @@
-"""Optimizers whose every step is scaled by how well its gradient is known, and their baselines."""
+"""Optimizers that scale each parameter's step by its gradient signal-to-noise ratio (GSNR)."""
 
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS

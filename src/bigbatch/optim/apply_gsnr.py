@@ -1,4 +1,4 @@
-"""The fold: r g where g was, over lists of layers; by kernels where they fit, else by torch."""
+"""Multiplies gradients by r in place, layer by layer: by kernels where they fit, else by torch."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from bigbatch.optim import functional
 from bigbatch.optim.sharding import Join
 from bigbatch.optim.two_pass import TwoPass
 
-_PIECE = 1 << 16  # elements, of 256 KB in float32
+_CHUNK = 1 << 16  # elements, of 256 KB in float32
 
 
 @dataclass
@@ -48,7 +48,7 @@ class GsnrOptions:
         gamma, r_max: its bounds.
         beta3: momentum of r, for the layers that have an average.
         weight: N, the sum of the micro-batches' weights.
-        k: how many they were.
+        k: options many they were.
         watch: whether to tell what was done.
         fused: whether kernels may be used; layers that do not fit them go by torch.
         compiled: whether what goes by torch is given to `torch.compile`.
@@ -87,74 +87,94 @@ _FEW = 0.01  # of a layer's elements: r of the others is hardly another
 
 def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
     """Those of which more than a few elements have an M2 that is out of range; waits once."""
-    told = torch.stack(list(shares)).tolist() if shares else []
-    return [p for p, share in zip(parameters, told, strict=True) if share > _FEW]
+    values = torch.stack(list(shares)).tolist() if shares else []
+    return [p for p, share in zip(parameters, values, strict=True) if share > _FEW]
 
 
-def apply_gsnr(how: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
+def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
         r from `rules`;   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
 
     Args:
-        how: the settings.
+        options: the settings.
         layers: what this process has of them.
-        join: adds up numbers of layers over the ranks that hold the rest; None: all is here.
+        join: adds up numbers of layers over the ranks that hold the rest; None: this rank has all.
     Returns:
-        Where `how.watch`, of the parts that are here: the sum of r, elements at gamma, elements at
+        Where `options.watch`, of this rank's elements: the sum of r, elements at gamma, elements at
         r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
     """
-    rule, limit = list(functional.FACTORS).index(how.factor), functional.agreement(torch.float32)
+    rule, limit = (
+        list(functional.FACTORS).index(options.factor),
+        functional.agreement(torch.float32),
+    )
     return TwoPass(
         native.Rule.FOLD,
         layers=[layer.arrays for layer in layers],
         own=[(layer.corrected, 0.0) for layer in layers],
-        group=[how.weight, limit, rule, how.k - 1, how.gamma, how.r_max, how.beta3],
-        first=(lambda i: _sums(how, layers[i])) if how.factor == "gsnr" else None,
-        second=lambda i, sums: _fold(how, layers[i], sums),
-        watch=how.watch,
-    ).run(fused=how.fused, join=join)
+        group=[
+            options.weight,
+            limit,
+            rule,
+            options.k - 1,
+            options.gamma,
+            options.r_max,
+            options.beta3,
+        ],
+        first=(lambda i: _sums(options, layers[i])) if options.factor == "gsnr" else None,
+        second=lambda i, sums: _scale(options, layers[i], sums),
+        watch=options.watch,
+    ).run(fused=options.fused, join=join)
 
 
 # by torch
 
 
-def _sums(how: GsnrOptions, layer: Layer) -> Tensor:
-    weight, *_ = _numbers(how, layer)
-    live_sums = _compiled(_live_sums) if how.compiled else _live_sums
-    pieces = _pieces(how, layer.total, layer.m2)
-    return torch.stack([live_sums(total, m2, weight) for total, m2 in pieces]).sum(0)
+def _sums(options: GsnrOptions, layer: Layer) -> Tensor:
+    weight, *_ = _numbers(options, layer)
+    live_sums = _compiled(_live_sums) if options.compiled else _live_sums
+    chunks = _chunks(options, layer.total, layer.m2)
+    return torch.stack([live_sums(total, m2, weight) for total, m2 in chunks]).sum(0)
 
 
-def _fold(how: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
-    numbers = _numbers(how, layer)
+def _scale(options: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
+    numbers = _numbers(options, layer)
     mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
-    multiply = _compiled(_multiply) if how.compiled else _multiply
-    told = [
-        multiply(how.factor, how.watch, mean, *numbers, *piece)
-        for piece in _pieces(how, *layer.arrays)
+    multiply = _compiled(_multiply) if options.compiled else _multiply
+    rows = [
+        multiply(options.factor, options.watch, mean, *numbers, *chunk)
+        for chunk in _chunks(options, *layer.arrays)
     ]
-    return torch.stack([seen for seen in told if seen is not None]).sum(0) if how.watch else None
+    return (
+        torch.stack([seen for seen in rows if seen is not None]).sum(0) if options.watch else None
+    )
 
 
-def _pieces(how: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
-    """The arrays in pieces that stay in a CPU's cache; whole where that cannot be or need not."""
+def _chunks(options: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
+    """The arrays in chunks that stay in a CPU's cache; whole where that cannot be or need not."""
     given = [array for array in arrays if array is not None]
     if not all(array.is_contiguous() for array in given):
         yield arrays
         return
     flat = [None if array is None else array.view(-1) for array in arrays]
-    if how.compiled or given[0].device.type != "cpu":
+    if options.compiled or given[0].device.type != "cpu":
         yield flat
         return
-    for start in range(0, max(1, given[0].numel()), _PIECE):
-        yield [None if x is None else x[start : start + _PIECE] for x in flat]
+    for start in range(0, max(1, given[0].numel()), _CHUNK):
+        yield [None if x is None else x[start : start + _CHUNK] for x in flat]
 
 
-def _numbers(how: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
+def _numbers(options: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
     """The settings; as tensors for a compiler, which floats make compile again."""
-    numbers = how.weight, how.k, how.gamma, how.r_max, how.beta3, layer.corrected
-    if not how.compiled:
+    numbers = (
+        options.weight,
+        options.k,
+        options.gamma,
+        options.r_max,
+        options.beta3,
+        layer.corrected,
+    )
+    if not options.compiled:
         return numbers
     m2 = layer.m2
     return tuple(torch.full((), number, dtype=m2.dtype, device=m2.device) for number in numbers)
@@ -187,8 +207,14 @@ def _multiply(
         return None
     before = functional.squares(gradient)
     gradient.mul_(hat)
-    told = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, functional.squares(gradient)]
-    return torch.stack([number.to(r.dtype) for number in told])
+    numbers = [
+        r.sum(),
+        (r <= gamma).sum(),
+        (r >= r_max).sum(),
+        before,
+        functional.squares(gradient),
+    ]
+    return torch.stack([number.to(r.dtype) for number in numbers])
 
 
 @functools.cache

@@ -127,7 +127,7 @@ class BucketPipeline:
             if inside:
                 self._scale_group(group, inside, shard, m2, scaled)
         for span in shard.spans:
-            square = squared_norm(shard.mean[span.here])
+            square = squared_norm(shard.mean[span.shard_slice])
             self.squares[span.parameter] = square + self.squares.get(span.parameter, 0)
         flying.send_back(scaled)
 
@@ -138,7 +138,12 @@ class BucketPipeline:
         numbers = {p: number for number, p in enumerate(inside)}
         spans = [span for span in shard.spans if span.parameter in numbers]
         layers = [
-            Layer(shard.mean[s.here], m2[s.here], scaled[s.here], *shard.average_of(s, group))
+            Layer(
+                shard.mean[s.shard_slice],
+                m2[s.shard_slice],
+                scaled[s.shard_slice],
+                *shard.average_of(s, group),
+            )
             for s in spans
         ]
         of_span = [numbers[span.parameter] for span in spans]

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from bigbatch.gradients.dtypes import full
-from bigbatch.optim.collectives import Level, Piece
+from bigbatch.optim.collectives import Chunk, Level
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
 from bigbatch.statistics.second_moment import join
 
-PIECE = 16 << 20  # bytes of one: DDP's first step is one bucket of the whole model
-_AHEAD = 2  # pieces on their way
+CHUNK_BYTES = 16 << 20  # of one: DDP's first step is one bucket of the whole model
+_AHEAD = 2  # chunks in flight
 
 M2Of = Callable[[Tensor], Tensor | None]
 
@@ -26,13 +26,13 @@ class Span:
 
     Args:
         parameter: whose.
-        there: which of its elements.
-        here: where they are in the shard, or the piece.
+        parameter_slice: which of its elements.
+        shard_slice: where they are in the shard, or the chunk.
     """
 
     parameter: Tensor
-    there: slice
-    here: slice
+    parameter_slice: slice
+    shard_slice: slice
 
 
 class Shard:
@@ -54,16 +54,16 @@ class Shard:
         ranks = 1
         for level in levels:
             ranks *= len(level.members)
-        most = max(1, PIECE // buffer.element_size() // ranks) * ranks
+        most = max(1, CHUNK_BYTES // buffer.element_size() // ranks) * ranks
         starts = range(0, buffer.numel(), most)
-        self.pieces = [Piece(s, min(s + most, buffer.numel()), levels) for s in starts]
-        self.here: list[slice] = []  # of each piece's shard
+        self.chunks = [Chunk(s, min(s + most, buffer.numel()), levels) for s in starts]
+        self.chunk_slices: list[slice] = []  # of each chunk's shard
         self.spans: list[Span] = []
         at = 0
-        for piece in self.pieces:
-            length = piece.shard.stop - piece.shard.start
-            self.here.append(slice(at, at + length))
-            self.spans += self.spans_of(piece.shard, at)
+        for chunk in self.chunks:
+            length = chunk.shard.stop - chunk.shard.start
+            self.chunk_slices.append(slice(at, at + length))
+            self.spans += self.spans_of(chunk.shard, at)
             at += length
         self.mean = torch.zeros(at, dtype=full(buffer.dtype), device=buffer.device)
         self._average: Tensor | None = None
@@ -81,8 +81,8 @@ class Shard:
         for parameter, start in self._places:
             low, high = max(run.start, start), min(run.stop, start + parameter.numel())
             if low < high:
-                here = slice(at + low - run.start, at + high - run.start)
-                spans.append(Span(parameter, slice(low - start, high - start), here))
+                shard_slice = slice(at + low - run.start, at + high - run.start)
+                spans.append(Span(parameter, slice(low - start, high - start), shard_slice))
         return spans
 
     # p
@@ -107,7 +107,7 @@ class Shard:
                 whole, _ = averages.of(span.parameter)
                 if whole is not None:
                     flat = flattened(whole, span.parameter.stride())
-                    self._average[span.here] = flat[span.there]
+                    self._average[span.shard_slice] = flat[span.parameter_slice]
         for parameter in asked:
             if parameter not in self._steps:
                 self._steps[parameter] = averages.of(parameter)[1]
@@ -118,7 +118,7 @@ class Shard:
         beta3 = group["beta3"]
         if beta3 is None or self._next is None:
             return None, 1.0
-        return self._next[span.here], 1 / (1 - beta3 ** (self._steps[span.parameter] + 1))
+        return self._next[span.shard_slice], 1 / (1 - beta3 ** (self._steps[span.parameter] + 1))
 
     def commit(self, averages: GsnrMomentum) -> None:
         """The step was taken, for the parameters that have a gradient."""
@@ -126,7 +126,7 @@ class Shard:
             return
         for span in self.spans:
             if span.parameter.grad is None:
-                self._next[span.here] = self._average[span.here]
+                self._next[span.shard_slice] = self._average[span.shard_slice]
         self._average, self._next = self._next, None
         for parameter in self._steps:
             if parameter.grad is not None:
@@ -139,8 +139,8 @@ class Shard:
             return
         numel, _ = self._buffer
         flat = self.mean.new_empty(numel)
-        for piece, here in zip(self.pieces, self.here, strict=True):
-            piece.gather(self._average[here], flat[piece.start : piece.stop])()
+        for chunk, shard_slice in zip(self.chunks, self.chunk_slices, strict=True):
+            chunk.gather(self._average[shard_slice], flat[chunk.start : chunk.stop])()
         for parameter, start in self._places:
             if parameter in self._steps:
                 whole = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
@@ -149,7 +149,7 @@ class Shard:
 
 
 class Bucket:
-    """A bucket on its way: dealt, received and joined, sent back.
+    """A bucket in flight: scattered, received and summed, gathered.
 
     Args:
         shard: what this rank is to have of it.
@@ -167,28 +167,28 @@ class Bucket:
         self._buffer, self._m2_of = buffer, m2_of
         own = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
         self._m2_dtype = m2_dtype or own
-        self._dealt: list[list[Callable[[], Tensor]]] = []
+        self._scattered: list[list[Callable[[], Tensor]]] = []
         self._gathering: list[Callable[[], None]] = []
-        for _ in shard.pieces[:_AHEAD]:
-            self._deal()
+        for _ in shard.chunks[:_AHEAD]:
+            self._scatter()
 
     def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
         """Writes S of the shard where its mean belongs, and returns M2."""
         m2 = torch.empty_like(self.shard.mean)
-        for number, here in enumerate(self.shard.here):
-            rows = [received() for received in self._dealt[number]]
-            self._dealt[number] = []
-            if len(self._dealt) < len(self.shard.pieces):
-                self._deal()
-            self._join(self.shard.pieces[number], rows, here, m2, weights, fused)
+        for number, shard_slice in enumerate(self.shard.chunk_slices):
+            rows = [received() for received in self._scattered[number]]
+            self._scattered[number] = []
+            if len(self._scattered) < len(self.shard.chunks):
+                self._scatter()
+            self._join(self.shard.chunks[number], rows, shard_slice, m2, weights, fused)
         return m2
 
     def send_back(self, scaled: Tensor) -> None:
         """Begins to give everybody what was made of the shard."""
         scaled = scaled.to(self._buffer.dtype)
-        for piece, here in zip(self.shard.pieces, self.shard.here, strict=True):
-            whole = self._buffer[piece.start : piece.stop]
-            self._gathering.append(piece.gather(scaled[here], whole))
+        for chunk, shard_slice in zip(self.shard.chunks, self.shard.chunk_slices, strict=True):
+            whole = self._buffer[chunk.start : chunk.stop]
+            self._gathering.append(chunk.gather(scaled[shard_slice], whole))
         self.scaled = True
 
     def finish(self) -> None:
@@ -197,28 +197,28 @@ class Bucket:
             gathered()
         self.future.set_result(self._buffer)
 
-    def _deal(self) -> None:
-        """The next piece: S, and M2 if there is any."""
-        piece = self.shard.pieces[len(self._dealt)]
-        dealt = [piece.deal(self._buffer[piece.start : piece.stop], 0)]
+    def _scatter(self) -> None:
+        """Scatters the next chunk: S, and M2 if there is any."""
+        chunk = self.shard.chunks[len(self._scattered)]
+        scattered = [chunk.scatter(self._buffer[chunk.start : chunk.stop], 0)]
         if self._m2_of is not None:
-            dealt.append(piece.deal(self._m2(piece, self._m2_of), 0))
-        self._dealt.append(dealt)
+            scattered.append(chunk.scatter(self._m2(chunk, self._m2_of), 0))
+        self._scattered.append(scattered)
 
-    def _m2(self, piece: Piece, m2_of: M2Of) -> Tensor:
-        length = piece.stop - piece.start
+    def _m2(self, chunk: Chunk, m2_of: M2Of) -> Tensor:
+        length = chunk.stop - chunk.start
         sent = torch.zeros(length, dtype=self._m2_dtype, device=self._buffer.device)
-        for span in self.shard.spans_of(slice(piece.start, piece.stop)):
+        for span in self.shard.spans_of(slice(chunk.start, chunk.stop)):
             m2 = m2_of(span.parameter)
             if m2 is not None:
-                sent[span.here] = m2[span.there]
+                sent[span.shard_slice] = m2[span.parameter_slice]
         return sent
 
     def _join(
         self,
-        piece: Piece,
+        chunk: Chunk,
         rows: list[Tensor],
-        here: slice,
+        shard_slice: slice,
         m2: Tensor,
         weights: Sequence[float],
         fused: bool,
@@ -226,13 +226,17 @@ class Bucket:
         """Level by level; M2 of the first may be missing."""
         for number, level in enumerate(self.shard.levels):
             last = number == len(self.shard.levels) - 1
-            total = self.shard.mean[here] if last else self.shard.mean.new_empty(rows[0].shape[1])
-            second = m2[here] if last else torch.empty_like(total)
+            total = (
+                self.shard.mean[shard_slice]
+                if last
+                else self.shard.mean.new_empty(rows[0].shape[1])
+            )
+            second = m2[shard_slice] if last else torch.empty_like(total)
             of_members = [sum(weights[rank] for rank in ranks) for ranks in level.members]
             join(rows[0], rows[1] if len(rows) > 1 else (), of_members, total, second, fused=fused)
             if not last:
                 between = (total, second.to(self._m2_dtype))
-                rows = [received() for received in [piece.deal(x, number + 1) for x in between]]
+                rows = [received() for received in [chunk.scatter(x, number + 1) for x in between]]
 
 
 def future_on(device: torch.device) -> Future[Tensor]:

@@ -1,4 +1,4 @@
-"""Flat tensors dealt to ranks and gathered again: all-to-all one way, all-gather back.
+"""Flat tensors scattered over ranks and gathered again: all-to-all, then all-gather.
 
 Together they send what an all-reduce sends, and in between every rank has its own elements of all.
 """
@@ -22,7 +22,7 @@ _all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into
 
 @dataclass(frozen=True)
 class Level:
-    """A group of ranks that deal among themselves.
+    """A group of ranks that scatter and gather among themselves.
 
     Args:
         group: they.
@@ -35,7 +35,7 @@ class Level:
     members: list[list[int]]
 
 
-class Piece:
+class Chunk:
     """A run of a flat tensor, of which this rank has a shard.
 
     Args:
@@ -56,7 +56,7 @@ class Piece:
             self.shard = slice(at, at + cuts[level.rank])
             self._cuts.append(cuts)
 
-    def deal(self, values: Tensor, level: int) -> Callable[[], Tensor]:
+    def scatter(self, values: Tensor, level: int) -> Callable[[], Tensor]:
         """Sends every member its part, and waits, when called, for what they send.
 
         Args:
@@ -66,15 +66,15 @@ class Piece:
             Gives this rank's part of every member's values, (members, elements).
         """
         cuts, members = self._cuts[level], len(self._levels[level].members)
-        mine = cuts[self._levels[level].rank]
-        rows = values.new_empty(members * mine)
+        size = cuts[self._levels[level].rank]
+        rows = values.new_empty(members * size)
         work = dist.all_to_all_single(
-            rows, values, [mine] * members, cuts, self._levels[level].group, async_op=True
+            rows, values, [size] * members, cuts, self._levels[level].group, async_op=True
         )
 
         def received() -> Tensor:
             work.wait()
-            return rows.view(members, mine)
+            return rows.view(members, size)
 
         return received
 
@@ -104,7 +104,7 @@ class Piece:
 
 
 def levels_of(group: dist.ProcessGroup, node_group: dist.ProcessGroup | None) -> list[Level]:
-    """One level, or two where the ranks of a node are told. Collective.
+    """One level, or two where the ranks of a node are given. Collective.
 
     Raises:
         SettingError: nodes of different sizes, or ranks outside them.
@@ -150,11 +150,11 @@ def new_group(group: dist.ProcessGroup, parts: list[list[int]], backend: str) ->
     rank of it must be in as many.
     """
     alone = dist.get_world_size(group) < dist.get_world_size()
-    mine: list[Any] = [
+    groups: list[Any] = [
         dist.new_group(part, backend=backend, use_local_synchronization=alone)
         for part in parts
         if dist.get_rank() in part or not alone
     ]
-    here = [dist.get_rank() in part for part in parts if dist.get_rank() in part or not alone]
-    found: dist.ProcessGroup = mine[here.index(True)]
-    return found
+    members = [part for part in parts if dist.get_rank() in part or not alone]
+    own: dist.ProcessGroup = groups[[dist.get_rank() in part for part in members].index(True)]
+    return own

@@ -128,7 +128,7 @@ class DDPCommHook(ReducedShards):
         return any(shard.keeps(parameter) for shard in self._shards.values())
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
-        """Whether it folds in that model."""
+        """Whether it is the hook of that model."""
         return self._ddp() is ddp
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
@@ -174,7 +174,7 @@ class DDPCommHook(ReducedShards):
 
     def local(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient of a parameter, flat; before r."""
-        parts = [shard.mean[span.here] for shard, span in self._spans.get(parameter, ())]
+        parts = [shard.mean[span.shard_slice] for shard, span in self._spans.get(parameter, ())]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else parameter.new_zeros(0)
@@ -182,12 +182,12 @@ class DDPCommHook(ReducedShards):
     def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
         flat = flattened(whole, parameter.stride())
-        parts = [flat[span.there] for _, span in self._spans.get(parameter, ())]
+        parts = [flat[span.parameter_slice] for _, span in self._spans.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a parameter are among them."""
-        runs = [span.there for _, span in self._spans.get(parameter, ())]
+        runs = [span.parameter_slice for _, span in self._spans.get(parameter, ())]
         places = places_in_memory(count, parameter.shape, parameter.stride())
         return indices_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
 

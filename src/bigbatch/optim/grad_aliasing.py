@@ -23,14 +23,14 @@ class GradAliasing:
 
     def __init__(self, moments: GradientMoments) -> None:
         self._moments = moments
-        self._borrows = False  # in the present step
+        self._aliases = False  # in the present step
         self._intact = False
         self._steps = 0
         self._able: list[Tensor] = []  # those whose `.grad` no hook changes after ours
 
     def stop(self) -> None:
         """The next step keeps sums of its own."""
-        self._borrows = False
+        self._aliases = False
         self._moments.lender = None
 
     def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> bool:
@@ -52,7 +52,7 @@ class GradAliasing:
                 self._intact = able
             elif able:  # what is kept should be in `.grad` too
                 self._intact = torch.equal(kept, source.grad_sum(p))
-        if self._borrows and not self._intact:
+        if self._aliases and not self._intact:
             warnings.warn(
                 "gradients were changed between backward() and step() or by a hook, as they were "
                 "not when they were last looked at; r of this step, and of earlier ones where "
@@ -64,8 +64,8 @@ class GradAliasing:
     def renew(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
         """Chooses for the next step, when the sums of this one are no longer needed."""
         self._steps += 1
-        self._borrows = self._intact and bool(self._able)
-        self._moments.lender = source if self._borrows else None
+        self._aliases = self._intact and bool(self._able)
+        self._moments.lender = source if self._aliases else None
         all_able = len(self._able) == len(parameters)  # hashing tensors takes its time
         self._moments.keeps = set() if all_able else parameters - set(self._able)
         turn, left = divmod(self._steps, _COMPARED_EVERY)

@@ -16,7 +16,7 @@ _STEPS = "gsnr_steps"
 
 
 class GsnrMomentum:
-    """p and the number of its steps, by parameter; of a sharded one, this rank's piece."""
+    """p and the number of its steps, by parameter; of a sharded one, this rank's shard."""
 
     def __init__(self) -> None:
         self._state: dict[Tensor, tuple[Tensor, int]] = {}
@@ -49,17 +49,17 @@ class GsnrMomentum:
     def make(self, parameter: Tensor) -> None:
         """p before the first step: zeros, float32 at least."""
         if parameter not in self._state:
-            piece = local(parameter)
-            zeros = torch.zeros_like(piece, dtype=full(piece.dtype), requires_grad=False)
+            shard = local(parameter)
+            zeros = torch.zeros_like(shard, dtype=full(shard.dtype), requires_grad=False)
             self._state[parameter] = zeros, 0
 
     def entries(self, parameter: Tensor) -> dict[str, Tensor | None]:
         """What is saved of a parameter: p, sharded as it is, and its steps; None where not here."""
         if parameter not in self._state:
             return {_AVERAGE: None, _STEPS: None}
-        piece, steps = self._state[parameter]
+        shard, steps = self._state[parameter]
         steps_ = torch.tensor(float(steps), dtype=torch.float32)
-        return {_AVERAGE: sharded_like(parameter, piece), _STEPS: steps_}
+        return {_AVERAGE: sharded_like(parameter, shard), _STEPS: steps_}
 
     def begun(self) -> Collection[Tensor]:
         """The parameters whose p is here."""
@@ -109,7 +109,7 @@ class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
     Torch's distributed checkpoints ask it for the names of what is saved of a parameter.
 
     Args:
-        base: the base optimizer's own; what is written to a parameter's state goes there.
+        base: the base optimizer's own; writes to a parameter's state go to it.
         averages: p.
         averaged: the parameters of which there is one, or will be.
     """

@@ -28,7 +28,7 @@ Betas = tuple[Share, Share]
 
 
 class VROptions(TypedDict, total=False):
-    """What every variance-reduced optimizer takes besides its base's own; see `VarianceReduced`."""
+    """What every variance-reduced optimizer takes in addition to its base's own; see `VarianceReduced`."""
 
     gamma: Gamma
     r_max: RMax

@@ -1,4 +1,4 @@
-"""What a fold did to each layer, kept on the device until somebody reads it."""
+"""What r did to each layer, kept on the device until somebody reads it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class LayerGsnr:
     Args:
         names: of the layers: parameter names where the optimizer was given them, else numbers.
         elements: of each layer, over all ranks.
-        told: (layers, 5), as `apply_gsnr` tells: the sum of r, elements at gamma, elements at r_max,
+        rows: (layers, 5), as `apply_gsnr` returns: the sum of r, elements at gamma, elements at r_max,
             |g|^2 and |p_hat g|^2.
         k: micro-batches of the step.
     """
 
     names: Sequence[str]
     elements: Sequence[int]
-    told: Tensor
+    rows: Tensor
     k: int
 
     @property
@@ -45,7 +45,7 @@ class LayerGsnr:
 
         nan where the gradient is 0.
         """
-        return (self.told[:, 4] / self.told[:, 3]).sqrt()
+        return (self.rows[:, 4] / self.rows[:, 3]).sqrt()
 
     def by_layer(self) -> dict[str, list[float]]:
         """Name -> [mean r, share at gamma, share at r_max, lr factor]; one wait for the device."""
@@ -53,4 +53,4 @@ class LayerGsnr:
         return dict(zip(self.names, torch.stack(columns, dim=1).tolist(), strict=True))
 
     def _share(self, column: int) -> Tensor:
-        return self.told[:, column] / self.told.new_tensor(self.elements).clamp_min_(1)
+        return self.rows[:, column] / self.rows.new_tensor(self.elements).clamp_min_(1)

@@ -54,17 +54,17 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's piece of a tensor."""
-    piece: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return piece
+    """This rank's shard of a tensor."""
+    shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return shard
 
 
-def sharded_like(parameter: Any, piece: Tensor) -> Tensor:
-    """The tensor, sharded as its parameter is, of which every rank has this piece."""
+def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
+    """The tensor, sharded as its parameter is, of which every rank has this shard."""
     if not is_sharded(parameter):
-        return piece
+        return shard
     whole: Tensor = type(parameter).from_local(
-        piece,
+        shard,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -41,7 +41,7 @@ class ShardedParameters(Protocol):
     """How an engine has laid layers end to end in the tensors that it lets the optimizer step."""
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
-        """Pieces of a tensor like `flat`, one a layer, in one order on all ranks.
+        """Shards of a tensor like `flat`, one a layer, in one order on all ranks.
 
         With the dimensions of the layer, of which this rank may have no element.
         """
@@ -126,12 +126,12 @@ class TrustRatioOptimizer(Optimizer):
         assert parameter.grad is not None
         whole = [parameter, parameter.grad, *(state[name] for name in self._names)]
         if self.partition is None:
-            theta, gradient, *held = map(local, whole)
-            return [ParameterShard(theta, gradient, held, steps, parameter.ndim)]
-        pieces = zip(*(self.partition.cut(parameter, tensor) for tensor in whole), strict=True)
+            theta, gradient, *own_state = map(local, whole)
+            return [ParameterShard(theta, gradient, own_state, steps, parameter.ndim)]
+        shards = zip(*(self.partition.cut(parameter, tensor) for tensor in whole), strict=True)
         return [
-            ParameterShard(theta, gradient, [piece for _, piece in held], steps, dimensions)
-            for (dimensions, theta), (_, gradient), *held in pieces
+            ParameterShard(theta, gradient, [shard for _, shard in own_state], steps, dimensions)
+            for (dimensions, theta), (_, gradient), *own_state in shards
         ]
 
     @abstractmethod

@@ -41,14 +41,14 @@ class TwoPass:
 
         Args:
             fused: whether kernels may be used.
-            join: adds up (layers, 2) sums over the ranks that hold the rest; None: all is here.
+            join: adds up (layers, 2) sums over the ranks that hold the rest; None: this rank has all.
         Returns:
-            What was told of each layer, (layers, 5); zeros where nothing was.
+            What the second pass returned of each layer, (layers, 5); else zeros.
         """
         fits = [fused and native.fits(*arrays) for arrays in self.layers]
         kernels = [i for i, fit in enumerate(fits) if fit]
         others = [i for i, fit in enumerate(fits) if not fit]
-        sums, told = self._zeros(2), self._zeros(5)
+        sums, rows = self._zeros(2), self._zeros(5)
         if self.first is not None:
             if kernels and join is not None:
                 sums[kernels], _ = self._kernel(kernels, native.Which.FIRST)
@@ -59,12 +59,12 @@ class TwoPass:
         if kernels:
             both = self.first is not None and join is None
             passes = native.Which.BOTH if both else native.Which.SECOND
-            _, told[kernels] = self._kernel(kernels, passes, None if both else sums[kernels])
+            _, rows[kernels] = self._kernel(kernels, passes, None if both else sums[kernels])
         for i in others:
             seen = self.second(i, sums[i])
             if seen is not None:
-                told[i] = seen
-        return told
+                rows[i] = seen
+        return rows
 
     def _zeros(self, columns: int) -> Tensor:
         first = self.layers[0][0] if self.layers else None

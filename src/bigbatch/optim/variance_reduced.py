@@ -49,7 +49,7 @@ class VarianceReduced(Optimizer):
     float32 and bfloat16, in [1.5e-154, 1.3e154] in float64; float16 never leaves the range. Layers
     that do are looked for in the first step and in one of 16, and named by one warning.
 
-    Under DistributedDataParallel, `attach` folds inside the all-reduce. Under fully_shard (FSDP2)
+    Under DistributedDataParallel, `attach` scales gradients inside the all-reduce. Under fully_shard (FSDP2)
     the moments are those of the reduced shards: nothing is sent for them, the layer means are those
     of the whole layers, and k is the accumulation alone.
 
@@ -326,7 +326,7 @@ class VarianceReduced(Optimizer):
         return f"{type(self).__name__} of {type(self.base).__name__}, factor={factor!r}"
 
     def train(self) -> None:
-        """Before steps: what a schedule-free base has to be told; nothing with any other."""
+        """Before steps: switches a schedule-free base to training; other bases do nothing."""
         self._set_mode("train")
 
     def eval(self) -> None:
@@ -378,8 +378,8 @@ class VarianceReduced(Optimizer):
         rest = momentum.take_from(state_dict, self._parameters())
         own = [{name: group[name] for name in self._own} for group in self.param_groups]
         self.base.load_state_dict(rest)
-        for group, mine in zip(self.base.param_groups, own, strict=True):
-            for name, value in mine.items():
+        for group, options in zip(self.base.param_groups, own, strict=True):
+            for name, value in options.items():
                 group.setdefault(name, value)
         self._state.momentum = momentum
         if self.attached is not None:

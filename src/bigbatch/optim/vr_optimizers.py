@@ -1,4 +1,4 @@
-"""The named optimizers of the paper's family: a fold, and the base step that torch or we have."""
+"""The named optimizers of the VRGD paper: scaling by GSNR, and a base step of torch or of ours."""
 
 from typing import Any, Unpack
 
@@ -40,7 +40,7 @@ class VRSGD(_Fusing):
     Args:
         params: parameters or groups, as for `torch.optim.SGD`.
         lr, momentum, dampening, weight_decay, nesterov, maximize, foreach: torch's own.
-        fused: of the fold and of torch's step; None: where they can.
+        fused: whether scaling and torch's step are; None: where they can be.
         options: gamma, r_max, beta3, factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, algorithm 1 (VR-SGD); VR-Momentum by its section 4.2.
@@ -90,7 +90,7 @@ class VRAdam(_Fusing):
         lr, betas, eps, maximize, foreach: torch's own.
         weight_decay: 0 by default.
         decoupled_weight_decay: decay of theta, as AdamW's; False: decay_theta is added to p_hat g.
-        fused: of the fold and of torch's step; None: where they can.
+        fused: whether scaling and torch's step are; None: where they can be.
         options: gamma, r_max, beta3 (0.9), factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, sections 4.2 and 6.
@@ -131,7 +131,7 @@ class VRLARS(VarianceReduced):
     Args:
         params, lr, momentum, weight_decay, trust_coefficient, nesterov, exclude_bias_and_norm,
             maximize: as for `LARS`.
-        fused: of the fold and of the step; None: where they can.
+        fused: whether scaling and the step are; None: where they can be.
         options: gamma, r_max, beta3, factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, section 4.2: GSNR adapts the gradient mean before LARS applies it.
@@ -174,7 +174,7 @@ class VRLAMB(VarianceReduced):
 
     Args:
         params, lr, betas, eps, weight_decay, exclude_bias_and_norm, maximize: as for `LAMB`.
-        fused: of the fold and of the step; None: where they can.
+        fused: whether scaling and the step are; None: where they can be.
         options: gamma, r_max, beta3 (0.9), factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, section 4.2.

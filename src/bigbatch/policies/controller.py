@@ -16,7 +16,7 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 class ControllerState(TypedDict):
-    """What a controller needs to go on; older states have the first four alone."""
+    """What a controller needs to resume."""
 
     target_batch_size: int
     lr_factor: float
@@ -166,7 +166,7 @@ class Controller:
         return {**self.state_dict(), "min_batch": self.min_batch, "max_batch": self.max_batch}
 
     def state_dict(self) -> ControllerState:
-        """What `load_state_dict` needs to go on: numbers and text only."""
+        """What `load_state_dict` needs: numbers and text only."""
         return {
             "target_batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
@@ -178,7 +178,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: ControllerState) -> None:
-        """Goes on from a saved state; policy, options and bounds stay those of construction.
+        """Continues from a saved state; policy, options and bounds stay those of construction.
 
         One warning names the settings that were others when the state was saved.
         """

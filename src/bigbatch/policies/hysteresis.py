@@ -64,9 +64,9 @@ class Hysteresis:
         ):
             return
         if _minds_noise(ask, noise, now):
-            there = "there is none" if level is None else f"the meter's is of {level:g}"
+            available = "there is none" if level is None else f"the meter's is of {level:g}"
             raise SettingError(
-                f"confidence={self.confidence:g} needs an interval of that coverage and {there}; measure "
+                f"confidence={self.confidence:g} needs an interval of that coverage and {available}; measure "
                 f"with GradientMeter(confidence={self.confidence:g}), or set smoothing="
             )
 
@@ -79,7 +79,7 @@ class Hysteresis:
     ) -> tuple[GradientStatistics, TrainingState]:
         """The same noise seen with a batch larger (way +1) or smaller by the dead band.
 
-        Short of the bounds by a sample, so that there is a way left to go.
+        Short of the bounds by a sample, so that available is a way left to go.
         """
         factor, whole = (1 + self.dead_band) ** way, math.floor if way > 0 else math.ceil
         target, (low, high) = whole(now.target_batch_size * factor), bounds

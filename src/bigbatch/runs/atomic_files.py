@@ -149,7 +149,7 @@ def require_free(path: Path) -> None:
     """Raises RunError where something is at `path` already; an empty directory is nothing."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise RunError(
-            f"{path} is already in use; nothing was overwritten: choose another --out"
+            f"{path} is already in use; nothing was overwritten: choose another place"
             + f", or go on with --resume {path}" * has_begun(path)
         )
 

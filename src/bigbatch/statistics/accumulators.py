@@ -86,11 +86,11 @@ class StepAccumulators:
     def measure_grad(self, extra: Tensor) -> Tensor:
         """[*extra, |.grad|^2], added up over the ranks."""
         squares = self.of_grad().sum() / self._source.replicas
-        return self._summed({"extra": extra, "of_sum": squares})
+        return self._summed({"extra": extra, "total_sqnorm": squares})
 
     @torch.no_grad()
     def of_grad(self) -> Tensor:
-        """|.grad|^2 of this rank's pieces, by layer (L,)."""
+        """|.grad|^2 of this rank's shards, by layer (L,)."""
         grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
         return self.norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
 
@@ -119,7 +119,7 @@ class StepAccumulators:
         parts = {
             "over_sizes": (squares / n[:, None]).sum(0),
             "squares": squares.sum(0),
-            "of_sum": of_grad / source.replicas,
+            "total_sqnorm": of_grad / source.replicas,
             "inverse_sizes": (1 / n).sum() * bool(sizes),
             "slope": _slope(n, of_each),
             "seen": self._probe.seen,
@@ -138,7 +138,7 @@ class StepAccumulators:
         k = len(of_each)
         numbers = torch.arange(1, k + 1, device=n.device)
         bad = torch.where(of_each.isfinite(), k + 1, numbers).amin()
-        mine = [
+        own = [
             torch.full_like(n[0], len(sizes or ())),
             n.sum() * bool(sizes),
             torch.full_like(n[0], sizes is None),
@@ -148,7 +148,7 @@ class StepAccumulators:
             of_grad,
         ]
         slots = n.new_zeros(self._source.ranks, FIELDS)
-        slots[self._source.rank] = torch.stack(mine)
+        slots[self._source.rank] = torch.stack(own)
         return slots
 
     def _summed(self, parts: Mapping[str, Tensor]) -> Tensor:

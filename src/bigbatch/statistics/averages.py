@@ -73,7 +73,7 @@ class NoiseAverage:
         return self._grad_variance / self._weight if self._weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on."""
+        """What `load_state_dict` needs."""
         return {
             "grad_sqnorm": self._grad_sqnorm,
             "grad_variance": self._grad_variance,
@@ -82,7 +82,7 @@ class NoiseAverage:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Continues from a saved state."""
         self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
         self._weight = state["weight"]
         self._scatter.load(state["scatter"])

@@ -76,7 +76,12 @@ def student_t(level: float, freedom: float) -> float:
 
 
 def left_out(
-    means: Tensor, sizes: Tensor, of_sum: Tensor, spread: Tensor, count: Tensor, samples: Tensor
+    means: Tensor,
+    sizes: Tensor,
+    total_projection: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    samples: Tensor,
 ) -> Tensor:
     """x with each micro-batch left out in turn, from sketches of the gradients.
 
@@ -91,7 +96,7 @@ def left_out(
     Args:
         means: t_d of this rank's micro-batches, (k_r, m).
         sizes: their n_d, (k_r,).
-        of_sum: N t over all ranks, (m,).
+        total_projection: N t over all ranks, (m,).
         spread: A over all ranks, 0-dim.
         count: k over all ranks, 0-dim.
         samples: N over all ranks, 0-dim.
@@ -100,7 +105,7 @@ def left_out(
     Source:
         The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
     """
-    mean = of_sum / samples
+    mean = total_projection / samples
     squares, dots = means.square().sum(1), means @ mean
     rest = samples - sizes
     of_rest = (
@@ -216,13 +221,13 @@ class Scatter:
         return Interval(x - reach, x + reach, level, "window")
 
     def state(self) -> list[float]:
-        """What `load` needs to go on."""
+        """What `load` needs."""
         before = [math.nan, math.nan] if self._before is None else [*self._before]
         sums = [self._squares, self._with_difference, self._fourths]
         return [*before, *self._products, *sums]
 
     def load(self, state: list[float]) -> None:
-        """Goes on from a saved state."""
+        """Continues from a saved state."""
         signal, noise, *self._products = state[:5]
         self._before = None if math.isnan(signal) else (signal, noise)
         self._squares, self._with_difference, self._fourths = state[5:]

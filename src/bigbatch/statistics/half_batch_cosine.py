@@ -51,29 +51,29 @@ class HalfBatchCosine:
         """The micro-batch is complete."""
 
     def dots(self) -> Tensor:
-        """|Z|^2 and G . Z of this rank's pieces, Z being summed over the ranks; communicates."""
+        """|Z|^2 and G . Z of this rank's shards, Z being summed over the ranks; communicates."""
         products: list[Tensor] = []
         for parameter in self._source.parameters:
             if not parameter.requires_grad:
                 continue
             grad, signed = self._source.local_grad(parameter), self._summed(parameter)
-            piece = self._source.shard(parameter, signed).reshape(-1)
+            shard = self._source.shard(parameter, signed).reshape(-1)
             dot = (
-                piece.new_zeros(()) if grad is None else piece.dot(grad.reshape(-1).to(piece.dtype))
+                shard.new_zeros(()) if grad is None else shard.dot(grad.reshape(-1).to(shard.dtype))
             )
-            products += [squared_norm(piece), dot]
+            products += [squared_norm(shard), dot]
         return stacked(products).view(-1, 2).sum(0)
 
     @staticmethod
-    def cosine(of_sum: float, of_signed: float, dot: float) -> float:
+    def cosine(total_sqnorm: float, of_signed: float, dot: float) -> float:
         """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly 0 next to the other.
 
         Then float32 sums do not tell their difference from rounding.
         """
-        both = math.sqrt(max(0.0, (of_sum + of_signed) ** 2 - 4 * dot**2))
-        if not both > _LEAST * (of_sum + of_signed):
+        both = math.sqrt(max(0.0, (total_sqnorm + of_signed) ** 2 - 4 * dot**2))
+        if not both > _LEAST * (total_sqnorm + of_signed):
             return math.nan
-        return min(max((of_sum - of_signed) / both, -1.0), 1.0)
+        return min(max((total_sqnorm - of_signed) / both, -1.0), 1.0)
 
     def _summed(self, parameter: Tensor) -> Tensor:
         """Z of one parameter; a rank that did not reach it takes part with zeros."""

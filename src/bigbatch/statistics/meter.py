@@ -224,11 +224,11 @@ class GradientMeter:
             _require_equal([rank.samples for rank in totals.of_ranks])
         layers = [
             self._estimate(totals, unit / totals.scale**2, c, *of_layer)
-            for of_layer in zip(totals.over_sizes, totals.squares, totals.of_sum, strict=True)
+            for of_layer in zip(totals.over_sizes, totals.squares, totals.total_sqnorm, strict=True)
         ]
         noise = layers[0]
         if self._names:
-            sums = map(math.fsum, (totals.over_sizes, totals.squares, totals.of_sum))
+            sums = map(math.fsum, (totals.over_sizes, totals.squares, totals.total_sqnorm))
             noise = self._estimate(totals, unit / totals.scale**2, c, *sums)
             noise = replace(noise, layers=dict(zip(self._names, layers, strict=True)))
         self._health.examine_noise(noise, speak=self.source.rank == 0)
@@ -248,14 +248,20 @@ class GradientMeter:
     # what comes of it
 
     def _estimate(
-        self, totals: StepTotals, unit: float, c: float, over: float, squares: float, of_sum: float
+        self,
+        totals: StepTotals,
+        unit: float,
+        c: float,
+        over: float,
+        squares: float,
+        total_sqnorm: float,
     ) -> GradientStatistics:
         """Noise of the whole gradient or one layer; c is how the ranks were joined."""
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
-            return from_weighted_losses(unit * c**2 * over, unit * of_sum, k, samples, eps)
+            return from_weighted_losses(unit * c**2 * over, unit * total_sqnorm, k, samples, eps)
         return from_mean_losses(
-            unit * squares, unit * of_sum / c**2, k, samples, totals.inverse_sizes, eps
+            unit * squares, unit * total_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
         )
 
     def _interval(self, noise: GradientStatistics, totals: StepTotals) -> Interval | None:
@@ -270,7 +276,7 @@ class GradientMeter:
         if self._sums.half_batch_cosine is None:
             return None
         of_signed, dot = totals.half_batch_cosine
-        return HalfBatchCosine.cosine(math.fsum(totals.of_sum) / c**2, of_signed, dot / c)
+        return HalfBatchCosine.cosine(math.fsum(totals.total_sqnorm) / c**2, of_signed, dot / c)
 
     def _checked_sizes(
         self, samples: Sequence[float]

@@ -7,14 +7,14 @@ from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import FULL, moved, wide, without_autocast
 from bigbatch.statistics.norms import flattened
 
-_SIZE = 1021  # prime, so that the rows of a weight matrix do not line up with the fold's
+_SIZE = 1021  # prime, so that rows of a weight matrix do not line up with it
 _PROBES = 8  # projections
 _PROBED = 16  # parameters, so many elements of each
 _ELEMENTS = 256
 
 
 class RandomProjections:
-    """Subscriber of a source: each micro-batch's gradient folded into 1,021 floats.
+    """Subscriber of a source: each micro-batch's gradient projected on 1,021 floats.
 
     A tensor is read as rows of 1,021; each row is added with a random sign, the same for every
     micro-batch and on every rank. Sketches of sums are sums of sketches, and dot products of
@@ -38,7 +38,7 @@ class RandomProjections:
         self._sketches.append(self.none()[0])
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Folds the gradient into the present sketch."""
+        """Adds the gradient to the current projection."""
         flat = flattened(gradient, parameter.stride())
         if flat.dtype not in FULL:
             flat = flat.float()
@@ -47,8 +47,8 @@ class RandomProjections:
         sketch = self._sketches[-1]
         if rows:
             with without_autocast(flat.device):
-                folded = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
-            sketch.add_(moved(folded, sketch.device))
+                projected = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
+            sketch.add_(moved(projected, sketch.device))
         if rest:
             last = flat[rows * _SIZE :] * signs[rows]
             sketch[:rest].add_(moved(last, sketch.device))
@@ -86,7 +86,7 @@ class ProjectionProbe:
     def __init__(self, source: GradientSource) -> None:
         self._source = source
         self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
-        self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_held_of`
+        self._indices: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_indices_of`
         self._layout = source.reducer.layout  # which they are of
         self._elements = torch.zeros(0, dtype=torch.int8)  # until `_choose`
         self.begin()
@@ -108,7 +108,7 @@ class ProjectionProbe:
         same = [id(p) for p in chosen] == [id(p) for p in self._places]
         if same and device == self._elements.device and self._elements.dtype == wide(device):
             return
-        self._held.clear()
+        self._indices.clear()
         self._places = {
             p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, shape(p).numel()))
             for number, p in enumerate(chosen)
@@ -129,24 +129,24 @@ class ProjectionProbe:
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        present = self._projections()
-        self.seen += present
-        self.squares += present.square().sum()
+        projections = self._projections()
+        self.seen += projections
+        self.squares += projections.square().sum()
 
     def of_grad(self) -> Tensor:
-        """The projections of this rank's pieces of `.grad`, (8,)."""
+        """The projections of this rank's shards of `.grad`, (8,)."""
         self._elements.zero_()
         if self._layout != self._source.reducer.layout:
             self._layout = self._source.reducer.layout
-            self._held.clear()
+            self._indices.clear()
         for parameter, place in self._places.items():
             grad = self._source.local_grad(parameter)
             if grad is not None:
-                if parameter not in self._held:
-                    self._held[parameter] = self._held_of(parameter, grad.device)
-                there, here = self._held[parameter]
+                if parameter not in self._indices:
+                    self._indices[parameter] = self._indices_of(parameter, grad.device)
+                positions, numbers = self._indices[parameter]
                 head = _head(grad, self._source.reducer.shape(parameter))
-                self._put(place.start + here, head[there])
+                self._put(place.start + numbers, head[positions])
         return self._projections()
 
     def _put(self, place: slice | Tensor, elements: Tensor) -> None:
@@ -156,17 +156,17 @@ class ProjectionProbe:
         with without_autocast(self._elements.device):
             return torch.mv(self._signs, self._elements)
 
-    def _held_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the probed elements that this rank holds are in its piece, and their numbers."""
+    def _indices_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the probed elements that this rank holds are in its shard, and their numbers."""
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
-        there, numbers = self._source.shard_indices(parameter, count)
-        return moved(there, device), moved(numbers, self._elements.device)
+        positions, numbers = self._source.shard_indices(parameter, count)
+        return moved(positions, device), moved(numbers, self._elements.device)
 
 
 def _head(tensor: Tensor, whole: torch.Size) -> Tensor:
-    """The rows of a gradient, or of a piece of one of this shape, that hold the first elements.
+    """The rows of a gradient, or of a shard of one of this shape, that hold the first elements.
 
-    All of a flat piece of what is not flat, whose elements may be in any order.
+    All of a flat shard of what is not flat, whose elements may be in any order.
     """
     if not whole or tensor.ndim < len(whole):
         return tensor.reshape(-1)

@@ -11,7 +11,7 @@ from bigbatch.gradients.dtypes import FULL, full
 from bigbatch.gradients.source import GradientSource
 from bigbatch.kernels import native
 
-_PIECE = 1 << 16  # elements, of 256 KB in float32
+_CHUNK = 1 << 16  # elements, of 256 KB in float32
 
 
 @dataclass
@@ -122,14 +122,13 @@ class GradientMoments:
 
     def _add(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
         """A further gradient of a step."""
-        held = self._sum(parameter, moment)
-        total = _laid_out(held, moment.m2)
+        stored = self._sum(parameter, moment)
+        total = _laid_out(stored, moment.m2)
         self._catch_up(moment, total, self._before)
         weight, adds = self.weight - self._before, moment.total is not None
-        if self.lender is not None and not adds and total is held and total.is_cpu:
-            adds = self.lender.defer_accumulation(
-                parameter
-            )  # in one pass with M2; GPUs have several anyway
+        if self.lender is not None and not adds and total is stored and total.is_cpu:
+            # in one pass with M2; GPUs have several anyway
+            adds = self.lender.defer_accumulation(parameter)
         _add(gradient, weight, total, moment.m2, self._before, fused=self._fused, adds=adds)
 
     def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
@@ -217,11 +216,11 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
 def _welford(
     gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
 ) -> None:
-    """What the kernel does, in pieces that stay in a CPU's cache."""
+    """What the kernel does, in chunks that stay in a CPU's cache."""
     whole = total.device.type != "cpu" or not total.is_contiguous()
     arrays = (gradient, total, m2)
-    pieces = [[x] if whole else torch.split(x.view(-1), _PIECE) for x in arrays]
-    for g, s, m in zip(*pieces, strict=True):
+    chunks = [[x] if whole else torch.split(x.view(-1), _CHUNK) for x in arrays]
+    for g, s, m in zip(*chunks, strict=True):
         deviation = torch.sub(g, s, alpha=mean_of)
         m.addcmul_(deviation, deviation, value=weight)
         if adds:

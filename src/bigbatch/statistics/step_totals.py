@@ -24,7 +24,7 @@ class OfRank:
         micro_batches, samples: k and N of this rank.
         failed: 1 where this rank could not take part.
         squares: sum |h_d|^2.
-        numbered: sum (d + 1) |h_d|^2, by which the same micro-batches are told from others.
+        numbered: sum (d + 1) |h_d|^2, which tells equal micro-batches apart.
         not_finite: number of the first micro-batch that is not, from 1; 0 for none.
         of_grad: |.grad|^2 of what this rank holds.
     """
@@ -45,7 +45,7 @@ class StepTotals:
     """The totals of a step on the host, over all ranks.
 
     Attributes:
-        over_sizes, squares, of_sum: sums of |h_d|^2 / n_d and of |h_d|^2, and |.grad|^2; by layer.
+        over_sizes, squares, total_sqnorm: sums of |h_d|^2 / n_d and of |h_d|^2, and |.grad|^2; by layer.
         inverse_sizes: sum 1 / n_d.
         slope: covariance and variance sums of ln |h_d|^2 over ln n_d.
         scale: of a GradScaler.
@@ -57,7 +57,7 @@ class StepTotals:
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
         self.over_sizes, self.squares = parts["over_sizes"], parts["squares"]
-        self.of_sum = parts["of_sum"]
+        self.total_sqnorm = parts["total_sqnorm"]
         self.slope = _pair(parts["slope"])
         (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
         self.left_out = _pair(parts.get("left_out"))
@@ -72,7 +72,7 @@ class StepTotals:
     @property
     def finite(self) -> bool:
         """Whether every squared norm is."""
-        return all(map(math.isfinite, [*self.squares, *self.of_sum]))
+        return all(map(math.isfinite, [*self.squares, *self.total_sqnorm]))
 
     def require_all_took_part(self) -> None:
         """Raises GradientError on every rank where one of them could not read its step."""

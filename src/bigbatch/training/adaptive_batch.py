@@ -286,12 +286,12 @@ class AdaptiveBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, in the middle of an epoch too. Collective.
+        """Resumes where `state` was taken, in the middle of an epoch too. Collective.
 
         Model, optimizer and scaler are loaded by the user. Policy, bounds and every other setting
         are those given at construction; what has changed is said. On as many ranks each loads its
-        own state, and goes on bit for bit (docs/ranks.md has the one exception); on others any
-        rank's will do, the run goes on with the same samples, and random states are left as they
+        own state, and resumes bit for bit (docs/ranks.md has the one exception); on others any
+        rank's will do, the run continues with the same samples, and random states are left as they
         are. They are restored last, so load this last.
 
         Raises:

@@ -24,7 +24,7 @@ class DistributedState:
     `train.state_dict()` has a part that is another on every rank, and DCP keeps one value a key: by
     itself it would come back as that of some rank on all of them. Here it is packed, for all ranks,
     into one value, whose key and type do not depend on how many there are. On as many ranks each
-    takes its own state, and goes on bit for bit; on others all take rank 0's, and go on with the
+    takes its own state and resumes bit for bit; on others all take rank 0's and continue with the
     same samples.
 
     Args:
@@ -34,7 +34,7 @@ class DistributedState:
     @checked
     def __init__(self, train: AdaptiveBatch) -> None:
         self._train = train
-        self._agreement = HostCollectives(train.meter.source)
+        self._collectives = HostCollectives(train.meter.source)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks, packed. Collective, also where DCP asks in order to load.
@@ -42,11 +42,11 @@ class DistributedState:
         Raises:
             LoopError: inside a step.
         """
-        mine = torch.frombuffer(_packed(self._train.state_dict()), dtype=torch.uint8)
-        return {_KEY: bytes(_packed(self._agreement.gather_bytes(mine)))}
+        own = torch.frombuffer(_packed(self._train.state_dict()), dtype=torch.uint8)
+        return {_KEY: bytes(_packed(self._collectives.gather_bytes(own)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the states were taken. Collective.
+        """Resumes where the states were taken. Collective.
 
         Raises:
             StateError: they are damaged, none of ours, of another version, or of other data.
@@ -58,9 +58,9 @@ class DistributedState:
                 "its state_dict() gave"
             )
         states = _unpacked(packed)
-        rank, ranks = self._agreement.rank, self._agreement.ranks
-        mine = states[rank if len(states) == ranks else 0]
-        self._train.load_state_dict(_unpacked(mine.numpy()))
+        rank, ranks = self._collectives.rank, self._collectives.ranks
+        own = states[rank if len(states) == ranks else 0]
+        self._train.load_state_dict(_unpacked(own.numpy()))
 
 
 def _packed(state: Any) -> bytearray:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from bigbatch.data.collate import Batch, count_samples, cut_samples, glue_samples
+from bigbatch.data.collate import Batch, concatenate_samples, count_samples, slice_samples
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import RankError, SettingError
@@ -66,12 +66,12 @@ def largest_micro_batch(
         most: upper limit of the answer; default: the loader's samples. Sizes up to
             most / (1 - margin) are tried.
         margin: share of the samples that is left off, in [0, 1), since later batches may be larger,
-            and an allocator's memory is in more pieces after a thousand steps than after two.
+            and an allocator's memory is more fragmented after a thousand steps than after two.
     Returns:
         What to pass as `micro_batch`, the same on every rank.
     Raises:
         SettingError: one sample does not fit, a closure is needed, nobody says `most`, or FSDP2 of
-            a torch before 2.13, which cannot go on after an error.
+            a torch before 2.13, which cannot continue after an error.
         RankError: `loss_of` or the optimizer failed on another rank.
     Example:
         >>> model = nn.Linear(4, 1)
@@ -166,10 +166,10 @@ class _Trials:
 
     def _train(self, size: int) -> None:
         times, rest = divmod(size, self.samples)
-        pieces = [self._batch] * times + [cut_samples(self._batch, 0, rest)] * (rest > 0)
-        batch = glue_samples(pieces)
+        parts = [self._batch] * times + [slice_samples(self._batch, 0, rest)] * (rest > 0)
+        batch = concatenate_samples(parts)
         stepped: Any = self._optimizer
-        if getattr(stepped, "attached", None):  # it folds in a reduction, and there is none here
+        if getattr(stepped, "attached", None):  # it scales in a reduction, and a trial has none
             stepped = stepped.base
         with warnings.catch_warnings(action="ignore"):  # of micro-batches that are the same
             for _ in range(2):  # the first step makes the optimizer's state
@@ -180,7 +180,7 @@ class _Trials:
                 stepped.step()
 
     def _retries(self) -> int:
-        """How often an allocator gave its cache back to be able to go on."""
+        """How often an allocator gave its cache back to be able to continue."""
         stats = [torch.cuda.memory_stats(device) for device in self._devices]
         return sum(of_one.get("num_alloc_retries", 0) for of_one in stats)
 

@@ -21,7 +21,7 @@ _RATIO = math.log(1.4)  # of two sizes that are compared
 _HITS = 4  # changes of size that the loss has followed, with none that it has not
 _MEANS = (
     'pass the mean loss of the micro-batch (reduction="mean"): step.backward weighs it by its '
-    "samples. Where it is no sum over samples, go on"
+    "samples. If it is not a sum over samples, continue"
 )
 
 
@@ -143,7 +143,7 @@ def _reduction(node: Any) -> int | None:
 
 
 def _summed(nodes: list[Any], samples: int) -> str:
-    """Of a loss function that was told to add its samples up."""
+    """Of a loss function with reduction='sum'."""
     if not nodes or samples < 2 or _reduction(nodes[0]) != _SUM:
         return ""
     return (
@@ -170,5 +170,5 @@ def _divided(nodes: list[Any], micro_batches: int) -> str:
     return (
         f"the mean loss of a micro-batch was divided by {number:g}; step.backward weighs "
         "micro-batches by itself, so the gradient would be as many times too short: pass the loss "
-        "as it is, or, where this is no left-over of accumulation, go on"
+        "as it is, or, if this is not left over from accumulation, continue"
     )

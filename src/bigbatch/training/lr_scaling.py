@@ -75,11 +75,11 @@ class AdaScale:
         return average.adascale_gain(base_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on."""
+        """What `load_state_dict` needs."""
         return self._average.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Continues from a saved state."""
         self._average.load_state_dict(state)
 
 

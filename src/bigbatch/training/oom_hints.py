@@ -33,18 +33,18 @@ def advise_size(
     notes = getattr(error, "__notes__", ())
     if not is_out_of_memory(error) or any(note.startswith("bigbatch:") for note in notes):
         return
-    here, everywhere = (f" on rank {rank} of {ranks}", " on every rank") if ranks > 1 else ("", "")
-    advice = (
-        f"bigbatch: this micro-batch{here} had 1 sample; activation checkpointing needs less memory"
+    this_rank, all_ranks = (
+        (f" on rank {rank} of {ranks}", " on every rank") if ranks > 1 else ("", "")
     )
+    advice = f"bigbatch: this micro-batch{this_rank} had 1 sample; activation checkpointing needs less memory"
     if samples > 1:
         remedy = (
-            f"set micro_batch={samples // 2}{everywhere}, or find it by "
+            f"set micro_batch={samples // 2}{all_ranks}, or find it by "
             "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
             if cut_here
-            else f"give the loader batch_size={samples // 2}{everywhere}"
+            else f"give the loader batch_size={samples // 2}{all_ranks}"
         )
-        advice = f"bigbatch: this micro-batch{here} had {samples} samples; {remedy}"
+        advice = f"bigbatch: this micro-batch{this_rank} had {samples} samples; {remedy}"
     error.add_note(advice)
 
 

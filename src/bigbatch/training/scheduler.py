@@ -30,7 +30,7 @@ class BaseBatchScheduler:
 
     `scheduler_batch` is the base batch, unless another one is set. So a schedule written for it
     keeps its shape over the data whatever the batch size does. A fraction of it is remembered. A
-    scheduler that has an end stays there: a OneCycleLR, which would raise, a CosineAnnealingLR,
+    scheduler that has ended stays at its end: a OneCycleLR, which would raise, a CosineAnnealingLR,
     which would rise again, a SequentialLR that ends with one of them, a ChainedScheduler as soon as
     one of its parts has ended.
 
@@ -105,7 +105,7 @@ class BaseBatchScheduler:
         if self._pending is not None:
             raise LoopError(
                 f"the loaded state is that of a {self._pending['class']}, which is not there; set "
-                "train.scheduler after loading, or set it to None to go on without"
+                "train.scheduler after loading, or set it to None to continue without"
             )
         scheduler = self._scheduler
         if scheduler is not None and self._left_at not in (None, _ticks(scheduler)):
@@ -128,7 +128,7 @@ class BaseBatchScheduler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on, the scheduler's own state included."""
+        """What `load_state_dict` needs, the scheduler's own state included."""
         scheduler = self._pending
         if self._scheduler is not None:
             groups = self._optimizer.param_groups
@@ -147,7 +147,7 @@ class BaseBatchScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; the scheduler may be set later.
+        """Continues from a saved state; the scheduler may be set later.
 
         Raises:
             StateError: its scheduler has counted other base batches.
@@ -241,8 +241,8 @@ def total_of(scheduler: LRScheduler) -> int | None:
         last = total_of(scheduler._schedulers[-1])
         return None if last is None else scheduler._milestones[-1] + last
     if isinstance(scheduler, LambdaLR):  # Hugging Face's are partials
-        told = getattr(scheduler.lr_lambdas[0], "keywords", {})
-        return told.get("num_training_steps")
+        keywords = getattr(scheduler.lr_lambdas[0], "keywords", {})
+        return keywords.get("num_training_steps")
     names = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}
     return next(
         (getattr(scheduler, names[kind]) for kind in names if isinstance(scheduler, kind)), None

@@ -22,7 +22,7 @@ class TrainingSnapshot:
         self._sharded = _sharded(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
             raise SettingError(
-                f"under fully_shard torch {torch.__version__} cannot go on after an error; install "
+                f"under fully_shard torch {torch.__version__} cannot continue after an error; install "
                 "torch 2.13"
             )
         self._random, self._passes = random_state(), loader.state_dict()
@@ -30,8 +30,8 @@ class TrainingSnapshot:
         self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
         self._groups = [dict(group) for group in optimizer.param_groups]
-        held = [p for group in self._groups for p in group["params"]]
-        parameters = dict.fromkeys([*parameters_of(model), *held])
+        trained = [p for group in self._groups for p in group["params"]]
+        parameters = dict.fromkeys([*parameters_of(model), *trained])
         if are_freed(parameters):
             raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
         self._parameters = [
@@ -83,6 +83,6 @@ def _sharded(module: nn.Module) -> list[Any]:
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's piece of a tensor, as part of no graph."""
-    piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return piece.detach()
+    """This rank's shard of a tensor, detached."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard.detach()
