@@ -1,4 +1,4 @@
-"""What all tests share: processes, the command, which tests run, and what they proved."""
+"""What all tests share: processes, the command, the choice of tests, the summary."""
 
 import os
 import shutil
@@ -31,19 +31,19 @@ def pytest_configure(config):
         try_fewer()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
+@pytest.hookimpl(tryfirst=True)  # before -m deselects tests
 def pytest_collection_modifyitems(items):
     mark_products(items)
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        skip = pytest.mark.skip(reason="DeepSpeed compiles itself and finds no C++ compiler")
+        skip = pytest.mark.skip(reason="DeepSpeed needs a C++ compiler")
         for item in items:
             if is_on_deepspeed(item):
                 item.add_marker(skip)
-    items.sort(key=lambda item: not is_on_ranks(item))  # the long ones first
+    items.sort(key=lambda item: not is_on_ranks(item))  # the long tests first
 
 
 def pytest_collection_finish(session):
-    """The server starts before the library asks it for a process, and after what it imports."""
+    """Starts the server of processes, after the packages that it imports."""
     if any(is_on_deepspeed(item) for item in session.items):
         import_module("deepspeed")
     if any(is_on_ranks(item) or item.path.parent.name == "bench" for item in session.items):
@@ -75,23 +75,23 @@ def bigbatch(monkeypatch, capsys):
 
 @pytest.fixture
 def trackers():
-    """W&B and MLflow remember where a process wrote first; they forget it before and after."""
+    """Resets W&B and MLflow, which remember where a process wrote first."""
 
-    def forget():
+    def reset():
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish()
             sys.modules["wandb"].teardown()
         if "mlflow" in sys.modules:
             sys.modules["mlflow"].set_tracking_uri(None)
 
-    forget()
+    reset()
     yield
-    forget()
+    reset()
 
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(n)(function, *arguments)` calls it on n real processes of its own."""
+    """`ranks(n)(function, *arguments)` calls the function in n new processes."""
     return ranks_of
 
 

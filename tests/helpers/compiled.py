@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles on first use, for up to a minute: once for each environment."""
+"""Compiles DeepSpeed's operations, up to a minute: once in each environment."""
 
 import os
 import sys
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def keep_compiled() -> None:
-    """In this environment: two that share torch's folder compile again whenever they take turns."""
+    """Caches them in this environment: two with one cache would replace each other's."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def compile_deepspeed() -> None:
-    """Its collectives for a CPU; at once where they are compiled."""
+    """Compiles its collectives for CPUs, or loads them where they are compiled."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()

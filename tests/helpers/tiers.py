@@ -1,11 +1,11 @@
-"""Which of the three commands runs a test: `make test`, `make test-all`, `make test-release`.
+"""Which command runs a test: `make test`, `make test-all` or `make test-release`.
 
-A test function without parameters is in the first. Of a function over several lists of parameters
-the first command runs every value of every list once, the second every pair of values of two lists
-once, and the third the whole product. A test on ranks costs a hundred times as much and comes one
-command later: one case of it, every value, the product; the mark `early` treats it as any other,
-and the mark `late` any other as it. The marks `thorough` and `release` move a test, or one of its
-parameters, to the second or the third command.
+A test function without parameters is run by the first. Of a function with several lists of
+parameters the first command runs every value once, the second every pair of values of two lists,
+and the third the whole product. A test on ranks costs a hundred times as much and comes one command
+later: one case in the first, every value in the second, the product in the third. The mark `early`
+treats it as any other test, and the mark `late` treats any other test as one on ranks. The marks
+`thorough` and `release` move a test, or one of its parameters, to the second or the third command.
 """
 
 from collections import defaultdict
@@ -15,17 +15,17 @@ THOROUGH, RELEASE = "thorough", "release"
 
 
 def is_on_ranks(item) -> bool:
-    """Whether a test asks for processes; some have a parameter of that name."""
+    """Whether a test starts processes; others have a parameter named `ranks`."""
     return "ranks" in item.fixturenames and "ranks" not in _params(item)
 
 
 def is_on_deepspeed(item) -> bool:
-    """Whether a test runs what DeepSpeed compiles."""
+    """Whether a test needs the operations that DeepSpeed compiles."""
     return "deepspeed_ranks" in item.fixturenames or bool(item.get_closest_marker("deepspeed"))
 
 
 def mark_products(items) -> None:
-    """Marks what only a later command runs, function by function."""
+    """Marks the cases that only a later command runs, function by function."""
     functions = defaultdict(list)
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
@@ -43,8 +43,8 @@ def mark_products(items) -> None:
 
 
 def _is_late(item) -> bool:
-    said = item.get_closest_marker
-    return bool(said("late") or (is_on_ranks(item) and not said("early")))
+    mark = item.get_closest_marker
+    return bool(mark("late") or (is_on_ranks(item) and not mark("early")))
 
 
 def _params(item) -> dict:
@@ -52,29 +52,29 @@ def _params(item) -> dict:
 
 
 def _cover(cases, together, begun=()) -> list:
-    """Cases, in their order, that hold all that `together` lists at a time can be among all cases.
+    """The first cases that together have every combination of values of `together` lists.
 
-    Greedy: always the first of those that add most to `begun`.
+    Greedy: starts with the cases `begun`, and always adds the first that has most missing ones.
     """
-    held = {case: set(_choices(case, together)) for case in cases}
-    missing = set().union(*held.values())
+    combinations_of = {case: set(_choices(case, together)) for case in cases}
+    missing = set().union(*combinations_of.values())
     chosen = list(begun)
     for case in chosen:
-        missing -= held[case]
+        missing -= combinations_of[case]
     while missing:
-        best = max(cases, key=lambda case: len(held[case] & missing))
-        missing -= held[best]
+        best = max(cases, key=lambda case: len(combinations_of[case] & missing))
+        missing -= combinations_of[best]
         chosen.append(best)
     return chosen
 
 
 def _choices(case, together):
-    """What a case takes from each list; from `together` lists at a time."""
+    """The combinations of a case's values of `together` lists."""
     params = _params(case)
     lists = [_names(mark.args[0]) for mark in case.iter_markers("parametrize")]
     lists += [(name,) for name in params.keys() - set().union(*lists)]  # parameters of fixtures
-    taken = [(names, *(id(params[name]) for name in names)) for names in lists]
-    return combinations(taken, min(together, len(taken)))
+    values = [(names, *(id(params[name]) for name in names)) for names in lists]
+    return combinations(values, min(together, len(values)))
 
 
 def _names(argument) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The house: imports follow the data, and optional packages stay in connect/."""
+"""Imports follow the data, and optional packages are imported where an extra brings them."""
 
 import ast
 import subprocess
@@ -28,7 +28,7 @@ LEVELS = {
     "optim": 5,
     "training": 6,
     "public": 7,
-    "": 7,  # the package itself, as whoever imports bigbatch has it
+    "": 7,  # the package itself
     "integrations": 7,
     "runs": 7,
     "experiments": 8,
@@ -36,11 +36,11 @@ LEVELS = {
     "cli": 10,
     "__main__": 11,
 }
-LIBRARY = {room for room, level in LEVELS.items() if level <= LEVELS["training"]} | {"public"}
+LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["training"]} | {"public"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     """The first name below bigbatch, "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
@@ -63,36 +63,36 @@ def imports_of(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_imports_follow_the_data(file):
-    room = room_of(module_of(file))
-    if room == "":
-        return  # the public face may name everything below
+    folder = folder_of(module_of(file))
+    if folder == "":
+        return  # the package itself imports everything below
     for imported in imports_of(file):
         if imported.split(".")[0] == "bigbatch":
-            other = room_of(imported)
-            assert other in LEVELS, f"{file} imports {imported}, which has no place in the house"
-            same_or_lower = other == room or LEVELS[other] < LEVELS[room]
-            assert same_or_lower, f"{file}: {room} may not import {imported}"
+            other = folder_of(imported)
+            assert other in LEVELS, f"{file} imports {imported}, which has no level in LEVELS"
+            same_or_lower = other == folder or LEVELS[other] < LEVELS[folder]
+            assert same_or_lower, f"{file}: {folder} may not import {imported}"
 
 
-def test_every_room_has_a_place():
-    rooms = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms - {"__init__", "__pycache__", "py"} <= set(LEVELS) | {"py.typed"}
+def test_every_folder_has_a_level():
+    folders = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert folders - {"__init__", "__pycache__", "py"} <= set(LEVELS) | {"py.typed"}
 
 
-def test_policies_know_no_tensor_no_clock_and_no_file():
+def test_policies_import_no_tensors_clock_or_files():
     forbidden = {"torch", "numpy", "time", "datetime", "os", "pathlib", "io", "random"}
     for file in (SOURCE / "policies").glob("*.py"):
         assert not forbidden & {name.split(".")[0] for name in imports_of(file)}, file
 
 
-def test_the_library_needs_torch_and_numpy_alone():
+def test_the_library_imports_torch_and_numpy_alone():
     allowed = {"torch", "numpy", "bigbatch"} | sys.stdlib_module_names
     for file in FILES:
-        if room_of(module_of(file)) in LIBRARY:
+        if folder_of(module_of(file)) in LIBRARY:
             assert {name.split(".")[0] for name in imports_of(file)} <= allowed, file
 
 
-OPTIONAL = {  # which modules may import what
+OPTIONAL = {  # the packages that a folder or a module may import
     "integrations.accelerate": {"accelerate"},
     "integrations.deepspeed": {"deepspeed"},
     "integrations.lightning": {"lightning"},
@@ -105,24 +105,24 @@ OPTIONAL = {  # which modules may import what
 }
 
 
-def test_optional_packages_are_imported_in_their_modules_alone():
+def test_optional_packages_are_imported_in_their_folders_alone():
     packages = set().union(*OPTIONAL.values())
     for file in FILES:
         module = module_of(file).removeprefix("bigbatch.")
         allowed = [
-            names for place, names in OPTIONAL.items() if (module + ".").startswith(place + ".")
+            names for folder, names in OPTIONAL.items() if f"{module}.".startswith(f"{folder}.")
         ]
         imported = {name.split(".")[0] for name in imports_of(file)} & packages
         assert imported <= set().union(*allowed), f"{file} imports {imported}"
 
 
-def test_one_base_name_has_one_meaning():
+def test_no_two_modules_have_the_same_name():
     names = Counter(file.stem for file in FILES if file.stem != "__init__")
     names.update(folder.parent.name for folder in SOURCE.rglob("*/__init__.py"))
     assert not {name for name, count in names.items() if count > 1}
 
 
-def test_importing_bigbatch_brings_no_package_that_torch_does_not():
+def test_importing_bigbatch_imports_no_package_that_torch_does_not():
     code = (
         "import sys, torch, numpy, torch.utils.data; before = set(sys.modules)\n"
         "import bigbatch, bigbatch.public, bigbatch.optim\n"
@@ -135,7 +135,7 @@ def test_importing_bigbatch_brings_no_package_that_torch_does_not():
     assert "['bigbatch']" == result.stdout.strip()
 
 
-def test_names_are_imported_when_the_first_is_asked_for():
+def test_the_public_names_are_imported_on_first_use():
     code = (
         "import sys, bigbatch\n"
         "assert 'torch' not in sys.modules\n"

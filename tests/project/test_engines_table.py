@@ -1,4 +1,4 @@
-"""docs/engines.md: every cell names a test that is there, or what is said where it is refused."""
+"""docs/engines.md: every cell names an existing test, and the message of what is refused."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "engines.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
 CELLS = [(row[0], cell) for row in ROWS[1:] for cell in row[1:]]
-FORM = re.compile(r'(works|refused)(, "(?P<said>[^"]+)")?: `(?P<file>\w+\.py)::(?P<test>\w+)`')
+FORM = re.compile(r'(works|refused)(, "(?P<message>[^"]+)")?: `(?P<file>\w+\.py)::(?P<test>\w+)`')
 
 
 @cache
@@ -24,7 +24,7 @@ def names_in(file):
 
 @cache
 def literals():
-    """All text of the library, as it is put together from neighbouring literals."""
+    """All string constants of the library, with adjacent literals joined."""
     trees = (ast.parse(f.read_text()) for f in (TESTS.parent / "src").rglob("*.py"))
     nodes = (node for tree in trees for node in ast.walk(tree))
     return [
@@ -34,7 +34,7 @@ def literals():
     ]
 
 
-def test_every_engine_has_both_cells():
+def test_every_engine_has_two_cells():
     assert ["engine", "similarity", "VR"] == ROWS[0]
     assert all(len(row) == 3 for row in ROWS)
     engines = " ".join(row[0] for row in ROWS)
@@ -45,14 +45,14 @@ def test_every_engine_has_both_cells():
 
 
 @pytest.mark.parametrize(("engine", "cell"), CELLS)
-def test_a_cell_says_what_a_test_has_seen(engine, cell):
+def test_a_cell_names_an_existing_test_and_message(engine, cell):
     found = FORM.fullmatch(cell)
     assert found, f"{engine}: {cell}"
     assert found["test"] in names_in(found["file"])
-    if found["said"]:
-        assert any(found["said"] in text for text in literals())
+    if found["message"]:
+        assert any(found["message"] in text for text in literals())
 
 
-def test_the_trajectory_is_tested():
+def test_the_test_of_the_trajectory_exists():
     file, test = re.search(r"`(\w+\.py)::(\w+)`, 40 updates", PAGE).groups()
     assert test in names_in(file)

@@ -1,4 +1,4 @@
-"""The examples run as they are printed, on data that is always there and on that of the papers."""
+"""The examples run, on generated data and on the data sets of their names."""
 
 import os
 import re
@@ -17,7 +17,7 @@ EXAMPLES = {
 
 
 def run(name, folder, tmp_path, *arguments):
-    """The last figure that the example prints of how well it does."""
+    """Runs an example; returns the last loss that it prints."""
     out = ["--out", str(tmp_path)] if name.startswith("transformers") else []
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py", "--data", folder, *out, *arguments],
@@ -32,17 +32,17 @@ def run(name, folder, tmp_path, *arguments):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_learns_on_what_is_always_there(name, tmp_path):
+def test_an_example_learns_without_its_data_set(name, tmp_path):
     few = ("--samples", "500", "--epochs", "1" if name.startswith("transformers") else "4")
     assert run(name, tmp_path / "nothing", tmp_path, *few) < EXAMPLES[name][2]
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_learns_on_the_data_of_its_name(name, tmp_path):
+def test_an_example_learns_on_its_data_set(name, tmp_path):
     folder = SHARED / EXAMPLES[name][0]
     if not folder.exists():
-        pytest.skip(f"{folder} is not there")
+        pytest.skip(f"{folder} does not exist")
     assert run(name, folder, tmp_path) < EXAMPLES[name][2]
 
 

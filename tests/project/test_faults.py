@@ -1,4 +1,4 @@
-"""docs/faults.md names tests; they exist."""
+"""Every test that docs/faults.md names exists."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 NAMED = re.findall(r"`(test_\w+)`", (ROOT / "docs/faults.md").read_text())
 
 
-def test_every_test_that_is_named_exists():
+def test_every_named_test_exists():
     defined = {
         name
         for file in (ROOT / "tests").rglob("test_*.py")

@@ -1,4 +1,4 @@
-"""The public face runs as it is documented."""
+"""The public API runs as documented."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def loader(data):
     return torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
 
 
-def test_measuring_alone(model, data):
+def test_the_meter_alone(model, data):
     micro_batches = [data[:13], data[13:21], data[21:26]]
     sizes = [len(y) for _, y in micro_batches]
     with bb.GradientMeter(model) as meter:
@@ -47,7 +47,7 @@ def test_measuring_alone(model, data):
     )
 
 
-def test_the_adaptive_loop_with_everything(model, loader):
+def test_the_adaptive_loop_with_every_setting(model, loader):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train = bb.AdaptiveBatch(
         model,
@@ -87,7 +87,7 @@ class HoldUntil:
         return bb.Decision(batch_size=batch_size, reason="warm-up", lr_factor=1.0)
 
 
-def test_a_policy_of_ones_own(model, loader):
+def test_a_custom_policy(model, loader):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train = bb.AdaptiveBatch(model, optimizer, loader, policy=HoldUntil(), batch_size=64)
     batches = []
@@ -100,7 +100,7 @@ def test_a_policy_of_ones_own(model, loader):
     assert 256 == batches[16]
 
 
-def test_decisions_alone():
+def test_policies_and_plans_alone():
     policy = bb.SimiGrad(target=0.2, min_batch=1, max_batch=None)
     assert 140 == policy.next_batch(similarity=0.1, batch_size=128)
     noise = bb.GradientStatistics(
@@ -128,7 +128,7 @@ def test_decisions_alone():
         lambda p: VarianceReduced(torch.optim.AdamW(p, lr=1e-2, fused=True), gamma=0.1, beta3=None),
     ],
 )
-def test_optimizers_stand_alone_in_a_plain_loop(model, data, build):
+def test_optimizers_train_in_a_plain_loop(model, data, build):
     optimizer = build(model.parameters())
     losses = []
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""What the README says is true."""
+"""The README's code runs, and its folders and links exist."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ README = (ROOT / "README.md").read_text()
 LOOP = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
 
 
-def test_the_loop_runs_as_printed_and_is_twenty_lines():
+def test_the_loop_runs_and_is_twenty_lines():
     result = subprocess.run(
         [sys.executable, "-c", LOOP], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -18,7 +18,7 @@ def test_the_loop_runs_as_printed_and_is_twenty_lines():
     assert len(LOOP.splitlines()) <= 20
 
 
-def test_every_folder_of_the_library_is_named():
+def test_every_folder_of_the_library_is_listed():
     listed = README.split("## Folders")[1].split("Imports go")[0]
     named = {
         name for line in listed.splitlines() for name in re.findall(r"(?:^|  )(\w+)/", line.strip())
@@ -27,6 +27,6 @@ def test_every_folder_of_the_library_is_named():
     assert folders - {"kernels"} == named - {"src"}
 
 
-def test_every_link_leads_somewhere():
+def test_every_link_exists():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
