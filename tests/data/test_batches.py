@@ -1,4 +1,4 @@
-"""Re-cutting a loader: each sample once, in order, whatever the plans, the remainder, the restarts."""
+"""Re-cutting a loader: each sample once, in order, whatever the plans and restarts."""
 
 import io
 import random

@@ -139,7 +139,7 @@ def _notes(
         "VR under DDP spreads its average of r over the ranks: less than is said of the state.": (
             lambda one: one.optimizer in ("vr-adam", "vr-lamb")
         ),
-        "The mean r of lr_control_from is known once that run is finished; rates here are without it.": (
+        "The mean r of lr_control_from is known when that run has ended; rates are without it.": (
             lambda one: bool(one.lr_control_from)
         ),
         "DeepSpeed spreads state (zero_stage 1) and gradients (2) over the ranks; here they are "

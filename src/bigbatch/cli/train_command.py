@@ -111,7 +111,7 @@ def train(
 
     What that would take, without any data: bigbatch train cifar10-resnet18 --dry-run
 
-    One figure of its paper: bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
+    One figure: bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
 
     Figures 1 and 3 of the VRGD paper: bigbatch train linear-regression
 

@@ -27,8 +27,8 @@ class Batches:
     planned. What the loader gave has to stay as it is: one that writes its next batch into the
     memory of the last must give copies.
 
-    On several ranks each has a loader of its own, of every W-th sample (`ElasticDistributedSampler`,
-    DistributedSampler), and all take equally many micro-batches of every step. Who gets which
+    On several ranks each has a loader of its own, of every W-th sample (DistributedSampler,
+    `ElasticDistributedSampler`), and all take equally many micro-batches of a step. Who gets which
     sample is defined for v virtual ranks: the samples of a step are assigned to them in turn, and a
     real rank plays v / W of them. So the groups that are compared are the same on any number of
     ranks that divides v.
@@ -210,7 +210,7 @@ class Batches:
         Args:
             state: from `state_dict`.
             epoch: of the pass.
-            same_rank: whether the state is of this rank, among as many. Of another, the position of all
+            same_rank: whether the state is of this rank, among as many. Else the position of all
                 ranks is taken, and the loader's order must be the same on any number of them.
         Raises:
             StateError: the loader is not the one of the state.
@@ -226,8 +226,8 @@ class Batches:
             return
         if self._total is not None and position["samples"] not in (None, self._distinct):
             raise StateError(
-                f"the loader has {self._distinct} samples, the saved one had {position['samples']}; "
-                "resume with the same data"
+                f"the loader has {self._distinct} samples, the saved one had "
+                f"{position['samples']}; resume with the same data"
             )
         if not stream["as_said"] and (stream["jumped"] or not same_rank):
             raise StateError(
@@ -272,7 +272,8 @@ class Batches:
         """Said once, on every rank alike where it raises."""
         message = (
             f"the ranks have unequally many samples, and the steps end together, so {unread} of "
-            "them (at least) stay unread in an epoch; shard them evenly, or use an ElasticDistributedSampler"
+            "them (at least) stay unread in an epoch; shard them evenly, or use an "
+            "ElasticDistributedSampler"
         )
         if self.uneven == "raise":
             raise BatchError(message)

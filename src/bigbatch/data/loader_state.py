@@ -111,7 +111,7 @@ class ResumableLoader:
         return 0 if self.distinct is None else max(0, self._ordering.total_size - self.distinct)
 
     def begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
-        """A new pass, of an elastic sampler from this position; sets the epoch of sampler and data set."""
+        """A new pass, of an elastic sampler from this position; sets the epoch of both."""
         self._started_from = {"random": random_state(), "generators": self._generator_states()}
         self._found_workers = self._has_workers
         return self._begin(epoch, position)

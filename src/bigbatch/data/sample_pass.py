@@ -1,4 +1,4 @@
-"""One pass over the samples of all ranks: how many are consumed, and this rank's share of the next."""
+"""One pass over the samples of all ranks: what is consumed, and this rank's share of the next."""
 
 from collections.abc import Callable
 from typing import NamedTuple

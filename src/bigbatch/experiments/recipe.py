@@ -77,7 +77,7 @@ class Recipe:
         name: on the command line.
         summary: one line.
         paper: whose experiment it is.
-        paper_scale: every setting at the paper's scale with its source, `OURS` where no paper says it;
+        paper_scale: every setting of the paper with its source, `OURS` where no paper has it;
             what is no field of `Settings` is the recipe's own.
         small: what differs where two cores have minutes for it.
         paper_samples: of an epoch of the paper's training, for a dry run.

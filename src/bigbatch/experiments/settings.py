@@ -36,7 +36,7 @@ class Settings:
         data: folder of the real data; "" for what a recipe always has.
         samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
         init_from: run whose weights the model begins with; a relative one is next to this run.
-        lr_control_from: run with a VR optimizer whose mean r multiplies lr, but not of weights that the
+        lr_control_from: run with a VR optimizer whose mean r multiplies lr, except of what the
             recipe steps without r; "" for none.
         epochs: passes over the training data.
         policy: "simigrad", "fixed", or another of policies/parse.py with its values.

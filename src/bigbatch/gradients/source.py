@@ -98,7 +98,7 @@ class GradientSource:
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         """This rank's part of the reduced gradient, at the end of a step.
 
-        It is that of `.grad`, unless an optimizer has put something else there.
+        It is that of `.grad`, unless an optimizer has replaced that.
         """
         return self.reducer.local(parameter, self._guard.local(parameter))
 

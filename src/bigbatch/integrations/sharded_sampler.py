@@ -20,8 +20,8 @@ class ShardedSampler(Sampler[Any]):
         ranks: W.
         multiple: samples beyond the last multiple of so many are left out.
     Example:
-        >>> list(ShardedSampler(range(10, 15), rank=0, ranks=2)), list(ShardedSampler(range(10, 15), rank=1, ranks=2))
-        ([10, 12, 14], [11, 13])
+        >>> [list(ShardedSampler(range(10, 15), rank=rank, ranks=2)) for rank in (0, 1)]
+        [[10, 12, 14], [11, 13]]
     """
 
     def __init__(self, sampler: Any, rank: int, ranks: int, multiple: int = 1) -> None:

@@ -109,7 +109,7 @@ class BucketPipeline:
             self._flying.pop(0).finish()
 
     def _m2_of(self, parameter: Tensor) -> Tensor | None:
-        """M2 of this rank's micro-batches, flat as in the bucket; None where its group has no vr."""
+        """M2 of this rank's micro-batches, flat as in the bucket; None without vr."""
         if parameter not in self._groups:
             return None
         _, m2 = self._state.moments.of(parameter)

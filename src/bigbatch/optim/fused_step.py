@@ -66,8 +66,8 @@ def _misread(base: Optimizer, group: dict[str, Any]) -> str:
     """What torch's fused step gets wrong of a group as it is now; empty for nothing.
 
     On a CPU it goes through the memory of a parameter, its gradient and its state as if their
-    elements lay in one order and without gaps. SGD's leaves out most of a half type there (pytorch
-    issue 191763), and takes a momentum of all parameters or of none.
+    elements lay in one order and without gaps. SGD's then skips most of a half type (pytorch issue
+    191763), and takes a momentum of all parameters or of none.
     """
     if not isinstance(base, _TORCHS):
         return ""

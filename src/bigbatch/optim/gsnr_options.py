@@ -28,7 +28,7 @@ Betas = tuple[Share, Share]
 
 
 class VROptions(TypedDict, total=False):
-    """What every variance-reduced optimizer takes in addition to its base's own; see `VarianceReduced`."""
+    """Options that every variance-reduced optimizer adds to its base's; see `VarianceReduced`."""
 
     gamma: Gamma
     r_max: RMax

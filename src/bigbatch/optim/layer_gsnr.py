@@ -14,7 +14,7 @@ class LayerGsnr:
     Args:
         names: of the layers: parameter names where the optimizer was given them, else numbers.
         elements: of each layer, over all ranks.
-        rows: (layers, 5), as `apply_gsnr` returns: the sum of r, elements at gamma, elements at r_max,
+        rows: (layers, 5), of `apply_gsnr`: the sum of r, elements at gamma, elements at r_max,
             |g|^2 and |p_hat g|^2.
         k: micro-batches of the step.
     """

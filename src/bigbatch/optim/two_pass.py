@@ -41,7 +41,7 @@ class TwoPass:
 
         Args:
             fused: whether kernels may be used.
-            join: adds up (layers, 2) sums over the ranks that hold the rest; None: this rank has all.
+            join: adds up (layers, 2) sums over the ranks that have the rest; None: one rank.
         Returns:
             What the second pass returned of each layer, (layers, 5); else zeros.
         """

@@ -49,7 +49,7 @@ class VarianceReduced(Optimizer):
     float32 and bfloat16, in [1.5e-154, 1.3e154] in float64; float16 never leaves the range. Layers
     that do are looked for in the first step and in one of 16, and named by one warning.
 
-    Under DistributedDataParallel, `attach` scales gradients inside the all-reduce. Under fully_shard (FSDP2)
+    Under DDP, `attach` scales gradients inside the all-reduce. Under fully_shard (FSDP2)
     the moments are those of the reduced shards: nothing is sent for them, the layer means are those
     of the whole layers, and k is the accumulation alone.
 

@@ -40,7 +40,7 @@ class Schedule:
         Smith et al. 2018 (arXiv 1711.00489).
     Example:
         >>> schedule = Schedule("64, x2 every 20 epochs up to 1024")
-        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=576.0, samples=64, micro_batches=4)
+        >>> step = GradientStatistics(1.0, 576.0, samples=64, micro_batches=4)
         >>> schedule.decide(step, TrainingState(64, 64, 64, epoch=45))
         Decision(batch_size=256, reason='schedule: x2 every 20 epochs up to 1024', lr_factor=1.0)
     """

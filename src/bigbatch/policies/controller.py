@@ -116,8 +116,8 @@ class Controller:
 
         Args:
             noise: of the step just done, over all ranks.
-            now: where the training stands; `target_batch_size` and the bounds are filled in. Without it, what
-                the controller can count itself: samples and steps, no epochs.
+            now: state of the training; `target_batch_size` and the bounds are filled in. Default:
+                what the controller can count itself: samples and steps, no epochs.
         Raises:
             SettingError: the policy returned something that is no Decision, or `confidence` has no
                 interval to go by.

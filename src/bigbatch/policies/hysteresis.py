@@ -27,7 +27,7 @@ class Hysteresis:
     Args:
         dead_band: d holds a growth (shrinkage) that the policy would not want were the present
             batch 1 + d times as large (small).
-        confidence: coverage of an interval for x = ln(1 + N signal / noise), at both of whose ends the
+        confidence: coverage of an interval for x = ln(1 + N |mu|^2 / tr), at both of whose ends the
             policy must want to move the same way.
     Raises:
         SettingError: a value outside its range.
@@ -66,8 +66,8 @@ class Hysteresis:
         if _minds_noise(ask, noise, now):
             available = "there is none" if level is None else f"the meter's is of {level:g}"
             raise SettingError(
-                f"confidence={self.confidence:g} needs an interval of that coverage and {available}; measure "
-                f"with GradientMeter(confidence={self.confidence:g}), or set smoothing="
+                f"confidence={self.confidence:g} needs an interval of that coverage, {available}; "
+                f"measure with GradientMeter(confidence={self.confidence:g}), or set smoothing="
             )
 
     def _moved(

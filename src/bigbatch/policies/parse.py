@@ -67,7 +67,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     known = {field.name: field for field in fields(POLICIES[name])}
     values: dict[str, Any] = {}
     for part in rest.split(";" if name == "schedule" else ",") if rest else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+        key, equals, value = (text.strip() for text in part.partition("="))
         if not equals and not values:
             key, value = next(iter(known)), key
         if key not in known or not value:

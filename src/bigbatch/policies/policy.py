@@ -161,7 +161,7 @@ class NoiseScale:
     Source:
         McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
     Example:
-        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=4)
+        >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
         >>> NoiseScale(multiple=0.5).decide(step, TrainingState(128, 128, 128))
         Decision(batch_size=288, reason='0.5 x noise scale 576', lr_factor=1.0)
     """
@@ -205,7 +205,7 @@ class NormTest:
         Byrd et al. 2012; Bollapragada, Byrd and Nocedal 2018; with adaptive optimizers AdAdaGrad
         (Lau et al. 2024, arXiv 2402.11215); docs/theory.md (4).
     Example:
-        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=600.0, samples=200, micro_batches=4)
+        >>> step = GradientStatistics(1.0, 600.0, samples=200, micro_batches=4)
         >>> NormTest(theta=0.5).decide(step, TrainingState(200, 200, 200))
         Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
     """
@@ -251,7 +251,7 @@ class Shadow:
         policy: whose advice it is; its bounds and the controller's are honoured. The controller's
             other options hold changes, and here there are none.
     Example:
-        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=4)
+        >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
         >>> decision = Shadow(NoiseScale()).decide(step, TrainingState(128, 128, 128))
         >>> decision, decision.advice
         (Decision(batch_size=128, reason='advice: 576 (1 x noise scale 576)', lr_factor=1.0), 576)

@@ -28,7 +28,8 @@ def divergence_of(rows: Sequence[Row]) -> str:
     last_rows = rows[-max(_FEWEST, len(rows) // 10) :]
     finite = [row["loss"] for row in last_rows if row["loss"] is not None and not row["skipped"]]
     if 2 * len(finite) <= len(last_rows):
-        return f"{len(last_rows) - len(finite)} of its last {len(last_rows)} steps had no finite gradient"
+        lost, steps = len(last_rows) - len(finite), len(last_rows)
+        return f"{lost} of its last {steps} steps had no finite gradient"
     first, end = rows[0]["loss"], median(finite)
     if first is None:
         return ""

@@ -45,7 +45,7 @@ class GradientMeter:
             One more read of each gradient and 4 KB a micro-batch. How often it really holds the
             truth is in docs/benchmarks.md.
         per_layer: also measure each layer (module with parameters) by itself.
-        half_batch_cosine: also take SimiGrad's own cosine of two half-batch gradients, for comparison. Keeps
+        half_batch_cosine: also take SimiGrad's own cosine of two half-batch gradients. Keeps
             one whole gradient more, and sends it where there are ranks.
         every: n, to measure every n-th step; no hook stays on between.
         scaler: the GradScaler of the losses, so that signal and noise come without its scale.

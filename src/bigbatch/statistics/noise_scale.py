@@ -21,18 +21,18 @@ class GradientStatistics:
     """How much the micro-batches of one step agree.
 
     Args:
-        grad_sqnorm: estimate of |mu|^2, the squared norm of the true gradient; unbiased, so it may be
+        grad_sqnorm: unbiased estimate of |mu|^2, the squared norm of the true gradient; may be
             negative on one step.
-        grad_variance: estimate of tr(Sigma), the variance of one sample's gradient, in the same unit.
+        grad_variance: estimate of tr(Sigma), the variance of one sample's gradient; same unit.
         samples: N, samples of the step over all ranks.
         micro_batches: k over all ranks, how many gradients the estimate rests on.
         interval: how sure, where it was asked for.
         layers: the same for each layer by itself, by name, where it was asked for.
-        half_batch_cosine: SimiGrad's own cosine of two half-batch gradients, where it was asked for.
+        half_batch_cosine: SimiGrad's own cosine of two half-batch gradients, where asked for.
     Source:
         docs/theory.md; McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     Example:
-        >>> step = GradientStatistics(grad_sqnorm=1.0, grad_variance=64.0, samples=256, micro_batches=8)
+        >>> step = GradientStatistics(1.0, 64.0, samples=256, micro_batches=8)
         >>> step.noise_scale, round(step.similarity, 4)
         (64.0, 0.6667)
     """
@@ -49,7 +49,9 @@ class GradientStatistics:
 
     @property
     def similarity(self) -> float:
-        """phi = grad_sqnorm / (grad_sqnorm + 2 grad_variance / N): the expected cosine of two half-batch gradients.
+        """Expected cosine of two half-batch gradients.
+
+            phi = grad_sqnorm / (grad_sqnorm + 2 grad_variance / N)
 
         In [-1, 1]; nan where every gradient is zero. Averages, and mean losses of unequal sizes,
         can hold a signal below what |G|^2 >= 0 allows: that is -1.
@@ -61,7 +63,7 @@ class GradientStatistics:
 
     @property
     def noise_scale(self) -> float:
-        """B_simple = grad_variance / grad_sqnorm, in samples; +inf where the signal is not positive."""
+        """B_simple = grad_variance / grad_sqnorm, in samples; +inf where grad_sqnorm <= 0."""
         if self.grad_sqnorm > 0:
             return self.grad_variance / self.grad_sqnorm
         return math.inf if self.grad_sqnorm <= 0 < self.grad_variance else math.nan

@@ -45,7 +45,7 @@ class StepTotals:
     """The totals of a step on the host, over all ranks.
 
     Attributes:
-        over_sizes, squares, total_sqnorm: sums of |h_d|^2 / n_d and of |h_d|^2, and |.grad|^2; by layer.
+        over_sizes, squares, total_sqnorm: sums of |h_d|^2 / n_d, of |h_d|^2; |.grad|^2; by layer.
         inverse_sizes: sum 1 / n_d.
         slope: covariance and variance sums of ln |h_d|^2 over ln n_d.
         scale: of a GradScaler.

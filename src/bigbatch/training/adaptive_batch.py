@@ -61,7 +61,7 @@ class AdaptiveBatch:
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
             attached to DDP here where it was not: `optimizer.attached.consolidate()` on every
             rank comes before its `state_dict()` then.
-        loader: any iterable of batches, or `Batches` with options of its own; `ExternalBatches` where
+        loader: any iterable of batches, or `Batches` with options of its own; `ExternalBatches` if
             another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.

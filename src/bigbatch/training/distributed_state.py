@@ -18,7 +18,8 @@ class DistributedState:
     """A training's states on all ranks, equal on each of them, so that DCP may save any rank's.
 
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, "train": DistributedState(train)}
+        state = {"model": model_state, "optimizer": optimizer_state}
+        state["train"] = DistributedState(train)
         dcp.save(state, checkpoint_id=folder)  # or dcp.async_save, or dcp.load and set_state_dict
 
     `train.state_dict()` has a part that is another on every rank, and DCP keeps one value a key: by
@@ -54,8 +55,8 @@ class DistributedState:
         packed = state.get(_KEY)
         if not isinstance(packed, bytes):
             raise StateError(
-                f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass what "
-                "its state_dict() gave"
+                f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass "
+                "what its state_dict() gave"
             )
         states = _unpacked(packed)
         rank, ranks = self._collectives.rank, self._collectives.ranks

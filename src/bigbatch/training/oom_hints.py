@@ -36,7 +36,10 @@ def advise_size(
     this_rank, all_ranks = (
         (f" on rank {rank} of {ranks}", " on every rank") if ranks > 1 else ("", "")
     )
-    advice = f"bigbatch: this micro-batch{this_rank} had 1 sample; activation checkpointing needs less memory"
+    advice = (
+        f"bigbatch: this micro-batch{this_rank} had 1 sample; activation checkpointing needs less "
+        "memory"
+    )
     if samples > 1:
         remedy = (
             f"set micro_batch={samples // 2}{all_ranks}, or find it by "

@@ -22,8 +22,8 @@ class TrainingSnapshot:
         self._sharded = _sharded(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
             raise SettingError(
-                f"under fully_shard torch {torch.__version__} cannot continue after an error; install "
-                "torch 2.13"
+                f"under fully_shard torch {torch.__version__} cannot continue after an error; "
+                "install torch 2.13"
             )
         self._random, self._passes = random_state(), loader.state_dict()
         self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
