@@ -52,7 +52,7 @@ def test_the_version_is_said_without_torch():
     shown = command(code, "--version")
     version, modules = shown.stdout.splitlines()
     assert (0, "", f"bigbatch {package.__version__}") == (shown.returncode, shown.stderr, version)
-    assert not {"torch", "numpy", "rich", "bigbatch.runs"} & set(modules.split())
+    assert not {"torch", "numpy", "rich", "bigbatch.errors"} & set(modules.split())
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ import os
 import sys
 from typing import NoReturn
 
-from bigbatch.errors import MissingPackageError
 from bigbatch.interrupts import ignore, interrupts_by, leave
-from bigbatch.optional_packages import required
 
 _LISTED: tuple[list[str], ...] = ([], ["--help"], ["--version"])  # these need no torch
 
@@ -17,19 +15,26 @@ def main() -> None:
     with interrupts_by(leave):
         atexit.register(ignore)  # while Python shuts down
         try:
-            required("typer", "cli")
             from bigbatch.cli.app import app, show
 
             if sys.argv[1:2] in _LISTED:
                 show()
                 return
             from bigbatch.cli.exit_status import run  # imports torch
-        except MissingPackageError as error:
-            _exit_without(error)
+        except ImportError as error:
+            _exit_without_package(error)
         run(app)
 
 
-def _exit_without(error: MissingPackageError) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"bigbatch: {error}\n")
-    sys.exit(2)
+def _exit_without_package(error: ImportError) -> NoReturn:
+    """Ends with one line that names the command which installs the package; on rank 0 alone."""
+    from bigbatch.errors import MissingPackageError
+    from bigbatch.optional_packages import required
+
+    try:
+        required("typer", "cli")
+        raise error
+    except MissingPackageError as missing:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"bigbatch: {missing}\n")
+        sys.exit(2)
