@@ -41,7 +41,7 @@ def leaves_of(run):
     """Every leaf of a checkpoint, tensors as lists, but the time that was spent."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
     for each in state["train"]:
-        each["own"]["seconds"] = None
+        each["own"]["elapsed_seconds"] = None
     return leaves(state)
 
 

@@ -30,7 +30,7 @@ def rows_of(run):
 
 def state_of(run):
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
-    state["train"][0]["own"]["seconds"] = None
+    state["train"][0]["own"]["elapsed_seconds"] = None
     return state
 
 
