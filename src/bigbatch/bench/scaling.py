@@ -139,7 +139,7 @@ def memory_fsdp2(model: Model, ranks: int, *, average: bool) -> float:
 
 def host_seconds(ranks: int, repeats: int = 5) -> float:
     """Python's time for one step's numbers of so many ranks, once the host has them; the least."""
-    lengths = {"over_sizes": 1, "squares": 1, "of_sum": 1, "inverse_sizes": 1, "slope": 2}
+    lengths = {"over_sizes": 1, "squares": 1, "total_sqnorm": 1, "inverse_sizes": 1, "slope": 2}
     lengths |= {"seen": 8, "in_grad": 8, "probed": 1, "of_ranks": FIELDS * ranks, "scale": 1}
     slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
     values = [1.0] * 23 + slots + [1.0]
