@@ -638,16 +638,6 @@ def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noise
 # state
 
 
-def test_a_state_of_an_older_release_loads():
-    controller = Controller(SimiGrad(0.2), 128, smoothing=500)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        old = {"target_batch_size": 300, "lr_factor": 0.5, "samples": 1e4, "steps": 70}
-        controller.load_state_dict(old)
-    assert (300, 0.5) == (controller.decision.batch_size, controller.decision.lr_factor)
-    assert old.items() <= controller.state_dict().items()
-
-
 def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     before = Controller(SimiGrad(0.2), 128, decide_every=2)
     controller = Controller(SimiGrad(0.3), 128, decide_every=1, dead_band=0.1)

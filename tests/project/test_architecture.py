@@ -116,6 +116,36 @@ def test_optional_packages_are_imported_in_their_folders_alone():
         assert imported <= set().union(*allowed), f"{file} imports {imported}"
 
 
+def module_state_of(file: Path) -> list[str]:
+    """What a module can change after its import: `global`, and containers that begin empty."""
+    tree = ast.parse(file.read_text())
+    names = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
+    found = [f"global {name}" for name in names]
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        text = ast.unparse(value) if value else ""
+        if text in ("{}", "[]", "dict()", "list()", "set()") or text.startswith(
+            ("Weak", "weakref.")
+        ):
+            found.append(ast.unparse(node))
+    return found
+
+
+LIBRARY_FILES = [file for file in FILES if folder_of(module_of(file)) in LIBRARY]
+
+
+@pytest.mark.parametrize("file", LIBRARY_FILES, ids=module_of)
+def test_no_module_of_the_library_keeps_state(file):
+    assert [] == module_state_of(file)
+
+
+def test_the_state_of_a_module_is_found(tmp_path):
+    file = tmp_path / "stateful.py"
+    lines = ["A = {}", "B: set = set()", "C = WeakKeyDictionary()", "E = {1: 2}", "def f():"]
+    file.write_text("\n".join([*lines, "    global D", "    D = 1"]))
+    assert ["global D", *lines[:3]] == module_state_of(file)
+
+
 def test_no_two_modules_have_the_same_name():
     names = Counter(file.stem for file in FILES if file.stem != "__init__")
     names.update(folder.parent.name for folder in SOURCE.rglob("*/__init__.py"))

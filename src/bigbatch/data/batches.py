@@ -81,7 +81,7 @@ class Batches:
         self._buffer = SampleBuffer(self._loader, split, count)
         self._collectives = HostCollectives()
         self._pass = SamplePass(self._buffer, self._collectives, self.virtual_ranks, remainder)
-        self.place: Callable[[Batch], Batch] | None = None  # a micro-batch
+        self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
         self._total = self._loader.length  # samples of a whole pass, over all ranks, if it is said
         self._learned: int | None = None  # the same of a pass that was read to its end
         self._unread: list[int] = []  # by each rank, when the pass ends
@@ -296,7 +296,7 @@ class Batches:
         if not self._loader.ordered or self.order != state["order"]:
             warnings.warn(
                 f"the order of this pass was {state['order']} and is {self.order}: on "
-                "another number of ranks some of its samples come twice and others never; a "
+                "another number of ranks some of its samples come twice and others never; an "
                 "ElasticDistributedSampler has one order for any number of ranks",
                 stacklevel=4,
             )

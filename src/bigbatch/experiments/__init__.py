@@ -55,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(
         name="linear-regression",
-        summary="figures 1 and 3 of the VRGD paper, for both upper clips and five input laws",
+        summary="figures 1 and 3 of the VRGD paper, both upper clips, five input distributions",
         run=linear_regression.run,
     )
 }

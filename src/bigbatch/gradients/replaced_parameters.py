@@ -32,7 +32,7 @@ class ReplacementCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: dict[tuple[int, str], Any] = {}  # (place, name there) -> what it slots
+        self._before: dict[tuple[int, str], Any] = {}  # (place, name) -> what it held
         self._look()
 
     def require_held(self, watched: Iterable[Tensor]) -> None:

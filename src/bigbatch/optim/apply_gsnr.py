@@ -48,8 +48,8 @@ class GsnrOptions:
         gamma, r_max: its bounds.
         beta3: momentum of r, for the layers that have an average.
         weight: N, the sum of the micro-batches' weights.
-        k: options many they were.
-        watch: whether to tell what was done.
+        k: how many they were.
+        watch: whether to return what was done.
         fused: whether kernels may be used; layers that do not fit them go by torch.
         compiled: whether what goes by torch is given to `torch.compile`.
     """
@@ -94,37 +94,27 @@ def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list
 def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
-        r from `rules`;   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
+        r = FACTORS[factor];   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
 
     Args:
         options: the settings.
         layers: what this process has of them.
         join: adds up numbers of layers over the ranks that hold the rest; None: this rank has all.
     Returns:
-        Where `options.watch`, of this rank's elements: the sum of r, elements at gamma, elements at
-        r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
+        Where `options.watch`, of this rank's elements: the sum of r, elements at gamma, elements
+        at r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
     """
-    rule, limit = (
-        list(functional.FACTORS).index(options.factor),
-        functional.agreement(torch.float32),
-    )
+    o, limit = options, functional.agreement(torch.float32)
+    rule = list(functional.FACTORS).index(o.factor)
     return TwoPass(
         native.Rule.FOLD,
         layers=[layer.arrays for layer in layers],
         own=[(layer.corrected, 0.0) for layer in layers],
-        group=[
-            options.weight,
-            limit,
-            rule,
-            options.k - 1,
-            options.gamma,
-            options.r_max,
-            options.beta3,
-        ],
-        first=(lambda i: _sums(options, layers[i])) if options.factor == "gsnr" else None,
-        second=lambda i, sums: _scale(options, layers[i], sums),
-        watch=options.watch,
-    ).run(fused=options.fused, join=join)
+        group=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],
+        first=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
+        second=lambda i, sums: _scale(o, layers[i], sums),
+        watch=o.watch,
+    ).run(fused=o.fused, join=join)
 
 
 # by torch
@@ -145,9 +135,8 @@ def _scale(options: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
         multiply(options.factor, options.watch, mean, *numbers, *chunk)
         for chunk in _chunks(options, *layer.arrays)
     ]
-    return (
-        torch.stack([seen for seen in rows if seen is not None]).sum(0) if options.watch else None
-    )
+    stats = [row for row in rows if row is not None]  # where watched
+    return torch.stack(stats).sum(0) if stats else None
 
 
 def _chunks(options: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
@@ -166,15 +155,9 @@ def _chunks(options: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[A
 
 def _numbers(options: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
     """The settings; as tensors for a compiler, which floats make compile again."""
-    numbers = (
-        options.weight,
-        options.k,
-        options.gamma,
-        options.r_max,
-        options.beta3,
-        layer.corrected,
-    )
-    if not options.compiled:
+    o = options
+    numbers = (o.weight, o.k, o.gamma, o.r_max, o.beta3, layer.corrected)
+    if not o.compiled:
         return numbers
     m2 = layer.m2
     return tuple(torch.full((), number, dtype=m2.dtype, device=m2.device) for number in numbers)
@@ -207,13 +190,8 @@ def _multiply(
         return None
     before = functional.squares(gradient)
     gradient.mul_(hat)
-    numbers = [
-        r.sum(),
-        (r <= gamma).sum(),
-        (r >= r_max).sum(),
-        before,
-        functional.squares(gradient),
-    ]
+    after = functional.squares(gradient)
+    numbers = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, after]
     return torch.stack([number.to(r.dtype) for number in numbers])
 
 

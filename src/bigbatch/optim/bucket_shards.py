@@ -91,11 +91,11 @@ class Shard:
         """Whether p of a parameter is here and on the other ranks."""
         return parameter in self._steps
 
-    def is_brought(self, averages: GsnrMomentum) -> bool:
+    def is_brought(self, momentum: GsnrMomentum) -> bool:
         """Whether every rank has p of the whole bucket, as it is now."""
-        return all(averages.of(p)[0] is not None for p in self._steps)
+        return all(momentum.of(p)[0] is not None for p in self._steps)
 
-    def begin(self, groups: dict[Tensor, dict[str, Any]], averages: GsnrMomentum) -> None:
+    def begin(self, groups: dict[Tensor, dict[str, Any]], momentum: GsnrMomentum) -> None:
         """Prepares the next p, if any parameter of the bucket has one."""
         self._next = None
         asked = [p for p in self.parameters if p in groups and groups[p]["beta3"] is not None]
@@ -104,13 +104,13 @@ class Shard:
         if self._average is None:
             self._average = torch.zeros_like(self.mean)
             for span in self.spans:
-                whole, _ = averages.of(span.parameter)
+                whole, _ = momentum.of(span.parameter)
                 if whole is not None:
                     flat = flattened(whole, span.parameter.stride())
                     self._average[span.shard_slice] = flat[span.parameter_slice]
         for parameter in asked:
             if parameter not in self._steps:
-                self._steps[parameter] = averages.of(parameter)[1]
+                self._steps[parameter] = momentum.of(parameter)[1]
         self._next = self._average.clone()
 
     def average_of(self, span: Span, group: dict[str, Any]) -> tuple[Tensor | None, float]:
@@ -120,7 +120,7 @@ class Shard:
             return None, 1.0
         return self._next[span.shard_slice], 1 / (1 - beta3 ** (self._steps[span.parameter] + 1))
 
-    def commit(self, averages: GsnrMomentum) -> None:
+    def commit(self, momentum: GsnrMomentum) -> None:
         """The step was taken, for the parameters that have a gradient."""
         if self._next is None or self._average is None:
             return
@@ -131,9 +131,9 @@ class Shard:
         for parameter in self._steps:
             if parameter.grad is not None:
                 self._steps[parameter] += 1
-            averages.drop(parameter)
+            momentum.drop(parameter)
 
-    def bring(self, averages: GsnrMomentum) -> None:
+    def bring(self, momentum: GsnrMomentum) -> None:
         """Gives every rank p of the whole bucket. Collective."""
         if self._average is None:
             return
@@ -145,7 +145,7 @@ class Shard:
             if parameter in self._steps:
                 whole = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
                 flattened(whole, parameter.stride()).copy_(flat[start : start + whole.numel()])
-                averages.put(parameter, whole, self._steps[parameter])
+                momentum.put(parameter, whole, self._steps[parameter])
 
 
 class Bucket:

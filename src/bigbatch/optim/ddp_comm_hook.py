@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.ddp import ReducedShards
+from bigbatch.gradients.ddp import ReducedShards, require_wrapped
 from bigbatch.gradients.shard_indices import ShardIndices, indices_in_runs, places_in_memory
 from bigbatch.optim.apply_gsnr import AppliedGsnr, out_of_range
 from bigbatch.optim.bucket_pipeline import BucketPipeline
@@ -158,8 +158,8 @@ class DDPCommHook(ReducedShards):
 
     def require_consolidated(self) -> None:
         """Raises StateError where p is on the ranks that compute it only."""
-        averages = self._state.momentum
-        if not all(shard.is_brought(averages) for shard in self._shards.values()):
+        momentum = self._state.momentum
+        if not all(shard.is_brought(momentum) for shard in self._shards.values()):
             raise StateError(
                 "p, the average of r, is spread over the ranks: call optimizer.attached."
                 "consolidate() on every rank before state_dict(), which sends nothing"
@@ -355,6 +355,4 @@ def require_attachable(
             "the model has a communication hook already, and DDP takes one; wrap it again, and let "
             "attach() be the only one"
         )
-    shared = set(ddp.parameters())
-    if any(p.requires_grad and p not in shared for p in parameters):
-        raise SettingError("a parameter of the optimizer stands outside the DDP wrapper")
+    require_wrapped(ddp, parameters)

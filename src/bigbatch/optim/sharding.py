@@ -75,7 +75,7 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
 
 
 def join_of(parameters: list[Any]) -> Join | None:
-    """Adds numbers of layers up over the ranks that hold the rest of them; None: all is here.
+    """Adds numbers of layers up over the ranks that hold the rest of them; None: this rank has all.
 
     Raises:
         SettingError: some are sharded and some are not, or over another mesh.

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
@@ -22,9 +22,9 @@ class ControllerState(TypedDict):
     lr_factor: float
     samples: float
     steps: int
-    average: NotRequired[dict[str, Any] | None]
-    policy: NotRequired[Any]
-    settings: NotRequired[dict[str, str]]
+    average: dict[str, Any] | None
+    policy: Any
+    settings: dict[str, str]
 
 
 class Controller:
@@ -76,7 +76,7 @@ class Controller:
         warmup: NotNegative = 0,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
-        self._caution = Hysteresis(dead_band, confidence)
+        self._hysteresis = Hysteresis(dead_band, confidence)
         self._remembers = _remembering(policy, asked=bool(dead_band or confidence))
         self._average = (
             None if smoothing is None else NoiseAverage(smoothing, confidence=confidence)
@@ -135,7 +135,7 @@ class Controller:
         )
         if self._average is not None:
             noise = self._average.update(noise)
-        self._caution.require_interval(self._ask, noise, now)
+        self._hysteresis.require_interval(self._ask, noise, now)
         if now.samples < self._warmup:
             self.decision = self._stay(f"held: warm-up of {self._warmup:g} samples")
         elif self._steps % self._decide_every:
@@ -186,13 +186,11 @@ class Controller:
             Decision(state["target_batch_size"], "resumed", state["lr_factor"])
         )
         self._samples, self._steps = state["samples"], state["steps"]
-        average, before = state.get("average"), state.get("settings", {})
-        if self._average is not None and average is not None:
-            self._average.load_state_dict(average)
-        own = state.get("policy")
-        if self._remembers is not None and own is not None:
-            self._remembers.load_state_dict(own)
-        warn_of_changes(before, self._settings)
+        if self._average is not None and state["average"] is not None:
+            self._average.load_state_dict(state["average"])
+        if self._remembers is not None and state["policy"] is not None:
+            self._remembers.load_state_dict(state["policy"])
+        warn_of_changes(state["settings"], self._settings)
 
     def _ask(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         decision = self.policy.decide(noise, now)
@@ -202,7 +200,7 @@ class Controller:
 
     def _decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
         decision, bounds = self._ask(noise, now), (self.min_batch, self.max_batch)
-        doubt = self._caution.doubt(self._ask, decision.batch_size, noise, now, bounds)
+        doubt = self._hysteresis.doubt(self._ask, decision.batch_size, noise, now, bounds)
         if doubt is not None:
             reason = f"{decision.reason}; held: {doubt}"
             return replace(decision, batch_size=now.target_batch_size, reason=reason)
@@ -246,7 +244,7 @@ def has_state(thing: object) -> bool:
 
 
 def _remembering(policy: Any, *, asked: bool) -> Any:
-    """The policy, or that inside Advise, where it has a state to save; else None.
+    """The policy, or the one inside `Shadow`, where it has a state to save; else None.
 
     Args:
         policy: must be able to decide.

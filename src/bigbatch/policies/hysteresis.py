@@ -79,7 +79,7 @@ class Hysteresis:
     ) -> tuple[GradientStatistics, TrainingState]:
         """The same noise seen with a batch larger (way +1) or smaller by the dead band.
 
-        Short of the bounds by a sample, so that available is a way left to go.
+        Short of the bounds by a sample, so that the policy can still move.
         """
         factor, whole = (1 + self.dead_band) ** way, math.floor if way > 0 else math.ceil
         target, (low, high) = whole(now.target_batch_size * factor), bounds

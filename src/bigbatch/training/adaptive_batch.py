@@ -240,7 +240,7 @@ class AdaptiveBatch:
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_none_begun()
-        self._update.begin_pass()
+        self._update.require_equal_ranks("where the run stands")
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)

@@ -104,10 +104,6 @@ class Update:
 
     # between two steps
 
-    def begin_pass(self) -> None:
-        """Raises RankError where the ranks do not stand at the same place. Collective."""
-        self.require_equal_ranks("where the run stands")
-
     def end_pass(self) -> None:
         """Counts an epoch; a loader of unknown length has shown it by now."""
         self.learn_length()
@@ -216,18 +212,14 @@ class Update:
             reduced.restart()
 
     def _decide(self, step: StepStatistics, lr: list[float], seconds: float) -> Decision:
-        current = self._controller.decision
-        reason = ""
         if not step.finite:
-            reason = "skipped: the gradient is not finite"
-        elif not self._batches.was_whole(step.samples, self.plan):
-            reason = "the end of an epoch does not decide"
-        elif step.statistics is None:
-            reason = "not measured"
-        if reason or step.statistics is None:
-            return Decision(current.batch_size, reason, current.lr_factor)
+            return self._unchanged("skipped: the gradient is not finite")
+        if not self._batches.was_whole(step.samples, self.plan):
+            return self._unchanged("the end of an epoch does not decide")
+        if step.statistics is None:
+            return self._unchanged("not measured")
         now = TrainingState(
-            target_batch_size=current.batch_size,
+            target_batch_size=self._controller.decision.batch_size,
             batch_size=step.samples,
             base_batch=self.clock.base_batch,
             samples=self.samples + step.samples,
@@ -238,6 +230,10 @@ class Update:
             elapsed_seconds=seconds,
         )
         return self._controller.next(step.statistics, now)
+
+    def _unchanged(self, reason: str) -> Decision:
+        current = self._controller.decision
+        return Decision(current.batch_size, reason, current.lr_factor)
 
     def _count(self, step: StepStatistics) -> None:
         self.samples += step.samples

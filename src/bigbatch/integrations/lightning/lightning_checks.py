@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.errors import SettingError
-from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.scheduler import total_of
@@ -154,7 +154,7 @@ def taken_clipping(trainer: Trainer, module: LightningModule) -> float | None:
     Raises:
         SettingError: it cannot be done by norm.
     """
-    if not isinstance(trainer.optimizers[0], VarianceReduced):
+    if micro_batch_optimizer(trainer.optimizers[0]) is None:
         return None
     if is_overridden("configure_gradient_clipping", module):
         raise SettingError(

@@ -30,7 +30,6 @@ from bigbatch.integrations.transformers.trainer_checks import (
     require_trainer,
     warn_of_growth,
 )
-from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan_constraints import Least
 from bigbatch.policies.policy import Policy
@@ -285,9 +284,10 @@ class AdaptiveMixin(NextClass):
         save(Path(output_dir), self.args.process_index, epochs, train.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = _inside(self.optimizer)
-        if isinstance(optimizer, VarianceReduced) and optimizer.attached is not None:
-            optimizer.attached.consolidate()
+        if callable(
+            consolidate := getattr(_inside(self.optimizer), "consolidate_state_dict", None)
+        ):
+            consolidate()
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _init_training_state(
