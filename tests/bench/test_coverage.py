@@ -125,7 +125,7 @@ def test_a_still_window_holds_its_truth_most_of_the_time():
 def test_the_truth_of_a_drifting_window_is_what_a_window_over_the_truth_shows():
     model = population(seed=4)
     average, last = coverage.of_drift(model, trials=1)
-    window = NoiseAverage(samples=16 * average.samples)
+    window = NoiseAverage(16 * average.samples)
     for left in reversed(range(48)):  # three windows, in two of which the signal halves
         exact = GradientStatistics(
             model.grad_sqnorm * 2 ** (left / 32),

@@ -13,6 +13,7 @@ from bigbatch.cli import main
 from bigbatch.cli.app import _COMMANDS
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.settings import HELP, KINDS
 from bigbatch.runs.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
@@ -23,16 +24,16 @@ WRONG = [
     (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
     (["train", "--bogus"], "No such option: --bogus"),
     (["walk"], "No such command 'walk'"),
-    (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: fixed, simigrad"),
+    (["train", "--policy", "magic"], 'policy=\'magic\' must be one of "fixed", "simigrad"'),
     (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
     (["train", "--target", "1.5"], "target=1.5 must be a number in (-1, 1)"),
     (["train", "--target", "-1"], "target=-1.0 must be a number in (-1, 1)"),
-    (["train", "--target", "high"], "--target"),
+    (["train", "--target", "high"], "target='high' must be a number in (-1, 1)"),
     (["train", "--min-batch", "512", "--max-batch", "256"], "min_batch=512 exceeds max_batch=256"),
     (["train", "--max-batch", "2"], "max_batch=2"),
     (["train", "--batch-size", "0"], "batch_size=0 must be a whole number of at least 1"),
     (["train", "--virtual-ranks", "0"], "virtual_ranks=0 must be a whole number of at least 1"),
-    (["train", "--epochs", "0"], "--epochs"),
+    (["train", "--epochs", "0"], "epochs=0 must be a whole number of at least 1"),
     (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must be above 0"),
     (
         ["train", "--gamma", "0.5"],
@@ -40,12 +41,18 @@ WRONG = [
     ),
     (["train", "--policy", "fixed", "--target", "0"], "--policy fixed does not go together with"),
     (
-        ["train", "--policy", "schedule:64", "--dead-band", "0.1"],
+        ["train", "--policy", "schedule", "--batch-schedule", "64", "--dead-band", "0.1"],
         "not go together with --dead-band",
     ),
-    (["train", "--policy", "fixed:64", "--batch-size", "32"], "not go together with --batch-size"),
-    (["train", "--policy", "simigrad:0.4", "--target", "0.3"], "not go together with --target"),
-    (["train", "--policy", "simigrad:0.4,target=0.3"], "gives target twice"),
+    (
+        ["train", "--policy", "schedule", "--batch-schedule", "64", "--batch-size", "32"],
+        "not go together with --batch-size",
+    ),
+    (["train", "--policy", "schedule"], "policy=schedule needs batch_schedule"),
+    (["train", "--policy", "simigrad:0.4"], "policy='simigrad:0.4' must be one of"),
+    (["train", "--smoothing", "4000"], 'such as "16 steps" or "4K samples", or None'),
+    (["train", "--warmup", "1.5 epochs"], "warmup='1.5 epochs' must be text such as"),
+    (["train", "--checkpoint-every", "0 steps"], "checkpoint_every='0 steps' must be text such"),
     (
         ["train", "--seed", "4294967296"],
         "seed=4294967296 must be a whole number",
@@ -242,9 +249,9 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
         "min_batch": 24,
         "max_batch": 256,
         "batch_size": 48,
-        "smoothing": 500.0,
+        "smoothing": "500 samples",
         "dead_band": 0.2,
-        "warmup": 200.0,
+        "warmup": "200 samples",
         "virtual_ranks": 6,
         "optimizer": "vr-sgd",
         "lr": 0.03,
@@ -253,7 +260,7 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
         "r_max": 1.5,
         "epochs": 1,
         "seed": 3,
-        "checkpoint_every": 7,
+        "checkpoint_every": "7 steps",
     }
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     given += ["--set=samples=256"]
@@ -261,17 +268,28 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
     assert settings.items() <= RunDirectory.open(tmp_path / "run").settings.items()
 
 
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_every_setting_is_an_option_with_a_sentence(bigbatch, command):
+    _, out, _ = bigbatch(command, "--help")
+    for name in KINDS.keys() - {"recipe", "arm", "seed", "data", "task"}:
+        assert f"  --{name.replace('_', '-')} " in out
+        assert "".join(HELP[name].split()) in "".join(out.split())
+
+
 def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):
     own = ("--arm=noise-scale", "--set=dead_band=0.3", "--set=samples=64", "--epochs=1")
     status, _, err = bigbatch("train", *own, "--run-dir", tmp_path / "run", "--quiet")
     assert (0, "") == (status, err)
     settings = RunDirectory.open(tmp_path / "run").settings
-    assert (0.3, 4000.0) == (settings["dead_band"], settings["smoothing"])
+    assert (0.3, "4K samples") == (settings["dead_band"], settings["smoothing"])
 
 
 @pytest.mark.thorough
 def test_what_the_arms_of_a_study_have_of_their_own_is_said(bigbatch, tmp_path, monkeypatch):
-    arms = {"one": {"policy": "fixed:64"}, "two": {"policy": "fixed:64", "lr": 0.1}}
+    arms = {
+        "one": {"policy": "fixed", "batch_size": 64},
+        "two": {"policy": "fixed", "batch_size": 64, "lr": 0.1},
+    }
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
     own = ("--set=lr=0.5", "--set=samples=64", "--epochs=1", "--seeds=1")
     status, _, err = bigbatch("train", *own, "--run-dir", tmp_path / "study", "--quiet")

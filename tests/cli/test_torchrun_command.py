@@ -14,7 +14,7 @@ TESTED = [
     str(Path(__file__).parents[1] / "helpers" / "noisy_digits.py"),
     "train",
 ]  # one that can be killed
-LENGTH = ["--epochs", "2", "--checkpoint-every", "5"]
+LENGTH = ["--epochs", "2", "--checkpoint-every", "5 steps"]
 KILLED_AT = 34  # backwards on one of two ranks, two a step: in step 17
 
 pytestmark = pytest.mark.thorough

@@ -215,8 +215,11 @@ def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
     assert expected == dry_run(DIGITS, asked, ranks).plans["start"].plan
 
 
+SCHEDULED = {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs"}
+
+
 def test_a_written_schedule_has_its_own_least_and_largest_batch():
-    run = dry_run(DIGITS, settings(policy="schedule: 32, x2 every 5 epochs", epochs=20))
+    run = dry_run(DIGITS, settings(**SCHEDULED, epochs=20))
     sizes = {name: planned.plan.batch_size for name, planned in run.plans.items()}
     assert {"start": 32, "least": 32, "largest": 256} == sizes
 
@@ -269,10 +272,10 @@ def test_what_an_arm_changes_says_whose_it_is():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"policy": "simigrad:2"}, "target=2"),
+        ({"policy": "schedule"}, "policy=schedule needs batch_schedule"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown"),
         ({"min_batch": 1024}, "min_batch=1024 exceeds max_batch=512"),
-        ({"lr_scaling": "sqrt", "policy": "schedule: 32, x2 at 5 epochs, then decay"}, "decay"),
+        ({"lr_scaling": "sqrt", **SCHEDULED, "batch_schedule": "32, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
         ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
         ({"engine": "deepspeed"}, "engine=deepspeed makes float32 of parameters"),

@@ -51,7 +51,18 @@ def test_a_run_takes_its_rate_times_the_mean_r_of_another(twin):
 
 def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkeypatch):
     monkeypatch.chdir(twin.parent)
-    options = ("--set", "samples=100", "--epochs", "1", "--policy", "fixed:64", "--lr", "0.5")
+    options = (
+        "--set",
+        "samples=100",
+        "--epochs",
+        "1",
+        "--policy",
+        "fixed",
+        "--batch-size",
+        "64",
+        "--lr",
+        "0.5",
+    )
     run = tmp_path / "run"
     assert (
         0
@@ -65,7 +76,7 @@ def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkey
 
 @pytest.mark.thorough
 def test_a_study_takes_the_mean_r_of_the_same_seed(bigbatch, tmp_path, monkeypatch):
-    fixed = {"policy": "fixed:64", "micro_batch": 16}
+    fixed = {"policy": "fixed", "batch_size": 64, "micro_batch": 16}
     arms = {
         "twin": {**fixed, "optimizer": "vr-momentum"},
         "control": {**fixed, "optimizer": "momentum", "lr_control_from": "twin"},

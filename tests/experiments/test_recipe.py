@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch import Fixed, GradientStatistics, NoiseScale, Schedule, SimiGrad
+from bigbatch import Fixed, GradientStatistics, NoiseScale, NormTest, Schedule, SimiGrad
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.digits import DIGITS
 
@@ -12,19 +12,24 @@ def controller(**changes):
 
 
 @pytest.mark.parametrize(
-    ("text", "policy", "start"),
+    ("changes", "policy", "start"),
     [
-        ("simigrad", SimiGrad(0.3, 16, 512), 32),
-        ("simigrad:0.4", SimiGrad(0.4, 16, 512), 32),
-        ("simigrad:max_batch=2048", SimiGrad(0.3, 16, 2048), 32),
-        ("noise-scale", NoiseScale(1.0, 16, 512), 32),
-        ("fixed", Fixed(32), 32),
-        ("fixed:1024", Fixed(1024), 1024),
-        ("schedule:64, x2 every 5 epochs", Schedule("64, x2 every 5 epochs"), 64),
+        ({"policy": "simigrad"}, SimiGrad(0.3, 16, 512), 32),
+        ({"target": 0.4, "grow": 1.5, "shrink": 0.8}, SimiGrad(0.4, 16, 512, 1.5, 0.8), 32),
+        ({"max_batch": 2048}, SimiGrad(0.3, 16, 2048), 32),
+        ({"policy": "noise-scale", "multiple": 2.0}, NoiseScale(2.0, 16, 512), 32),
+        ({"policy": "norm-test", "theta": 0.3}, NormTest(0.3, 16, 512), 32),
+        ({"policy": "fixed"}, Fixed(32), 32),
+        ({"policy": "fixed", "batch_size": 1024}, Fixed(1024), 1024),
+        (
+            {"policy": "schedule", "batch_schedule": "64, x2 every 5 epochs"},
+            Schedule("64, x2 every 5 epochs"),
+            64,
+        ),
     ],
 )
-def test_a_text_has_the_recipes_values_for_what_it_does_not_say(text, policy, start):
-    found = controller(policy=text, smoothing=1000.0)
+def test_a_policy_has_the_values_of_the_settings(changes, policy, start):
+    found = controller(**changes, smoothing="1000 samples")
     assert policy == found.policy
     assert start == found.decision.batch_size
     assert 32 == found.base_batch
@@ -32,7 +37,7 @@ def test_a_text_has_the_recipes_values_for_what_it_does_not_say(text, policy, st
 
 def test_smoothing_and_dead_band_reach_the_controller():
     noise = GradientStatistics(1.0, 40.0, samples=32, micro_batches=4)
-    found = controller(policy="noise-scale", smoothing=50.0, dead_band=0.5)
+    found = controller(policy="noise-scale", smoothing="50 samples", dead_band=0.5)
     assert "held: inside the dead band of 0.5" in found.next(noise).reason
     smoothed = found.next(GradientStatistics(1.0, 320.0, samples=32, micro_batches=4))
     assert 32 < smoothed.batch_size < 320

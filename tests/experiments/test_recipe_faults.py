@@ -18,7 +18,9 @@ from bigbatch.gradients import is_of_network, note_waiting
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.run_directory import RunDirectory
 
-SETTINGS = DIGITS.settings().changed({"policy": "fixed:64", "epochs": 1, "checkpoint_every": 5})
+SETTINGS = DIGITS.settings().changed(
+    {"policy": "fixed", "batch_size": 64, "epochs": 1, "checkpoint_every": "5 steps"}
+)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
@@ -113,7 +115,17 @@ def exhausted(number, loss):
 
 def test_no_memory_in_the_loss_ends_with_the_size_to_set(bigbatch, tmp_path, monkeypatch):
     monkeypatch.setitem(RECIPES, "digits", digits(loss=exhausted))
-    command = ["train", "digits", "--policy", "fixed:64", "--micro-batch", "8", "--run-dir"]
+    command = [
+        "train",
+        "digits",
+        "--policy",
+        "fixed",
+        "--batch-size",
+        "64",
+        "--micro-batch",
+        "8",
+        "--run-dir",
+    ]
     with pytest.raises(RuntimeError) as raised:
         bigbatch(*command, tmp_path / "run")
     (note,) = raised.value.__notes__

@@ -19,7 +19,7 @@ from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.distributed_eval import share_right, sound_scores
 from bigbatch.experiments.train_run import Training
 
-FIXED = {"policy": "fixed:64", "epochs": 1}
+FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 
 
 def trained(recipe=DIGITS, **changes):
@@ -35,7 +35,7 @@ def trained(recipe=DIGITS, **changes):
 
 
 def test_the_rate_follows_the_schedule_over_base_batches():
-    _, rates = trained(lr_schedule="polynomial 1", batch_size=32, lr_scaling="none")
+    _, rates = trained(lr_schedule="polynomial 1", lr_scaling="none")
     total = 1347
     seen = [64 * step // 32 * 32 + 16 for step in range(len(rates))]  # the middle of a base batch
     assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
@@ -83,7 +83,7 @@ def rows(path):
 
 
 def train(bigbatch, place, *options):
-    first = ("epochs=2", "policy=fixed:64", "lr=0.1")
+    first = ("epochs=2", "policy=fixed", "batch_size=64", "lr=0.1")
     settings = [f"--set={option}" for option in (*first, *options)]
     status, out, err = bigbatch(
         "train", "digits", "--seed=0", *settings, "--run-dir", place, "--quiet"
@@ -219,7 +219,7 @@ def test_a_run_goes_on_where_those_that_it_needed_first_are_gone(bigbatch, tmp_p
 
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, loss=interrupted))
     with pytest.raises(AssertionError, match="bigbatch train --resume"):
-        train(bigbatch, tmp_path / "half", *needed, "checkpoint_every=5")
+        train(bigbatch, tmp_path / "half", *needed, "checkpoint_every=5 steps")
     shutil.rmtree(first)
     assert 0 == bigbatch("train", "--resume", tmp_path / "half")[0]
     for expected, actual in zip(whole, rows(tmp_path / "half"), strict=True):

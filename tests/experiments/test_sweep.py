@@ -25,7 +25,7 @@ from bigbatch.runs.sweep_results import read_swept
 from log_rows import row
 
 SETTINGS = DIGITS.settings()
-SHORT = ("--set", "epochs=1", "--set", "checkpoint_every=5")
+SHORT = ("--set", "epochs=1", "--set", "checkpoint_every=5 steps")
 SECONDS = 240  # far more than needed: a hang ends as a failure
 
 WRONG = [
@@ -37,7 +37,7 @@ WRONG = [
     (["--grid", "recipe=a,b"], "'recipe' cannot vary"),
     (["--grid", "arm=none"], "arm 'none' is unknown"),
     (["--grid", "optimizer=magic"], "optimizer 'magic' is unknown"),
-    (["--grid", "policy=magic"], "policy 'magic' is unknown"),
+    (["--grid", "policy=magic"], "policy='magic' must be one of"),
     (["--grid", "min_batch=512", "--grid", "max_batch=256"], "the sweep has no point"),
     (["--grid", "lr=0.1", "--tune", "target"], "tuned target must be in the grid: lr"),
     (["--resume", "x", "--grid", "lr=0.1"], "--resume does not go together with --grid"),
@@ -80,13 +80,16 @@ def test_a_grid_is_a_product_named_by_what_varies():
 
 
 def test_values_with_commas_are_parted_by_bars_and_make_file_names():
-    found = points("policy=simigrad:0.4,max_batch=256|schedule: 32, x2 every 5 epochs")
+    found = points(
+        "policy=schedule", "batch_schedule=64, 128 from 1K samples|32, x2 every 5 epochs"
+    )
     assert [
-        "policy=simigrad-0.4-max_batch-256",
-        "policy=schedule-32-x2-every-5-epochs",
+        "batch_schedule=64-128-from-1K-samples",
+        "batch_schedule=32-x2-every-5-epochs",
     ] == [point.name for point in found]
-    twins = points("policy=fixed:64|fixed: 64")
-    assert ["policy=fixed-64", "policy=fixed-64~2"] == [point.name for point in twins]
+    alike = points("policy=schedule", "batch_schedule=64,128 from 9 steps|64, 128 from 9 steps")
+    expected = "batch_schedule=64-128-from-9-steps"
+    assert [expected, f"{expected}~2"] == [point.name for point in alike]
 
 
 def test_points_whose_least_batch_exceeds_their_largest_are_left_out():
@@ -462,7 +465,7 @@ def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(bigbatch, tmp_path, n
             whole / f"lr={lr}-seed0",
         )
         assert 0 == bigbatch("train", "digits", *one, *EPOCHS)[0]
-    process = sweeping(*GRID, "--set", "checkpoint_every=7", "--run-dir", killed)
+    process = sweeping(*GRID, "--set", "checkpoint_every=7 steps", "--run-dir", killed)
     wait_for(process, killed)
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=SECONDS)

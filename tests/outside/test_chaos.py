@@ -18,7 +18,7 @@ from torchrun import run
 
 DYING = Path(__file__).parent / "scripts" / "dying.py"
 SETTINGS = [NAME, "--policy", "simigrad", "--optimizer", "vr-momentum", "--target", "0.2"]
-LENGTH = ["--epochs", "3", "--max-batch", "96", "--checkpoint-every", "9", "--quiet"]
+LENGTH = ["--epochs", "3", "--max-batch", "96", "--checkpoint-every", "9 steps", "--quiet"]
 KILLS = 12
 
 

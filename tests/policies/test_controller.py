@@ -265,7 +265,9 @@ def test_a_policy_is_asked_every_nth_step_only():
 
 
 def test_a_warm_up_holds_the_batch_and_fills_the_average():
-    controller = Controller(SimiGrad(target=0.2), 128, warmup=1000, smoothing=1e9)
+    controller = Controller(
+        SimiGrad(target=0.2), 128, warmup="1000 samples", smoothing="1000000000 samples"
+    )
     reasons = [controller.next(low(samples=128)).reason for _ in range(7)]
     assert {"held: warm-up of 1000 samples"} == set(reasons)
     assert 128 == controller.decision.batch_size
@@ -277,14 +279,14 @@ def test_a_warm_up_holds_the_batch_and_fills_the_average():
 
 def test_smoothing_hands_the_policy_the_average():
     policy, average = Listens(), NoiseAverage(500)
-    controller = Controller(policy, 128, smoothing=500)
+    controller = Controller(policy, 128, smoothing="500 samples")
     for noise in (low(), high(100), low(300)):
         controller.next(noise)
         assert average.update(noise) == policy.heard[-1][0]
 
 
 def test_a_step_without_a_number_does_not_enter_the_average():
-    one, other = (Controller(SimiGrad(0.2), 128, smoothing=500) for _ in range(2))
+    one, other = (Controller(SimiGrad(0.2), 128, smoothing="500 samples") for _ in range(2))
     for noise in (low(), GradientStatistics(math.nan, math.inf, 64, 4), high(100)):
         one.next(noise)
     for noise in (low(), high(100)):
@@ -329,7 +331,7 @@ def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, b
     ("present", "expected"), [(870, 870), (869, 1000), (1149, 1149), (1151, 1000)]
 )
 def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, expected):
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing=1e3)
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="1000 samples")
     decision = controller.next(seen(64))
     assert expected == decision.batch_size
     assert ("held: inside the dead band of 0.15" in decision.reason) == (present == expected)
@@ -340,7 +342,7 @@ def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, e
 )
 def test_the_dead_band_is_exact_in_whole_numbers(present, wanted, moves):
     assert moves == (max(wanted / present, present / wanted) > 1.15)
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing=1e3)
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="1000 samples")
     expected = wanted if moves else present
     assert expected == controller.next(seen(64, noise_scale=wanted)).batch_size
 
@@ -385,7 +387,7 @@ def test_a_held_decision_says_why_and_keeps_its_factor():
     factor=st.floats(1.0001, 10),
 )
 def test_no_decision_moves_farther_than_the_largest_step(noises, start, factor):
-    controller = Controller(NoiseScale(), start, max_change=factor, smoothing=1)
+    controller = Controller(NoiseScale(), start, max_change=factor, smoothing="1 sample")
     before = start
     for signal in noises:
         after = controller.next(GradientStatistics(signal, 1e4, 64, 8)).batch_size
@@ -394,9 +396,9 @@ def test_no_decision_moves_farther_than_the_largest_step(noises, start, factor):
 
 
 def test_what_is_far_away_is_reached_by_largest_steps():
-    falling = Controller(NoiseScale(min_batch=20), 256, max_change=2, smoothing=1)
+    falling = Controller(NoiseScale(min_batch=20), 256, max_change=2, smoothing="1 sample")
     assert [128, 64, 32, 20] == walk(falling, 4, noise_scale=0.0)
-    rising = Controller(NoiseScale(max_batch=500), 64, max_change=2, smoothing=1)
+    rising = Controller(NoiseScale(max_batch=500), 64, max_change=2, smoothing="1 sample")
     assert [128, 256, 500, 500] == walk(rising, 4, noise_scale=1e6)
 
 
@@ -404,20 +406,22 @@ def test_what_is_far_away_is_reached_by_largest_steps():
 @pytest.mark.parametrize("way", [low, high])
 def test_no_whole_number_stalls_the_batch(start, way):
     for policy in (SimiGrad(0.2), NoiseScale(max_batch=10**6)):
-        options = {"max_change": 1.01, "smoothing": 64, "dead_band": 0.01}
+        options = {"max_change": 1.01, "smoothing": "64 samples", "dead_band": 0.01}
         controller = Controller(policy, start, **options)
         after = controller.next(way()).batch_size
         assert after > start if way is low else after < start or start == 1
 
 
 def test_a_start_without_noise_runs_away_no_farther_than_it_is_told():
-    runaway = [Controller(policy, 256, smoothing=1) for policy in (SimiGrad(0.2), NoiseScale())]
+    runaway = [
+        Controller(policy, 256, smoothing="1 sample") for policy in (SimiGrad(0.2), NoiseScale())
+    ]
     assert [1, 1] == [walk(one, 60, noise_scale=0.0)[-1] for one in runaway]
     for policy in (SimiGrad(0.2, min_batch=64), NoiseScale(min_batch=64)):
-        assert 64 == walk(Controller(policy, 256, smoothing=1), 60, noise_scale=0.0)[-1]
-        patient = Controller(policy, 256, smoothing=1, warmup=2560)
+        assert 64 == walk(Controller(policy, 256, smoothing="1 sample"), 60, noise_scale=0.0)[-1]
+        patient = Controller(policy, 256, smoothing="1 sample", warmup="2560 samples")
         assert {256} == set(walk(patient, 9, noise_scale=0.0))
-        slow = Controller(policy, 256, smoothing=1, max_change=1.1)
+        slow = Controller(policy, 256, smoothing="1 sample", max_change=1.1)
         assert 64 < walk(slow, 9, noise_scale=0.0)[-1] < 256
 
 
@@ -453,7 +457,7 @@ def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise
 
 
 def test_with_smoothing_the_interval_is_the_windows():
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=10_000)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing="10000 samples")
     average = NoiseAverage(10_000, confidence=0.9)
     generator = torch.Generator().manual_seed(0)
     moved = []
@@ -481,7 +485,7 @@ def test_with_smoothing_the_interval_is_the_windows():
 )
 def test_surely_without_its_interval_names_the_remedy_at_the_first_step(noise, words):
     controller = Controller(
-        SimiGrad(target=0.2), 128, confidence=0.9, warmup=10**6, decide_every=100
+        SimiGrad(target=0.2), 128, confidence=0.9, warmup="1000000 samples", decide_every=100
     )
     with pytest.raises(SettingError, match=words):
         controller.next(noise)
@@ -502,7 +506,11 @@ def test_a_step_without_a_number_is_no_missing_interval():
     ],
 )
 def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expected):
-    for options in ({"dead_band": 0.5}, {"confidence": 0.9}, {"confidence": 0.9, "smoothing": 1e3}):
+    for options in (
+        {"dead_band": 0.5},
+        {"confidence": 0.9},
+        {"confidence": 0.9, "smoothing": "1000 samples"},
+    ):
         controller = Controller(policy, 128, **options)
         assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
 
@@ -531,7 +539,7 @@ def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         walk(controller, 3)
-        Controller(policy, 128, smoothing=1e4)
+        Controller(policy, 128, smoothing="10000 samples")
         Controller(SimiGrad(), 128)
 
 
@@ -540,17 +548,17 @@ def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
     [
         ({"decide_every": 0}, "decide_every=0"),
         ({"decide_every": 1.5}, "decide_every=1.5"),
-        ({"smoothing": 0}, "smoothing=0"),
-        ({"smoothing": math.inf}, "smoothing=inf"),
-        ({"smoothing": math.nan}, "smoothing=nan"),
+        ({"smoothing": "0 samples"}, "smoothing='0 samples' must be text such as \"16 steps\""),
+        ({"smoothing": 500}, "smoothing=500"),
+        ({"smoothing": "2 epochs"}, "smoothing='2 epochs'"),
         ({"dead_band": -0.1}, "dead_band=-0.1"),
         ({"dead_band": math.nan}, "dead_band=nan"),
         ({"max_change": 1.0}, "max_change=1.0"),
         ({"max_change": math.nan}, "max_change=nan"),
         ({"confidence": 0.0}, "confidence=0.0"),
         ({"confidence": 90}, "confidence=90"),
-        ({"warmup": -1}, "warmup=-1"),
-        ({"warmup": math.nan}, "warmup=nan"),
+        ({"warmup": 500}, "warmup=500"),
+        ({"warmup": "0.5 epochs"}, "warmup='0.5 epochs'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(wrong, words):
@@ -571,12 +579,18 @@ POLICIES = [
 OPTIONS = [
     {},
     {"decide_every": 3},
-    {"smoothing": 700},
+    {"smoothing": "700 samples"},
     {"dead_band": 0.2},
     {"max_change": 1.05},
-    {"smoothing": 700, "confidence": 0.8},
-    {"warmup": 1000},
-    {"decide_every": 2, "smoothing": 300, "dead_band": 0.1, "max_change": 1.5, "confidence": 0.6},
+    {"smoothing": "700 samples", "confidence": 0.8},
+    {"warmup": "1000 samples"},
+    {
+        "decide_every": 2,
+        "smoothing": "300 samples",
+        "dead_band": 0.1,
+        "max_change": 1.5,
+        "confidence": 0.6,
+    },
 ]
 every_pair = [
     pytest.mark.parametrize("policy", POLICIES, ids=str),
@@ -659,29 +673,29 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
         ("min_batch", 2),
         ("max_batch", 256),
         ("decide_every", 2),
-        ("smoothing", 500),
+        ("smoothing", "500 samples"),
         ("dead_band", 0.1),
         ("max_change", 1.5),
         ("confidence", 0.9),
-        ("warmup", 100),
+        ("warmup", "100 samples"),
     ],
 )
 def test_every_option_that_changed_is_named_and_makes_another_digest(option, value):
     before, after = Controller(SimiGrad(), 128), Controller(SimiGrad(), 128, **{option: value})
     assert before.digest() != after.digest()
-    with pytest.warns(UserWarning, match=f"^{option} was .*, is {value}: the new one is used"):
+    with pytest.warns(UserWarning, match=f"^{option} was .*, is {value!r}: the new one is used"):
         after.load_state_dict(before.state_dict())
 
 
 def test_an_average_that_is_new_or_gone_begins_or_ends():
-    smooth, rough = (Controller(SimiGrad(0.2), 128, smoothing=s) for s in (500, None))
+    smooth, rough = (Controller(SimiGrad(0.2), 128, smoothing=s) for s in ("500 samples", None))
     for one in (smooth, rough):
         walk(one, 3)
-    fresh = Controller(SimiGrad(0.2), 128, smoothing=500)
-    with pytest.warns(UserWarning, match="smoothing was None, is 500"):
+    fresh = Controller(SimiGrad(0.2), 128, smoothing="500 samples")
+    with pytest.warns(UserWarning, match="smoothing was None, is '500 samples'"):
         fresh.load_state_dict(rough.state_dict())
     assert "similarity 1.000" in fresh.next(high()).reason
-    with pytest.warns(UserWarning, match="smoothing was 500, is None"):
+    with pytest.warns(UserWarning, match="smoothing was '500 samples', is None"):
         rough.load_state_dict(smooth.state_dict())
     assert "similarity 1.000" in rough.next(high()).reason
 
@@ -690,7 +704,7 @@ DIGEST = """
 from bigbatch import Controller, GradientStatistics, Shadow
 class Mine:
     def decide(self, noise, now): ...
-controller = Controller(Shadow(Mine()), 128, smoothing=500)
+controller = Controller(Shadow(Mine()), 128, smoothing="500 samples")
 print(controller.digest())
 """
 
@@ -749,7 +763,7 @@ def test_a_policy_that_remembers_is_saved_through_advise_too_and_asked_once_a_st
     second = Controller(bb.Shadow(Counting()), 10)
     second.load_state_dict(first.state_dict())
     assert 40 == first.next(noise).advice == second.next(noise).advice
-    for options in ({"dead_band": 0.1}, {"confidence": 0.9, "smoothing": 100}):
+    for options in ({"dead_band": 0.1}, {"confidence": 0.9, "smoothing": "100 samples"}):
         with pytest.raises(SettingError, match="one that remembers"):
             Controller(Counting(), 10, **options)
 
@@ -784,7 +798,7 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
         (bb.NormTest(0.5), {"max_batch": 300}, 300),
         (bb.NoiseScale(), {}, 64),
     ]:
-        controller = Controller(policy, 64, smoothing=1000, **options)
+        controller = Controller(policy, 64, smoothing="1000 samples", **options)
         assert expected == controller.next(noisy).batch_size
 
 
@@ -796,14 +810,14 @@ def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
 
 
 def test_a_window_far_longer_than_the_training_still_averages():
-    controller = Controller(SimiGrad(0.2), 128, smoothing=1e19)
+    controller = Controller(SimiGrad(0.2), 128, smoothing="999999999T samples")
     grown = controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
     assert 140 == grown.batch_size
     assert "similarity 0.100" in grown.reason
 
 
 def test_without_any_noise_a_window_is_sure():
-    controller = Controller(SimiGrad(0.2), 128, smoothing=1000, confidence=0.9)
+    controller = Controller(SimiGrad(0.2), 128, smoothing="1000 samples", confidence=0.9)
     for expected in (115, 103):
         step = GradientStatistics(1.0, 0.0, samples=128, micro_batches=4)
         assert expected == controller.next(step).batch_size

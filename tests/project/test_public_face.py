@@ -107,7 +107,7 @@ def test_policies_and_plans_alone():
         grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=8
     )
     assert 140 == bb.Controller(policy, batch_size=128).next(noise).batch_size
-    assert 576 == pytest.approx(bb.NoiseAverage(samples=50_000).update(noise).noise_scale)
+    assert 576 == pytest.approx(bb.NoiseAverage(50_000).update(noise).noise_scale)
     plan = bb.BatchPlan.fit(
         batch_size=6000,
         ranks=4,

@@ -6,6 +6,7 @@ annotations.
 
 import math
 import random
+import re
 import traceback
 from numbers import Integral, Real
 
@@ -58,6 +59,13 @@ def either(*kinds):
 def pair_of(kind):
     return lambda value: (
         isinstance(value, tuple | list) and len(value) == 2 and all(map(kind, value))
+    )
+
+
+def amount(units):
+    return lambda value: (
+        value is None
+        or (isinstance(value, str) and bool(re.fullmatch(rf"[1-9]\d*K? (?:{units})s?", value)))
     )
 
 
@@ -127,8 +135,8 @@ PUBLIC = {
         bb.Controller,
         {"policy": bb.SimiGrad(), "batch_size": 8},
         {"policy": lambda value: False, "batch_size": is_count, "base_batch": count, **bounds}
-        | {"decide_every": is_count, "smoothing": either(is_none, positive), "confidence": coverage}
-        | {"dead_band": number(0, 1e9, open_high=False), "warmup": not_negative}
+        | {"decide_every": is_count, "smoothing": amount("step|sample"), "confidence": coverage}
+        | {"dead_band": number(0, 1e9, open_high=False), "warmup": amount("step|sample|epoch")}
         | {"max_change": either(is_none, factor)},
     ),
     "BatchPlan.fit": (
@@ -139,8 +147,8 @@ PUBLIC = {
     ),
     "NoiseAverage": (
         bb.NoiseAverage,
-        {"samples": 100},
-        {"samples": positive, "confidence": coverage},
+        {"window": 100},
+        {"window": positive, "unit": one_of("samples", "steps"), "confidence": coverage},
     ),
     "GradientMeter": (
         lambda **settings: bb.GradientMeter(nn.Linear(2, 1), **settings),
@@ -191,6 +199,7 @@ PUBLIC = {
 ODD = [
     *(None, True, False, 0, 1, 2, -1, 3, 64, 0.0, 0.1, 0.5, 0.9, 1.0, -0.5, 1.5, 2.0, 1e40, 1e-40),
     *(math.inf, -math.inf, math.nan, 10**400, "", "3", "0.5", "abc", "sqrt", "mean", "drop", b"3"),
+    *("16 steps", "4K samples", "2 epochs", "1.5 epochs", "0 steps", "2 tokens", "steps"),
     *([], [0.9, 0.99], (0.9, 0.99), (2,), (0.9, "x"), {}, {"a": 1}, set(), object(), print, int),
     *(
         np.int64(4),
@@ -253,7 +262,20 @@ def test_each_odd_value_of_a_setting_alone_is_judged_as_written_here(name):
     """Sense is not refused: a setting alone, with the others at what works."""
     kinds = PUBLIC[name][2]
     for setting in kinds:
-        for value in (None, True, "3", 0.5, 2, np.int64(4), np.float64(0.5), math.nan, [], 0):
+        for value in (
+            None,
+            True,
+            "3",
+            "16 steps",
+            "2 epochs",
+            0.5,
+            2,
+            np.int64(4),
+            np.float64(0.5),
+            math.nan,
+            [],
+            0,
+        ):
             if kinds[setting](value) and _goes_alone(name, setting, value):
                 assert not refused_or_made(name, {setting: value}), f"{name}({setting}={value!r})"
 

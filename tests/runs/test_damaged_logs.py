@@ -205,7 +205,10 @@ def test_many_configs_with_another_value_are_read_or_refused(tmp_path_factory, f
         ({"target": [0.2]}, r"target is \[0.2\], and must be a number that is finite"),
         ({"epochs": math.nan}, r"epochs is nan, and must be a whole number in \[1, 9e18\]"),
         ({"seed": "0"}, "seed is '0', and must be a whole number"),
-        ({"lr": {}}, r"lr is \{\}, and must be a number that is finite, text, or True or False"),
+        (
+            {"lr": {}},
+            r"lr is \{\}, and must be a number that is finite, text, True or False, or None",
+        ),
         ({"task": {"width": [1]}}, "task is .*, and must be names, each with a number"),
         ({7: 8}, "settings is .*, and must be names with a value each"),
     ],

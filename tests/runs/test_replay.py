@@ -101,8 +101,8 @@ def test_a_policy_sees_the_logs_noise_with_its_own_batch(logged):
         return 1.0, 1000.0 if samples < 20_000 else 4000.0
 
     history = logged(log([100] * 400, noise))
-    walk = only(history, SimiGrad(0.3), smoothing=50)
-    controller, done, expected = Controller(SimiGrad(0.3), 100, smoothing=50), 0, []
+    walk = only(history, SimiGrad(0.3), smoothing="50 samples")
+    controller, done, expected = Controller(SimiGrad(0.3), 100, smoothing="50 samples"), 0, []
     while done < 40_000:
         expected.append(min(controller.decision.batch_size, 40_000 - done))
         early = max(0, min(20_000 - done, expected[-1])) / expected[-1]
@@ -137,7 +137,9 @@ def test_no_batch_exceeds_an_epoch(logged):
 
 def test_a_controllers_options_are_every_policys(logged):
     history = logged(log([100] * 100))
-    found = replay(history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warmup=500, max_change=1.5)
+    found = replay(
+        history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warmup="500 samples", max_change=1.5
+    )
     for walk in found.others:
         assert [100] * 5 == walk.batches[:5]
         assert walk.batches[5] > 100
@@ -357,12 +359,12 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
 @pytest.mark.parametrize(
     "options",
     [
-        {"smoothing": 500},
+        {"smoothing": "500 samples"},
         {"decide_every": 2},
         {"dead_band": 0.5},
         {"max_change": 1.05},
-        {"warmup": 1000},
-        {"smoothing": 500, "confidence": 0.6},
+        {"warmup": "1000 samples"},
+        {"smoothing": "500 samples", "confidence": 0.6},
     ],
     ids=str,
 )

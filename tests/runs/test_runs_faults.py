@@ -23,7 +23,18 @@ from numbered_samples import Shard, build, network, run, steps_of
 
 TRAIN = "from bigbatch.cli import main; main()"
 NARROW = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); {TRAIN}"
-SHORT = ["digits", "--policy", "fixed:64", "--epochs", "3", "--checkpoint-every", "20", "--quiet"]
+SHORT = [
+    "digits",
+    "--policy",
+    "fixed",
+    "--batch-size",
+    "64",
+    "--epochs",
+    "3",
+    "--checkpoint-every",
+    "20 steps",
+    "--quiet",
+]
 
 
 def bigbatch(code, *arguments, **options):

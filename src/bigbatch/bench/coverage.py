@@ -130,7 +130,7 @@ def of_window(population: Population, trials: int) -> Coverage:
     """Intervals of a running average whose truth stands still, taken two windows apart."""
     n = equal(population.samples_for(_WINDOW_SIMILARITY), _WINDOW_COUNT)
     window = _WINDOW * sum(n)
-    averages = {level: NoiseAverage(samples=window, confidence=level) for level in LEVELS}
+    averages = {level: NoiseAverage(window, confidence=level) for level in LEVELS}
     ends: _Ends = {level: [] for level in LEVELS}
     with GradientMeter(population.parameters()) as meter:
         for number in range(2 * _WINDOW * (trials + 1)):
@@ -156,7 +156,7 @@ def of_drift(population: Population, trials: int) -> Iterator[Coverage]:
         for _ in range(trials):
             steps = [measured(meter, population, n, pull) for pull in pulls]
             for level in LEVELS:
-                average = NoiseAverage(samples=window, confidence=level)
+                average = NoiseAverage(window, confidence=level)
                 ends[level].append(_ends([average.update(step) for step in steps][-1]))
     weights = [math.exp(-left / _WINDOW) for left in reversed(range(3 * _WINDOW))]
     pulled = sum(map(mul, weights, pulls)) / sum(weights)

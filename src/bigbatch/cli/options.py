@@ -1,10 +1,11 @@
 """What several commands say of their options."""
 
+import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -12,13 +13,10 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments import recipe_named
 from bigbatch.experiments.process_group import leads
 from bigbatch.experiments.recipe import Recipe
-from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.settings import HELP, KINDS, Settings, Value
 from bigbatch.policies.parse import POLICIES
 
 POLICY = f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}."
-SMOOTHING = "Samples to average noise over."
-DEAD_BAND = "Hold smaller changes: 0.1 = 10 %."
-WARM_UP = "Samples before the first change."
 
 Full = Annotated[
     bool, typer.Option("--paper-scale", help="The paper's settings, not the small ones.")
@@ -33,6 +31,7 @@ Runs = Annotated[Path | None, typer.Option(help="Where fresh directories go [run
 Out = Annotated[Path | None, typer.Option(help="The directory itself; must be free.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show results only.")]
 
+CONTROLS = ("smoothing", "decide_every", "dead_band", "max_change", "confidence", "warmup")
 _NOT_SET = {
     "recipe": "it is the command's first argument",
     "arm": "--arm has what is of one, and --grid arm=... in a sweep",
@@ -41,9 +40,57 @@ _NOT_SET = {
 }
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """Those that were."""
-    return {name: value for name, value in options.items() if value is not None}
+Command = Callable[..., None]
+
+
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Gives a command an option for each of these settings; it takes their texts as keywords."""
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    str | None,
+                    typer.Option(help=HELP.get(name, ""), metavar=_metavar(KINDS[name])),
+                ],
+            )
+            for name in names
+        ]
+        parameters = [*own, *options]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def _metavar(kind: Any) -> str:
+    """What a value looks like."""
+    kind = next((one for one in get_args(kind) if get_origin(one) is Annotated), kind)
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    return {int: "INTEGER", float: "NUMBER", bool: "true|false"}.get(kind, "TEXT")
+
+
+def settings_of(texts: dict[str, str | None]) -> dict[str, Value]:
+    """The values of the settings that were given as options.
+
+    Raises:
+        SettingError: a text has another type than its setting.
+    """
+    return {name: Settings.read(name, text) for name, text in texts.items() if text is not None}
+
+
+def typed_in(context: typer.Context) -> set[str]:
+    """The names of the options and arguments that were typed."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {n.rstrip("_") for n, one in sources.items() if one and one.name == "COMMANDLINE"}
 
 
 def as_typed(names: Iterable[str], by_set: Iterable[str] = ()) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bigbatch.cli.options import DEAD_BAND, POLICY, SMOOTHING, WARM_UP, given
+from bigbatch.cli.options import CONTROLS, POLICY, settings_of, with_settings
 from bigbatch.errors import SettingError
 from bigbatch.policies.parse import policy_named
 from bigbatch.runs.console import LiveView, plain_console
@@ -58,36 +58,23 @@ def report(
     LiveView(plain_console()).say(f"report: {place}")
 
 
+@with_settings(*CONTROLS)
 def replay(
     paths: Paths,
     policy: Annotated[list[str], typer.Option(help=POLICY)],
-    smoothing: Annotated[float | None, typer.Option(help=SMOOTHING)] = None,
-    decide_every: Annotated[int | None, typer.Option(help="Decide after each n-th step.")] = None,
-    dead_band: Annotated[float | None, typer.Option(help=DEAD_BAND)] = None,
-    max_change: Annotated[float | None, typer.Option(help="Largest factor a decision.")] = None,
-    confidence: Annotated[
-        float | None, typer.Option(help="Coverage to be sure at, 0.9 say.")
-    ] = None,
-    warmup: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help=f"A .png or .svg of all batch sizes. {_OURS}")
     ] = None,
+    **texts: str | None,
 ) -> None:
     """Shows what other policies would have chosen on a finished run's log, and at what cost.
 
     Two of them: bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
-    --policy "schedule:32, x2 every 8K samples" --smoothing 2000
+    --policy "schedule:32, x2 every 8K samples" --smoothing "2K samples"
 
     The log's signal and noise are taken as they are: docs/policies.md says what that leaves out.
     """
-    options = given(
-        smoothing=smoothing,
-        decide_every=decide_every,
-        dead_band=dead_band,
-        max_change=max_change,
-        confidence=confidence,
-        warmup=warmup,
-    )
+    options = settings_of(texts)
     policies = {text: policy_named(text) for text in policy}
     if out is not None:
         require_writable(out, PICTURES)

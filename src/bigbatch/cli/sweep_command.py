@@ -14,14 +14,17 @@ from bigbatch.cli.options import (
     Result,
     Runs,
     folder_of,
-    given,
     note_overruled,
     recipe_of,
     refuse_with,
     set_by,
+    settings_of,
+    typed_in,
+    with_settings,
 )
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.process_pool import train_side_by_side
+from bigbatch.experiments.settings import KINDS
 from bigbatch.experiments.study import report_study
 from bigbatch.experiments.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch.experiments.torchrun import Launch, alone
@@ -32,6 +35,7 @@ from bigbatch.runs.run_config import read_sweep
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
 
 
+@with_settings(*(one for one in KINDS if one not in ("recipe", "arm", "seed", "data", "task")))
 def sweep(
     context: typer.Context,
     recipe: Annotated[
@@ -60,11 +64,12 @@ def sweep(
     data: Data = None,
     runs_dir: Runs = None,
     run_dir: Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this sweep.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume this sweep.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the trainings, and train nothing.")
     ] = False,
     quiet: Quiet = False,
+    **texts: str | None,
 ) -> None:
     """Trains a recipe at every point of a grid, several trainings at a time.
 
@@ -80,24 +85,18 @@ def sweep(
     if not alone():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if resume is not None:
-        others = given(recipe=recipe, grid=grid, tune=tune, seeds=seeds, result=result, data=data)
-        others |= given(
-            paper_scale=paper_scale or None,
-            set=set_,
-            runs_dir=runs_dir,
-            run_dir=run_dir,
-            dry_run=dry_run or None,
-        )
-        refuse_with("--resume", others)
+        refuse_with("--resume", typed_in(context) - {"resume", "jobs", "quiet"})
         if read_sweep(resume) is None:
             raise RunError(f"{resume} holds no sweep; name a directory that `bigbatch sweep` made")
         _train(resume, jobs, context.obj, view)
         return
     if run_dir is not None:
-        refuse_with("--run-dir", given(runs_dir=runs_dir))
+        refuse_with("--run-dir", typed_in(context) & {"runs_dir"})
     chosen = recipe_of(recipe, result, paper_scale=paper_scale)
     repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
     settings, names = set_by(chosen.settings(paper_scale=paper_scale), set_ or ())
+    changes = settings_of(texts)
+    settings, names = settings.changed(changes), names | changes.keys()
     if not dry_run:  # which needs no data
         settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), paper_scale=paper_scale)

@@ -8,10 +8,6 @@ import typer
 
 from bigbatch.cli.dry_run_tables import show_dry_run
 from bigbatch.cli.options import (
-    DEAD_BAND,
-    POLICY,
-    SMOOTHING,
-    WARM_UP,
     Data,
     Full,
     Out,
@@ -20,18 +16,19 @@ from bigbatch.cli.options import (
     Runs,
     as_typed,
     folder_of,
-    given,
     note_overruled,
     recipe_of,
     refuse_with,
     set_by,
+    settings_of,
+    typed_in,
+    with_settings,
 )
 from bigbatch.errors import SettingError
 from bigbatch.experiments import EXPERIMENTS
-from bigbatch.experiments.build_optimizer import OPTIMIZERS
 from bigbatch.experiments.process_group import count, from_leader
 from bigbatch.experiments.recipe import SEEDS, Recipe
-from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.settings import KINDS, Settings
 from bigbatch.experiments.study import resume as resume_at
 from bigbatch.experiments.study import start_study, train_one, train_study, training_at
 from bigbatch.experiments.torchrun import Launch
@@ -41,56 +38,27 @@ from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_directory import RunDirectory
 
 
+@with_settings(*(name for name in KINDS if name not in ("recipe", "arm", "data", "task")))
 def train(
     context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help=POLICY)] = None,
-    target: Annotated[float | None, typer.Option(help="Similarity to hold, in (-1, 1).")] = None,
-    min_batch: Annotated[int | None, typer.Option(help="Least samples of a step.")] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Most samples of a step.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Where the batch starts.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Most samples of a backward.")] = None,
-    smoothing: Annotated[float | None, typer.Option(help=SMOOTHING)] = None,
-    dead_band: Annotated[float | None, typer.Option(help=DEAD_BAND)] = None,
-    warmup: Annotated[float | None, typer.Option(help=WARM_UP)] = None,
-    virtual_ranks: Annotated[
-        int | None, typer.Option(help="Ranks that samples are dealt to, however many there are.")
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help=f"One of: {', '.join(OPTIMIZERS)}.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of the base batch.")] = None,
-    lr_scaling: Annotated[
-        str | None, typer.Option(help="How it follows the batch: sqrt, linear, adascale, none.")
-    ] = None,
-    gamma: Annotated[float | None, typer.Option(help="Lower clip of a VR optimizer.")] = None,
-    r_max: Annotated[float | None, typer.Option(help="Upper clip of a VR optimizer.")] = None,
-    init_from: Annotated[
-        Path | None, typer.Option(help="Run whose weights the model begins with.")
-    ] = None,
     arm: Annotated[str | None, typer.Option(help="One arm of the study alone.")] = None,
-    result: Result = None,
-    lr_control_from: Annotated[
-        Path | None, typer.Option(help="Run with a VR optimizer whose mean r multiplies --lr.")
-    ] = None,
-    paper_scale: Full = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of config.yaml by its name."),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of all trainings of a study."),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a single training.")] = None,
     seeds: Annotated[
         int | None,
         typer.Option(min=1, help="Seeds of the study [3; with --paper-scale the paper's]."),
     ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints.")
-    ] = None,
+    paper_scale: Full = False,
+    result: Result = None,
     data: Data = None,
     runs_dir: Runs = None,
     run_dir: Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run or study.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume this run or study.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what it would take; needs no data.")
     ] = False,
@@ -98,6 +66,7 @@ def train(
         int | None, typer.Option(min=1, help="Of a dry run [1; with --paper-scale the paper's].")
     ] = None,
     quiet: Quiet = False,
+    **texts: str | None,
 ) -> None:
     """Trains a recipe: its whole study, or one training where a setting is given.
 
@@ -120,65 +89,33 @@ def train(
     After an interruption: bigbatch train --resume runs/digits-1
     """
     launch: Launch = context.obj
-    view = LiveView(plain_console(), quiet=quiet)
-    changes = given(
-        policy=policy,
-        target=target,
-        min_batch=min_batch,
-        max_batch=max_batch,
-        batch_size=batch_size,
-        micro_batch=micro_batch,
-        smoothing=smoothing,
-        dead_band=dead_band,
-        warmup=warmup,
-        virtual_ranks=virtual_ranks,
-        optimizer=optimizer,
-        lr=lr,
-        lr_scaling=lr_scaling,
-        gamma=gamma,
-        r_max=r_max,
-        init_from=init_from and str(init_from.resolve()),
-        lr_control_from=lr_control_from and str(lr_control_from.resolve()),
-        seed=seed,
-        checkpoint_every=checkpoint_every,
-    )
+    view, typed = LiveView(plain_console(), quiet=quiet), typed_in(context) - {"quiet"}
     if resume is not None:
-        others = given(recipe=recipe, arm=arm, result=result, epochs=epochs, seeds=seeds, data=data)
-        others |= given(
-            paper_scale=paper_scale or None, set=set_, runs_dir=runs_dir, run_dir=run_dir
-        )
-        others |= given(dry_run=dry_run or None, dry_run_ranks=dry_run_ranks)
-        refuse_with("--resume", [*changes, *others])
+        refuse_with("--resume", typed - {"resume"})
         with launch.resumable(resume):
             resume_at(resume, view)
         return
     if run_dir is not None:
-        refuse_with("--run-dir", given(runs_dir=runs_dir))
+        refuse_with("--run-dir", typed & {"runs_dir"})
     folder = runs_dir or Path("runs")
     if recipe in EXPERIMENTS:
-        others = given(
-            arm=arm, result=result, epochs=epochs, data=data, paper_scale=paper_scale or None
-        )
-        others |= given(set=set_)
-        others |= given(dry_run=dry_run or None, dry_run_ranks=dry_run_ranks)
-        refuse_with(f"recipe {recipe}, which is one fixed experiment,", [*changes, *others])
+        allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
+        refuse_with(f"recipe {recipe}, which is one fixed experiment,", typed - allowed)
         _require_one_rank(recipe)
         _run_experiment(recipe, run_dir or reserve(folder, recipe), seeds or SEEDS, quiet=quiet)
         return
-    chosen = recipe_of(recipe, result, paper_scale=paper_scale)
-    changes |= given(arm=arm)
+    chosen, changes = recipe_of(recipe, result, paper_scale=paper_scale), settings_of(texts)
+    epochs = {"epochs": changes.pop("epochs")} if "epochs" in changes else {}
+    changes |= {"arm": arm} if arm is not None else {}
     asked = partial(_settings, chosen, epochs, set_ or [], changes)
     if dry_run:
-        others = given(seeds=seeds, data=data, runs_dir=runs_dir, run_dir=run_dir)
-        refuse_with("--dry-run, which trains nothing,", others)
+        refuse_with(
+            "--dry-run, which trains nothing,", typed & {"seeds", "data", "runs_dir", "run_dir"}
+        )
         _require_one_rank("a dry run")
         scales = [True] if paper_scale else [False, True]
-        show_dry_run(
-            chosen,
-            {scale: asked(paper_scale=scale) for scale in scales},
-            dry_run_ranks,
-            view.console,
-        )
+        settings_by_scale = {scale: asked(paper_scale=scale) for scale in scales}
+        show_dry_run(chosen, settings_by_scale, dry_run_ranks, view.console)
         return
     if dry_run_ranks is not None:
         raise SettingError(
@@ -186,33 +123,23 @@ def train(
         )
     settings = asked(paper_scale=paper_scale)
     if changes:
-        refuse_with(f"{as_typed(changes)}, of a single training,", given(seeds=seeds))
+        refuse_with(f"{as_typed(changes)}, of a single training,", typed & {"seeds"})
     settings = settings.changed({"data": folder_of(chosen, data)})
     if changes:
         _require_given(chosen, settings)
         _train_one(settings, folder, run_dir, launch, view)
         return
-    repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
-    overruled = set_by(settings, set_ or ())[1] | given(epochs=epochs).keys()
     place, begun = from_leader(
         lambda: launch.place(lambda: run_dir or reserve(folder, chosen.name, launch.id))
     )
+    repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
+    start = partial(start_study, chosen, place, settings, repeats, launch.id)
     with launch.resumable(place):
         if not begun:
-            from_leader(
-                partial(
-                    start_study,
-                    chosen,
-                    place,
-                    settings,
-                    repeats,
-                    launch.id,
-                    paper_scale=paper_scale,
-                )
-            )
-            note_overruled(
-                chosen, overruled, "--arm trains one alone with it", paper_scale=paper_scale
-            )
+            from_leader(partial(start, paper_scale=paper_scale))
+            overruled = set_by(settings, set_ or ())[1] | epochs.keys()
+            remedy = "--arm trains one alone with it"
+            note_overruled(chosen, overruled, remedy, paper_scale=paper_scale)
         train_study(place, view)
 
 
@@ -226,7 +153,7 @@ def _run_experiment(name: str, place: Path, seeds: int, *, quiet: bool) -> None:
 
 def _settings(
     recipe: Recipe,
-    epochs: int | None,
+    epochs: dict[str, Any],
     sets: list[str],
     changes: dict[str, Any],
     *,
@@ -236,7 +163,7 @@ def _settings(
     settings = recipe.settings(paper_scale=paper_scale)
     if "arm" in changes:
         settings = recipe.arm(changes["arm"], settings, paper_scale=paper_scale)
-    settings, names = set_by(settings.changed(given(epochs=epochs)), sets)
+    settings, names = set_by(settings.changed(epochs), sets)
     settings = settings.changed(changes)
     if not changes:
         return settings  # of a study, some arm may listen
@@ -280,7 +207,7 @@ def _train_one(
     name = "-".join(
         [settings.recipe, settings.arm]
         if settings.arm
-        else [settings.recipe, settings.policy.partition(":")[0], settings.optimizer]
+        else [settings.recipe, settings.policy, settings.optimizer]
     )
     place, begun = from_leader(
         lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id))

@@ -6,11 +6,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from bigbatch.errors import SettingError
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.parse import policy_named
+from bigbatch.policies.parse import POLICIES, arguments_of
 
 Named = tuple[str, Tensor]
 
@@ -18,24 +19,24 @@ Named = tuple[str, Tensor]
 def build_controller(settings: Settings) -> Controller:
     """The policy that the settings name, with the controller's options.
 
-    The recipe's target, bounds and batch are those of a policy whose text does not give its own.
-
     Raises:
-        SettingError: an unknown name, or a value out of range.
+        SettingError: a value out of range, or a schedule without its text.
     """
-    policy = policy_named(
-        settings.policy,
-        target=settings.target,
-        min_batch=settings.min_batch,
-        max_batch=settings.max_batch,
-        batch_size=settings.batch_size,
+    if settings.policy == "schedule" and not settings.batch_schedule:
+        raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
+    names = {"text": "batch_schedule"}
+    policy = POLICIES[settings.policy](
+        **{key: getattr(settings, names.get(key, key)) for key in arguments_of(settings.policy)}
     )
     return Controller(
         policy,
         getattr(policy, "batch_size", settings.batch_size),
         settings.base_batch,
-        smoothing=settings.smoothing or None,
+        decide_every=settings.decide_every,
+        smoothing=settings.smoothing,
         dead_band=settings.dead_band,
+        max_change=settings.max_change,
+        confidence=settings.confidence,
         warmup=settings.warmup,
     )
 

@@ -104,11 +104,11 @@ DIGITS = Recipe(
     arms={
         "fixed-32": {"policy": "fixed"},
         "fixed-512": {"policy": "fixed", "batch_size": 512},
-        "schedule": {"policy": "schedule: 32, x2 every 5 epochs"},
+        "schedule": {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs"},
         "noise-scale": {
             "policy": "noise-scale",
-            "smoothing": 4000.0,
-            "warmup": 4000.0,
+            "smoothing": "4K samples",
+            "warmup": "4K samples",
             "dead_band": 0.1,
         },
         "simigrad": {"policy": "simigrad"},

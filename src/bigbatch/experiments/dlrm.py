@@ -113,7 +113,7 @@ DLRM_CRITEO = Recipe(
         "log_rows": (2_000_000, OURS),
         "device": ("cuda", OURS),
         "workers": (8, OURS),
-        "checkpoint_every": (1_000, OURS),
+        "checkpoint_every": ("1000 steps", OURS),
     },
     small={
         "samples": 90_000,
@@ -131,7 +131,7 @@ DLRM_CRITEO = Recipe(
         "log_rows": 100_000,
         "device": "cpu",
         "workers": 0,
-        "checkpoint_every": 100,
+        "checkpoint_every": "100 steps",
     },
     paper_seeds=REPEATS,
     paper_samples=4_195_197_692,

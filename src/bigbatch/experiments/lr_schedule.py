@@ -5,23 +5,22 @@ import re
 from collections.abc import Callable
 
 from bigbatch.errors import SettingError
+from bigbatch.policies.amounts import AMOUNT, NUMBER, Amount
 
-_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
-_AMOUNT = rf"(?P<amount>{_NUMBER})(?P<unit>[KMB]? samples?| epochs?)"
-_UNITS = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
+_NUMBER = rf"{NUMBER}(?:e-?\d+)?"
 
 _FORMS = {
     "constant": re.compile("constant"),
     "cosine": re.compile("cosine"),
     "polynomial POWER [over AMOUNT]": re.compile(
-        rf"polynomial (?P<power>{_NUMBER})(?: over {_AMOUNT})?"
+        rf"polynomial (?P<power>{_NUMBER})(?: over {AMOUNT})?"
     ),
     "xFACTOR at EPOCH [and EPOCH]... epochs": re.compile(
         rf"x(?P<factor>{_NUMBER}) at (?P<epochs>{_NUMBER}(?: and {_NUMBER})*) epochs?"
     ),
-    "xFACTOR every AMOUNT": re.compile(rf"x(?P<factor>{_NUMBER}) every {_AMOUNT}"),
+    "xFACTOR every AMOUNT": re.compile(rf"x(?P<factor>{_NUMBER}) every {AMOUNT}"),
 }
-_WARM_UP = re.compile(rf"warm-up {_AMOUNT}(?: power (?P<power>{_NUMBER}))?")
+_WARM_UP = re.compile(rf"warm-up {AMOUNT}(?: power (?P<power>{_NUMBER}))?")
 
 
 class LRSchedule:
@@ -64,11 +63,11 @@ class LRSchedule:
             )
         ((form, match),) = found.items()
         self.text = text
-        self._shape, self._form, self._warm_up = match, form, warmup
+        self._shape, self._form, self._warmup = match, form, warmup
 
     def warmup(self, samples: int) -> float:
         """Samples of the warm-up, in epochs of so many; 0 for none."""
-        return _samples(self._warm_up, samples) if self._warm_up else 0.0
+        return _samples(self._warmup, samples) if self._warmup else 0.0
 
     def reach(self, samples: int) -> float:
         """Samples that a training must have for all that the text says to happen.
@@ -76,7 +75,7 @@ class LRSchedule:
         0 for what is as long as the training; epochs are of so many `samples`.
         """
         found = self._shape.groupdict()
-        if self._form.startswith("polynomial") and found["amount"]:
+        if self._form.startswith("polynomial") and found["unit"]:
             return self.warmup(samples) + _samples(self._shape, samples)
         if self._form.startswith("xFACTOR at"):
             return max(float(epoch) for epoch in found["epochs"].split(" and ")) * samples
@@ -95,7 +94,7 @@ class LRSchedule:
     def over(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
         first = self.warmup(samples)
-        power = float((self._warm_up and self._warm_up["power"]) or 1)
+        power = float((self._warmup and self._warmup["power"]) or 1)
         rule = self._rule(first, max(epochs * samples - first, 1.0), samples)
 
         def factor(seen: float) -> float:
@@ -109,7 +108,7 @@ class LRSchedule:
         if self._form == "cosine":
             return lambda seen: (1 + math.cos(math.pi * min(1.0, seen / rest))) / 2
         if self._form.startswith("polynomial"):
-            total = _samples(self._shape, samples) if found["amount"] else rest
+            total = _samples(self._shape, samples) if found["unit"] else rest
             power = float(found["power"])
             return lambda seen: float(max(0.0, 1 - seen / total) ** power)
         if self._form.startswith("xFACTOR at"):
@@ -123,6 +122,4 @@ class LRSchedule:
 
 
 def _samples(found: re.Match[str], epoch: int) -> float:
-    """An amount in samples."""
-    amount, unit = float(found["amount"]), found["unit"]
-    return amount * (epoch if "epoch" in unit else _UNITS[unit.partition(" ")[0]])
+    return Amount.of_match(found.groupdict()).in_samples(epoch)

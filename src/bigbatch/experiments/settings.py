@@ -1,5 +1,6 @@
 """What a training is started with, and all that is needed to repeat it."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -8,13 +9,19 @@ from typing import Annotated, Any, Literal
 from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Gamma, RMax
+from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
+from bigbatch.policies.hysteresis import DeadBand
+from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
 from bigbatch.runs.run_config import BEFORE
 from bigbatch.setting_types import (
     Cosine,
     Count,
+    Coverage,
+    Growth,
     In,
     NotNegative,
     Number,
+    Positive,
     Share,
     Whole,
     checked,
@@ -30,39 +37,57 @@ Value = bool | int | float | str
 class Settings:
     """Everything needed to repeat one training.
 
+    A command line has an option for each, whose help is its line here.
+
     Args:
-        recipe, arm: what is trained, and which arm of its study it is ("" for none).
-        seed: of the model's start, the order of the data, and dropout where there is some.
+        recipe: experiment that is trained.
+        arm: arm of its study; "" for none.
+        seed: seed of the weights, the order of the data, and dropout.
         data: folder of the real data; "" for what a recipe always has.
-        samples: of the training data that are used, drawn once for all seeds; 0 for all of them.
-        init_from: run whose weights the model begins with; a relative one is next to this run.
-        lr_control_from: run with a VR optimizer whose mean r multiplies lr, except of what the
-            recipe steps without r; "" for none.
+        samples: training samples to use, the same for all seeds; 0 for all.
+        init_from: run whose weights the model begins with; a relative path is next to this run.
         epochs: passes over the training data.
-        policy: "simigrad", "fixed", or another of policies/parse.py with its values.
-        target, min_batch, max_batch: of a policy that has such and does not give its own.
-        smoothing, dead_band, warmup: of the controller; 0 for none.
-        batch_size: where it starts.
+        policy: rule that decides the batch size.
+        target: similarity that simigrad holds.
+        grow: factor of one growth by simigrad.
+        shrink: factor of one shrinkage by simigrad.
+        multiple: noise scales in a batch of noise-scale.
+        theta: relative error of the gradient that norm-test allows.
+        batch_schedule: text that schedule follows, "64, x2 every 20 epochs" for example.
+        tokens_per_sample: mean length of a sample, where the schedule counts tokens.
+        min_batch: fewest samples of a step.
+        max_batch: most samples of a step.
+        batch_size: samples of the first step; with fixed, of all.
         base_batch: batch size that lr is for.
         micro_batch: most samples in one backward.
-        virtual_ranks: that the samples are dealt to; the groups compared, and so the run, are the
-            same on any number of ranks that divides it.
-        optimizer: a name of `OPTIMIZERS`.
-        lr, momentum, weight_decay: the optimizer's; momentum is not used by sgd, adam and lamb.
+        virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
+        decide_every: steps between two decisions.
+        smoothing: window that noise is averaged over: "16 steps" or "4K samples".
+        dead_band: change that is too small to follow: 0.1 for 10 %.
+        max_change: largest factor of one decision.
+        confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
+        warmup: time before the first decision: "500 steps", "8K samples" or "1 epoch".
+        optimizer: sgd, momentum, adam, lars or lamb; with vr- before it, scaled by GSNR.
+        lr: learning rate of the base batch.
+        lr_control_from: VR run whose mean r multiplies lr, as a control.
+        momentum: momentum of momentum and lars.
+        weight_decay: weight decay.
         decay_all: whether biases and norms decay too.
         clip: largest norm of the mean gradient; 0 for any.
-        gamma, r_max: clips of a VR optimizer; not used by others.
-        lr_scaling: "sqrt", "linear", "adascale" or "none".
-        lr_schedule: how the rate goes over the samples, as `LRSchedule` reads it.
-        device: "cpu" or "cuda"; on several ranks each takes its own.
-        precision: "float32" for the model's own type; "bfloat16" or "float16" by autocast.
-        engine: what joins the ranks: "ddp", or "deepspeed".
-        zero_stage: of DeepSpeed: 0, 1 or 2.
-        workers: processes that load the data; 0 for none.
-        checkpoint_every: steps between checkpoints.
+        gamma: lower clip of GSNR.
+        r_max: upper clip of GSNR.
+        lr_scaling: how the learning rate follows the batch size.
+        lr_schedule: how it follows the samples: "warm-up 5 epochs; cosine" for example.
+        device: where to train; each rank takes a GPU of its own.
+        precision: of the forward pass, by autocast.
+        engine: what trains on several ranks.
+        zero_stage: stage of DeepSpeed's ZeRO: 0, 1 or 2.
+        workers: processes that load data; 0 for none.
+        evaluate_every: time between evaluations, in steps, samples or epochs.
+        checkpoint_every: time between checkpoints, in the same.
         threads: CPU threads of torch.
-        over_seeds: "mean" or "median": what tables show of several seeds.
-        task: what this recipe alone has: the model's size, the length of a sequence.
+        over_seeds: what tables show of several seeds.
+        task: settings of this recipe alone: the model's size, the length of a sequence.
     Raises:
         SettingError: a value of another type, or out of range.
     """
@@ -74,17 +99,26 @@ class Settings:
     samples: Whole = 0
     init_from: str = ""
     epochs: Count
-    policy: str = "simigrad"
+    policy: Literal["fixed", "simigrad", "noise-scale", "norm-test", "schedule"] = "simigrad"
     target: Cosine = 0.2
+    grow: Growth = SimiGrad.grow
+    shrink: Shrinkage = SimiGrad.shrink
+    multiple: Positive = NoiseScale.multiple
+    theta: RelativeError = 0.5
+    batch_schedule: str = ""
+    tokens_per_sample: Positive | None = None
     min_batch: Count
     max_batch: Count
-    smoothing: NotNegative = 0.0
-    dead_band: NotNegative = 0.0
-    warmup: NotNegative = 0.0
     batch_size: Count
     base_batch: Count
     micro_batch: Count
     virtual_ranks: Count = 1
+    decide_every: Count = 1
+    smoothing: SmoothingWindow | None = None
+    dead_band: DeadBand = 0.0
+    max_change: Growth | None = None
+    confidence: Coverage | None = None
+    warmup: WarmupLength | None = None
     optimizer: str = "momentum"
     lr: NotNegative
     lr_control_from: str = ""
@@ -101,7 +135,8 @@ class Settings:
     engine: Literal["ddp", "deepspeed"] = "ddp"
     zero_stage: Whole = 0
     workers: Whole = 0
-    checkpoint_every: Count = 100
+    evaluate_every: Period = "1 epoch"
+    checkpoint_every: Period = "100 steps"
     threads: Count = 1
     over_seeds: Literal["mean", "median"] = "mean"
     task: dict[str, Value] = field(default_factory=dict)
@@ -120,7 +155,7 @@ class Settings:
         Raises:
             SettingError: a name that there is not, or a value of another type.
         """
-        of_all = {name: value for name, value in changes.items() if name in _names()}
+        of_all = {name: value for name, value in changes.items() if name in KINDS}
         own = {name: value for name, value in changes.items() if name not in of_all}
         for name, value in own.items():
             if name not in self.task:
@@ -131,20 +166,30 @@ class Settings:
     def parsed(self, text: str) -> dict[str, Value]:
         """A change that is written as KEY=VALUE, its value read in the type of the present one.
 
-        A run that is to be finished before is sought from where we are now, not from its own place.
-
         Raises:
             SettingError: no such key, or the value is none of that type.
         """
         key, _, value = (part.strip() for part in text.partition("="))
-        if key not in (_names() - {"task"}) | set(self.task):
+        if key not in (KINDS.keys() - {"task"}) | set(self.task):
             raise self._unknown(key)
         if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
-        if key in BEFORE:
-            value = str(Path(value).resolve())
-        kind = _kind_of(self.task[key]) if key in self.task else _kinds()[key]
-        return {key: parsed(key, value, kind)}
+        if key in self.task:
+            return {key: parsed(key, value, _kind_of(self.task[key]))}
+        return {key: self.read(key, value)}
+
+    @staticmethod
+    def read(name: str, text: str) -> Value:
+        """The value of a setting that all recipes have, written as text.
+
+        The path of a run is relative to the working directory, not to the run's own.
+
+        Raises:
+            SettingError: the text has another type.
+        """
+        text = str(Path(text).resolve()) if name in BEFORE else text
+        value: Value = parsed(name, text, KINDS[name])
+        return value
 
     @property
     def before(self) -> dict[str, str]:
@@ -152,7 +197,7 @@ class Settings:
         return {name: run for name in BEFORE if (run := getattr(self, name))}
 
     def _unknown(self, name: str) -> SettingError:
-        known = sorted((_names() - {"task"}) | set(self.task))
+        known = sorted((KINDS.keys() - {"task"}) | set(self.task))
         return SettingError(
             f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(known)}"
         )
@@ -168,8 +213,8 @@ class Settings:
         Raises:
             SettingError: a name that this release does not know, or one is missing.
         """
-        if unknown := sorted(set(values) - _names()):
-            raise SettingError(f"unknown settings {unknown}; known are {sorted(_names())}")
+        if unknown := sorted(values.keys() - KINDS.keys()):
+            raise SettingError(f"unknown settings {unknown}; known are {sorted(KINDS)}")
         required = {
             one.name for one in fields(cls) if one.default is one.default_factory is MISSING
         }
@@ -178,12 +223,11 @@ class Settings:
         return cls(**values)
 
 
-def _names() -> set[str]:
-    return {one.name for one in fields(Settings)}
-
-
-def _kinds() -> dict[str, Any]:
-    return {one.name: one.type for one in fields(Settings)}
+KINDS: Mapping[str, Any] = {one.name: one.type for one in fields(Settings)}
+HELP: Mapping[str, str] = {  # from the docstring
+    name: text[0].upper() + " ".join(text[1:].split())
+    for name, text in re.findall(r"(?m)^ {8}(\w+): (.+(?:\n {12}.+)*)", Settings.__doc__ or "")
+}
 
 
 def _kind_of(value: Value) -> Any:

@@ -24,7 +24,8 @@ from bigbatch.experiments.recipe import Batch, Data, Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.validate import CAST, require_trainable
 from bigbatch.gradients import is_of_network
-from bigbatch.policies.parse import target_of
+from bigbatch.policies.amounts import Amount
+from bigbatch.policies.parse import arguments_of
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.html_report import write_report
 from bigbatch.runs.metrics import Scores, history_of, row_of
@@ -123,15 +124,21 @@ class Training:
     def to_the_end(self, run: RunDirectory, view: LiveView, label: str) -> None:
         """Trains, logs, shows and saves until the last epoch is done; rank 0 alone writes."""
         settings, train = self.settings, self.train
-        per_epoch = train.batches.samples or 0
+        epoch = train.batches.samples or 0
+        evaluation, checkpoint = (
+            Amount.parse(text) for text in (settings.evaluate_every, settings.checkpoint_every)
+        )
         with ExitStack() as shown:
             log = shown.enter_context(self._log(run, view, label)) if leads() else None
             for _ in train.epochs(settings.epochs):
                 for record in self.engine.steps(self.loss):
-                    scores = self.scores() if train.samples % per_epoch == 0 else None
+                    done = record.step, train.samples, record.batch_size
+                    is_last = train.samples == settings.epochs * epoch
+                    evaluates = is_last or evaluation.ends_in_step(*done, epoch)
+                    scores = self.scores() if evaluates else None
                     if log is not None:
                         log(record, scores)
-                    if record.step % settings.checkpoint_every == 0:
+                    if checkpoint.ends_in_step(*done, epoch):
                         self.engine.save(run)
         self.engine.save(run)
 
@@ -156,7 +163,8 @@ class Training:
     def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[LogStep]:
         """Writes and shows each step with the scores after it."""
         train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
-        target = target_of(self.settings.policy, self.settings.target)
+        settings = self.settings
+        target = settings.target if "target" in arguments_of(settings.policy) else None
         with (
             TensorBoardLog(run, train.steps + train.skipped + 1) as events,
             view.training(label, total, train.samples, target) as shown,

@@ -1,7 +1,9 @@
 """Settings that have no effect on a training, because of others."""
 
 from bigbatch.experiments.settings import Settings
-from bigbatch.policies.parse import without_effect
+from bigbatch.policies.parse import POLICIES, arguments_of
+
+_CONTROL = {"decide_every", "smoothing", "dead_band", "max_change", "confidence", "warmup"}
 
 
 def unused_in(settings: Settings) -> set[str]:
@@ -10,12 +12,14 @@ def unused_in(settings: Settings) -> set[str]:
 
 
 def unused_by_policy(policy: str) -> set[str]:
-    """Those that the policy of this text does not listen to, or says itself."""
-    unused = without_effect(policy, ("target", "min_batch", "max_batch"))
-    name, _, own = policy.partition(":")
-    if name in ("fixed", "schedule"):  # whatever was measured
-        unused |= {"smoothing", "dead_band"} | ({"batch_size"} if own else set())
-    return unused | ({"warmup"} if name == "fixed" else set())
+    """Those that the policy of this name does not have, or that cannot change what it decides."""
+    unused = {name for each in POLICIES for name in arguments_of(each)} - {"batch_size", "text"}
+    unused = (unused | {"batch_schedule"}) - arguments_of(policy).keys()
+    if policy == "schedule":  # whatever was measured
+        return (unused | {"smoothing", "dead_band", "confidence", "batch_size"}) - {
+            "batch_schedule"
+        }
+    return unused | (_CONTROL if policy == "fixed" else set())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:

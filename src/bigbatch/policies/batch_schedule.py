@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from bigbatch.errors import SettingError
+from bigbatch.policies.amounts import AMOUNT, NUMBER, Amount
 from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.setting_types import Count, Positive, checked, setting
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -84,28 +85,19 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class _Amount:
-    """So much training."""
-
-    count: Fraction  # of a field of Progress
-    field: str
-    unit: str
-
-    def done(self, now: TrainingState) -> Fraction:
-        """1 where just done, 2.5 where done two and a half times; exact."""
-        return Fraction(getattr(now, self.field)) / self.count
-
-
-@dataclass(frozen=True)
 class _Clause:
     """What the batch becomes from some moment on."""
 
     text: str
-    amount: _Amount
+    amount: Amount
+
+    def times(self, now: TrainingState) -> Fraction:
+        """How many times its amount fits into the training so far; exact."""
+        return self.amount.times(now.samples, now.steps, now.epoch)
 
     def begun(self, now: TrainingState) -> bool:
         """Whether it says anything yet."""
-        return self.amount.done(now) >= 1
+        return self.times(now) >= 1
 
     def batch(self, before: float, now: TrainingState) -> float:
         """What it makes of the size that the clauses before it gave."""
@@ -135,7 +127,7 @@ class _Ramp(_Clause):
 
     def batch(self, before: float, now: TrainingState) -> float:
         way = self.size - self.start
-        done = min(self.amount.done(now), Fraction(1))
+        done = min(self.times(now), Fraction(1))
         steps = math.floor(done * (abs(way) // self.by))
         return self.start + math.copysign(steps * self.by, way)
 
@@ -148,7 +140,7 @@ class _Times(_Clause):
     again: bool
 
     def batch(self, before: float, now: TrainingState) -> float:
-        times = math.floor(self.amount.done(now)) if self.again else 1
+        times = math.floor(self.times(now)) if self.again else 1
         growth: float = self.factor ** min(times, math.log(_LARGEST, self.factor))
         return before * growth
 
@@ -166,23 +158,19 @@ class _Parsed:
 # The grammar, as docs/policies.md has it in words.
 
 _SIZE = r"\d{1,15}"
-_NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
-_AMOUNT = rf"(?P<number>{_NUMBER})(?P<suffix>[kmbt]?) ?(?P<unit>sample|token|epoch|step)s?"
 _FIRST = {
     "SIZE": re.compile(rf"(?P<size>{_SIZE})"),
     "SIZE to SIZE over AMOUNT [in steps of SIZE]": re.compile(
-        rf"(?P<start>{_SIZE}) to (?P<size>{_SIZE}) over {_AMOUNT}(?: in steps of (?P<by>{_SIZE}))?"
+        rf"(?P<start>{_SIZE}) to (?P<size>{_SIZE}) over {AMOUNT}(?: in steps of (?P<by>{_SIZE}))?"
     ),
 }
 _LATER = {
-    "SIZE from AMOUNT": re.compile(rf"(?P<size>{_SIZE}) from {_AMOUNT}"),
+    "SIZE from AMOUNT": re.compile(rf"(?P<size>{_SIZE}) from {AMOUNT}"),
     "xFACTOR at|every AMOUNT [up to SIZE]": re.compile(
-        rf"x ?(?P<factor>{_NUMBER}) (?P<when>at|every) {_AMOUNT}(?: up to (?P<cap>{_SIZE}))?"
+        rf"x ?(?P<factor>{NUMBER}) (?P<when>at|every) {AMOUNT}(?: up to (?P<cap>{_SIZE}))?"
     ),
 }
 _DECAY = "then decay"
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_FIELDS = {"sample": "samples", "token": "samples", "epoch": "epoch", "step": "steps"}
 
 
 def _parse(text: str, tokens_per_sample: float | None) -> _Parsed:
@@ -235,7 +223,7 @@ def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, str]:
     )
 
 
-def _clause(text: str, found: dict[str, str], amount: _Amount) -> _Clause:
+def _clause(text: str, found: dict[str, str], amount: Amount) -> _Clause:
     if "factor" in found:
         factor = float(found["factor"])
         if factor <= 1:
@@ -254,21 +242,21 @@ def _size(text: str) -> int:
     return int(setting("size", int(text), Count))
 
 
-def _amount(found: dict[str, str], tokens_per_sample: float | None) -> _Amount:
-    unit, count = found["unit"], Fraction(found["number"]) * _SUFFIXES[found["suffix"]]
-    if count < 1 or count.denominator > 1:
-        raise SettingError(f"{float(count):g} {unit}s must be a whole number of at least 1")
-    if unit == "token":
-        if tokens_per_sample is None:
-            raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
-        count /= Fraction(tokens_per_sample)
-    return _Amount(count, _FIELDS[unit], unit)
+def _amount(found: dict[str, str], tokens_per_sample: float | None) -> Amount:
+    amount = Amount.of_match(found)
+    if amount.count.denominator > 1:
+        raise SettingError(f"{amount} must be a whole number")
+    if amount.unit != "token":
+        return amount
+    if tokens_per_sample is None:
+        raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
+    return replace(amount, count=amount.count / Fraction(tokens_per_sample))
 
 
 def _require_later(clause: _Clause, before: list[_Clause]) -> None:
     """Moments of one unit come in the order of time; "every" has no moment."""
     for one in before:
-        same_unit = one.amount.field == clause.amount.field
+        same_unit = one.amount.unit == clause.amount.unit
         every = isinstance(one, _Times) and one.again
         if same_unit and not every and one.amount.count > clause.amount.count:
             raise SettingError(f"it comes before {one.text!r}; write clauses in order of time")

@@ -4,13 +4,14 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from bigbatch.errors import SettingError
+from bigbatch.policies.amounts import Amount, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
 from bigbatch.policies.plan import inside, require_bounds
 from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
-from bigbatch.setting_types import Count, Coverage, Growth, NotNegative, Positive, checked
+from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -41,15 +42,16 @@ class Controller:
         min_batch: what is remembered never falls below, in samples; nor below the policy's own.
         max_batch: nor rises above, nor above the policy's own; None for no bound.
         decide_every: the policy is asked after each n-th measured step only.
-        smoothing: window in samples over which signal and noise are averaged before the policy
-            sees them; None for none.
+        smoothing: window over which signal and noise are averaged before the policy sees them, in
+            steps or samples: "16 steps", "4K samples"; None for none.
         dead_band: 0.1 holds changes that the policy would not want of a batch 10 % nearer to where
             it is going; `Hysteresis` has the rule.
         max_change: f lets one decision multiply or divide the batch by f at most, yet change it
             by one sample at least; None for no limit.
         confidence: holds changes unless the policy wants them at both ends of an interval of this
             coverage: that of the window with `smoothing`, else the meter's own.
-        warmup: samples during which the batch stays where it starts.
+        warmup: how long the batch stays where it starts: "500 steps", "8K samples" or "1 epoch";
+            None for no time.
     Raises:
         SettingError: a value outside its range, crossed bounds, or `policy` cannot decide.
     Example:
@@ -69,22 +71,22 @@ class Controller:
         min_batch: Count = 1,
         max_batch: Count | None = None,
         decide_every: Count = 1,
-        smoothing: Positive | None = None,
+        smoothing: SmoothingWindow | None = None,
         dead_band: DeadBand = 0.0,
         max_change: Growth | None = None,
         confidence: Coverage | None = None,
-        warmup: NotNegative = 0,
+        warmup: WarmupLength | None = None,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._remembers = _remembering(policy, asked=bool(dead_band or confidence))
-        self._average = (
-            None if smoothing is None else NoiseAverage(smoothing, confidence=confidence)
-        )
+        window = Amount.parse(smoothing) if smoothing else None
+        self._average = _average_over(window, confidence) if window else None
+        self._warmup = Amount.parse(warmup) if warmup else None
         if smoothing is None and getattr(policy, "wants_average", False):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
-                "set smoothing= to the samples to average over, and warmup= to let that fill",
+                'set smoothing="4K samples", say, and warmup="4K samples" to let that fill',
                 stacklevel=3,
             )
         settings = {
@@ -93,14 +95,14 @@ class Controller:
             "min_batch": min_batch,
             "max_batch": max_batch,
             "decide_every": decide_every,
-            "smoothing": smoothing,
+            "smoothing": window and str(window),
             "dead_band": dead_band,
             "max_change": max_change,
             "confidence": confidence,
-            "warmup": warmup,
+            "warmup": self._warmup and str(self._warmup),
         }
         self._settings = {name: _described(value) for name, value in settings.items()}
-        self._decide_every, self._warmup, self._max_change = decide_every, warmup, max_change
+        self._decide_every, self._max_change = decide_every, max_change
         self._samples = 0.0
         self._steps = 0
         self.policy = policy
@@ -136,8 +138,8 @@ class Controller:
         if self._average is not None:
             noise = self._average.update(noise)
         self._hysteresis.require_interval(self._ask, noise, now)
-        if now.samples < self._warmup:
-            self.decision = self._stay(f"held: warm-up of {self._warmup:g} samples")
+        if self._warming_up(now):
+            self.decision = self._stay(f"held: warm-up of {self._warmup}")
         elif self._steps % self._decide_every:
             self.decision = self._stay(f"held: decides every {self._decide_every} steps")
         else:
@@ -219,6 +221,11 @@ class Controller:
         reason = f"{decision.reason}; at most x{most:g} a decision"
         return replace(decision, batch_size=nearest, reason=reason)
 
+    def _warming_up(self, now: TrainingState) -> bool:
+        return (
+            self._warmup is not None and self._warmup.times(now.samples, now.steps, now.epoch) < 1
+        )
+
     def _stay(self, reason: str) -> Decision:
         return Decision(self.decision.batch_size, reason, self.decision.lr_factor)
 
@@ -241,6 +248,11 @@ def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 def has_state(thing: object) -> bool:
     """Whether it remembers something that can be saved."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _average_over(window: Amount, confidence: float | None) -> NoiseAverage:
+    unit: Literal["samples", "steps"] = "steps" if window.unit == "step" else "samples"
+    return NoiseAverage(float(window.count), unit, confidence=confidence)
 
 
 def _remembering(policy: Any, *, asked: bool) -> Any:

@@ -1,7 +1,6 @@
 """Policies by name, as they are written on a command line."""
 
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from bigbatch.errors import SettingError
@@ -18,15 +17,12 @@ POLICIES: dict[str, type[Any]] = {
 }
 
 
-def policy_named(text: str, **defaults: Any) -> Policy:
+def policy_named(text: str) -> Policy:
     """The policy that a text names: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
     A value without a key is that of the first argument. A schedule is free text with commas of its
     own; what else it needs follows a semicolon.
 
-    Args:
-        text: as above.
-        defaults: values for arguments that the policy has and the text does not give.
     Raises:
         SettingError: an unknown name or key, a value that is no number or out of range, or one is
             missing or given twice.
@@ -36,35 +32,8 @@ def policy_named(text: str, **defaults: Any) -> Policy:
         >>> policy_named("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
     """
-    name, values = _parsed(text)
-    known = {field.name: field for field in fields(POLICIES[name])}
-    values = {key: value for key, value in defaults.items() if key in known} | values
-    if any(field.default is MISSING and key not in values for key, field in known.items()):
-        raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
-    policy: Policy = POLICIES[name](**values)
-    return policy
-
-
-def target_of(text: str, default: float | None) -> float | None:
-    """The similarity that the policy which a text names holds; None where it holds none."""
-    name, values = _parsed(text)
-    has_target = any(field.name == "target" for field in fields(POLICIES[name]))
-    return values.get("target", default) if has_target else None
-
-
-def without_effect(text: str, options: Iterable[str]) -> set[str]:
-    """Which of these arguments the policy that a text names gives itself, or does not have."""
-    name, values = _parsed(text)
-    takes = {field.name for field in fields(POLICIES[name])}
-    return {option for option in options if option in values or option not in takes}
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """The name, and the values that the text gives."""
     name, _, rest = (part.strip() for part in text.partition(":"))
-    if name not in POLICIES:
-        raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
-    known = {field.name: field for field in fields(POLICIES[name])}
+    known = arguments_of(name)
     values: dict[str, Any] = {}
     for part in rest.split(";" if name == "schedule" else ",") if rest else []:
         key, equals, value = (text.strip() for text in part.partition("="))
@@ -75,11 +44,25 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
         values[key] = parsed(key, value, known[key].type)
-    return name, values
+    if any(field.default is MISSING and key not in values for key, field in known.items()):
+        raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
+    policy: Policy = POLICIES[name](**values)
+    return policy
+
+
+def arguments_of(name: str) -> dict[str, Field[Any]]:
+    """The arguments of the policy of that name.
+
+    Raises:
+        SettingError: there is no such policy.
+    """
+    if name not in POLICIES:
+        raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
+    return {field.name: field for field in fields(POLICIES[name])}
 
 
 def _usage(name: str) -> str:
-    keys = [field.name for field in fields(POLICIES[name])]
+    keys = list(arguments_of(name))
     if name == "schedule":
         return f"{name}:TEXT; {keys[1]}=..."
     return f"{name}:{','.join(f'{key}=...' for key in keys)}"

@@ -10,6 +10,9 @@ from bigbatch.policies.plan import inside, require_bounds
 from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
+Shrinkage = Annotated[float, In("(0, 1)")]
+RelativeError = Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
+
 
 @checked
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class SimiGrad:
     min_batch: Count = 1
     max_batch: Count | None = None
     grow: Growth = 1.1
-    shrink: Annotated[float, In("(0, 1)")] = 0.9
+    shrink: Shrinkage = 0.9
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
@@ -210,7 +213,7 @@ class NormTest:
         Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
     """
 
-    theta: Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
+    theta: RelativeError
     min_batch: Count = 1
     max_batch: Count | None = None
 

@@ -99,7 +99,7 @@ class TrainingView:
         self._target = target
         self._bar = bar
         self._task = task
-        self._average = NoiseAverage(samples=total / _WINDOWS)
+        self._average = NoiseAverage(total / _WINDOWS)
         self._noise: GradientStatistics | None = None
         self._scores: Scores = {}
         self._lines = done * _LINES // total

@@ -190,8 +190,9 @@ def _walk(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> W
     first: int = trace.rows[0]["batch_size"]
     start = getattr(policy, "batch_size", first)
     smallest: int = min(row["micro_batches"] for row in trace.rows)
-    bounds = {"min_batch": smallest, "max_batch": trace.longest_epoch()}
-    controller = Controller(policy, start, **bounds, **options)
+    controller = Controller(
+        policy, start, min_batch=smallest, max_batch=trace.longest_epoch(), **options
+    )
     walk = Walk(name, [], [])
     done = 0
     while done < trace.samples:

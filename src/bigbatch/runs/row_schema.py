@@ -68,7 +68,7 @@ SWEEP = {
     "points": Kind(Annotated[dict[str, dict[str, _Plain]], _Some()]),
 }
 _IN_A_STEP = STEP | STEP_TOO
-_PLAIN = Kind(_Plain)
+_PLAIN = Kind(_Plain | None)
 
 
 def require_kinds(place: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:

@@ -99,9 +99,9 @@ def _draw_front(axes: Axes, sweep: Swept) -> None:
 
 
 def _group(point: SweptPoint, sweep: Swept) -> str:
-    """What gives the colour: words, and of a policy its name."""
+    """What gives the colour: words."""
     words = {
-        key: str(value).partition(":")[0] if key == "policy" else value
+        key: value
         for key, value in point.values.items()
         if isinstance(value, str | bool) and key not in sweep.tuned
     }
@@ -111,8 +111,7 @@ def _group(point: SweptPoint, sweep: Swept) -> str:
 def _numeric(point: SweptPoint, sweep: Swept) -> dict[str, Any]:
     """What gives the place within a colour."""
     return {
-        key: str(value).partition(":")[2] if key == "policy" else value
+        key: value
         for key, value in point.values.items()
-        if key not in sweep.tuned
-        and (":" in str(value) if key == "policy" else not isinstance(value, str | bool))
+        if key not in sweep.tuned and not isinstance(value, str | bool)
     }

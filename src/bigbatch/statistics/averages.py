@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from bigbatch.setting_types import Coverage, Positive, checked
 from bigbatch.statistics.confidence import Interval, Scatter
@@ -13,19 +13,21 @@ class NoiseAverage:
     """Running average of signal and noise, each by itself; divide afterwards.
 
     One step's noise scale is often +inf and its average useless; the ratio of the two averages is
-    not. A step of N samples keeps exp(-N / samples) of what came before, so the window is the same
-    number of samples whatever the batch size does.
+    not. With a window in samples, a step of N samples keeps exp(-N / window) of what came before,
+    so the window is the same number of samples whatever the batch size does.
 
-        x <- w x + (1 - w) x_step,  w = exp(-N / samples),  divided by 1 - product of all w
+        x <- w x + (1 - w) x_step,  divided by 1 - product of all w
+        w = exp(-N / window) for a window in samples, exp(-1 / window) for one in steps
 
     Args:
-        samples: length of the window, in samples; positive.
+        window: its length; positive.
+        unit: what the window counts, "samples" or "steps".
         confidence: coverage of an interval for the window's average, from the scatter of successive
             steps; None for none. It says nothing of drift within the window.
     Raises:
         SettingError: the window is not positive and finite, or the coverage not in (0, 1).
     Example:
-        >>> average = NoiseAverage(samples=1000)
+        >>> average = NoiseAverage(1000)
         >>> average.update(GradientStatistics(-1.0, 60.0, samples=100, micro_batches=4)).noise_scale
         inf
         >>> second = average.update(GradientStatistics(3.0, 60.0, samples=100, micro_batches=4))
@@ -34,8 +36,14 @@ class NoiseAverage:
     """
 
     @checked
-    def __init__(self, samples: Positive, *, confidence: Coverage | None = None) -> None:
-        self.samples = samples
+    def __init__(
+        self,
+        window: Positive,
+        unit: Literal["samples", "steps"] = "samples",
+        *,
+        confidence: Coverage | None = None,
+    ) -> None:
+        self.window, self.unit = window, unit
         self.confidence = confidence
         self._scatter = Scatter()
         self._grad_sqnorm = 0.0
@@ -49,8 +57,8 @@ class NoiseAverage:
         """
         if not (math.isfinite(noise.grad_sqnorm) and math.isfinite(noise.grad_variance)):
             return noise
-        keep = math.exp(-noise.samples / self.samples)
-        share = -math.expm1(-noise.samples / self.samples)
+        passed = (noise.samples if self.unit == "samples" else 1) / self.window
+        keep, share = math.exp(-passed), -math.expm1(-passed)
         self._grad_sqnorm = keep * self._grad_sqnorm + share * noise.grad_sqnorm
         self._grad_variance = keep * self._grad_variance + share * noise.grad_variance
         self._weight = keep * self._weight + share

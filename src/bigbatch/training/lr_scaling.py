@@ -61,7 +61,7 @@ class AdaScale:
     """
 
     def __init__(self, base_batch: int) -> None:
-        self._average = NoiseAverage(samples=1000 * base_batch)
+        self._average = NoiseAverage(1000 * base_batch)
 
     def __call__(self, batch_size: int, base_batch: int, noise: GradientStatistics | None) -> float:
         """The factor of a step; takes its noise into the averages."""

@@ -1,0 +1,110 @@
+"""Amounts in words, against the same said in numbers."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigbatch import Controller, GradientStatistics, NoiseAverage, NoiseScale, TrainingState
+from bigbatch.errors import SettingError
+from bigbatch.policies.amounts import Amount, AmountIn
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "unit"),
+    [
+        ("16 steps", 16, "step"),
+        ("1 step", 1, "step"),
+        ("4K samples", 4_000, "sample"),
+        ("4.5k samples", 4_500, "sample"),
+        ("2M  samples", 2_000_000, "sample"),
+        ("8B tokens", 8 * 10**9, "token"),
+        ("1T tokens", 10**12, "token"),
+        ("0.1 epochs", Fraction(1, 10), "epoch"),
+        (" 20epochs ", 20, "epoch"),
+    ],
+)
+def test_an_amount_is_a_number_and_a_unit(text, count, unit):
+    assert Amount(Fraction(count), unit) == Amount.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "16", "steps", "-1 steps", "0 steps", "0 epochs", "1.5 steps", "1e3 samples"),
+        *("2 hours", "4 K samples", "inf steps", "1 step 2 steps", "0.5 tokens"),
+        *("1.00005K samples", "\u0663 steps"),
+    ],
+)
+def test_what_is_no_amount_is_refused(text):
+    with pytest.raises(SettingError, match=r"no amount|whole number"):
+        Amount.parse(text)
+    assert text not in AmountIn("step", "sample", "epoch", whole_epochs=False)
+
+
+@given(count=st.integers(1, 10**15 - 1), unit=st.sampled_from(["step", "sample", "epoch", "token"]))
+def test_an_amount_is_read_as_it_is_written(count, unit):
+    amount = Amount(Fraction(count), unit)
+    assert amount == Amount.parse(str(amount))
+
+
+@given(
+    count=st.fractions(Fraction(1, 20), 20, max_denominator=20),
+    unit=st.sampled_from(["step", "sample", "epoch"]),
+    batches=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    epoch=st.integers(1, 100),
+)
+def test_each_multiple_ends_in_the_step_that_reaches_it(count, unit, batches, epoch):
+    """A step may reach several multiples; the end of the whole is counted by the last sample."""
+    amount = Amount(count if unit == "epoch" else Fraction(max(1, round(count))), unit)
+    size = {"step": None, "sample": amount.count, "epoch": amount.count * epoch}[unit]
+    samples, reached = 0, 0
+    for step, batch in enumerate(batches, start=1):
+        samples += batch
+        now = step // amount.count if size is None else samples // size
+        assert (now > reached) == amount.ends_in_step(step, samples, batch, epoch)
+        reached = now
+
+
+def walk(steps=40, **options):
+    """The batch after each step of 64 samples, 4 steps an epoch, where the policy wants 1000."""
+    controller = Controller(NoiseScale(), 64, **({"smoothing": "1 step"} | options))
+    noise = [_noise(10.0 if step == 0 else 1000.0) for step in range(steps)]
+    decided = []
+    for step, one in enumerate(noise, start=1):
+        now = TrainingState(64, 64, 64, samples=64 * step, steps=step, epoch=step // 4)
+        decided.append(controller.next(one, now).batch_size)
+    return decided
+
+
+def _noise(noise_scale):
+    return GradientStatistics(1.0, noise_scale, samples=64, micro_batches=4)
+
+
+def test_steps_samples_and_epochs_of_one_length_warm_up_alike():
+    in_steps = walk(warmup="8 steps")
+    assert [64] * 7 == in_steps[:7]
+    assert 64 not in in_steps[7:]
+    assert in_steps == walk(warmup="512 samples") == walk(warmup="2 epochs")
+
+
+def test_a_window_in_steps_is_one_in_samples_where_steps_are_alike():
+    assert walk(smoothing="8 steps") == walk(smoothing="512 samples")
+    assert walk(smoothing="8 steps") != walk(smoothing="4 steps")
+
+
+def test_a_window_in_steps_does_not_depend_on_the_batch():
+    signals = [1.0, 3.0, -2.0, 5.0]
+    steps = [[(s, 64) for s in signals], [(s, 2**i) for i, s in enumerate(signals)]]
+    small, mixed = (NoiseAverage(2, "steps") for _ in range(2))
+    for average, pairs in zip((small, mixed), steps, strict=True):
+        for signal, samples in pairs:
+            average.update(GradientStatistics(signal, 9.0, samples=samples, micro_batches=4))
+    assert small.grad_sqnorm == mixed.grad_sqnorm
+    weights = [0.0] * 4
+    keep = 2.718281828459045 ** (-1 / 2)
+    for i in range(4):
+        weights[i] = (1 - keep) * keep ** (3 - i)
+    mean = sum(w * s for w, s in zip(weights, signals, strict=True)) / sum(weights)
+    assert mean == pytest.approx(small.grad_sqnorm, rel=1e-12)
