@@ -4,14 +4,12 @@ A process trains one run directory, as `bigbatch train --resume` does, so whatev
 from its checkpoint. What outlives a killed parent holds its directory, and is waited for.
 """
 
+import asyncio
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +29,7 @@ from bigbatch.setting_types import Count, setting
 LOG = "log.txt"  # in a run directory: what its process said
 
 _POLL = 0.2  # seconds between two looks at the processes
-_GRACE = 10.0  # seconds that a process has to end when it is told to
+_GRACE = 10.0  # seconds that a process has to end
 
 
 def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
@@ -60,116 +58,106 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     setting("jobs", jobs, Count)
     try:
         with FileLock(path / ".lock", blocking=False), _ended_like_interrupted():
-            return _Jobs(path, trainings, jobs, gpus).run(SweepConsole(view, path.name))
+            slots = [_device(number, gpus) for number in range(jobs)]
+            sweep = _Sweep(path, trainings, slots, SweepConsole(view, path.name))
+            asyncio.run(sweep.train())
+            return sweep.failed
     except Timeout:
         raise RunError(f"{path} is in use by another process; wait for it") from None
 
 
-@dataclass
-class _Job:
-    process: subprocess.Popen[bytes]
-    run: RunDirectory
-    slot: int
-
-
-class _Jobs:
-    """What waits, runs and has ended."""
+class _Sweep:
+    """One task a training: it waits for what it needs, then for a slot, then for its process."""
 
     def __init__(
-        self, path: Path, trainings: Mapping[str, dict[str, Any]], jobs: int, gpus: list[str]
+        self,
+        path: Path,
+        trainings: Mapping[str, dict[str, Any]],
+        slots: list[dict[str, str]],
+        overview: SweepConsole,
     ) -> None:
-        self._path, self._gpus, self._jobs = path, gpus, jobs
-        self._waiting = dict(trainings)
-        self._running: dict[str, _Job] = {}
+        self._path, self._trainings, self._overview = path, trainings, overview
+        self._slots: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+        for slot in slots:
+            self._slots.put_nowait(slot)
         self._followed: dict[str, Followed] = {}
-        self._finished: set[str] = set()
-        self._failed: dict[str, str] = {}
+        self._finished = {name for name in trainings if is_finished(path / name)}
+        self.failed: dict[str, str] = {}
 
-    def run(self, overview: SweepConsole) -> dict[str, str]:
-        for name in list(self._waiting):
-            if is_finished(self._path / name):
-                self._finished.add(name)
-                del self._waiting[name]
-        try:
-            with overview.shown():
-                while self._waiting or self._running:
-                    self._collect(overview)
-                    self._start(overview)
-                    overview.update(self._followed, self._counts())
-                    time.sleep(_POLL)
-        finally:
-            self._stop()
-        return self._failed
+    async def train(self) -> None:
+        unfinished = [name for name in self._trainings if name not in self._finished]
+        tasks: dict[str, asyncio.Task[None]] = {}
+        for name in unfinished:
+            tasks[name] = asyncio.create_task(self._train_one(name, tasks))
+        pending = set(tasks.values())
+        with self._overview.shown():
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=_POLL)
+                for task in done:
+                    task.result()
+                self._overview.update(self._followed, self._counts())
 
-    def _counts(self) -> Counts:
-        return Counts(*map(len, (self._finished, self._failed, self._running, self._waiting)))
-
-    def _collect(self, overview: SweepConsole) -> None:
-        """What has ended since the last look."""
-        for name, job in list(self._running.items()):
-            status = job.process.poll()
-            if status is None:
-                continue
-            del self._running[name]
-            ended = self._followed.pop(name).ended()
-            if status == 0:
-                self._finished.add(name)
-                overview.ended(f"{name} {ended}", self._counts())
-            else:
-                self._fail(name, _reason(job.run, status), overview)
-
-    def _fail(self, name: str, reason: str, overview: SweepConsole) -> None:
-        self._failed[name] = reason
-        overview.ended(f"{name} failed: {reason}", self._counts())
-
-    def _start(self, overview: SweepConsole) -> None:
-        """What there is room for, and what it needs is done."""
-        for name, settings in list(self._waiting.items()):
-            before = {settings[one] for one in BEFORE}
-            if lost := before & self._failed.keys():
-                del self._waiting[name]
-                self._fail(name, f"it needs {', '.join(lost)}, which failed", overview)
-            elif not before & (self._waiting.keys() | self._running.keys()):
-                try:
-                    self._start_one(name, settings)
-                except RunError as error:  # its directory is not as we left it
-                    del self._waiting[name]
-                    self._fail(name, str(error), overview)
-
-    def _start_one(self, name: str, settings: dict[str, Any]) -> None:
-        taken = {job.slot for job in self._running.values()}
-        free = next((slot for slot in range(self._jobs) if slot not in taken), None)
-        if free is None:
+    async def _train_one(self, name: str, tasks: Mapping[str, asyncio.Task[None]]) -> None:
+        needed = {self._trainings[name][one] for one in BEFORE}
+        if unfinished := [tasks[one] for one in needed & tasks.keys()]:
+            await asyncio.wait(unfinished)
+        if failed := needed & self.failed.keys():
+            self._fail(name, f"it needs {', '.join(failed)}, which failed")
             return
-        run = opened(self._path / name, settings)
-        if not _is_free(run):
-            return  # its process outlived the one that started it
-        environment = {**os.environ, "OMP_NUM_THREADS": str(settings["threads"])}
-        if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[free % len(self._gpus)]
+        slot = await self._slots.get()
+        try:
+            run = opened(self._path / name, self._trainings[name])
+            status = await self._run_process(run, slot)
+        except RunError as error:  # its directory is not as we left it
+            self._fail(name, str(error))
+            return
+        finally:
+            self._slots.put_nowait(slot)
+        ended = self._followed.pop(name).ended()
+        if status != 0:
+            self._fail(name, _reason(run, status))
+            return
+        self._finished.add(name)
+        self._overview.ended(f"{name} {ended}", self._counts())
+
+    async def _run_process(self, run: RunDirectory, slot: dict[str, str]) -> int:
+        while not _is_free(run):  # its process outlived the one that started it
+            await asyncio.sleep(_POLL)
+        threads = {"OMP_NUM_THREADS": str(self._trainings[run.name]["threads"])}
         with (run.path / LOG).open("wb") as log:
-            process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", "bigbatch", "train", "--quiet", "--resume", str(run.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "bigbatch", "train", "--quiet", "--resume", str(run.path)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
                 stderr=log,
-                env=environment,
+                env={**os.environ, **threads, **slot},
                 start_new_session=True,  # an interrupt from the keyboard is for the parent
             )
-        self._running[name] = _Job(process, run, free)
-        self._followed[name] = Followed(run)
-        del self._waiting[name]
+        self._followed[run.name] = Followed(run)
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                await _end(process)
 
-    def _stop(self) -> None:
-        """Ends what runs; each goes on from its checkpoint another time."""
-        for job in self._running.values():
-            job.process.terminate()
-        for job in self._running.values():
-            try:
-                job.process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                job.process.kill()
-                job.process.wait()
+    def _fail(self, name: str, reason: str) -> None:
+        self.failed[name] = reason
+        self._overview.ended(f"{name} failed: {reason}", self._counts())
+
+    def _counts(self) -> Counts:
+        ended, running = len(self._finished) + len(self.failed), len(self._followed)
+        waiting = len(self._trainings) - ended - running
+        return Counts(len(self._finished), len(self.failed), running, waiting)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a training, which resumes from its checkpoint another time."""
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _GRACE)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def is_finished(path: Path) -> bool:
@@ -201,6 +189,11 @@ def _reason(run: RunDirectory, status: int) -> str:
 def _cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _device(slot: int, gpus: list[str]) -> dict[str, str]:
+    """The environment of a slot: its GPU, in turn."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}
 
 
 def _gpus() -> list[str]:
