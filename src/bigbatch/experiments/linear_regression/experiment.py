@@ -3,8 +3,9 @@
     y = sum_i W_i x_i,  W_i = i  (i = 1 .. 10);   w_0 = 0;   loss = E (w x - y)^2
 
 Shapes: S seeds, L learning rates, K groups (the paper's devices, our micro-batches), 10 weights.
-From the paper: W, w_0, the mean squared error, 100 steps, batches of 2,048, gamma = 0.1. Ours: the
-input laws, learning rates, K = 64, a fresh batch each step, and 4,096 fixed inputs for the loss.
+From the paper: W, w_0, the mean squared error, 100 steps, batches of 2,048, gamma = 0.1. Ours:
+input distributions, learning rates, K = 64, a fresh batch each step, and 4,096 fixed inputs for
+the loss.
 
 Source:
     VRGD (Jiang et al. 2023, arXiv 2309.13681), sections 7.2 and 7.3.
@@ -85,12 +86,12 @@ class Draws:
     """The batches of each seed, one after another; equal seeds give equal draws.
 
     Args:
-        law: of the inputs.
+        inputs: how they are drawn.
         seeds: 0 .. seeds - 1.
     """
 
-    def __init__(self, law: InputDistribution, seeds: int) -> None:
-        self._law = law
+    def __init__(self, inputs: InputDistribution, seeds: int) -> None:
+        self._inputs = inputs
         self._generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
         self.test = self._draw(TEST_INPUTS)
 
@@ -99,7 +100,7 @@ class Draws:
         return self._draw(BATCH)
 
     def _draw(self, number: int) -> Tensor:
-        return torch.stack([self._law.draw(one, number) for one in self._generators])
+        return torch.stack([self._inputs.draw(one, number) for one in self._generators])
 
 
 def moments(inputs: Tensor, k: int) -> Tensor:
@@ -151,7 +152,7 @@ def losses_of(weights: Tensor, test: Tensor) -> Tensor:
 
 
 def train(
-    law: InputDistribution,
+    inputs: InputDistribution,
     arms: Iterable[Arm],
     seeds: int,
     steps: int = STEPS,
@@ -160,13 +161,13 @@ def train(
     """Trains every arm on the same batches.
 
     Args:
-        law: of the inputs.
+        inputs: how they are drawn.
         arms: what to compare.
         seeds: runs of each arm.
         steps: of each run.
         advance: called after each step, to show progress.
     """
-    draws = Draws(law, seeds)
+    draws = Draws(inputs, seeds)
     test = moments(draws.test, 1).squeeze(1)
     alike = [list(same) for _, same in groupby(sorted(set(arms)), key=lambda arm: arm.rule)]
     rules = [same[0].rule for same in alike]

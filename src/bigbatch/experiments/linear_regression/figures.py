@@ -1,4 +1,4 @@
-"""Figures 1 and 3 of the paper, redrawn for every input law and both upper clips."""
+"""Figures 1 and 3 of the paper, redrawn for every input distribution and both upper clips."""
 
 from collections.abc import Sequence
 
@@ -9,26 +9,26 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bigbatch.experiments.linear_regression.arms import (
+from bigbatch.experiments.linear_regression.experiment import GAMMA, GROUPS, TRUTH, Trace
+from bigbatch.experiments.linear_regression.findings import (
     CLIPS,
     METHODS,
-    DistributionFindings,
+    Findings,
     against_gamma,
     against_k,
 )
-from bigbatch.experiments.linear_regression.claims import BEST_GAMMA, BEST_K
-from bigbatch.experiments.linear_regression.experiment import GAMMA, GROUPS, TRUTH, Trace
 
 _COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_PAPERS_BEST = {"gamma": (0.04, 0.2), "k": (32, 256)}  # where its figure has the optimum
 _FLOOR = 1e-30  # a loss below is 0 to float64, and has no place on a logarithmic axis
 
 
-def figure1(findings: Sequence[DistributionFindings]) -> Figure:
-    """A row for each law: losses, the weights under VR-SGD, and r of each weight and step."""
+def figure1(findings: Sequence[Findings]) -> Figure:
+    """A row for each distribution: losses, weights under VR-SGD, and r of each weight and step."""
     figure = Figure(figsize=(17, 3.1 * len(findings)), layout="constrained")
     rows = figure.subplots(len(findings), 5, squeeze=False)
     for found, (curves, *panels) in zip(findings, rows, strict=True):
-        lr = found.law.shown
+        lr = found.inputs.shown
         _losses(curves, found)
         for method, weights, heat in zip(CLIPS, panels[:2], panels[2:], strict=True):
             trace = found.traces[METHODS[method](lr)]
@@ -41,8 +41,8 @@ def figure1(findings: Sequence[DistributionFindings]) -> Figure:
     return figure
 
 
-def _losses(axes: Axes, found: DistributionFindings) -> None:
-    lr = found.law.shown
+def _losses(axes: Axes, found: Findings) -> None:
+    lr = found.inputs.shown
     for (name, method), color in zip(METHODS.items(), _COLORS, strict=False):
         losses = found.traces[method(lr)].losses.clamp_min(_FLOOR)
         steps = range(losses.shape[1])
@@ -50,7 +50,7 @@ def _losses(axes: Axes, found: DistributionFindings) -> None:
         low, high = losses.amin(0), losses.amax(0)
         axes.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
     axes.set_yscale("log")
-    _dress(axes, f"{found.law.name}, lr {lr:g}: loss", "step")
+    _dress(axes, f"{found.inputs.name}, lr {lr:g}: loss", "step")
 
 
 def _weights(axes: Axes, trace: Trace, title: str) -> None:
@@ -92,8 +92,8 @@ def _heat(axes: Axes, trace: Trace, title: str) -> ScalarMappable:
     return image
 
 
-def figure3(findings: Sequence[DistributionFindings]) -> Figure:
-    """Last loss over SGD's against gamma and k: a row for each clip, a column for each law."""
+def figure3(findings: Sequence[Findings]) -> Figure:
+    """Last loss over SGD's against gamma and k: a row a clip, a column a distribution."""
     figure = Figure(figsize=(3.4 * len(findings), 12), layout="constrained")
     rows = figure.subplots(4, len(findings), squeeze=False)
     panels = [(what, clip) for what in ("gamma", "k") for clip in CLIPS]
@@ -101,15 +101,15 @@ def figure3(findings: Sequence[DistributionFindings]) -> Figure:
         row[0].set_ylabel(f"{clip}: last loss / SGD's", fontsize=9)
         for axes, found in zip(row, findings, strict=True):
             _sweep(axes, found, clip, what)
-            _dress(axes, found.law.name, what)
+            _dress(axes, found.inputs.name, what)
     for axes in rows[0]:
         axes.legend(fontsize=7, title="lr", title_fontsize=7)
     return figure
 
 
-def _sweep(axes: Axes, found: DistributionFindings, clip: str, what: str) -> None:
+def _sweep(axes: Axes, found: Findings, clip: str, what: str) -> None:
     of_gamma = what == "gamma"
-    for lr, color in zip(found.law.lrs, _COLORS, strict=False):
+    for lr, color in zip(found.inputs.lrs, _COLORS, strict=False):
         arms = (against_gamma if of_gamma else against_k)(clip, lr)
         shares = [found.relative(arm) for arm in arms.values()]
         middle = [share.median for share in shares]
@@ -134,7 +134,7 @@ def _sweep(axes: Axes, found: DistributionFindings, clip: str, what: str) -> Non
     axes.set_xticks([0.01, 0.04, 0.1, 0.2, 0.5, 1] if of_gamma else [2, 8, 32, 64, 256, 1024])
     axes.xaxis.set_major_formatter(FuncFormatter(_plain))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.axvspan(*(BEST_GAMMA if of_gamma else BEST_K), color="#009e73", alpha=0.12, linewidth=0)
+    axes.axvspan(*_PAPERS_BEST[what], color="#009e73", alpha=0.12, linewidth=0)
     axes.axvline(GAMMA if of_gamma else GROUPS, color="#999999", linewidth=0.8, linestyle=":")
     axes.axhline(1, color="#999999", linewidth=0.8)
 

@@ -1,4 +1,4 @@
-"""How the inputs are drawn; the paper does not say, so every law and learning rate is ours."""
+"""How the inputs are drawn; the paper does not say, so distributions and rates are ours."""
 
 import math
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class InputDistribution:
 
 _BOX = math.sqrt(1 / 12)  # standard deviation of a uniform draw from an interval of length 1
 
-LAWS = (
+DISTRIBUTIONS = (
     InputDistribution("N(0, 1)", False, 0.0, (1.0,) * INPUTS, (0.005, 0.02, 0.1), 0.02),
     InputDistribution("U(-1, 1)", True, 0.0, (2 * _BOX,) * INPUTS, (0.02, 0.1), 0.1),
     InputDistribution("U(0, 1)", True, 0.5, (_BOX,) * INPUTS, (0.02, 0.1, 0.2, 0.3, 0.38), 0.2),

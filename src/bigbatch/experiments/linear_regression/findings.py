@@ -1,4 +1,4 @@
-"""Everything that is trained: tables, both figures, learning rates and controls, law by law."""
+"""What is trained for the table and both figures, and what was measured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ CLIPS = {PRINTED: printed, WIDENED: widened}
 GAMMAS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 KS = tuple(2**power for power in range(1, 11))
 STIFFNESS = tuple(0.01 * 2 ** (power / 4) for power in range(39))  # lr x curvature, .01 to 7.2
-PASSES = 2  # over the batches of a law: the second for the controls, which need the first's r
-MILLIONTH = 1e-6
+PASSES = (
+    2  # over the batches of a distribution: the second for the controls, which need the first's r
+)
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,16 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class DistributionFindings:
-    """What was measured with one input law.
+class Findings:
+    """What was measured with one input distribution.
 
     Args:
-        law: of the inputs.
+        inputs: how they are drawn.
         traces: of every arm.
         controls: of SGD at lr x mean(r), by the arm whose r it is.
     """
 
-    law: InputDistribution
+    inputs: InputDistribution
     traces: dict[Arm, Trace]
     controls: dict[Arm, Trace] = field(default_factory=dict)
 
@@ -66,10 +67,10 @@ class DistributionFindings:
         """Loss after the last step over SGD's, at the same learning rate and seed."""
         return Spread.of(self.traces[arm].losses[:, -1] / self.traces[sgd(arm.lr)].losses[:, -1])
 
-    def steps_needed(self, arm: Arm) -> Tensor:
-        """Steps until its loss is SGD's last one, (S,); same learning rate; inf for never."""
-        goal = self.traces[sgd(arm.lr)].losses[:, -1:]
-        return first_below(self.traces[arm].losses, goal)
+    def steps_needed(self, arm: Arm, plain: Arm) -> Spread:
+        """Steps until its loss is another arm's last one; inf for never."""
+        goal = self.traces[plain].losses[:, -1:]
+        return Spread.of(first_below(self.traces[arm].losses, goal))
 
     def mean_r(self, arm: Arm) -> Spread:
         """r over all weights and steps."""
@@ -79,23 +80,10 @@ class DistributionFindings:
         """Last loss of SGD at lr x mean(r)."""
         return Spread.of(self.controls[arm].losses[:, -1])
 
-    def best(self, method: str) -> tuple[float, Spread]:
-        """The learning rate of the grid with the least last loss, and that loss."""
-        return _least({lr: self.final(METHODS[method](lr)) for lr in grid(self.law)})
-
-    def soonest(self, method: str) -> tuple[float, Spread]:
-        """The learning rate of the grid soonest at a millionth of the first loss, and the steps."""
-        steps = {}
-        for lr in grid(self.law):
-            losses = self.traces[METHODS[method](lr)].losses
-            steps[lr] = Spread.of(first_below(losses, MILLIONTH * losses[:, :1]))
-        return _least(steps)
-
-
-def _least(of: dict[float, Spread]) -> tuple[float, Spread]:
-    """By the worst seed: a learning rate at which one of them diverges is none."""
-    lr = min(of, key=lambda lr: (of[lr].most, of[lr].median))
-    return lr, of[lr]
+    def best(self, method: str) -> Arm:
+        """The method at the learning rate of the grid whose worst seed has the least last loss."""
+        arms = [METHODS[method](lr) for lr in grid(self.inputs)]
+        return min(arms, key=lambda arm: (self.final(arm).most, self.final(arm).median))
 
 
 def first_below(losses: Tensor, goal: Tensor) -> Tensor:
@@ -105,9 +93,9 @@ def first_below(losses: Tensor, goal: Tensor) -> Tensor:
     return first.where(below.any(1), torch.inf)
 
 
-def grid(law: InputDistribution) -> list[float]:
+def grid(inputs: InputDistribution) -> list[float]:
     """The learning rates that every method is tuned over."""
-    return [stiffness / law.curvature for stiffness in STIFFNESS]
+    return [stiffness / inputs.curvature for stiffness in STIFFNESS]
 
 
 def against_gamma(clip: str, lr: float) -> dict[float, Arm]:
@@ -120,34 +108,33 @@ def against_k(clip: str, lr: float) -> dict[float, Arm]:
     return {k: CLIPS[clip](lr, k=k) for k in KS}
 
 
-def arms_of(law: InputDistribution) -> set[Arm]:
+def arms_of(inputs: InputDistribution) -> set[Arm]:
     """Everything to be trained in the first pass."""
-    arms = {make(lr) for make in METHODS.values() for lr in (*law.lrs, *grid(law))}
-    for lr in law.lrs:
+    arms = {make(lr) for make in METHODS.values() for lr in (*inputs.lrs, *grid(inputs))}
+    for lr in inputs.lrs:
         for clip in CLIPS:
             arms |= {*against_gamma(clip, lr).values(), *against_k(clip, lr).values()}
     return arms
 
 
 def study(
-    law: InputDistribution,
+    inputs: InputDistribution,
     seeds: int,
     steps: int = STEPS,
     advance: Callable[[], None] = lambda: None,
-) -> DistributionFindings:
-    """Trains all arms of a law, then SGD at each VR arm's lr x mean(r).
+) -> Findings:
+    """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r).
 
     Args:
-        law: of the inputs.
+        inputs: how they are drawn.
         seeds: runs of each arm.
         steps: of each run.
         advance: called after each step of each of the `PASSES`.
     """
-    found = DistributionFindings(law, train(law, arms_of(law), seeds, steps, advance))
-    pairs = {
-        arm: sgd(arm.lr * found.mean_r(arm).median)
-        for arm in (clip(lr) for clip in CLIPS.values() for lr in law.lrs)
-    }
-    slowed = train(law, pairs.values(), seeds, steps, advance)
+    found = Findings(inputs, train(inputs, arms_of(inputs), seeds, steps, advance))
+    shown = [clip(lr) for clip in CLIPS.values() for lr in inputs.lrs]
+    shown += [found.best(clip) for clip in CLIPS]
+    pairs = {arm: sgd(arm.lr * found.mean_r(arm).median) for arm in shown}
+    slowed = train(inputs, pairs.values(), seeds, steps, advance)
     found.controls.update({arm: slowed[control] for arm, control in pairs.items()})
     return found
