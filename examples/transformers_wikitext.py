@@ -32,9 +32,9 @@ def read(folder: Path, characters: int) -> bytes:
 
 
 def samples_of(text: bytes) -> list[dict[str, torch.Tensor]]:
-    """Pieces of one length, each its own target."""
-    pieces = torch.tensor(list(text)).split(LENGTH)[:-1]
-    return [{"input_ids": piece, "labels": piece} for piece in pieces]
+    """Tokens of one length, each its own target."""
+    tokens = torch.tensor(list(text)).split(LENGTH)[:-1]
+    return [{"input_ids": token, "labels": token} for token in tokens]
 
 
 def main() -> AdaptiveTrainer:

@@ -215,7 +215,7 @@ def test_parameters_have_the_shapes_given_and_are_zero():
 # gradients of a network
 
 
-def pictures(count, *, seed):
+def random_images(count, *, seed):
     x = torch.randn(count, 1, 28, 28, generator=seeded(seed))
     return x, torch.randint(10, (count,), generator=seeded(seed + 1))
 
@@ -223,7 +223,7 @@ def pictures(count, *, seed):
 def test_gradients_of_each_are_those_of_one_backward_each():
     torch.manual_seed(19)
     model = network()
-    x, y = pictures(503, seed=20)  # more than one chunk
+    x, y = random_images(503, seed=20)  # more than one chunk
     found = of_each(model, x, y)
     assert (503, 6162) == found.shape
     for number in (0, 3, 500, 502):
@@ -233,7 +233,7 @@ def test_gradients_of_each_are_those_of_one_backward_each():
 
 
 def test_the_first_stage_is_the_network_before_training():
-    x, y = pictures(40, seed=21)
+    x, y = random_images(40, seed=21)
     population = next(recorded(x, y, seed=22))
     torch.manual_seed(22)
     model = network()
@@ -249,7 +249,7 @@ def test_the_first_stage_is_the_network_before_training():
 
 @pytest.mark.thorough
 def test_training_does_not_depend_on_what_was_drawn_between():
-    x, y = pictures(70, seed=23)
+    x, y = random_images(70, seed=23)
     plain, interrupted = recorded(x, y, seed=24), recorded(x, y, seed=24)
     before = next(plain).grad_sqnorm
     torch.manual_seed(25)

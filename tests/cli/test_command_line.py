@@ -72,7 +72,7 @@ def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):
 
 
 @pytest.mark.thorough
-def test_an_interrupt_while_the_report_is_written_says_how_to_go_on(tmp_path):
+def test_an_interrupt_while_the_report_is_written_says_how_to_continue(tmp_path):
     options = (
         "--target=.5",
         "--epochs=1",
@@ -83,7 +83,7 @@ def test_an_interrupt_while_the_report_is_written_says_how_to_go_on(tmp_path):
     )
     code = AT.format(module="matplotlib.backends.backend_svg")
     ended = command(code, "train", "--quiet", *options)
-    expected = f"bigbatch: interrupted; `bigbatch train --resume {tmp_path / 'run'}` goes on\n"
+    expected = f"bigbatch: interrupted; `bigbatch train --resume {tmp_path / 'run'}` continues\n"
     assert (130, expected) == (ended.returncode, ended.stderr)
 
 
@@ -104,7 +104,7 @@ def test_an_interrupt_of_ranks_is_one_line_of_ours(tmp_path):
 
 
 def test_a_group_of_commands_alone_shows_them(bigbatch):
-    for group, listed in ((), _COMMANDS), (("bench",), ("measure", "optim", "halves")):
+    for group, listed in ((), _COMMANDS), (("bench",), ("measure", "optim", "similarity-accuracy")):
         status, out, err = bigbatch(*group)
         assert (2, "") == (status, err)
         assert set(listed) <= set(out.split())

@@ -328,7 +328,7 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
 
 
 @pytest.mark.thorough
-def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
+def test_ctrl_c_says_how_to_continue_and_is_no_success(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(
         [*COMMAND, "train", "--target", "0.5", "--run-dir", str(run)],
@@ -345,7 +345,7 @@ def test_ctrl_c_says_how_to_go_on_and_is_no_success(tmp_path):
 
 
 @pytest.mark.thorough
-def test_ctrl_c_in_what_cannot_go_on_says_only_that(tmp_path):
+def test_ctrl_c_in_what_cannot_continue_says_only_that(tmp_path):
     process = subprocess.Popen(
         [*COMMAND, "train", "linear-regression", "--run-dir", str(tmp_path / "run")],
         stderr=subprocess.PIPE,

@@ -90,7 +90,7 @@ def test_three_ranks_share_the_samples_of_twelve(tmp_path):
     assert_same_curve(rows_of(tmp_path / "one"), rows_of(tmp_path / "three"))
 
 
-def test_after_a_kill_the_other_workers_go_on_as_if_there_was_none(tmp_path):
+def test_after_a_kill_the_other_workers_continue_as_if_there_was_none(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     whole = tmp_path / "whole"
     assert 0 == torchrun(2, *settings, "--run-dir", whole).returncode
@@ -106,18 +106,18 @@ def test_after_a_kill_the_other_workers_go_on_as_if_there_was_none(tmp_path):
 
 @pytest.mark.release
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_restart_goes_on_where_no_store_outlives_the_workers(tmp_path, ranks):
+def test_a_restart_continues_where_no_store_outlives_the_workers(tmp_path, ranks):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     place = tmp_path / "run"
     result = torchrun(ranks, *settings, "--run-dir", place, restarts=1, killed_at=KILLED_AT, **own)
     assert (0, 1) == (result.returncode, result.stdout.count("average")), result.stderr
-    assert f"bigbatch: note: going on with {place}, which launch" in result.stderr
+    assert f"bigbatch: note: continuing with {place}, which launch" in result.stderr
     assert 2694 == rows_of(place)[-1]["samples"]
 
 
 @pytest.mark.release
-def test_one_rank_that_is_killed_goes_on(tmp_path):
+def test_one_rank_that_is_killed_continues(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     result = torchrun(1, *settings, "--run-dir", tmp_path / "run", restarts=1, killed_at=KILLED_AT)
     assert (0, []) == (result.returncode, said(result)), result.stderr
@@ -141,7 +141,7 @@ def test_help_is_printed_once():
     assert (0, 1) == (result.returncode, result.stdout.count("Usage: "))
 
 
-def test_a_run_of_two_ranks_goes_on_alone_with_the_same_samples(one_process, tmp_path):
+def test_a_run_of_two_ranks_continues_alone_with_the_same_samples(one_process, tmp_path):
     place = tmp_path / "run"
     settings = [*TESTED, "digits", "--policy", "simigrad", *LENGTH, "--run-dir", place]
     assert 0 != torchrun(2, *settings, killed_at=KILLED_AT).returncode

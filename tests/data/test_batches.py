@@ -408,7 +408,7 @@ def test_split_alone_counts_by_the_known_length():
     assert list(range(10)) == seen
 
 
-def test_a_pass_over_batches_that_cannot_be_glued_goes_on_with_exactly_the_rest():
+def test_a_pass_over_batches_that_cannot_be_glued_continues_with_exactly_the_rest():
     widths = [(8, 1), (2, 3), (4, 1), (8, 3)]
     starts = [0, 8, 10, 14]
     loader = [
@@ -540,7 +540,7 @@ def interrupted(
 
 @often
 @given(make=loaders(), plans=some_plans, stop=st.integers(0, 12), least=st.integers(1, 6))
-def test_a_killed_pass_goes_on_with_exactly_the_rest(make, plans, stop, least):
+def test_a_killed_pass_continues_with_exactly_the_rest(make, plans, stop, least):
     whole, resumed = interrupted(make, plans, stop, least=least)
     assert whole == resumed
 
@@ -548,7 +548,9 @@ def test_a_killed_pass_goes_on_with_exactly_the_rest(make, plans, stop, least):
 @pytest.mark.parametrize("persistent", [False, True], ids=["fresh workers", "persistent workers"])
 @pytest.mark.parametrize("generator", [False, True], ids=["global seed", "generator"])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_killed_pass_over_two_workers_goes_on_with_exactly_the_rest(epoch, generator, persistent):
+def test_a_killed_pass_over_two_workers_continues_with_exactly_the_rest(
+    epoch, generator, persistent
+):
     def make() -> DataLoader:
         return DataLoader(
             range(40),
@@ -588,7 +590,7 @@ class Augmented:
     stop=st.integers(0, 9),
     epoch=st.integers(0, 1),
 )
-def test_augmentation_goes_on_bit_for_bit_between_draws_of_dropout(
+def test_augmentation_continues_bit_for_bit_between_draws_of_dropout(
     shuffle, generator, size, plans, stop, epoch
 ):
     def make() -> DataLoader:
@@ -615,7 +617,7 @@ class Drawing(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_loader_that_draws_as_it_is_read_is_told_where_it_goes_on(draws: bool) -> None:
+def test_a_loader_that_draws_as_it_is_read_is_told_where_it_continues(draws: bool) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         whole, resumed = interrupted(lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2)

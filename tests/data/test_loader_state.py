@@ -104,7 +104,7 @@ def interrupted(make, stop, epoch=0):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [0, 1, 4])
 @pytest.mark.parametrize("data", [Recorded, Sharded])
-def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
+def test_a_loader_with_a_state_of_its_own_continues_from_it(data, workers, stop):
     def make():
         shuffle = {"shuffle": True} if data is Recorded else {}
         torchdata = pytest.importorskip("torchdata.stateful_dataloader")
@@ -120,7 +120,7 @@ def test_a_loader_with_a_state_of_its_own_goes_on_from_it(data, workers, stop):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [0, 1, 4])
-def test_a_ledger_goes_on_without_reading_what_was_given_out(workers, stop):
+def test_a_ledger_continues_without_reading_what_was_given_out(workers, stop):
     def make():
         data = Recorded()
         return DataLoader(
@@ -155,7 +155,7 @@ def grouped(data):
     ],
 )
 @pytest.mark.parametrize("stop", [0, 1, 2])
-def test_any_sampler_goes_on_where_it_was(make, stop):
+def test_any_sampler_continues_where_it_was(make, stop):
     whole, resumed, _ = interrupted(lambda: make(Recorded()), stop)
     assert whole == resumed
 
@@ -283,7 +283,7 @@ def test_pinned_batches_stay_pinned_whether_cut_or_glued():
 
 
 @pytest.mark.parametrize("generator", [False, True])
-def test_a_shuffled_pass_goes_on_with_batches_of_another_size(generator):
+def test_a_shuffled_pass_continues_with_batches_of_another_size(generator):
     def make(size):
         own = torch.Generator().manual_seed(SEED) if generator else None
         return DataLoader(Recorded(), size, shuffle=True, generator=own)
@@ -324,7 +324,7 @@ def seen_in(steps):
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("looked", [False, True], ids=["untouched", "looked at before"])
 @pytest.mark.parametrize("same", [False, True], ids=["another loader", "the same loader"])
-def test_persistent_workers_go_on_with_exactly_the_rest(same, looked, epoch):
+def test_persistent_workers_continue_with_exactly_the_rest(same, looked, epoch):
     torch.manual_seed(SEED)
     loader = kept_workers()
     if looked:
@@ -369,7 +369,7 @@ class Rows:
         return torch.tensor(numbers)
 
 
-def test_a_sampler_of_whole_batches_is_told_the_epoch_and_goes_on_by_its_ledger():
+def test_a_sampler_of_whole_batches_is_told_the_epoch_and_continues_by_its_ledger():
     def make():
         ledger = ElasticDistributedSampler(range(24), seed=SEED)
         return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(ledger, 4, False))
@@ -399,7 +399,7 @@ class Shards:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_ledger_over_whole_batches_goes_on_with_exactly_the_rest(stop):
+def test_a_ledger_over_whole_batches_continues_with_exactly_the_rest(stop):
     def make():
         shards = Shards()
         return DataLoader(
@@ -432,7 +432,7 @@ class Growing(Sampler):
         return iter(range(len(self)))
 
 
-def test_a_sampler_that_grows_by_the_epoch_goes_on():
+def test_a_sampler_that_grows_by_the_epoch_continues():
     def make():
         return Batches(DataLoader(range(64), 4, sampler=Growing()))
 
@@ -464,7 +464,7 @@ def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micr
 
 @pytest.mark.parametrize("stop", [0, 2, 5])
 @pytest.mark.parametrize("kind", ["ledger", "no sampler", "another batch size"])
-def test_a_pass_that_leaves_samples_out_goes_on_with_exactly_the_rest(kind, stop):
+def test_a_pass_that_leaves_samples_out_continues_with_exactly_the_rest(kind, stop):
     def collate(items):
         return torch.tensor([item for item in items if item % 8 != 5 or item < 8])
 

@@ -314,7 +314,7 @@ def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
     assert list(range(320)) == sorted(n for step in parts for piece in step for n in piece)
 
 
-def test_a_padded_pass_goes_on_on_a_number_of_ranks_that_needs_no_padding():
+def test_a_padded_pass_continues_on_a_number_of_ranks_that_needs_no_padding():
     def of(ranks, rank):
         sampler = DistributedSampler(range(101), ranks, rank, shuffle=False)
         return Batches(DataLoader(range(101), 5, sampler=sampler))

@@ -293,7 +293,7 @@ REFUSED = [
     ("digits", "precision=bfloat16", "has no effect on a model in float64"),
     ("imagenet-resnet50", "size=512", "size=512 must be above 0 and at most resize="),
     ("glue", "glue_task=X", "GLUE task 'X' is unknown; choose one of: SST-2, CoLA, MRPC, RTE"),
-    ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 pieces"),
+    ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 tokens"),
     ("bert-pretrain", "predictions=0", "predictions=0"),
     ("squad", "stride=0", "stride=0"),
     ("char-lm", "length=0", "length=0"),
@@ -379,13 +379,13 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(bigbatch, optio
 
 def test_a_schedule_that_is_not_reached_is_said_as_by_the_training(bigbatch):
     schedule = "x0.1 at 2 and 9 epochs"
-    with pytest.warns(UserWarning, match="goes on for 12,123 samples") as said:
+    with pytest.warns(UserWarning, match="continues for 12,123 samples") as said:
         Training(DIGITS, settings(lr_schedule=schedule, epochs=8))
     asked = ("--set", f"lr_schedule={schedule}", "--epochs", "8")
     _, out, _ = bigbatch("train", "digits", "--dry-run", *asked)
     assert 1 == " ".join(out.split()).count(str(said[0].message))
     _, out, _ = bigbatch("train", "digits", "--dry-run", *asked[:2], "--epochs", "9")
-    assert "goes on for" not in out
+    assert "continues for" not in out
 
 
 def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):

@@ -12,7 +12,7 @@ from bigbatch.experiments import RECIPES
 from bigbatch.experiments.datasets.criteo_tsv import read_clicks
 from bigbatch.experiments.datasets.files import text_of
 from bigbatch.experiments.datasets.glue_tasks import read_task
-from bigbatch.experiments.datasets.idx_files import read_pictures
+from bigbatch.experiments.datasets.idx_files import read_images
 from bigbatch.experiments.datasets.squad_questions import read_questions
 from bigbatch.experiments.datasets.text import corpus_of
 
@@ -22,7 +22,7 @@ READERS = {
     "text.txt.gz": lambda file: list(corpus_of(file.parent).train()),
     "dev-v1.1.json.gz": read_questions,
     "glue.tar.gz": lambda file: read_task(file.parent, "RTE", "dev"),
-    "train-images-idx3-ubyte.gz": lambda file: read_pictures(
+    "train-images-idx3-ubyte.gz": lambda file: read_images(
         file.parent, RECIPES["fashion-mnist"].origin
     ),
     "train.txt.gz": lambda file: list(read_clicks(file)),

@@ -1,4 +1,4 @@
-"""Pictures on their way through a recipe: normalised, shifted and flipped, scored."""
+"""Images on their way through a recipe: normalised, shifted and flipped, scored."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ from bigbatch.experiments.image_classification import (
 )
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 
-PICTURES = torch.arange(1, 2 * 3 * 6 * 5 + 1).to(torch.uint8).reshape(2, 3, 6, 5)
+FIGURE_FORMATS = torch.arange(1, 2 * 3 * 6 * 5 + 1).to(torch.uint8).reshape(2, 3, 6, 5)
 
 
-def test_a_network_sees_pictures_less_their_mean_in_units_of_their_deviation():
+def test_a_network_sees_images_less_their_mean_in_units_of_their_deviation():
     network = OfBytes(nn.Identity(), (0.5, 0.4, 0.3), (0.25, 0.2, 0.1))
     expected = torch.stack(
         [
-            (PICTURES[:, plane] / 255 - mean) / std
+            (FIGURE_FORMATS[:, plane] / 255 - mean) / std
             for plane, (mean, std) in enumerate([(0.5, 0.25), (0.4, 0.2), (0.3, 0.1)])
         ],
         dim=1,
     )
-    assert torch.allclose(expected, network(PICTURES), atol=1e-6)
+    assert torch.allclose(expected, network(FIGURE_FORMATS), atol=1e-6)
     assert {} == network.state_dict()
 
 
@@ -44,10 +44,10 @@ def test_channels_lie_last_where_onednn_can_take_them_so(width, last):
     assert all(p.grad.isfinite().all() for p in network.parameters())
 
 
-def crops(picture, padding):
-    """All crops of a padded picture, as they are and mirrored, one by one."""
-    height, width = picture.shape[1:]
-    padded = functional.pad(picture, (padding,) * 4)
+def crops(image, padding):
+    """All crops of a padded image, as they are and mirrored, one by one."""
+    height, width = image.shape[1:]
+    padded = functional.pad(image, (padding,) * 4)
     for top in range(2 * padding + 1):
         for left in range(2 * padding + 1):
             crop = padded[:, top : top + height, left : left + width]
@@ -55,13 +55,13 @@ def crops(picture, padding):
             yield crop.flip(-1)
 
 
-def test_each_shifted_picture_is_one_of_the_crops_of_its_own_and_all_of_them_are_drawn():
+def test_each_shifted_image_is_one_of_the_crops_of_its_own_and_all_of_them_are_drawn():
     torch.manual_seed(0)
     samples = 400
-    found = shifted_and_flipped(PICTURES[[0, 1] * samples], padding=1)
+    found = shifted_and_flipped(FIGURE_FORMATS[[0, 1] * samples], padding=1)
     assert (2 * samples, 3, 6, 5) == found.shape
     for number in (0, 1):
-        wanted = torch.stack(list(crops(PICTURES[number], 1)))
+        wanted = torch.stack(list(crops(FIGURE_FORMATS[number], 1)))
         same = (found[number::2, None] == wanted).flatten(2).all(2)
         assert [1] * samples == same.sum(1).tolist()
         drawn = same.sum(0) / samples  # each with chance 1 / 18; four deviations of 400 draws
@@ -70,28 +70,28 @@ def test_each_shifted_picture_is_one_of_the_crops_of_its_own_and_all_of_them_are
 
 
 class Counted(nn.Module):
-    """Logits that are the pictures' first pixels; remembers what it was given."""
+    """Logits that are the images' first pixels; remembers what it was given."""
 
     def forward(self, x):
         self.given = x
         return x[:, 0, 0].float()
 
 
-def test_pictures_are_augmented_in_training_alone():
-    model, batch = Counted(), (PICTURES, torch.tensor([0, 4]))
+def test_images_are_augmented_in_training_alone():
+    model, batch = Counted(), (FIGURE_FORMATS, torch.tensor([0, 4]))
     loss_of = class_loss(augment=lambda x: 255 - x)
     loss_of(model, batch)
-    assert torch.equal(255 - PICTURES, model.given)
+    assert torch.equal(255 - FIGURE_FORMATS, model.given)
     loss_of(model.eval(), batch)
-    assert torch.equal(PICTURES, model.given)
+    assert torch.equal(FIGURE_FORMATS, model.given)
 
 
 def test_smoothed_labels_share_a_part_of_the_loss_among_all_classes():
     model, labels = Counted(), torch.tensor([0, 3])
-    logs = functional.log_softmax(PICTURES[:, 0, 0].float(), dim=1)
+    logs = functional.log_softmax(FIGURE_FORMATS[:, 0, 0].float(), dim=1)
     own = logs[[0, 1], labels].mean()
     expected = -(0.9 * own + 0.1 * logs.mean())
-    assert torch.allclose(expected, class_loss(0.1)(model, (PICTURES, labels)))
+    assert torch.allclose(expected, class_loss(0.1)(model, (FIGURE_FORMATS, labels)))
 
 
 def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
@@ -110,8 +110,8 @@ def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
 
 
 def test_an_example_has_the_types_of_a_batch_and_no_storage():
-    pictures, labels = examples(3, 32)(DIGITS.settings(), 7)
-    assert (7, 3, 32, 32) == pictures.shape
-    assert (torch.uint8, torch.int64) == (pictures.dtype, labels.dtype)
-    assert "meta" == pictures.device.type == labels.device.type
-    assert pictures.shape == shifted_and_flipped(pictures).shape
+    images, labels = examples(3, 32)(DIGITS.settings(), 7)
+    assert (7, 3, 32, 32) == images.shape
+    assert (torch.uint8, torch.int64) == (images.dtype, labels.dtype)
+    assert "meta" == images.device.type == labels.device.type
+    assert images.shape == shifted_and_flipped(images).shape

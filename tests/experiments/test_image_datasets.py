@@ -28,14 +28,14 @@ def cifar(tmp_path):
     return tmp_path
 
 
-def test_pictures_of_cifar_are_planes_of_red_green_and_blue_in_the_order_of_the_files(cifar):
+def test_images_of_cifar_are_planes_of_red_green_and_blue_in_the_order_of_the_files(cifar):
     train, test = cifar10.read(cifar)
-    pictures, labels = train.columns
-    assert (10, 3, 32, 32) == pictures.shape
-    assert (2, torch.uint8, torch.int64) == (len(test), pictures.dtype, labels.dtype)
+    images, labels = train.columns
+    assert (10, 3, 32, 32) == images.shape
+    assert (2, torch.uint8, torch.int64) == (len(test), images.dtype, labels.dtype)
     assert [0, 1, 1, 2, 2, 3, 3, 4, 4, 5] == labels.tolist()
     of_third = torch.arange(2, 2 + 2 * 3072).to(torch.uint8).reshape(2, 3, 32, 32)
-    assert torch.equal(of_third, pictures[4:6])
+    assert torch.equal(of_third, images[4:6])
 
 
 class Danger:
@@ -73,16 +73,16 @@ def test_a_batch_of_cifar_that_is_missing_is_named(cifar):
         cifar10.read(cifar)
 
 
-def moments(pictures):
+def moments(images):
     """Mean and standard deviation of bytes, in [0, 1]."""
-    share = pictures.flatten().bincount(minlength=256).double() / pictures.numel()
+    share = images.flatten().bincount(minlength=256).double() / images.numel()
     values = torch.arange(256) / 255
     mean = float(share @ values.double())
     return mean, float(share @ (values - mean).double() ** 2) ** 0.5
 
 
 @needs("cifar10")
-def test_the_real_cifar_has_5000_pictures_of_each_class_and_the_mean_we_take_off():
+def test_the_real_cifar_has_5000_images_of_each_class_and_the_mean_we_take_off():
     train, test = cifar10.read(FOLDER / "cifar10")
     assert [5000] * 10 == train.columns[1].bincount().tolist()
     assert [1000] * 10 == test.columns[1].bincount().tolist()
@@ -101,39 +101,39 @@ def idx_of(values):
 
 @pytest.fixture(params=["", ".gz"])
 def mnist(tmp_path, request):
-    """A folder in MNIST's form, plain and by gzip: three pictures to train on, two to test."""
+    """A folder in MNIST's form, plain and by gzip: three images to train on, two to test."""
     for part, samples in (("train", 3), ("t10k", 2)):
-        pictures = np.arange(samples * 20).reshape(samples, 4, 5)
-        for name, values in (("images-idx3", pictures), ("labels-idx1", np.arange(samples))):
+        images = np.arange(samples * 20).reshape(samples, 4, 5)
+        for name, values in (("images-idx3", images), ("labels-idx1", np.arange(samples))):
             raw = idx_of(values)
             file = tmp_path / f"{part}-{name}-ubyte{request.param}"
             file.write_bytes(gzip.compress(raw) if request.param else raw)
     return tmp_path
 
 
-def test_pictures_of_idx_have_one_channel(mnist):
-    train, test = idx_files.read_pictures(mnist, FASHION)
+def test_images_of_idx_have_one_channel(mnist):
+    train, test = idx_files.read_images(mnist, FASHION)
     assert (3, 1, 4, 5) == train.columns[0].shape
     assert torch.equal(torch.arange(40).to(torch.uint8).reshape(2, 1, 4, 5), test.columns[0])
     assert ([0, 1, 2], torch.int64) == (train.columns[1].tolist(), train.columns[1].dtype)
 
 
 FASHION = RECIPES["fashion-mnist"].origin
-PICTURES = np.zeros((3, 4, 5))
+FIGURE_FORMATS = np.zeros((3, 4, 5))
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (idx_of(np.zeros(60)), "is no IDX of bytes in 3 dimensions .it begins with 00000801"),
-        (idx_of(PICTURES)[:-1], "and has 75 bytes"),
-        (idx_of(PICTURES) + b"0", "and has 77 bytes"),
+        (idx_of(FIGURE_FORMATS)[:-1], "and has 75 bytes"),
+        (idx_of(FIGURE_FORMATS) + b"0", "and has 77 bytes"),
         (b"", "and has 0 bytes"),
         (
-            gzip.compress(idx_of(PICTURES), mtime=0)[:-9],
+            gzip.compress(idx_of(FIGURE_FORMATS), mtime=0)[:-9],
             "cannot be read .EOFError: .*; fetch it again",
         ),
-        (idx_of(np.zeros((2, 4, 5))), "has 2 pictures and 3 labels of train"),
+        (idx_of(np.zeros((2, 4, 5))), "has 2 images and 3 labels of train"),
     ],
     ids=["dimensions", "one byte short", "one byte more", "empty", "cut off", "other length"],
 )
@@ -141,19 +141,19 @@ def test_a_file_that_is_no_idx_is_one_error(mnist, content, said):
     for file in mnist.glob("train-images*"):
         file.write_bytes(content)
     with pytest.raises(RunError, match=said):
-        idx_files.read_pictures(mnist, FASHION)
+        idx_files.read_images(mnist, FASHION)
 
 
 def test_a_file_of_idx_that_is_missing_is_named(mnist):
     for file in mnist.glob("t10k-labels*"):
         file.unlink()
     with pytest.raises(RunError, match=r"t10k-labels-idx1-ubyte\.gz is missing; .* of Zalando"):
-        idx_files.read_pictures(mnist, FASHION)
+        idx_files.read_images(mnist, FASHION)
 
 
 @needs("fashion-mnist")
-def test_the_real_fashion_mnist_has_6000_pictures_of_each_class():
-    train, test = idx_files.read_pictures(FOLDER / "fashion-mnist", FASHION)
+def test_the_real_fashion_mnist_has_6000_images_of_each_class():
+    train, test = idx_files.read_images(FOLDER / "fashion-mnist", FASHION)
     assert (60_000, 1, 28, 28) == train.columns[0].shape
     assert [6000] * 10 == train.columns[1].bincount().tolist()
     assert [1000] * 10 == test.columns[1].bincount().tolist()

@@ -1,4 +1,4 @@
-"""Pictures by class: three layouts, one reading; what is damaged is named."""
+"""Images by class: three layouts, one reading; what is damaged is named."""
 
 import io
 import pickle
@@ -25,13 +25,13 @@ TABLE = "n02\tcat\nn01\tdog\n"
 
 
 def jpeg(shade, mode="RGB"):
-    """A picture of one shade of grey."""
+    """An image of one shade of grey."""
     file = io.BytesIO()
     Image.new(mode, (10, 8), shade if mode == "L" else (shade,) * 3).save(file, "JPEG")
     return file.getvalue()
 
 
-def pictures_of(split):
+def images_of(split):
     """Two of each class; the shade says which is which."""
     add = {"train": 0, "val": 100}[split]
     return {
@@ -50,18 +50,18 @@ def write_tar(path, members):
 
 
 def in_folders(folder, split):
-    for name, data in pictures_of(split).items():
+    for name, data in images_of(split).items():
         place = folder / split / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
 
 
 def in_one_tar(folder, split):
-    write_tar(folder / f"{split}.tar", pictures_of(split))
+    write_tar(folder / f"{split}.tar", images_of(split))
 
 
 def in_shards(folder, split):
-    for number, (name, data) in enumerate(pictures_of(split).items()):
+    for number, (name, data) in enumerate(images_of(split).items()):
         label = str(CLASSES.index(name.partition("/")[0])).encode()
         key = f"part.1/{number:03}"
         members = {f"{key}.jpg": data, f"{key}.cls": label, f"{key}.json": b"{}"}
@@ -81,14 +81,14 @@ def folder(request, tmp_path):
 
 
 def shades_of(split):
-    """The mean of each picture, with its class."""
-    pictures, labels = ImageFiles(split, WHOLE).__getitems__(range(len(split.labels)))
-    assert (torch.uint8, (3, 8, 8)) == (pictures.dtype, pictures.shape[1:])
-    shades = pictures.float().mean((1, 2, 3)).round().int().tolist()
+    """The mean of each image, with its class."""
+    images, labels = ImageFiles(split, WHOLE).__getitems__(range(len(split.labels)))
+    assert (torch.uint8, (3, 8, 8)) == (images.dtype, images.shape[1:])
+    shades = images.float().mean((1, 2, 3)).round().int().tolist()
     return sorted(zip(shades, labels.tolist(), strict=True))
 
 
-def test_every_layout_gives_the_same_pictures_with_the_same_classes(folder):
+def test_every_layout_gives_the_same_images_with_the_same_classes(folder):
     train, val = splits_of(folder, 2)
     assert [(0, 0), (10, 1), (40, 0), (50, 1)] == shades_of(train)
     assert [(100, 0), (110, 1), (140, 0), (150, 1)] == shades_of(val)
@@ -116,7 +116,7 @@ def test_workers_cut_what_one_process_cuts(tmp_path, context):
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
 
 
-def test_a_data_set_is_pickled_without_its_pictures(folder):
+def test_a_data_set_is_pickled_without_its_images(folder):
     data = ImageFiles(splits_of(folder, 2)[0], PART)
     copied = pickle.loads(pickle.dumps(data))
     assert torch.equal(data[1][0], copied[1][0])
@@ -147,11 +147,11 @@ def test_each_epoch_and_seed_has_crops_of_its_own_and_draws_from_no_other_genera
 def test_a_part_has_the_area_and_the_proportions_asked_for_and_all_places_come():
     width, height = 60, 40
     across, down = numpy.meshgrid(numpy.arange(width), numpy.arange(height))
-    picture = Image.fromarray(numpy.stack([across, down, 0 * down], -1).astype(numpy.uint8))
+    image = Image.fromarray(numpy.stack([across, down, 0 * down], -1).astype(numpy.uint8))
     random = numpy.random.default_rng(0)
     areas, mirrored, lefts = [], 0, []
     for _ in range(400):
-        cut = numpy.asarray(part_of(picture, random, size=50, smallest=0.25)).astype(int)
+        cut = numpy.asarray(part_of(image, random, size=50, smallest=0.25)).astype(int)
         first, last = cut[0, 0], cut[-1, -1]
         wide, high = abs(last[0] - first[0]) + 1, last[1] - first[1] + 1
         assert 0.6 < wide / high < 1.6  # 3:4 to 4:3, and what rounding does to few pixels
@@ -165,43 +165,43 @@ def test_a_part_has_the_area_and_the_proportions_asked_for_and_all_places_come()
     assert 20 < max(lefts)
 
 
-def test_a_picture_that_no_part_fits_gives_its_middle():
-    picture = Image.new("RGB", (400, 2))
-    picture.paste((255, 0, 0), (199, 0, 202, 2))
-    cut = numpy.asarray(part_of(picture, numpy.random.default_rng(0), size=4, smallest=1.0))
+def test_an_image_that_no_part_fits_gives_its_middle():
+    image = Image.new("RGB", (400, 2))
+    image.paste((255, 0, 0), (199, 0, 202, 2))
+    cut = numpy.asarray(part_of(image, numpy.random.default_rng(0), size=4, smallest=1.0))
     assert 255 == cut[..., 0].max()
 
 
 @pytest.mark.parametrize(("size", "scaled"), [((60, 40), (48, 32)), ((40, 60), (32, 48))])
-def test_the_middle_is_that_of_the_scaled_picture(size, scaled):
+def test_the_middle_is_that_of_the_scaled_image(size, scaled):
     pixels = numpy.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=numpy.uint8)
-    picture = Image.fromarray(pixels)
-    whole = numpy.asarray(picture.resize(scaled, Image.Resampling.BILINEAR))
+    image = Image.fromarray(pixels)
+    whole = numpy.asarray(image.resize(scaled, Image.Resampling.BILINEAR))
     left, top = (scaled[0] - 24) // 2, (scaled[1] - 24) // 2
-    cut = middle_of(picture, numpy.random.default_rng(0), resize=32, size=24)
+    cut = middle_of(image, numpy.random.default_rng(0), resize=32, size=24)
     assert (whole[top : top + 24, left : left + 24] == numpy.asarray(cut)).all()
 
 
 # what is damaged or missing
 
 
-def test_a_damaged_picture_is_named(folder):
+def test_a_damaged_image_is_named(folder):
     for path in folder.rglob("*"):
         good = path.read_bytes() if path.is_file() else b""
         start = good.find(b"\xff\xd8\xff")  # of a JPEG
         if start >= 0:
             path.write_bytes(good[: start + 2] + b"\0" * 200 + good[start + 202 :])
     data = ImageFiles(splits_of(folder, 2)[0], WHOLE)
-    with pytest.raises(RunError, match=r"(n0\d/0\.JPEG|part\.1/000\.jpg) is no whole picture"):
+    with pytest.raises(RunError, match=r"(n0\d/0\.JPEG|part\.1/000\.jpg) is no whole image"):
         data[0]
 
 
-def test_a_picture_that_is_cut_short_is_named(tmp_path):
+def test_an_image_that_is_cut_short_is_named(tmp_path):
     for split in ("train", "val"):
         in_folders(tmp_path, split)
     path = tmp_path / "train" / "n01" / "1.JPEG"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RunError, match=r"n01/1\.JPEG is no whole picture"):
+    with pytest.raises(RunError, match=r"n01/1\.JPEG is no whole image"):
         ImageFiles(splits_of(tmp_path, 2)[0], WHOLE)[1]
 
 
@@ -240,13 +240,13 @@ def test_the_tar_of_tars_of_the_publisher_is_to_be_packed_again(tmp_path):
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"0.jpg": b""}, "0 has 1 pictures and 0 classes"),
-        ({"0.cls": b"0"}, "0 has 0 pictures and 1 classes"),
+        ({"0.jpg": b""}, "0 has 1 images and 0 classes"),
+        ({"0.cls": b"0"}, "0 has 0 images and 1 classes"),
         ({"0.jpg": b"", "0.cls": b"cat"}, r"0\.cls is 'cat', and must be the number"),
         ({}, "are empty"),
     ],
 )
-def test_a_sample_of_a_shard_has_a_picture_and_a_class(tmp_path, members, message):
+def test_a_sample_of_a_shard_has_an_image_and_a_class(tmp_path, members, message):
     write_tar(tmp_path / "train-000000.tar", members)
     with pytest.raises(RunError, match=message):
         splits_of(tmp_path, 2)
@@ -281,14 +281,14 @@ def test_a_class_that_is_not_trained_on_is_refused(tmp_path, layout):
 
 def test_the_missing_split_is_said(tmp_path):
     in_folders(tmp_path, "train")
-    with pytest.raises(RunError, match=r"has no val pictures; a folder val/CLASS, val\.tar or"):
+    with pytest.raises(RunError, match=r"has no val images; a folder val/CLASS, val\.tar or"):
         splits_of(tmp_path, 2)
     (tmp_path / "val").mkdir()
     with pytest.raises(RunError, match=r"val has no CLASS/NAME\.JPEG"):
         splits_of(tmp_path, 2)
 
 
-def test_a_picture_that_was_removed_is_named(tmp_path):
+def test_an_image_that_was_removed_is_named(tmp_path):
     for split in ("train", "val"):
         in_folders(tmp_path, split)
     train, _ = splits_of(tmp_path, 2)
@@ -305,11 +305,11 @@ def test_the_twenty_classes_of_tiny_imagenet():
     assert "n02124075" in train.stored.name(train.labels.index(0))  # the table's first line
     grey = 0
     for number in range(0, 1000, 20):
-        with Image.open(io.BytesIO(val.stored.read(number))) as picture:
-            assert (64, 64) == picture.size
-            grey += picture.mode == "L"
+        with Image.open(io.BytesIO(val.stored.read(number))) as image:
+            assert (64, 64) == image.size
+            grey += image.mode == "L"
     same = ImageFiles(val, partial(middle_of, resize=64, size=64))
-    with Image.open(io.BytesIO(val.stored.read(7))) as picture:
-        expected = torch.tensor(numpy.asarray(picture.convert("RGB"))).permute(2, 0, 1)
+    with Image.open(io.BytesIO(val.stored.read(7))) as image:
+        expected = torch.tensor(numpy.asarray(image.convert("RGB"))).permute(2, 0, 1)
     assert torch.equal(expected, same[7][0])
     assert 50 > grey

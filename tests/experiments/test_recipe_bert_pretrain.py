@@ -1,4 +1,4 @@
-"""BERT pre-training: the text, the hidden pieces, the pairs, the network, and that it learns."""
+"""BERT pre-training: the text, the hidden tokens, the pairs, the network, and that it learns."""
 
 import gzip
 import json
@@ -141,7 +141,7 @@ def test_a_folder_without_text_and_a_damaged_file_are_named(tmp_path):
         list(corpus_of(tmp_path).train())
 
 
-# pieces
+# tokens
 
 
 def test_the_vocabulary_trained_on_a_text_is_the_same_each_time():
@@ -157,16 +157,16 @@ def test_the_vocabulary_trained_on_a_text_is_the_same_each_time():
 @needs("bert-vocab")
 def test_googles_vocabulary_cuts_words_as_it_always_has():
     lines = (FOLDER / "bert-vocab" / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    pieces = WordPieceTokenizer(lines)
-    (numbers,) = pieces.numbers(["Unaffable [MASK]?"])
+    tokenizer = WordPieceTokenizer(lines)
+    (numbers,) = tokenizer.numbers(["Unaffable [MASK]?"])
     expected = ["una", "##ffa", "##ble", "[MASK]", "?"]
-    assert (30_522, expected) == (len(pieces), [lines[number] for number in numbers])
-    ((_, places),) = pieces.located(["ab  Caf\u00e9!"])
+    assert (30_522, expected) == (len(tokenizer), [lines[number] for number in numbers])
+    ((_, places),) = tokenizer.located(["ab  Caf\u00e9!"])
     assert [[0, 2], [4, 8], [8, 9]] == places.tolist()
 
 
 def test_a_vocabulary_without_mask_is_refused():
-    with pytest.raises(SettingError, match=r"of 5 pieces lacks \[MASK\]; a vocab.txt has one"):
+    with pytest.raises(SettingError, match=r"of 5 tokens lacks \[MASK\]; a vocab.txt has one"):
         WordPieceTokenizer([*SPECIAL[:4], "a"])
 
 
@@ -182,12 +182,12 @@ def test_a_pair_is_cut_at_the_longer_ones_end(first, second, expected):
 # what is hidden
 
 
-def test_of_the_chosen_pieces_80_in_100_are_masked_and_10_are_random():
-    pieces = numpy.full(40, 9, dtype=numpy.int32)
+def test_of_the_chosen_tokens_80_in_100_are_masked_and_10_are_random():
+    tokens = numpy.full(40, 9, dtype=numpy.int32)
     may = numpy.arange(40) >= 7
     draw, kinds = numpy.random.default_rng(0), Counter()
     for _ in range(2_000):
-        hidden, places, labels = MASKING.hide(pieces, may, draw)
+        hidden, places, labels = MASKING.hide(tokens, may, draw)
         assert (5, 5) == (len(set(places)), (labels == 9).sum())  # 15 % of 33
         assert may[places].all()
         untouched = numpy.ones(40, dtype=bool)
@@ -201,11 +201,11 @@ def test_of_the_chosen_pieces_80_in_100_are_masked_and_10_are_random():
 
 
 def test_a_short_row_has_fewer_places_and_one_without_words_none():
-    pieces = numpy.full(10, 9, dtype=numpy.int32)
+    tokens = numpy.full(10, 9, dtype=numpy.int32)
     draw = numpy.random.default_rng(0)
-    _, _, labels = MASKING.hide(pieces, numpy.ones(10, dtype=bool), draw)
+    _, _, labels = MASKING.hide(tokens, numpy.ones(10, dtype=bool), draw)
     assert [9, 9] + [IGNORED] * 3 == labels.tolist()  # 15 % of 10
-    _, _, labels = MASKING.hide(pieces, numpy.zeros(10, dtype=bool), draw)
+    _, _, labels = MASKING.hide(tokens, numpy.zeros(10, dtype=bool), draw)
     assert [IGNORED] * 5 == labels.tolist()
 
 
@@ -213,7 +213,7 @@ def test_a_short_row_has_fewer_places_and_one_without_words_none():
 
 
 def counted(draws=1, seed=0):
-    """Ten documents of 100 pieces, that tell where they stand: 1000 + 100 document + place."""
+    """Ten documents of 100 tokens, that tell where they stand: 1000 + 100 document + place."""
     documents = [
         numpy.arange(1_000 + 100 * n, 1_100 + 100 * n, dtype=numpy.int32) for n in range(10)
     ]
@@ -221,16 +221,16 @@ def counted(draws=1, seed=0):
 
 
 def original(row):
-    """The pieces of both segments before some were hidden."""
-    pieces, segments, real, places, labels, _ = row
+    """The tokens of both segments before some were hidden."""
+    tokens, segments, real, places, labels, _ = row
     shown = labels != IGNORED
-    pieces = pieces.index_put((places[shown].long(),), labels[shown])
-    return [pieces[(segments == one) & real & (pieces > 4)] for one in (0, 1)]
+    tokens = tokens.index_put((places[shown].long(),), labels[shown])
+    return [tokens[(segments == one) & real & (tokens > 4)] for one in (0, 1)]
 
 
 def test_half_of_the_pairs_follow_and_the_others_are_of_another_document():
     pairs = counted(draws=20)
-    assert 20 * 10 * 3 == len(pairs)  # of 29 pieces; the 13 left over are too few for a row
+    assert 20 * 10 * 3 == len(pairs)  # of 29 tokens; the 13 left over are too few for a row
     follows = 0
     for index in range(len(pairs)):
         first, second = original(pairs[index])
@@ -256,7 +256,7 @@ def test_a_row_is_drawn_by_seed_and_number_alone():
 
 def test_one_document_is_no_book():
     long_and_short = [numpy.arange(size, dtype=numpy.int32) for size in (20, 3)]
-    with pytest.raises(RunError, match="poems: it has 1 documents of 16 pieces or more"):
+    with pytest.raises(RunError, match="poems: it has 1 documents of 16 tokens or more"):
         Book.of(long_and_short, "poems")
 
 
@@ -288,10 +288,10 @@ def test_networks_have_the_published_number_of_parameters(network, size, vocabul
 def test_padding_changes_nothing():
     torch.manual_seed(0)
     model = SpanFinder("tiny", 50).eval()
-    pieces = torch.randint(50, (2, 9))
+    tokens = torch.randint(50, (2, 9))
     real, segments = torch.ones(2, 9, dtype=torch.bool), torch.zeros(2, 9, dtype=torch.int32)
-    expected = model(pieces, segments, real)[0]
-    padded = [functional.pad(column, (0, 5), value=column[0, 0]) for column in (pieces, segments)]
+    expected = model(tokens, segments, real)[0]
+    padded = [functional.pad(column, (0, 5), value=column[0, 0]) for column in (tokens, segments)]
     actual = model(*padded, functional.pad(real, (0, 5)))[0][:, :9]
     torch.testing.assert_close(expected, actual)
 
@@ -301,7 +301,7 @@ def test_an_unknown_size_is_refused():
         Pretraining("huge", 50)
 
 
-def test_the_loss_is_the_mean_over_rows_of_hidden_pieces_and_of_the_pair(forest):
+def test_the_loss_is_the_mean_over_rows_of_hidden_tokens_and_of_the_pair(forest):
     settings = settings_of(forest)
     torch.manual_seed(0)
     model, loss_of = BERT_PRETRAIN.model(settings), BERT_PRETRAIN.loss(settings)
@@ -309,10 +309,10 @@ def test_the_loss_is_the_mean_over_rows_of_hidden_pieces_and_of_the_pair(forest)
     each = []
     for row in zip(*batch, strict=True):
         *rows, places, labels, random = (column[None] for column in row)
-        pieces, pair = model(*rows, places)
+        tokens, pair = model(*rows, places)
         shown = labels[0] != IGNORED
-        guessed = functional.cross_entropy(pieces[0, shown], labels[0, shown].long())
-        each.append(guessed + functional.cross_entropy(pair, random))
+        predicted = functional.cross_entropy(tokens[0, shown], labels[0, shown].long())
+        each.append(predicted + functional.cross_entropy(pair, random))
     torch.testing.assert_close(torch.stack(each).mean(), loss_of(model, batch))
 
 
@@ -355,12 +355,12 @@ def test_two_phases_train_and_hand_on_weights_and_vocabulary(bigbatch, forest):
     assert (0, "") == (status, said)  # all weights fit
     assert (short / "vocab.txt").read_text() == (long / "vocab.txt").read_text()
     (name, *_), scores = zip(*rows_of(long)[-1]["metrics"].items(), strict=True)
-    assert f"masked pieces right, % (held out of {forest.name})" == name
+    assert f"masked tokens right, % (held out of {forest.name})" == name
     assert all(score >= 0 for score in scores)
 
 
 @pytest.mark.thorough
-def test_a_run_that_goes_on_keeps_its_vocabulary_whatever_became_of_the_text(bigbatch, forest):
+def test_a_run_that_continues_keeps_its_vocabulary_whatever_became_of_the_text(bigbatch, forest):
     run = forest / "run"
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", *options(TINY)]
     assert 0 == bigbatch(*train, "--arm", "simigrad-short", "--run-dir", run)[0]
@@ -371,21 +371,21 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_whatever_became_of_the_text(big
     assert vocabulary != training_at(forest / "other", settings).data.keeps["vocab.txt"]
 
 
-def test_scores_are_shares_of_hidden_pieces_and_of_pairs():
+def test_scores_are_shares_of_hidden_tokens_and_of_pairs():
     places = torch.tensor([[1, 2], [3, 0]])
     labels = torch.tensor([[4, 6], [6, IGNORED]], dtype=torch.int32)
     random = torch.tensor([0, 1])
     held_out = InMemoryDataset(places, places, places, places, labels, random)
 
-    def guessing_4_and_random(pieces, segments, real, places):
-        of_pieces = torch.zeros(*places.shape, 8)
-        of_pieces[..., 4] = 2.0
-        return of_pieces, torch.tensor([0.0, 1.0]).expand(len(places), 2)
+    def guessing_4_and_random(tokens, segments, real, places):
+        of_tokens = torch.zeros(*places.shape, 8)
+        of_tokens[..., 4] = 2.0
+        return of_tokens, torch.tensor([0.0, 1.0]).expand(len(places), 2)
 
     total = math.exp(2) + 7
     assert {
-        "masked pieces right, % here": pytest.approx(100 / 3),
-        "loss of masked pieces here": pytest.approx((3 * math.log(total) - 2) / 3),
+        "masked tokens right, % here": pytest.approx(100 / 3),
+        "loss of masked tokens here": pytest.approx((3 * math.log(total) - 2) / 3),
         "next sentences right, % here": 50,
     } == scores_of(guessing_4_and_random, held_out, BERT_PRETRAIN.settings(), "here")
 
@@ -405,7 +405,7 @@ def test_a_vocabulary_larger_than_the_network_is_refused(bigbatch, forest):
         "train", "bert-pretrain", "--data", forest, *options(TINY), "--seed", 1
     )
     assert 2 == status
-    assert "has 605 pieces and the network room for vocabulary=500; set vocabulary=605" in said
+    assert "has 605 tokens and the network room for vocabulary=500; set vocabulary=605" in said
     named = ["--set", f"vocab={forest / 'none.txt'}", "--seed", 1]
     status, _, said = bigbatch("train", "bert-pretrain", "--data", forest, *options(TINY), *named)
     assert 2 == status
@@ -413,7 +413,7 @@ def test_a_vocabulary_larger_than_the_network_is_refused(bigbatch, forest):
 
 
 def test_a_length_that_bert_has_not_is_refused(forest):
-    with pytest.raises(SettingError, match="length=513 must be from 16 to 512 pieces"):
+    with pytest.raises(SettingError, match="length=513 must be from 16 to 512 tokens"):
         BERT_PRETRAIN.data(settings_of(forest, length=513))
 
 
@@ -428,7 +428,7 @@ def test_two_ranks_agree_on_weights_and_scores(ranks, forest):
 
 @pytest.mark.release
 @needs("wikitext-2")
-def test_it_learns_more_than_the_most_frequent_piece(bigbatch, tmp_path):
+def test_it_learns_more_than_the_most_frequent_token(bigbatch, tmp_path):
     train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--run-dir", tmp_path / "run")
     assert 0 == train("--data", FOLDER, "--arm", "simigrad-short", "--set", "samples=12000")[0]
     accuracy, *_ = rows_of(tmp_path / "run")[-1]["metrics"].values()

@@ -47,7 +47,7 @@ def test_it_has_so_many_parameters():
     assert depth * layer + rest == sum(p.numel() for p in model.parameters())
 
 
-def test_no_character_is_seen_before_it_is_guessed():
+def test_no_character_is_seen_before_it_is_predictions():
     model = network()
     codes = torch.randint(128, (1, 16), generator=torch.Generator().manual_seed(0))
     other = codes.clone()
@@ -76,7 +76,7 @@ def test_training_and_judging_agree_on_a_model_without_dropout():
 # the text
 
 
-def test_windows_share_the_character_between_them_and_guess_each_once():
+def test_windows_share_the_character_between_them_and_predict_each_once():
     (windows,) = windows_of(codes_of("abcdefghij"), 3).columns
     texts = ["".join(map(chr, window)) for window in windows.tolist()]
     assert ["abcd", "defg", "ghij"] == texts

@@ -17,15 +17,15 @@ from real_data import needs
 from torchrun import torchrun
 
 RESNET18, RESNET56 = RECIPES["cifar10-resnet18"], RECIPES["cifar10-resnet56"]
-PICTURES = [RESNET18, RESNET56, RECIPES["fashion-mnist"]]
-NAMES = [recipe.name for recipe in PICTURES]
+FIGURE_FORMATS = [RESNET18, RESNET56, RECIPES["fashion-mnist"]]
+NAMES = [recipe.name for recipe in FIGURE_FORMATS]
 TINY = ("--set", "width=4", "--set", "samples=0", "--epochs", "3", "--quiet")
 TINY += ("--set", "lr_schedule=x0.1 at 2 and 3 epochs")
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """A folder with 1,500 pictures to train on and 500 to test."""
+    """A folder with 1,500 images to train on and 500 to test."""
     folder = tmp_path_factory.mktemp("few")
     write_few(folder, 1500, 500)
     return folder
@@ -39,7 +39,7 @@ def test_the_full_network_is_that_of_the_paper(recipe, parameters):
 
 
 @pytest.mark.parametrize("paper_scale", [False, True])
-@pytest.mark.parametrize("recipe", PICTURES, ids=NAMES)
+@pytest.mark.parametrize("recipe", FIGURE_FORMATS, ids=NAMES)
 def test_every_arm_can_be_built_and_takes_a_batch(recipe, paper_scale):
     settings = recipe.settings(paper_scale=paper_scale)
     with torch.device("meta"):
@@ -101,7 +101,7 @@ def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", PICTURES[:2], ids=NAMES[:2])
+@pytest.mark.parametrize("recipe", FIGURE_FORMATS[:2], ids=NAMES[:2])
 def test_every_point_of_a_sweep_can_be_trained(recipe):
     for paper_scale, sweep in ((False, recipe.sweep), (True, recipe.paper_sweep)):
         for point in points_of(
@@ -181,7 +181,7 @@ def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
 
 
 @needs("cifar10")
-def test_the_train_accuracy_is_of_pictures_that_are_trained_on(few):
+def test_the_train_accuracy_is_of_images_that_are_trained_on(few):
     settings = RESNET56.settings().changed({"data": str(few), "samples": 300})
 
     def constant(x):
@@ -194,7 +194,7 @@ def test_the_train_accuracy_is_of_pictures_that_are_trained_on(few):
 
 
 def steps(rank, ranks, recipe, settings):
-    """Weights and batch sizes after three steps, and the first picture as it was augmented."""
+    """Weights and batch sizes after three steps, and the first image as it was augmented."""
     training = Training(RECIPES[recipe], settings)
     sizes = []
     for _ in training.train.epochs(1):

@@ -324,7 +324,7 @@ def test_no_model_ranks_the_generated_log_better_than_its_truth():
         assert abs(rate - truth) < 4 * (0.25 / here.sum()) ** 0.5  # four standard errors
 
 
-def test_a_model_that_diverged_is_scored_as_no_number_and_goes_on():
+def test_a_model_that_diverged_is_scored_as_no_number_and_continues():
     rows = numpy.zeros(9, CLICK)
     rows["label"][::2] = 1
 

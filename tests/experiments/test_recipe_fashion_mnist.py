@@ -24,7 +24,7 @@ def test_a_tiny_training_learns(bigbatch, tmp_path):
 
 
 @pytest.mark.release
-def test_the_small_scale_is_right_for_85_pictures_of_100(bigbatch, tmp_path):
+def test_the_small_scale_is_right_for_85_images_of_100(bigbatch, tmp_path):
     place = tmp_path / "run"
     options = ("--arm", "fixed-64", "--quiet", "--run-dir", place)
     assert 0 == bigbatch("train", "fashion-mnist", "--data", FOLDER, *options)[0]

@@ -140,7 +140,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.thorough
-def test_a_run_with_a_skipped_step_that_goes_on_writes_every_step_once(tmp_path):
+def test_a_run_with_a_skipped_step_that_continues_writes_every_step_once(tmp_path):
     """The third step is skipped; the run is saved after the fifth and killed in the ninth."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

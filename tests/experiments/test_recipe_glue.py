@@ -95,10 +95,10 @@ def test_the_real_files_have_their_counts(name, train, dev):
 
 
 class Fixed(torch.nn.Module):
-    """Says 1 of rows whose second piece has an odd number."""
+    """Says 1 of rows whose second token has an odd number."""
 
-    def forward(self, pieces, segments, real):
-        odd = pieces[:, 1].long() % 2
+    def forward(self, tokens, segments, real):
+        odd = tokens[:, 1].long() % 2
         return torch.nn.functional.one_hot(odd, 2).float()
 
 

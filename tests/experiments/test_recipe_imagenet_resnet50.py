@@ -1,4 +1,4 @@
-"""ResNet-50's recipe on pictures made here, and on twenty real classes."""
+"""ResNet-50's recipe on images made here, and on twenty real classes."""
 
 import json
 import os
@@ -25,9 +25,9 @@ SECONDS = 240  # far more than needed: a hang ends as a failure
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def images(tmp_path_factory):
     """Noise that is red in one class and blue in the other."""
-    random, folder = numpy.random.default_rng(0), tmp_path_factory.mktemp("pictures")
+    random, folder = numpy.random.default_rng(0), tmp_path_factory.mktemp("images")
     for split, count in [("train", 24), ("val", 7)]:
         for channel, name in [(0, "red"), (2, "blue")]:
             (folder / split / name).mkdir(parents=True)
@@ -55,7 +55,7 @@ def weights_of(training):
 
 
 def taken(training, steps):
-    """Goes on for so many steps, over as many epochs as it takes."""
+    """Continues for so many steps, over as many epochs as it takes."""
     done = 0
     for _ in training.train.epochs(training.settings.epochs):
         for step in training.train:
@@ -76,9 +76,9 @@ def test_the_full_model_is_resnet50_and_takes_its_example():
     with torch.device("meta"):
         model = RECIPE.model(settings)
     assert 25_557_032 == sum(p.numel() for p in model.parameters())
-    pictures, labels = RECIPE.example(settings, 3)
-    assert (3, 3, 224, 224) == pictures.shape
-    loss = RECIPE.loss(settings)(model, (pictures, labels))
+    images, labels = RECIPE.example(settings, 3)
+    assert (3, 3, 224, 224) == images.shape
+    loss = RECIPE.loss(settings)(model, (images, labels))
     assert ((), "meta") == (loss.shape, loss.device.type)
 
 
@@ -110,29 +110,29 @@ def test_every_arm_and_every_point_can_be_built(paper_scale):
 # at a small one
 
 
-def test_the_command_learns_to_tell_red_from_blue(bigbatch, pictures, tmp_path):
+def test_the_command_learns_to_tell_red_from_blue(bigbatch, images, tmp_path):
     # that ends at 100 % with each of six seeds; at a constant rate of 0.1 it was luck
     options = options_of({**TINY, "epochs": 12, "lr": 0.02, "lr_schedule": "polynomial 1"})
     place = tmp_path / "run"
     status, *said = bigbatch(
-        "train", RECIPE.name, "--data", pictures, "--arm", "simigrad", *options, "--run-dir", place
+        "train", RECIPE.name, "--data", images, "--arm", "simigrad", *options, "--run-dir", place
     )
     assert 0 == status, said
     found = last_scores(place)
     assert TEST == next(iter(found))
-    assert 85 < found[TEST]  # of 14 pictures, all but two
+    assert 85 < found[TEST]  # of 14 images, all but two
 
 
-def test_the_score_is_the_share_of_whole_pictures_whose_largest_logit_is_right(pictures):
-    training = taken(Training(RECIPE, settings_of(pictures)), 4)
+def test_the_score_is_the_share_of_whole_images_whose_largest_logit_is_right(images):
+    training = taken(Training(RECIPE, settings_of(images)), 4)
     scores = training.scores()
     right = {}
     model = training.model.eval()
     for split in ("train", "val"):
         for label, name in enumerate(("blue", "red")):
-            for path in sorted((pictures / split / name).iterdir()):
-                picture = Image.open(path).resize((19, 16), Image.Resampling.BILINEAR)
-                pixels = numpy.asarray(picture.crop((2, 0, 18, 16)))
+            for path in sorted((images / split / name).iterdir()):
+                image = Image.open(path).resize((19, 16), Image.Resampling.BILINEAR)
+                pixels = numpy.asarray(image.crop((2, 0, 18, 16)))
                 with torch.no_grad():
                     logits = model(torch.tensor(pixels).permute(2, 0, 1)[None])
                 right.setdefault(split, []).append(logits.argmax().item() == label)
@@ -143,8 +143,8 @@ def test_the_score_is_the_share_of_whole_pictures_whose_largest_logit_is_right(p
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("samples", [0, 40])
-def test_a_training_that_goes_on_sees_the_same_crops(pictures, tmp_path, workers, samples):
-    settings = settings_of(pictures, workers=workers, samples=samples)
+def test_a_training_that_continues_sees_the_same_crops(images, tmp_path, workers, samples):
+    settings = settings_of(images, workers=workers, samples=samples)
     whole = taken(Training(RECIPE, settings), 5)
     saved = taken(Training(RECIPE, settings), 4).state_dict()  # in the second epoch
     resumed = Training(RECIPE, settings)
@@ -153,13 +153,13 @@ def test_a_training_that_goes_on_sees_the_same_crops(pictures, tmp_path, workers
 
 
 @pytest.mark.parametrize("samples", [0, 40])
-def test_every_epoch_has_other_crops(pictures, samples):
-    training = Training(RECIPE, settings_of(pictures, samples=samples, lr=0.0))
+def test_every_epoch_has_other_crops(images, samples):
+    training = Training(RECIPE, settings_of(images, samples=samples, lr=0.0))
     seen = [set(), set()]
     for epoch in training.train.epochs(2):
         for step in training.train:
             for batch in step:
-                seen[epoch] |= {picture.numpy().tobytes() for picture in batch[0]}
+                seen[epoch] |= {image.numpy().tobytes() for image in batch[0]}
                 step.backward(training.loss_of(training.joined, batch))
             step.update()
     assert (samples or 48) == len(seen[0]) == len(seen[1])
@@ -167,11 +167,11 @@ def test_every_epoch_has_other_crops(pictures, samples):
 
 
 @pytest.mark.parametrize("samples", [0, 20])
-def test_the_train_accuracy_is_of_pictures_of_every_class(pictures, samples):
+def test_the_train_accuracy_is_of_images_of_every_class(images, samples):
     def red(x):
         return torch.nn.functional.one_hot(torch.ones(len(x), dtype=torch.long), 2).float()
 
-    scores = RECIPE.data(settings_of(pictures, samples=samples)).scores(red)
+    scores = RECIPE.data(settings_of(images, samples=samples)).scores(red)
     assert 0 < scores["train accuracy, % (14 samples) of 2 classes"] < 100  # they lie by class
 
 
@@ -180,8 +180,8 @@ def trained(rank, ranks, settings):
     return training.scores(), weights_of(training)
 
 
-def test_two_ranks_have_the_same_weights_and_scores(ranks, pictures):
-    (scores, weights), (other_scores, other_weights) = ranks(2)(trained, settings_of(pictures))
+def test_two_ranks_have_the_same_weights_and_scores(ranks, images):
+    (scores, weights), (other_scores, other_weights) = ranks(2)(trained, settings_of(images))
     assert scores == other_scores
     assert torch.equal(weights, other_weights)
 
@@ -189,22 +189,22 @@ def test_two_ranks_have_the_same_weights_and_scores(ranks, pictures):
 # what is refused
 
 
-def test_a_part_larger_than_the_picture_is_refused(pictures):
+def test_a_part_larger_than_the_image_is_refused(images):
     with pytest.raises(SettingError, match="size=32 must be above 0 and at most resize=16"):
-        RECIPE.example(settings_of(pictures, size=32), 1)
+        RECIPE.example(settings_of(images, size=32), 1)
 
 
-def test_another_number_of_classes_is_said(bigbatch, pictures, tmp_path):
-    command = ("train", RECIPE.name, "--data", pictures, "--arm", "fixed")
+def test_another_number_of_classes_is_said(bigbatch, images, tmp_path):
+    command = ("train", RECIPE.name, "--data", images, "--arm", "fixed")
     status, _, said = bigbatch(*command, "--run-dir", tmp_path / "run")
     assert 2 == status
     assert "train has 2 classes, not 20; set classes to that" in said
 
 
-def test_a_damaged_picture_is_one_line_from_a_worker_too(bigbatch, pictures, tmp_path):
-    folder = shutil.copytree(pictures, tmp_path / "pictures")
+def test_a_damaged_image_is_one_line_from_a_worker_too(bigbatch, images, tmp_path):
+    folder = shutil.copytree(images, tmp_path / "images")
     for path in (folder / "train" / "red").iterdir():
-        path.write_bytes(b"no picture")
+        path.write_bytes(b"no image")
     options = [*options_of({**TINY, "workers": 2}), "--arm", "simigrad", "--quiet"]
     train = ["train", "imagenet-resnet50", "--data", folder, "--run-dir", tmp_path / "run"]
     status, _, said = bigbatch(*train, *options)
@@ -213,7 +213,7 @@ def test_a_damaged_picture_is_one_line_from_a_worker_too(bigbatch, pictures, tmp
     assert said.endswith("; replace it by a good copy\n")
 
 
-def test_no_pictures_in_the_folder_are_said(bigbatch, tmp_path):
+def test_no_images_in_the_folder_are_said(bigbatch, tmp_path):
     status, _, said = bigbatch("train", RECIPE.name, "--data", tmp_path)
     assert 2 == status
     assert f"ImageNet is not in {tmp_path}: train/*/* or train.tar or *train-[0-9]*.tar of" in said
@@ -224,7 +224,7 @@ def test_no_pictures_in_the_folder_are_said(bigbatch, tmp_path):
 
 @pytest.mark.release
 @needs("tiny-imagenet-20")
-def test_twenty_real_classes_are_told_apart_far_better_than_by_chance(bigbatch, tmp_path):
+def test_twenty_real_classes_are_distinguished_far_better_than_by_chance(bigbatch, tmp_path):
     options = [*options_of({"epochs": 2}), "--arm", "fixed", "--run-dir", tmp_path / "run"]
     status, *said = bigbatch("train", RECIPE.name, "--data", FOLDER, *options)
     assert 0 == status, said
@@ -232,10 +232,10 @@ def test_twenty_real_classes_are_told_apart_far_better_than_by_chance(bigbatch, 
 
 
 @pytest.mark.release
-def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
+def test_torchrun_trains_on_two_ranks(images, tmp_path):
     place = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = ["-m", "bigbatch", "train", RECIPE.name, "--data", pictures, "--arm", "simigrad"]
+    command = ["-m", "bigbatch", "train", RECIPE.name, "--data", images, "--arm", "simigrad"]
     options = [*options_of({**TINY, "workers": 1}), "--run-dir", place]
     result = subprocess.run(
         [sys.executable, *launcher, *command, *options],

@@ -27,7 +27,7 @@ from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
 WORDS = [f"w{n}" for n in range(40)]
-PIECES = WordPieceTokenizer([*SPECIAL, "who", *WORDS, "?"])
+TOKENS = WordPieceTokenizer([*SPECIAL, "who", *WORDS, "?"])
 TINY = {"vocabulary": 500, "length": 48, "stride": 16, "samples": 64, "judged": 20}
 
 
@@ -62,9 +62,9 @@ def quiz(tmp_path):
 
 
 def windowed(questions, length=12, stride=4):
-    frame = SequencePair(PIECES.begin, PIECES.end, PIECES.pad, length)
-    asked = PIECES.located(one.text for one in questions)
-    return windows_of(questions, asked, PIECES.located(q.context for q in questions), frame, stride)
+    frame = SequencePair(TOKENS.begin, TOKENS.end, TOKENS.pad, length)
+    asked = TOKENS.located(one.text for one in questions)
+    return windows_of(questions, asked, TOKENS.located(q.context for q in questions), frame, stride)
 
 
 def test_files_are_read_packed_or_not(quiz):
@@ -129,8 +129,8 @@ def test_the_measure_is_the_official_one(answer, golden):
 def test_windows_overlap_and_cover_the_paragraph():
     context = " ".join(WORDS[:20])
     windows = windowed([Question("who", context, ("w9 w10",), context.index("w9 w10"))])
-    pieces, _, _, first, last = windows.rows.columns
-    starts = [PIECES.vocabulary[row[3]] for row in pieces]  # [CLS] who [SEP], then 8 pieces
+    tokens, _, _, first, last = windows.rows.columns
+    starts = [TOKENS.vocabulary[row[3]] for row in tokens]  # [CLS] who [SEP], then 8 tokens
     assert ["w0", "w4", "w8", "w12"] == starts
     assert [0, 3 + 5, 3 + 1, 0] == first.tolist()
     assert [0, 3 + 6, 3 + 2, 0] == last.tolist()
@@ -142,8 +142,8 @@ def test_windows_overlap_and_cover_the_paragraph():
 
 def test_a_window_without_room_or_stride_is_refused():
     asked = [Question(" ".join(WORDS[:9]), "w1", ("w1",), 0)]
-    assert 1 == len(windowed(asked, length=13).question)  # one piece of the paragraph
-    with pytest.raises(SettingError, match=r"length=12 has no room .* of 9 pieces; set length=68"):
+    assert 1 == len(windowed(asked, length=13).question)  # one token of the paragraph
+    with pytest.raises(SettingError, match=r"length=12 has no room .* of 9 tokens; set length=68"):
         windowed(asked, length=12)
     with pytest.raises(SettingError, match="stride"):
         windowed(asked, length=20, stride=0)
@@ -169,14 +169,14 @@ def test_answers_of_a_model_that_knows_score_100(quiz):
     data = SQUAD.data(settings)
 
     class Knowing(torch.nn.Module):
-        """Points to the piece after "is"."""
+        """Points to the token after "is"."""
 
-        def forward(self, pieces, segments, real):
+        def forward(self, tokens, segments, real):
             vocabulary = data.keeps["vocab.txt"].splitlines()
-            after = (pieces == vocabulary.index("is")) & (segments == 1)
+            after = (tokens == vocabulary.index("is")) & (segments == 1)
             first = after.roll(1, 1).float()
-            letters = torch.tensor([piece.startswith("##") for piece in vocabulary])
-            last = (after.roll(2, 1) & letters[pieces.long()]).float()
+            letters = torch.tensor([token.startswith("##") for token in vocabulary])
+            last = (after.roll(2, 1) & letters[tokens.long()]).float()
             return first, torch.where(last.any(1)[:, None], last, first)
 
     assert {
@@ -189,25 +189,25 @@ def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
     context = " ".join(WORDS[:20])
     asked = [Question("who", context, ("w9",), context.index("w9"))]
 
-    def sure_of_w9(pieces, segments, real):
+    def sure_of_w9(tokens, segments, real):
         """In the window before the ones with w9 it would be w1, in the last one anything."""
-        w9, w1 = map(PIECES.vocabulary.index, ("w9", "w1"))
-        logits = 5.0 * (pieces == w9) + 3.0 * (pieces == w1)
+        w9, w1 = map(TOKENS.vocabulary.index, ("w9", "w1"))
+        logits = 5.0 * (tokens == w9) + 3.0 * (tokens == w1)
         return logits, logits
 
     found = scores_of(sure_of_w9, windowed(asked), asked, SQUAD.settings(), "here")
     assert {"F1, % here": 100, "exact match, % here": 100} == found
 
 
-def test_a_piece_has_most_context_in_one_window_the_first_of_equal_ones():
+def test_a_token_has_most_context_in_one_window_the_first_of_equal_ones():
     windows = windowed([Question("who", " ".join(WORDS[:20]), ("w0",), 0)])
-    owned = [numpy.flatnonzero(row) - 3 for row in windows.begins]  # 3 pieces before the window
+    owned = [numpy.flatnonzero(row) - 3 for row in windows.begins]  # 3 tokens before the window
     here = [(begin + row).tolist() for begin, row in zip((0, 4, 8, 12), owned, strict=True)]
     assert [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13], [14, 15, 16, 17, 18, 19]] == here
-    # of (0, 4) and (2, 5): piece 2 has 1 of 4 and 0 of 3, piece 3 has 0 of 4 and 1 of 3
+    # of (0, 4) and (2, 5): token 2 has 1 of 4 and 0 of 3, token 3 has 0 of 4 and 1 of 3
     uneven = [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
     assert uneven == most_context([(0, 4), (2, 5)]).astype(int).tolist()
-    # of (0, 4) and (3, 6): piece 3 has 0 of both, and the longer window counts for more
+    # of (0, 4) and (3, 6): token 3 has 0 of both, and the longer window counts for more
     assert [1, 0] == most_context([(0, 4), (3, 6)])[:, 3].astype(int).tolist()
     assert [0, 1] == most_context([(0, 4), (3, 8)])[:, 3].astype(int).tolist()
 
@@ -216,13 +216,13 @@ def test_a_piece_has_most_context_in_one_window_the_first_of_equal_ones():
 def test_an_answer_begins_where_its_window_has_most_context_and_ends_anywhere(golden):
     context = " ".join(WORDS[:20])
     asked = [Question("who", context, (golden,), context.index(golden))]
-    begin, *_, end = (PIECES.vocabulary.index(word) for word in 2 * golden.split())
-    w9 = PIECES.vocabulary.index("w9")
+    begin, *_, end = (TOKENS.vocabulary.index(word) for word in 2 * golden.split())
+    w9 = TOKENS.vocabulary.index("w9")
 
-    def sure(pieces, segments, real):
-        """Of the answer; and most of w9 where it is the second piece of a window."""
-        first, last = 5.0 * (pieces == begin), 5.0 * (pieces == end)
-        second = 9.0 * (pieces == w9) * (torch.arange(12) == 4)
+    def sure(tokens, segments, real):
+        """Of the answer; and most of w9 where it is the second token of a window."""
+        first, last = 5.0 * (tokens == begin), 5.0 * (tokens == end)
+        second = 9.0 * (tokens == w9) * (torch.arange(12) == 4)
         return first + second, last + second
 
     found = scores_of(sure, windowed(asked), asked, SQUAD.settings(), "here")
@@ -240,11 +240,11 @@ def test_the_loss_is_the_mean_of_both_ends():
     assert pytest.approx(expected.item()) == found.item()
 
 
-def test_a_model_that_diverged_answers_nothing_and_goes_on(quiz):
+def test_a_model_that_diverged_answers_nothing_and_continues(quiz):
     data = SQUAD.data(SQUAD.settings().changed({**TINY, "data": str(quiz)}))
 
-    def diverged(pieces, segments, real):
-        return torch.full((2, *pieces.shape), float("nan"))
+    def diverged(tokens, segments, real):
+        return torch.full((2, *tokens.shape), float("nan"))
 
     assert [0, 0] == list(data.scores(diverged).values())
 

@@ -43,7 +43,7 @@ def test_the_rate_follows_the_schedule_over_base_batches():
 
 @pytest.mark.parametrize("text", ["warm-up 1348 samples; cosine", "x0.1 at 2 epochs"])
 def test_a_schedule_that_the_training_does_not_reach_is_said(text):
-    with pytest.warns(UserWarning, match=r"goes on for .* and the training ends after 1,347"):
+    with pytest.warns(UserWarning, match=r"continues for .* and the training ends after 1,347"):
         Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
 
 
@@ -53,7 +53,7 @@ def test_a_schedule_that_fits_is_not_spoken_of(text, recwarn):
     assert [] == [one for one in recwarn if "lr_schedule" in str(one.message)]
 
 
-def pictures_of(training):
+def images_of(training):
     """The samples of one more epoch, in their order."""
     seen = []
     for _ in training.train.epochs(2):
@@ -67,7 +67,7 @@ def pictures_of(training):
 
 def test_a_part_of_the_data_is_the_same_for_every_seed():
     (one, _), (other, _) = trained(samples=100), trained(samples=100, seed=1)
-    orders = [pictures_of(training) for training in (one, other)]
+    orders = [images_of(training) for training in (one, other)]
     assert [100, 100] == [len(order) for order in orders]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
@@ -200,7 +200,7 @@ def test_a_run_that_cannot_be_begun_from_is_refused(tmp_path, bigbatch):
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_where_those_that_it_needed_first_are_gone(bigbatch, tmp_path, monkeypatch):
+def test_a_run_continues_where_those_that_it_needed_first_are_gone(bigbatch, tmp_path, monkeypatch):
     first = tmp_path / "first"
     train(bigbatch, first, "optimizer=vr-momentum")
     needed = ("lr_schedule=cosine", f"init_from={first}", f"lr_control_from={first}")

@@ -88,7 +88,7 @@ def left_and_resumed(rank, ranks, folder, asked):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_run_that_was_left_goes_on_where_it_was(deepspeed_ranks, tmp_path, stage):
+def test_a_run_that_was_left_continues_where_it_was(deepspeed_ranks, tmp_path, stage):
     asked = on_zero(stage, optimizer="vr-momentum" if stage else "momentum")
     run = RunDirectory.create(tmp_path / "run", asked.as_dict())
     expected, _, weights = deepspeed_ranks(2)(curve, asked)[0]
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_is_said_once(
     about = [one for one in said if "checkpoint" in one]
     assert 1 == len(about)
     assert about[0].startswith("the checkpoint could not be written (")
-    assert about[0].endswith("; training goes on")
+    assert about[0].endswith("; training continues")
     assert ["epoch0-step1"] == folders_of(run)
     assert "epoch0-step1" == run.load_checkpoint()["folder"]
 
@@ -247,7 +247,7 @@ def test_a_damaged_file_of_deepspeed_is_refused_by_name(deepspeed_ranks, tmp_pat
 
 @pytest.mark.parametrize(
     ("ranks_then", "said"),
-    [(3, "saved by 3 ranks at zero_stage=2, whose pieces 2 cannot take"), (2, "step7 is gone")],
+    [(3, "saved by 3 ranks at zero_stage=2, whose tokens 2 cannot take"), (2, "step7 is gone")],
 )
 def test_a_checkpoint_that_cannot_be_loaded_says_why(deepspeed_ranks, tmp_path, ranks_then, said):
     state = {"model": {}, "folder": "step7", "ranks": ranks_then}

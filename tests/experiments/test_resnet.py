@@ -43,7 +43,7 @@ def test_the_networks_have_the_published_sizes(build, depth, parameters):
         (resnet_of_bottlenecks, 26, 224, (128, 7, 7)),
     ],
 )
-def test_pictures_become_smaller_and_channels_more_on_the_way(build, depth, size, last):
+def test_images_become_smaller_and_channels_more_on_the_way(build, depth, size, last):
     network = build(depth, width=4, classes=7, channels=1)
     x = torch.randn(2, 1, size, size)
     for layer in network[:-3]:

@@ -361,7 +361,7 @@ def test_a_log_that_was_cut_and_grew_again_is_read_again(tmp_path):
     assert "25" in followed.scored()
 
 
-def test_a_sweep_leaves_a_picture_a_csv_and_a_json(tmp_path):
+def test_a_sweep_leaves_a_figure_a_csv_and_a_json(tmp_path):
     sweep = swept(tmp_path / "sweep", SCORES)
     write_swept(sweep, tmp_path)
     assert b"\x89PNG" == (tmp_path / "sweep.png").read_bytes()[:4]
@@ -453,7 +453,7 @@ GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.release), signal.SIGINT]
 )
-def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(bigbatch, tmp_path, number):
+def test_a_sweep_that_is_killed_continues_as_if_it_never_was(bigbatch, tmp_path, number):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for lr in (0.01, 0.02):
         one = (
@@ -471,7 +471,7 @@ def test_a_sweep_that_is_killed_goes_on_as_if_it_never_was(bigbatch, tmp_path, n
     _, err = process.communicate(timeout=SECONDS)
     if number != signal.SIGKILL:
         assert 130 == process.returncode
-        assert f"interrupted; `bigbatch sweep --resume {killed}` goes on" in err
+        assert f"interrupted; `bigbatch sweep --resume {killed}` continues" in err
         assert not any((run / "report.html").exists() for run in killed.glob("lr=*"))
     assert 0 == bigbatch("sweep", "--resume", killed)[0]
     assert rows_of(whole) == rows_of(killed)

@@ -24,7 +24,7 @@ def begin(place):
     (place / "config.yaml").touch()
 
 
-def test_workers_after_a_restart_go_on_where_the_first_began(tmp_path):
+def test_workers_after_a_restart_continue_where_the_first_began(tmp_path):
     place, store = tmp_path / "run-1", dist.HashStore()
     assert (place, False) == Launch(store).place(lambda: place)
     assert (place, False) == Launch(store).place(never)  # nothing was written before the restart
@@ -86,7 +86,7 @@ def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
     assert tmp_path / "run-2" == reserve(tmp_path, "run", launch("none").id)
 
 
-def test_a_lost_rank_is_told_once_with_the_way_to_go_on(capsys):
+def test_a_lost_rank_is_told_once_with_the_way_to_continue(capsys):
     store = dist.HashStore()
     for _ in range(2):
         Launch(store).tell_failure(dist.DistNetworkError("Connection closed by peer. At gloo."))
@@ -116,7 +116,7 @@ def test_workers_started_again_tell_again(monkeypatch, capsys, name):
     assert "bigbatch: why\n" * 2 == capsys.readouterr().err
 
 
-def test_a_restart_does_not_go_on_with_what_others_left(tmp_path):
+def test_a_restart_does_not_continue_with_what_others_left(tmp_path):
     begin(tmp_path / "theirs")
     store = dist.HashStore()
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_a_rank_that_lost_another_says_so_where_that_did_not(capsys):
     Launch(killed).tell_failure(CLOSED)
     Launch(killed).tell_failure(dist.DistNetworkError("Broken pipe"))
     line = capsys.readouterr().err
-    assert (1, True) == (line.count("\n"), "--max-restarts N would go on" in line)
+    assert (1, True) == (line.count("\n"), "--max-restarts N would continue" in line)
 
 
 def test_a_rank_that_fails_is_named_with_its_error_and_the_others_are_silent(capsys):

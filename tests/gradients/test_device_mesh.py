@@ -81,7 +81,7 @@ def test_tensor_parallelism_is_refused_at_construction_with_the_remedy(ranks, wr
 def on_some(rank, ranks, engine, updates):
     """Ranks 1 and 3 train together, and so do 0 and 2, all by themselves."""
     mesh = two_axes("other")["data"]
-    model, (mine, count) = network(), (mesh.get_local_rank(), mesh.size())
+    model, (local, count) = network(), (mesh.get_local_rank(), mesh.size())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if engine == "ddp":
@@ -92,7 +92,7 @@ def on_some(rank, ranks, engine, updates):
         train = bb.AdaptiveBatch(
             model,
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            bb.Batches(ledger_loader(mine, count), virtual_ranks=4),
+            bb.Batches(ledger_loader(local, count), virtual_ranks=4),
             policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
             batch_size=64,
             micro_batch=12,
@@ -110,8 +110,8 @@ def test_some_of_the_ranks_train_as_if_they_were_all_and_it_is_said(ranks, engin
         assert together([(numbers,)]) == together([answers[one], answers[other]])
     for _, theirs, _ in answers:
         assert [r.batch_size for r in records] == [r.batch_size for r in theirs]
-        for mine, other in zip(records, theirs, strict=True):
-            assert pytest.approx(mine.similarity, abs=1e-9) == other.similarity
+        for local, other in zip(records, theirs, strict=True):
+            assert pytest.approx(local.similarity, abs=1e-9) == other.similarity
     assert [1, 1, 0, 0] == [len(said) for _, _, said in answers]  # the first of each two
     assert "shared by 2 of 4 ranks" in answers[0][2][0]
     assert "pipeline parallelism" in answers[0][2][0]

@@ -142,9 +142,9 @@ def test_the_optimizer_steps_along_the_mean_over_the_batch(ranks, engine, count,
     for number, step in enumerate(steps):
         _, whole_gradient = expected(make, step)
         for _, seen in answers:
-            for mine, theirs in zip(whole_gradient, seen[number], strict=True):
-                if mine is None:
+            for local, theirs in zip(whole_gradient, seen[number], strict=True):
+                if local is None:
                     assert theirs is None or not theirs.any()
                 else:
-                    error = (mine - theirs.double()).abs().max() / mine.abs().max()
+                    error = (local - theirs.double()).abs().max() / local.abs().max()
                     assert error < close

@@ -311,7 +311,7 @@ def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
         )
 
 
-class Pictures(nn.Module):
+class Images(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -319,12 +319,12 @@ class Pictures(nn.Module):
         self.double().to(memory_format=torch.channels_last)
 
     def forward(self, x):  # of 4 numbers a sample
-        pictures = torch.outer(x.sum(1), torch.linspace(-1, 1, 48, dtype=x.dtype)).sin()
-        return self.body(pictures.view(-1, 3, 4, 4)).mean((2, 3))
+        images = torch.outer(x.sum(1), torch.linspace(-1, 1, 48, dtype=x.dtype)).sin()
+        return self.body(images.view(-1, 3, 4, 4)).mean((2, 3))
 
 
 def test_weights_whose_channels_come_last_are_measured():
-    model, batches = Pictures(), data()
+    model, batches = Images(), data()
     assert not model.body[0].weight.is_contiguous()
     expected = oracle.weighted(rows_of(model, batches), RAGGED)
     with GradientMeter(model, **ALL) as meter, GradientMeter(model) as other:

@@ -1,4 +1,4 @@
-"""Files in the form of CIFAR-10's, as Python 2 wrote them, with few pictures."""
+"""Files in the form of CIFAR-10's, as Python 2 wrote them, with few images."""
 
 import io
 import pickle
@@ -27,11 +27,11 @@ def dumped(content):
 
 
 def write_few(folder, train, test):
-    """The first so many pictures of the real CIFAR-10."""
+    """The first so many images of the real CIFAR-10."""
     sets = [columns.columns for columns in cifar10.read(FOLDER / "cifar10")]
     parts = [(sets[0], number * train // 5, (number + 1) * train // 5) for number in range(5)]
     parts.append((sets[1], 0, test))
-    for name, ((pictures, labels), start, end) in zip(NAMES, parts, strict=True):
-        data = pictures[start:end].flatten(1).numpy()
+    for name, ((images, labels), start, end) in zip(NAMES, parts, strict=True):
+        data = images[start:end].flatten(1).numpy()
         content = {b"data": data, b"labels": labels[start:end].tolist()}
         (folder / name).write_bytes(dumped(content))

@@ -2,7 +2,7 @@
 
     torchrun ... elastic_training.py FOLDER [engine=ddp] [updates=24] [every=5] [fault=NAME] ...
 
-Every rank appends a line to FOLDER/ledger for every update; a run that goes on from a checkpoint
+Every rank appends a line to FOLDER/ledger for every update; a run that continues from a checkpoint
 notes where, so what was done past it can be left out. Rank 0 saves the weights at the end.
 """
 

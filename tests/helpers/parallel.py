@@ -39,8 +39,8 @@ def batches(step, sizes):
     """Of every rank, with their sizes, those of rank 0 first."""
     return [
         batch(rank, step, number, n)
-        for rank, mine in enumerate(sizes)
-        for number, n in enumerate(mine)
+        for rank, local in enumerate(sizes)
+        for number, n in enumerate(local)
     ]
 
 
@@ -87,19 +87,19 @@ def synchronized(model, now):
 # a loop
 
 
-def share(loss, n, mine, sizes):
+def share(loss, n, local, sizes):
     """What a micro-batch's mean loss is multiplied by."""
-    totals = {"weighted": sum(mine), "summed": sum(map(sum, sizes)), "mean": n}
+    totals = {"weighted": sum(local), "summed": sum(map(sum, sizes)), "mean": n}
     return n / totals[loss]
 
 
 def accumulate(model, rank, step, sizes, loss="weighted", *, always_sync=False):
     """The backwards of one step on this rank."""
-    mine = sizes[rank]
-    for number, n in enumerate(mine):
-        with synchronized(model, always_sync or number == len(mine) - 1):
+    local = sizes[rank]
+    for number, n in enumerate(local):
+        with synchronized(model, always_sync or number == len(local) - 1):
             x, y = batch(rank, step, number, n)
-            (cross_entropy(model(x), y) * share(loss, n, mine, sizes)).backward()
+            (cross_entropy(model(x), y) * share(loss, n, local, sizes)).backward()
 
 
 def train(rank, ranks, model, sizes, loss="weighted", *, steps=STEPS, always_sync=False, **options):
@@ -147,7 +147,7 @@ def _gradient(model, x, y, factor):
 
 def gradients(model, step, sizes, loss="weighted", of_one=in_float64):
     """The mean gradient of every micro-batch of every rank."""
-    factors = [share(loss, n, mine, sizes) for mine in sizes for n in mine]
+    factors = [share(loss, n, local, sizes) for local in sizes for n in local]
     drawn = batches(step, sizes)
     return torch.stack([of_one(model, x, y, f) for (x, y), f in zip(drawn, factors, strict=True)])
 
@@ -160,7 +160,7 @@ def expected(build, sizes, loss="weighted", *, steps=STEPS, of_one=in_float64, c
     for step in range(steps):
         g = gradients(model, step, sizes, loss, of_one)
         answers.append(_answer(g[:, columns], sizes, loss))
-        factors = torch.tensor([share(loss, n, mine, sizes) for mine in sizes for n in mine])
+        factors = torch.tensor([share(loss, n, local, sizes) for local in sizes for n in local])
         joined = factors.double() @ g / (1 if loss == "summed" else len(sizes))
         _set_gradients(model, joined)
         optimizer.step()
@@ -174,7 +174,7 @@ def one_step(build, step, sizes, loss="weighted", *, of_one=in_float64):
 
 def _answer(g, sizes, loss):
     formula = oracle.mean if loss == "mean" else oracle.weighted
-    return formula(g, [n for mine in sizes for n in mine])
+    return formula(g, [n for local in sizes for n in local])
 
 
 def _set_gradients(model, flat):

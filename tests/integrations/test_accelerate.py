@@ -101,8 +101,8 @@ def test_a_prepared_training_is_the_plain_one():
     assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in actual]
     assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in actual]
     assert len(set(sizes(actual))) > 3
-    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, others)
+    for local, others in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local, others)
 
 
 def test_a_float16_scaler_of_accelerate_scales_and_steps():
@@ -118,8 +118,8 @@ def test_a_float16_scaler_of_accelerate_scales_and_steps():
 
     assert sizes(expected) == sizes(actual)
     assert 4.0 * 2 ** (len(actual) // 5) == accelerator.scaler.get_scale()
-    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, others)
+    for local, others in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(local, others)
 
 
 def test_bfloat16_is_that_of_autocast():
@@ -179,7 +179,7 @@ def test_a_seeded_order_changes_with_the_epoch():
     assert numbers[:SAMPLES] != numbers[SAMPLES:]
 
 
-def test_a_stream_goes_on_until_it_ends():
+def test_a_stream_continues_until_it_ends():
     train, _ = prepared(Accelerator(cpu=True), *parts(Stream()))
     done = trained(train, epochs=1)
     assert list(range(SAMPLES)) == numbers_of(done)
@@ -200,7 +200,7 @@ def test_batches_take_options():
 
 
 @pytest.mark.parametrize("seedable", [False, True])
-def test_a_loaded_state_goes_on_as_if_never_interrupted(tmp_path, seedable):
+def test_a_loaded_state_continues_as_if_never_interrupted(tmp_path, seedable):
     def build():
         AcceleratorState._reset_state(reset_partial_state=True)
         configuration = DataLoaderConfiguration(use_seedable_sampler=seedable)

@@ -131,14 +131,14 @@ def test_two_processes_train_as_one_that_plays_both(ranks):
     (first, weights), (second, others) = ranks(2)(trained, {}, 3, {"batch_size": 5})
 
     assert len({size for _, size, *_ in expected}) > 2
-    for one, mine, yours in zip(expected, first, second, strict=True):
-        assert sorted(one[0]) == sorted(mine[0] + yours[0])
-        assert one[1] == mine[1] == yours[1]
-        assert one[2] == pytest.approx(mine[2], rel=1e-12)  # the loss
-        assert one[3] == mine[3]  # the learning rate
-    for one, mine, yours in zip(model.parameters(), weights, others, strict=True):
-        torch.testing.assert_close(one, mine, rtol=1e-12, atol=1e-12)
-        assert torch.equal(mine, yours)
+    for one, local, yours in zip(expected, first, second, strict=True):
+        assert sorted(one[0]) == sorted(local[0] + yours[0])
+        assert one[1] == local[1] == yours[1]
+        assert one[2] == pytest.approx(local[2], rel=1e-12)  # the loss
+        assert one[3] == local[3]  # the learning rate
+    for one, local, yours in zip(model.parameters(), weights, others, strict=True):
+        torch.testing.assert_close(one, local, rtol=1e-12, atol=1e-12)
+        assert torch.equal(local, yours)
 
 
 def test_a_variance_reduced_optimizer_is_that_of_a_plain_loop(ranks):
@@ -164,7 +164,7 @@ def variance_reduced(rank, ranks, by_hand):
         return told(steps_of(train, 2))
 
 
-def test_a_saved_training_goes_on_in_two_processes(ranks, tmp_path):
+def test_a_saved_training_continues_in_two_processes(ranks, tmp_path):
     whole = [done for done, _ in ranks(2)(trained, {}, 2)]
     halves = ranks(2)(interrupted, str(tmp_path))
     for expected, actual in zip(whole, halves, strict=True):

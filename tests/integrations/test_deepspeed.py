@@ -740,9 +740,9 @@ def test_forwards_for_validation_change_nothing(deepspeed_ranks, layout, own):
     pool = deepspeed_ranks(1)
     expected, weights = pool(validated, layout, own, None)[0]
     for between in ("eval", "no_grad"):
-        actual, mine = pool(validated, layout, own, between)[0]
+        actual, local = pool(validated, layout, own, between)[0]
         assert expected == actual
-        assert all(map(torch.equal, weights, mine))
+        assert all(map(torch.equal, weights, local))
 
 
 def broken_off(rank, ranks):

@@ -123,7 +123,7 @@ def convert(folder):
     ("layout", "ranks_before", "ranks_after"),
     [("0", 2, 3), ("0", 3, 1), ("1", 2, 3), ("2", 3, 2), ("3", 2, 3)],
 )
-def test_on_other_ranks_the_run_goes_on(
+def test_on_other_ranks_the_run_continues(
     deepspeed_ranks, tmp_path, layout, ranks_before, ranks_after
 ):
     """By virtual ranks with the same groups, so it is the same curve to rounding."""
@@ -132,13 +132,13 @@ def test_on_other_ranks_the_run_goes_on(
     if layout != "0":
         convert(folder)
         tag, more = "universal", UNIVERSAL
-    for begins, after, mine in deepspeed_ranks(ranks_after)(resumed, folder, tag, layout, more):
+    for begins, after, local in deepspeed_ranks(ranks_after)(resumed, folder, tag, layout, more):
         samples = before["samples"][-1]
         assert (samples, plan, samples // BATCH) == begins
         assert expected["batch_size"] == after["batch_size"]
         assert expected["samples"] == after["samples"]
         assert pytest.approx(expected["similarity"], abs=1e-5) == after["similarity"]
-        assert apart(weights, mine) < 1e-5
+        assert apart(weights, local) < 1e-5
 
 
 # what is loaded, and what is not

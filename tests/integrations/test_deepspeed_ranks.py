@@ -58,12 +58,12 @@ def cell(rank, ranks, layout, dtype, weighed=False, how=None):
 
 def assert_as_by_itself(answers, dtype, weighed=False):
     expected, weights = reference(weighed)
-    for actual, mine, counted in answers:
+    for actual, local, counted in answers:
         assert expected["batch_size"] == actual["batch_size"]
         assert expected["lr"] == actual["lr"]
         assert pytest.approx(expected["similarity"], abs=SIMILAR[dtype]) == actual["similarity"]
         assert pytest.approx(expected["loss"], abs=NEAR[dtype]) == actual["loss"]
-        assert NEAR[dtype] > apart(weights, mine)
+        assert NEAR[dtype] > apart(weights, local)
         assert (sum(expected["batch_size"]), STEPS) == counted
 
 

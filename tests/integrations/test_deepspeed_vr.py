@@ -255,7 +255,7 @@ def interrupted(rank, ranks, stage, folder):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_p_is_saved_and_goes_on(deepspeed_ranks, stage, tmp_path):
+def test_p_is_saved_and_continues(deepspeed_ranks, stage, tmp_path):
     for expected, actual in deepspeed_ranks(2)(interrupted, stage, str(tmp_path)):
         assert apart(expected, actual) == 0
 

@@ -1,4 +1,4 @@
-"""A run that goes on from a Lightning checkpoint goes the way of one that was never stopped."""
+"""A run that continues from a Lightning checkpoint goes the way of one that was never stopped."""
 
 import lightning.pytorch as pl
 import pytest
@@ -48,7 +48,7 @@ def run(batches, epochs, saved=None, optimizer=sgd, seed=SEED, **options):
     )
 
 
-def assert_goes_on(expected, actual):
+def assert_continues(expected, actual):
     """The last records and weights, but for the last bit: memory may be aligned otherwise."""
     assert 3 < len(actual.records) < len(expected.records)
     for one, other in zip(expected.records[-len(actual.records) :], actual.records, strict=True):
@@ -66,7 +66,7 @@ def test_from_the_end_of_an_epoch(shuffled, optimizer, tmp_path):
     saved = tmp_path / "epoch=0.ckpt"
     actual = run(batches, 3, saved, optimizer, seed=SEED + 1)
 
-    assert_goes_on(expected, actual)
+    assert_continues(expected, actual)
     assert [1, 2] == sorted({record["epoch"] for record in actual.records})
 
 
@@ -86,7 +86,7 @@ def test_from_the_middle_of_an_epoch(optimizer, tmp_path):
     actual = run(resumable(150), 2, saved, optimizer, seed=SEED + 1)
 
     assert 0 == actual.records[0]["epoch"]
-    assert_goes_on(expected, actual)
+    assert_continues(expected, actual)
 
 
 class Validated(Noisy):

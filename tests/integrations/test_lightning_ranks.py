@@ -96,11 +96,11 @@ def test_a_growing_batch_goes_the_way_of_a_plain_loop(ranks, engine, optimizer):
     one, other = ranks(2)(trained, engine, optimizer, settings, 600)
 
     assert len(expected[0]) == len(one[0]) > 5
-    for mine, its, theirs in list(zip(expected[0], one[0], other[0], strict=True))[:-1]:
-        assert mine == pytest.approx(its, rel=1e-9, nan_ok=True)
+    for local, its, theirs in list(zip(expected[0], one[0], other[0], strict=True))[:-1]:
+        assert local == pytest.approx(its, rel=1e-9, nan_ok=True)
         assert its == pytest.approx(theirs, nan_ok=True)
-    for mine, its, theirs in list(zip(expected[1], one[1], other[1], strict=True))[:-1]:
-        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+    for local, its, theirs in list(zip(expected[1], one[1], other[1], strict=True))[:-1]:
+        torch.testing.assert_close(local, its, rtol=1e-9, atol=1e-12)
         assert torch.equal(its, theirs)
     assert len({record["batch_size"] for record in one[0]}) > 2
 
@@ -223,7 +223,7 @@ def resumed(rank, ranks, engine, optimizer, folder, saved=None):
 
 @pytest.mark.parametrize("optimizer", [sgd, vradam], ids=["SGD", "VRAdam"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_checkpoint_goes_on_on_ranks(ranks, engine, optimizer, tmp_path):
+def test_a_checkpoint_continues_on_ranks(ranks, engine, optimizer, tmp_path):
     expected, weights = ranks(2)(resumed, engine, optimizer, tmp_path / "whole")[0]
 
     saved = tmp_path / "whole" / "epoch=0.ckpt"
@@ -273,8 +273,8 @@ def test_half_types_go_the_way_of_a_plain_loop(ranks, engine, precision, optimiz
     skipped = [record["skipped"] for record in one[0]]
     assert [record["skipped"] for record in expected[0]] == skipped
     assert any(skipped) == (precision == "16-mixed")
-    for mine, its in zip(expected[0], one[0], strict=True):
-        assert mine == pytest.approx(its, rel=2e-2, nan_ok=True)  # bfloat16 has 8 bits
+    for local, its in zip(expected[0], one[0], strict=True):
+        assert local == pytest.approx(its, rel=2e-2, nan_ok=True)  # bfloat16 has 8 bits
     torch.testing.assert_close(expected[1][-1], one[1][-1], rtol=1e-2, atol=2e-3)
 
 

@@ -158,7 +158,7 @@ def test_clipping_of_ones_own_is_refused_under_variance_reduction():
             self.clip_gradients(optimizer, 0.1, "norm")
 
     refused(r"configure_gradient_clipping\(\) is overridden", Own(vrsgd))
-    fit(adaptive(bb.Fixed(16)), loader(64), Own())  # and goes on with any other optimizer
+    fit(adaptive(bb.Fixed(16)), loader(64), Own())  # and continues with any other optimizer
 
 
 def test_a_loader_that_does_not_say_its_batch_size_is_refused():

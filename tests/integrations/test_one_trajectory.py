@@ -88,5 +88,5 @@ def test_the_trajectory_is_that_of_one_process(deepspeed_ranks, engine, count):
             assert expected[name] == actual[name]
         for name in ("similarity", "loss"):
             assert pytest.approx(expected[name], abs=1e-5) == actual[name]
-        for mine, theirs in zip(expected["lr"], actual["lr"], strict=True):
-            assert pytest.approx(max(mine), rel=1e-12) == max(theirs)
+        for local, theirs in zip(expected["lr"], actual["lr"], strict=True):
+            assert pytest.approx(max(local), rel=1e-12) == max(theirs)

@@ -45,10 +45,10 @@ def by_hand(optimizer, epochs):
 @pytest.mark.parametrize("optimizer", [schedule_free, lookahead])
 def test_a_loop_of_ones_own_steps_them(optimizer):
     model = network()
-    mine = optimizer(model.parameters())
-    plain_loop(loader(64), model, mine, 2, **FIXED)
+    local = optimizer(model.parameters())
+    plain_loop(loader(64), model, local, 2, **FIXED)
     if optimizer is schedule_free:
-        mine.eval()
+        local.eval()
 
     actual = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(by_hand(optimizer, 2), actual, **ROUNDING)

@@ -63,8 +63,8 @@ def weights(trainer):
 
 
 def assert_equal(expected, actual, **tolerance):
-    for mine, yours in zip(expected, actual, strict=True):
-        torch.testing.assert_close(mine, yours, **tolerance)
+    for local, yours in zip(expected, actual, strict=True):
+        torch.testing.assert_close(local, yours, **tolerance)
 
 
 # as the plain Trainer
@@ -108,8 +108,8 @@ def test_a_fixed_batch_trains_as_the_plain_trainer(tmp_path, settings):
 
     lines = logged(plain, *FIGURES)
     loose = 1e-2 if "bf16" in settings else 2e-4  # Adam divides by small numbers at its start
-    for mine, yours in zip(lines, logged(trainer, *FIGURES), strict=True):
-        assert mine == pytest.approx(yours, rel=loose)
+    for local, yours in zip(lines, logged(trainer, *FIGURES), strict=True):
+        assert local == pytest.approx(yours, rel=loose)
     assert expected.training_loss == pytest.approx(actual.training_loss, rel=loose)
     assert plain.state.global_step == trainer.state.global_step == trainer.state.max_steps
     assert plain.state.total_flos == trainer.state.total_flos

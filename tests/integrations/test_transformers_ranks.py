@@ -36,8 +36,8 @@ def test_every_label_weighs_the_same_on_two_processes(ranks, tmp_path, micro_bat
     expected = [p.grad for p in model.parameters()]
     norm = torch.nn.utils.get_total_norm(expected).item()
     for found, figures in ranks(2)(one_update, str(tmp_path), micro_batch):
-        for mine, yours in zip(expected, found, strict=True):
-            torch.testing.assert_close(mine, yours, rtol=0, atol=1e-10)
+        for local, yours in zip(expected, found, strict=True):
+            torch.testing.assert_close(local, yours, rtol=0, atol=1e-10)
         assert [pytest.approx((loss.item(), norm), rel=1e-5)] == figures  # logged in float32
 
 
@@ -76,11 +76,11 @@ def trained(model, optimizer, loader):
 
 
 def assert_trained_so(expected, weights, results, rel, atol):
-    (lines, mine), (_, others) = results
+    (lines, local), (_, others) = results
     assert len(expected) == len(lines)
     for line, logged_line in zip(expected, lines, strict=True):
         assert line == pytest.approx(logged_line, rel=rel)
-    for one, two, three in zip(weights, mine, others, strict=True):
+    for one, two, three in zip(weights, local, others, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=atol)
         assert torch.equal(two, three)
     assert 134 == expected[-1][3]

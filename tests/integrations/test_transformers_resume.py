@@ -1,4 +1,4 @@
-"""A Trainer that is interrupted goes on with the same batches, rates and weights."""
+"""A Trainer that is interrupted continues with the same batches, rates and weights."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ STEPS = {"save_strategy": "steps", "save_steps": 1}
 @pytest.mark.parametrize(
     "step", [6, *(pytest.param(step, marks=pytest.mark.thorough) for step in (4, 7, 8))]
 )
-def test_a_run_goes_on_from_any_update(tmp_path, step):
+def test_a_run_continues_from_any_update(tmp_path, step):
     expected, whole = uninterrupted(tmp_path / "whole")
     actual, halves = interrupted(tmp_path / "halves", step)
     assert expected == actual
@@ -77,7 +77,7 @@ def test_an_update_that_was_tried_is_the_last_of_an_epoch(tmp_path):
     assert 2.0 == ends[-1]
 
 
-def test_a_run_goes_on_from_an_epochs_end(tmp_path):
+def test_a_run_continues_from_an_epochs_end(tmp_path):
     settings = {"save_strategy": "epoch", "num_train_epochs": 3}
     expected, whole = uninterrupted(tmp_path / "whole", **settings)
     step = [line[5] for line in expected].index(2.0)  # one before the epoch is over
@@ -99,7 +99,7 @@ def test_a_run_that_was_done_does_nothing_more(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:max_steps")
-def test_a_variance_reduced_run_goes_on(tmp_path, workers):
+def test_a_variance_reduced_run_continues(tmp_path, workers):
     settings = {"dataloader_num_workers": workers, "max_steps": 6}
     expected, whole = uninterrupted(tmp_path / "whole", reduced=True, **settings)
     actual, halves = interrupted(tmp_path / "halves", 4, reduced=True, **settings)
@@ -126,14 +126,14 @@ def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reduced", [False, True], ids=["adamw", "vr-adam"])
-def test_two_processes_go_on(ranks, tmp_path, reduced):
+def test_two_processes_continue(ranks, tmp_path, reduced):
     whole = ranks(2)(run, uninterrupted, str(tmp_path / "whole"), (reduced,))
     halves = ranks(2)(run, interrupted, str(tmp_path / "halves"), (4, reduced))
     for (expected, _), (actual, _) in zip(whole[:1], halves[:1], strict=True):
         assert expected == actual
         assert expected
-    for (_, mine), (_, yours) in zip(whole, halves, strict=True):
-        assert all(map(torch.equal, mine, yours))
+    for (_, local), (_, yours) in zip(whole, halves, strict=True):
+        assert all(map(torch.equal, local, yours))
 
 
 def run(rank, ranks, function, folder, arguments):
@@ -141,7 +141,7 @@ def run(rank, ranks, function, folder, arguments):
         return function(folder, *arguments)
 
 
-def test_one_process_goes_on_where_two_were_stopped(ranks, tmp_path):
+def test_one_process_continues_where_two_were_stopped(ranks, tmp_path):
     ranks(2)(begin, str(tmp_path))
     trainer = build(tmp_path)
     with pytest.warns(UserWarning, match="another number of ranks"):

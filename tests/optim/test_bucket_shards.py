@@ -49,9 +49,9 @@ def gradients(ranks, step, exact):
 
 def chunk(whole, ranks, coordinate, hybrid):
     """As torch.chunk cuts the first dimension over the ranks that share it."""
-    shards, mine = (ranks // 2, coordinate[1]) if hybrid else (ranks, coordinate[0])
+    shards, local = (ranks // 2, coordinate[1]) if hybrid else (ranks, coordinate[0])
     chunks = whole.chunk(shards)
-    return chunks[mine] if mine < len(chunks) else whole[:0]
+    return chunks[local] if local < len(chunks) else whole[:0]
 
 
 @pytest.mark.parametrize(("count", "hybrid"), [(2, False), (3, False), (4, False), (4, True)])

@@ -627,7 +627,7 @@ def test_a_learning_rate_may_be_changed_and_be_a_tensor(name: str, rate: float |
 
 @every_row
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_saved_state_goes_on_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+def test_a_saved_state_continues_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     model = network(name, dtype)
     optimizer = make(name, model)
     train(model, optimizer, range(3))
@@ -693,7 +693,7 @@ def test_the_state_of_a_bare_base_can_be_loaded(name: str) -> None:
 
 
 @scaled_rows
-def test_a_bare_base_goes_on_from_the_state_of_a_scaled_one(name: str) -> None:
+def test_a_bare_base_continues_from_the_state_of_a_scaled_one(name: str) -> None:
     model = network(name, torch.float64)
     optimizer = make(name, model, gamma=1.0, beta3=None)
     train(model, optimizer, range(3))
@@ -769,7 +769,7 @@ def test_a_state_that_lost_its_average_is_refused(name: str) -> None:
 @every_row
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_a_copy_of_model_and_optimizer_goes_on_by_itself(
+def test_a_copy_of_model_and_optimizer_continues_by_itself(
     name: str, copied: Callable[[Any], Any], steps: int
 ) -> None:
     if not ROWS[name].copies:
@@ -1224,7 +1224,7 @@ def test_a_default_type_and_device_of_the_users_are_left_alone(name: str) -> Non
 
 @scaled_rows
 @pytest.mark.parametrize("start", [torch.float32, torch.float64], ids=str)
-def test_a_state_goes_on_in_the_other_precision(name: str, start: torch.dtype) -> None:
+def test_a_state_continues_in_the_other_precision(name: str, start: torch.dtype) -> None:
     end = torch.float64 if start == torch.float32 else torch.float32
     model = network(name, start)
     optimizer = make(name, model, beta3=0.9)

@@ -108,9 +108,9 @@ def attached(
 
 def bitwise_equal(results):
     return all(
-        torch.equal(mine, theirs)
+        torch.equal(local, theirs)
         for other in results[1:]
-        for mine, theirs in zip(results[0], other, strict=True)
+        for local, theirs in zip(results[0], other, strict=True)
     )
 
 
@@ -340,10 +340,10 @@ def test_groups_frozen_unused_and_channels_last_weights_are_those_of_one_process
     assert bitwise_equal([result for result, _ in results])
     assert difference(weights(model), results[0][0]) < 1e-11
     for _, seen in results:
-        for mine, theirs in zip(told, seen, strict=True):
-            used = {name: row for name, row in theirs.items() if name in mine}
-            assert used.keys() == mine.keys()
-            for name, row in mine.items():
+        for local, theirs in zip(told, seen, strict=True):
+            used = {name: row for name, row in theirs.items() if name in local}
+            assert used.keys() == local.keys()
+            for name, row in local.items():
                 assert pytest.approx(row, rel=1e-9, nan_ok=True) == used[name]
 
 
@@ -406,9 +406,9 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_p_alone(ranks):
     assert bitwise_equal([result for result, _ in with_one])
     for (one, state), (other, expected) in zip(with_one, without, strict=True):
         assert all(map(torch.equal, one, other))
-        for mine, theirs in zip(state["state"].values(), expected["state"].values(), strict=True):
-            assert mine.keys() == theirs.keys() >= {"gsnr_average"}
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        for local, theirs in zip(state["state"].values(), expected["state"].values(), strict=True):
+            assert local.keys() == theirs.keys() >= {"gsnr_average"}
+            assert all(torch.equal(local[name], theirs[name]) for name in local)
 
 
 def measured(rank, ranks, name):
@@ -431,8 +431,8 @@ def measured(rank, ranks, name):
 
 def test_a_meter_measures_the_true_gradient(ranks):
     plain = ranks(3)(still)
-    for mine, theirs in zip(plain, ranks(3)(measured, "VRSGD"), strict=True):
-        for one, other in zip(mine, theirs, strict=True):
+    for local, theirs in zip(plain, ranks(3)(measured, "VRSGD"), strict=True):
+        for one, other in zip(local, theirs, strict=True):
             for field in ("grad_sqnorm", "grad_variance", "similarity", "half_batch_cosine"):
                 assert pytest.approx(getattr(one, field), rel=1e-7) == getattr(other, field)
             assert pytest.approx(one.similarity_interval) == other.similarity_interval
@@ -476,19 +476,19 @@ def two_legs(rank, ranks, name, state, first, last, attach_first=True):
 
 @pytest.mark.parametrize("attach_first", [True, False])
 @pytest.mark.parametrize("name", ["VRMomentum", "VRAdam", "VRLAMB"])
-def test_a_state_goes_on(ranks, name, attach_first):
+def test_a_state_continues(ranks, name, attach_first):
     """To the last bit but one: other pieces have other elements where torch's vectors end."""
     whole_run = ranks(2)(two_legs, name, None, 0, 7)
     halfway = ranks(2)(two_legs, name, None, 0, 3)
     resumed = ranks(2)(two_legs, name, halfway[0], 3, 7, attach_first)
     for (weights_, state), (others, expected) in zip(resumed, whole_run, strict=True):
         assert difference(others.values(), weights_.values()) < 1e-14
-        for mine, theirs in zip(state["state"].values(), expected["state"].values(), strict=True):
-            assert difference(theirs.values(), mine.values()) < 1e-14
+        for local, theirs in zip(state["state"].values(), expected["state"].values(), strict=True):
+            assert difference(theirs.values(), local.values()) < 1e-14
 
 
 @pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
-def test_a_state_of_one_process_goes_on_on_ranks_and_back(ranks, name):
+def test_a_state_of_one_process_continues_on_ranks_and_back(ranks, name):
     """Two ranks of two micro-batches are one process of four."""
     expected = dict(zip(network().state_dict(), alone(name, 2, 2, steps=6), strict=True))
     model = network()
@@ -578,7 +578,7 @@ def refused(rank, ranks, case):
                 optimizer.step()
         return None
     optimizer.zero_grad()
-    for step in range(2):  # and goes on
+    for step in range(2):  # and continues
         accumulate(ddp, step, rank, 2)
         optimizer.step()
         optimizer.zero_grad()
@@ -895,8 +895,8 @@ def copied(rank, ranks):
 
 
 def test_an_attached_model_can_be_copied(ranks):
-    for mine, theirs in ranks(2)(copied):
-        assert all(map(torch.equal, mine, theirs))
+    for local, theirs in ranks(2)(copied):
+        assert all(map(torch.equal, local, theirs))
 
 
 def flattened(rank, ranks, name):
@@ -925,7 +925,7 @@ def flattened(rank, ranks, name):
 
 
 @pytest.mark.parametrize("name", ["VRAdam", "VRSGD with beta3"])
-def test_a_flattened_checkpoint_goes_on(ranks, name):
+def test_a_flattened_checkpoint_continues(ranks, name):
     """To the last bit; in a new model, whose first buckets are others, to the last but one."""
     for whole_run, used, new in ranks(2)(flattened, name):
         assert all(map(torch.equal, whole_run, used))

@@ -602,11 +602,11 @@ def test_the_passes_of_a_fold_may_be_run_one_by_one() -> None:
     parts = [layer.arrays for layer in random_layers([(64,), (40, 25)], averages=True)]
     own = [1.25, 0.0] * 2
     group = [24.0, functional.agreement(torch.float32), 0, 7, 0.5, 2.0, 0.75]
-    sums, told = native.run(native.Rule.FOLD, whole, own, group, watch=True)
-    first, _ = native.run(native.Rule.FOLD, parts, own, group, passes=native.Which.FIRST)
+    sums, told = native.run(native.Rule.GSNR, whole, own, group, watch=True)
+    first, _ = native.run(native.Rule.GSNR, parts, own, group, passes=native.Which.FIRST)
     torch.testing.assert_close(first, sums, rtol=0, atol=0)
     _, seen = native.run(
-        native.Rule.FOLD, parts, own, group, passes=native.Which.SECOND, sums=first, watch=True
+        native.Rule.GSNR, parts, own, group, passes=native.Which.SECOND, sums=first, watch=True
     )
     torch.testing.assert_close(seen, told, rtol=0, atol=0)
     for a, b in zip(whole, parts, strict=True):
@@ -620,7 +620,7 @@ def test_the_first_pass_of_a_fold_sums_the_live_ratios() -> None:
     m2 = torch.tensor([2.0, 4.0, 0.0, 0.0, 1.0])
     layer = (total, m2, torch.ones(5), None)
     group = [4.0, functional.agreement(torch.float32), 0, 3, 0.1, 10.0, 0.0]
-    sums, _ = native.run(native.Rule.FOLD, [layer], [1.0, 0.0], group, passes=native.Which.FIRST)
+    sums, _ = native.run(native.Rule.GSNR, [layer], [1.0, 0.0], group, passes=native.Which.FIRST)
     assert [[2.0 + 4.0 + 0.0, 3.0]] == sums.tolist()
     assert torch.equal(torch.ones(5), layer[2])
 

@@ -726,7 +726,7 @@ def resume(rank, ranks, name, way, path):
 )
 @pytest.mark.parametrize("after", [4, 1], ids=["on_4", "on_1"])
 @every_saved_optimizer
-def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(ranks, tmp_path, name, after, way):
+def test_a_checkpoint_of_two_ranks_continues_elsewhere(ranks, tmp_path, name, after, way):
     saved = ranks(2)(save, name, way, tmp_path)
     there = ranks(after) if after > 1 else lambda run, *how: [run(0, 1, *how)]
     for loaded, weights in there(resume, name, way, tmp_path):
@@ -736,7 +736,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(ranks, tmp_path, name, afte
 
 @pytest.mark.parametrize("way", ["optimizer", "flattened", "both"])
 @every_saved_optimizer
-def test_a_checkpoint_of_one_process_goes_on_in_another(tmp_path, name, way):
+def test_a_checkpoint_of_one_process_continues_in_another(tmp_path, name, way):
     saved = save(0, 1, name, way, tmp_path)
     loaded, weights = resume(0, 1, name, way, tmp_path)
     assert states_equal(saved, loaded)
@@ -744,7 +744,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_another(tmp_path, name, way):
 
 
 @every_optimizer
-def test_a_checkpoint_of_bfloat16_weights_goes_on_bit_for_bit(tmp_path, name):
+def test_a_checkpoint_of_bfloat16_weights_continues_bit_for_bit(tmp_path, name):
     models = [network(torch.bfloat16) for _ in range(2)]
     ours, another = [MAKE[name](model.parameters()) for model in models]
     train(models[0], ours, range(HALF))

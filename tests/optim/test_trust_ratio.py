@@ -688,7 +688,7 @@ torch.save(here.values(params), sys.argv[4])
 def by_torch_only(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[Tensor]]:
     """Where a copy of the package without its compiled library left its results; what it said.
 
-    It got an optimizer pickled where there are kernels, which goes on here to the weights returned.
+    It got an optimizer pickled where there are kernels; it continues here, to the weights returned.
     """
     place = tmp_path_factory.mktemp("no-kernels")
     source = Path(bigbatch.__file__).parent
@@ -729,7 +729,7 @@ def test_without_kernels_everything_runs_by_torch(
 
 @pytest.mark.thorough
 @needs_kernels
-def test_an_optimizer_pickled_where_there_are_kernels_goes_on_without(
+def test_an_optimizer_pickled_where_there_are_kernels_continues_without(
     by_torch_only: tuple[Path, str, list[Tensor]],
 ) -> None:
     place, said, expected = by_torch_only
@@ -797,8 +797,8 @@ def test_lars_is_timms_at_a_constant_learning_rate(decay: float, nesterov: bool)
     theirs_of = optimizer_cost.timms("LARS")
     ours, theirs = layers(), layers()
     own = {"lr": 1.0, "momentum": 0.8, "weight_decay": decay, "nesterov": nesterov}
-    mine = LARS(ours, trust_coefficient=0.01, exclude_bias_and_norm=False, **own)
-    train(ours, mine, None, range(10), k=1)
+    local = LARS(ours, trust_coefficient=0.01, exclude_bias_and_norm=False, **own)
+    train(ours, local, None, range(10), k=1)
     # its denominator has an eps, which it lets us choose
     reference = theirs_of(theirs, trust_coeff=0.01, eps=1e-30, always_adapt=True, **own)
     train(theirs, reference, None, range(10), k=1)

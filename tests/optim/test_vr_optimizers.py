@@ -928,7 +928,7 @@ def through_a_file(state: Any) -> Any:
 @every_optimizer
 @pytest.mark.parametrize("beta3", [None, 0.9])
 @pytest.mark.parametrize("carry", [copy.deepcopy, through_a_file], ids=["deepcopy", "file"])
-def test_a_loaded_state_goes_on_bit_for_bit(
+def test_a_loaded_state_continues_bit_for_bit(
     name: str, beta3: float | None, carry: Callable[[Any], Any]
 ) -> None:
     model = matrices()
@@ -976,7 +976,7 @@ def pickled(thing: Any) -> Any:
 
 @every_optimizer
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_a_copy_of_model_and_optimizer_goes_on_by_itself(
+def test_a_copy_of_model_and_optimizer_continues_by_itself(
     name: str, copied: Callable[[Any], Any]
 ) -> None:
     model = matrices()

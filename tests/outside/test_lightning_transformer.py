@@ -90,7 +90,7 @@ def test_it_learns_with_batches_that_follow_the_policy(tmp_path, devices):
     grid = MICRO * devices
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=3)
     first, *_, last = column(logged, "val_loss")
-    assert log(WORDS) - 0.5 > first > last  # than a guess's
+    assert log(WORDS) - 0.5 > first > last  # than a predict's
     assert log(WORDS) - 0.5 > column(logged, "test_loss")[0]
 
 

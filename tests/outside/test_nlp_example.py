@@ -69,6 +69,6 @@ def test_it_learns_with_batches_that_follow_the_policy(tmp_path, ranks):
     rows = [row[:3] for row in updates]
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=MICRO, sizes=3)
     assert EPOCHS == len(accuracies)
-    assert accuracies[-1] > 0.8  # .5 by a guess
+    assert accuracies[-1] > 0.8  # .5 by a predict
     assert updates[-1][3] < updates[0][3] / 2
     assert 0 == pytest.approx(rate, abs=1e-4)  # of 2e-3: a last base batch may not be full

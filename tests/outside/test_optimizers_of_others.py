@@ -152,7 +152,7 @@ def test_a_factor_of_one_is_its_own_step(name):
 
 
 @one(WRAPPED)
-def test_a_loaded_state_goes_on_as_if_never_saved(name):
+def test_a_loaded_state_continues_as_if_never_saved(name):
     model = network()
     optimizer = VarianceReduced(base_of(name, model), beta3=0.9)
     train(model, optimizer, range(2))

@@ -71,6 +71,6 @@ def test_it_learns_with_batches_that_follow_the_policy(tmp_path, edit):
     accuracies, updates, saved = train(tmp_path, edited(SCRIPT, edit, tmp_path), "adaptive")
     rows = [row[:3] for row in updates]
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=MICRO, sizes=3)
-    assert accuracies[-1] > 0.8  # .5 by a guess
+    assert accuracies[-1] > 0.8  # .5 by a predict
     assert updates[-1][3] < updates[0][3] / 2
     assert all("lora_" in name or "classifier" in name for name in saved)

@@ -105,7 +105,7 @@ def test_it_learns_with_batches_that_follow_the_policy(language, ranks):
     rows, grid = rows_of(found), MICRO * ranks
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=4)
     assert 0 == pytest.approx(found[-1]["learning_rate"], abs=1e-3)  # of a last base batch
-    assert log(WORDS) - 1 > evaluation(language, "adaptive")["eval_loss"]  # than a guess's
+    assert log(WORDS) - 1 > evaluation(language, "adaptive")["eval_loss"]  # than a predict's
 
 
 def test_a_resumed_training_ends_as_if_never_interrupted(language):

@@ -67,5 +67,5 @@ def test_it_trains_and_its_readings_are_those_of_the_paper(tmp_path, processes):
         assert row["adjusted_learning_rate"] == pytest.approx(
             epoch_rate * sqrt(row["adjusted_batch_size"] / BATCH), rel=0.15
         )
-    assert accuracies[-1] > 0.8  # .1 by a guess
+    assert accuracies[-1] > 0.8  # .1 by a predict
     assert "batch size" in said  # verbose

@@ -83,7 +83,7 @@ def test_a_factor_of_one_is_its_own_step(kind, settings):
 
 
 @each
-def test_a_loaded_or_copied_state_goes_on_as_if_never_saved(kind, settings):
+def test_a_loaded_or_copied_state_continues_as_if_never_saved(kind, settings):
     model = network(kind)
     optimizer = VarianceReduced(kind(model.parameters(), **settings), beta3=0.9)
     train(model, optimizer, range(2))

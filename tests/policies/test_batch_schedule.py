@@ -93,7 +93,7 @@ def test_a_ramp_is_the_line_rounded_towards_its_start(start, end, over, data):
     assert 0 <= (line - size * over) * (1 if end >= start else -1) < over
 
 
-def test_growth_in_place_of_decay_goes_on_as_a_decay_at_the_cap():
+def test_growth_in_place_of_decay_continues_as_a_decay_at_the_cap():
     text = "128, x5 at 60 epochs, x5 at 120 epochs, x5 at 160 epochs up to 3200, then decay"
     moments = [0, 60, 120, 160]
     done = [decide(text, epoch=at) for at in moments]

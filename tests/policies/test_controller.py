@@ -217,7 +217,7 @@ def test_sizes_that_make_no_sense_are_refused_by_name(wrong, words):
         Controller(Fixed(8), **{"batch_size": 128, **wrong})
 
 
-def test_a_saved_controller_goes_on_as_if_it_had_never_stopped():
+def test_a_saved_controller_continues_as_if_it_had_never_stopped():
     steps = [low(), low(), high(), low(3000), high(), low()]
     unbroken, before = Controller(Listens(), 128), Controller(Listens(), 128)
     expected = [unbroken.next(one) for one in steps][3:]

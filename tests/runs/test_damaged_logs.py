@@ -246,7 +246,7 @@ def test_settings_that_the_recipe_lacks_or_has_of_another_type_name_their_file(b
         assert said in error
 
 
-def test_a_training_that_goes_on_over_a_damaged_row_ends_with_one_line(bigbatch, tmp_path):
+def test_a_training_that_continues_over_a_damaged_row_ends_with_one_line(bigbatch, tmp_path):
     place = tmp_path / "run"
     short = ("--seed=0", "--epochs=1", "--set=samples=64", "--quiet")
     assert 0 == bigbatch("train", "digits", *short, "--run-dir", place)[0]

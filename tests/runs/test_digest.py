@@ -65,7 +65,7 @@ def test_every_bit_that_flips_is_refused(bit):
 @given(st.integers(0, len(WHOLE) - 1), st.binary(max_size=100))
 @example(0, b"")
 @property_test(500)
-def test_what_is_cut_short_or_goes_on_is_refused(length, more):
+def test_what_is_cut_short_or_continues_is_refused(length, more):
     for other in (WHOLE[:length], WHOLE + more + b"\0", WHOLE[:length] + more):
         if other != WHOLE:
             with pytest.raises(StateError, match=r"is damaged|does not end with a digest"):

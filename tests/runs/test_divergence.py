@@ -23,7 +23,7 @@ def going(start, end, steps=100):
         going(START, 1.2 * START),
         [START, 6.0, *going(5.0, 1.0)],  # a rate that is high at first
         [START, 50.0, *going(5.0, 1.0)],  # and one that is far too high, which comes back
-        [1e-4, *going(1e-3, 5e-3)],  # goes on from a finished training
+        [1e-4, *going(1e-3, 5e-3)],  # continues from a finished training
         [1e-4, 1.2, *going(0.1, 0.01)],  # with one hard sample
         [-3.0, *going(-3.0, 9.0)],  # a loss that may be negative has no such scale
         [START],

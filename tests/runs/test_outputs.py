@@ -9,7 +9,7 @@ from PIL import Image
 
 from bigbatch.errors import RunError
 from bigbatch.runs.atomic_files import made_whole, require_ours
-from bigbatch.runs.curves import save_picture
+from bigbatch.runs.curves import write_figure
 from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
 
@@ -32,7 +32,7 @@ def filling(place):
 
 
 def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(tmp_path):
-    (mine := tmp_path / ".notes.01234567").mkdir()  # somebody else's
+    (local := tmp_path / ".notes.01234567").mkdir()  # somebody else's
     killed, _, left = filling(tmp_path / "first")
     live, told, filled = filling(tmp_path / "second")
     killed.kill()
@@ -43,7 +43,7 @@ def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(
     assert (False, True) == (left.exists(), filled.exists())
     told.send("end")
     live.join()
-    assert {"second", "third", mine.name} == {path.name for path in tmp_path.iterdir()}
+    assert {"second", "third", local.name} == {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "second" / "half").exists()
 
 
@@ -99,12 +99,12 @@ def test_an_empty_file_and_its_own_are_replaced(bigbatch, run, tmp_path, command
     assert out.stat().st_size > 1000
 
 
-def test_a_picture_of_somebody_else_is_not_taken_for_ours(tmp_path):
+def test_a_figure_of_somebody_else_is_not_taken_for_ours(tmp_path):
     theirs = tmp_path / "plot.png"
     Figure().savefig(theirs)
     with pytest.raises(RunError, match="was not written by bigbatch"):
         require_ours(theirs)
-    save_picture(Figure(), tmp_path / "ours.png")
+    write_figure(Figure(), tmp_path / "ours.png")
     require_ours(tmp_path / "ours.png")
     assert "bigbatch" == Image.open(tmp_path / "ours.png").text["Software"]
 
@@ -115,23 +115,23 @@ def test_a_folder_is_no_place_for_a_file(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_picture_of_a_bench_is_refused_before_anything_is_measured(bigbatch, tmp_path):
+def test_the_figure_of_a_bench_is_refused_before_anything_is_measured(bigbatch, tmp_path):
     out = tmp_path / "mine.png"
     Figure().savefig(out)
     before = out.read_bytes()
-    status, shown, said = bigbatch("bench", "halves", "--out", out)
+    status, shown, said = bigbatch("bench", "similarity-accuracy", "--out", out)
     assert (2, "") == (status, shown)
     assert "was not written by bigbatch" in said
     assert before == out.read_bytes()
 
 
-def test_a_picture_that_does_not_fit_leaves_the_old_one(tmp_path):
+def test_a_figure_that_does_not_fit_leaves_the_old_one(tmp_path):
     out = tmp_path / "curves.png"
-    save_picture(Figure(), out)
+    write_figure(Figure(), out)
     before = out.read_bytes()
     (tmp_path / ".curves.png.new").symlink_to("/dev/full")
     with pytest.raises(RunError, match="cannot be written: No space left"):
-        save_picture(Figure(), out)
+        write_figure(Figure(), out)
     assert before == out.read_bytes()
 
 

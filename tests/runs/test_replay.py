@@ -157,11 +157,11 @@ def test_the_time_of_a_step_is_fitted_to_the_log():
     assert pytest.approx(2 * 0.01 + 0.001 * 300) == time.of([100, 200])
 
 
-@pytest.mark.parametrize(("scatter", "told_apart"), [(9, False), (11, True)])
-def test_batch_sizes_are_told_apart_where_they_scatter_by_a_tenth(scatter, told_apart):
+@pytest.mark.parametrize(("scatter", "distinguished"), [(9, False), (11, True)])
+def test_batch_sizes_are_distinguished_where_they_scatter_by_a_tenth(scatter, distinguished):
     time = StepTime.fit(log([100, 100 - scatter, 100 + scatter]))
-    assert told_apart == time.told_apart
-    assert told_apart == (time.fixed > 0)
+    assert distinguished == time.distinguished
+    assert distinguished == (time.fixed > 0)
 
 
 def test_one_batch_size_is_all_time_per_sample():

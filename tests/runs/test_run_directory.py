@@ -268,7 +268,7 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(run, lost):
 
 
 @needs_full
-def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_goes_on(run):
+def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_continues(run):
     run.save_checkpoint({"step": 1})
     (run.path / ".checkpoint.pt.new").symlink_to("/dev/full")
     with pytest.warns(UserWarning, match="checkpoint could not be written"):

@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_stops_neither_training_nor_a_resumption(tmp_path):
     assert 0 == again.returncode, said
 
 
-def test_events_that_cannot_be_written_are_said_once_and_training_goes_on(tmp_path):
+def test_events_that_cannot_be_written_are_said_once_and_training_continues(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     run.events.write_text("no folder")
     row = dict.fromkeys(("loss", "batch_size", "similarity", "noise_scale"), 1.0) | {
@@ -77,7 +77,7 @@ def test_events_that_cannot_be_written_are_said_once_and_training_goes_on(tmp_pa
 
 
 @pytest.mark.release
-def test_a_run_that_is_terminated_goes_on_from_its_checkpoint(tmp_path):
+def test_a_run_that_is_terminated_continues_from_its_checkpoint(tmp_path):
     """SIGTERM, as before a preemption, is a kill: what stands on disk is whole at any moment."""
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     length = [*SHORT[:4], "20", *SHORT[5:]]
@@ -126,8 +126,8 @@ def test_asking_for_a_checkpoint_steps_the_optimizer_behind_our_back_and_changes
     for one, other in zip(steps_of(plain, 1, 5), steps_of(asked, 1, 5), strict=True):
         assert one[0] == other[0]
         assert (one[1].loss, one[1].statistics) == (other[1].loss, other[1].statistics)
-    for mine, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    for local, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
+        assert torch.equal(local, theirs)
 
 
 def test_asking_for_it_inside_the_first_step_is_refused():

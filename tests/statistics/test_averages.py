@@ -77,7 +77,7 @@ def test_the_similarity_of_an_average_stays_a_cosine_while_the_batch_grows():
         assert -1 <= actual.similarity <= 0
 
 
-def test_a_saved_average_goes_on_as_if_it_had_never_stopped():
+def test_a_saved_average_continues_as_if_it_had_never_stopped():
     steps = [step(1.0, 9.0), step(-2.0, 5.0, samples=7), step(4.0, 1.0, samples=300)]
     unbroken, before, after = (NoiseAverage(500) for _ in range(3))
     run(before, steps[:2])

@@ -512,7 +512,7 @@ def test_a_step_that_is_not_finite_leaves_the_window_alone():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 7])
-def test_a_saved_window_goes_on_to_the_last_bit(cut):
+def test_a_saved_window_continues_to_the_last_bit(cut):
     steps = steps_of(draw(12, 2, seed=5), [64, 16, 256] * 4)
     expected = last_of(NoiseAverage(1000, confidence=0.9), steps)
     before, after = (NoiseAverage(1000, confidence=0.9) for _ in range(2))

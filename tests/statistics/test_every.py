@@ -337,7 +337,7 @@ def test_every_rule_for_the_learning_rate_works_where_nothing_is_measured(scalin
 
 
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_a_killed_run_goes_on_with_the_same_steps(cut):
+def test_a_killed_run_continues_with_the_same_steps(cut):
     def start():
         torch.manual_seed(5)
         return adaptive(batch_size=12, n=120)

@@ -110,7 +110,7 @@ def kept_whole_within_a_step(rank, ranks, *, sizes):
 
 def owner_of(number, sizes):
     """The rank of a micro-batch counted over all ranks, and its place there."""
-    return [(rank, place) for rank, mine in enumerate(sizes) for place in range(len(mine))][number]
+    return [(rank, place) for rank, own in enumerate(sizes) for place in range(len(own))][number]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -186,8 +186,8 @@ def test_layers_are_named_as_in_the_model_that_was_wrapped(ranks, wrap):
 def cosines(sizes, loss):
     """Of the two halves by parity of rank + number, the exact gradient of every step."""
     model, answers = network(), []
-    places = [(rank, number) for rank, mine in enumerate(sizes) for number in range(len(mine))]
-    factors = [share(loss, n, mine, sizes) for mine in sizes for n in mine]
+    places = [(rank, number) for rank, own in enumerate(sizes) for number in range(len(own))]
+    factors = [share(loss, n, own, sizes) for own in sizes for n in own]
     odd = torch.tensor([(rank + number) % 2 for rank, number in places], dtype=torch.bool)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -229,7 +229,7 @@ def on_one_process(sizes, loss, steps=STEPS, **options):
     """A meter on this process that sees all ranks' micro-batches, and the same weights."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    flat = [n for mine in sizes for n in mine]
+    flat = [n for own in sizes for n in own]
     readings = []
     with GradientMeter(model, loss=loss, **options) as meter:
         for step in range(steps):
@@ -319,7 +319,7 @@ def test_clipping_after_read_is_the_users_own_affair(ranks, wrapper):
 
 
 def two_meters(rank, ranks, *, wrapper):
-    """The second one goes on when the first one is closed."""
+    """The second one continues when the first one is closed."""
     model = WRAPPERS[wrapper](network(), ranks)
     readings = []
     meters = [GradientMeter(model), GradientMeter(model)]

@@ -67,7 +67,7 @@ def test_losses_of_the_other_convention_are_named_once_within_a_few_dozen_steps(
     assert f'GradientMeter(loss="{loss}")' in message
 
 
-# of noisy labels, and of classes that can be told apart, where gradients get heavy tails
+# of noisy labels, and of classes that can be distinguished, where gradients get heavy tails
 @pytest.mark.thorough
 @pytest.mark.parametrize(("noise", "lr"), [(3.0, 0.05), (1.0, 0.05), (0.0, 0.05), (0.0, 0.5)])
 @pytest.mark.parametrize("seed", range(3))

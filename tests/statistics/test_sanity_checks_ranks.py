@@ -70,16 +70,16 @@ FAULTS = {
 def watched(rank, ranks, *, wrapper, fault, sizes, loss="weighted", steps=4, **options):
     """What was read at weights that stay, and what this rank's meter warned of, and where."""
     model = ENGINES[wrapper](network(), ranks)
-    mine, readings = sizes[rank], []
+    local, readings = sizes[rank], []
     with warnings.catch_warnings(record=True) as caught, GradientMeter(model, loss=loss) as meter:
         warnings.simplefilter("always")
         for step in range(steps):
-            for number, n in enumerate(mine):
+            for number, n in enumerate(local):
                 x, y, factor = FAULTS[fault](rank, step, number, n)
-                with synchronized(model, number == len(mine) - 1):
-                    factor *= share(loss, n, mine, sizes)
+                with synchronized(model, number == len(local) - 1):
+                    factor *= share(loss, n, local, sizes)
                     (cross_entropy(model(x), y) * factor).backward()
-            readings.append(meter.read(mine))
+            readings.append(meter.read(local))
             model.zero_grad()
     return readings, said_here(caught)
 

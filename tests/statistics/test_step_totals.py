@@ -60,7 +60,7 @@ def step(ranks, k, mean, dtype):
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("mean", [0.0, 0.05, 1.0], ids=["noise", "both", "signal"])
 @pytest.mark.parametrize(("ranks", "k"), CASES)
-def test_a_mean_and_a_sum_are_told_apart_and_a_clipped_one_is_refused(ranks, k, mean, dtype):
+def test_a_mean_and_a_sum_are_distinguished_and_a_clipped_one_is_refused(ranks, k, mean, dtype):
     gradients, grad = step(ranks, k, mean, dtype)
     assert 1 / ranks == totals_of(gradients, grad).reduction(EPS[dtype], True)
     assert 1 == totals_of(gradients, grad * ranks).reduction(EPS[dtype], True)

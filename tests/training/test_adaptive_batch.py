@@ -522,7 +522,7 @@ def test_a_variance_reduced_optimizer_has_eight_micro_batches_by_default():
 # going through the data
 
 
-def test_after_a_break_a_new_for_goes_on_with_the_rest():
+def test_after_a_break_a_new_for_continues_with_the_rest():
     seen: list[Tensor] = []
     train = adaptive(96, policy=bb.Fixed(16))
 
@@ -1059,7 +1059,7 @@ def test_a_length_that_was_learned_is_known_after_a_resume():
     assert train.plan == resumed.plan
 
 
-def test_a_scheduler_that_is_set_after_loading_goes_on_at_its_rate():
+def test_a_scheduler_that_is_set_after_loading_continues_at_its_rate():
     def build():
         return adaptive(policy=bb.Fixed(16), micro_batch=16)
 
@@ -1186,7 +1186,7 @@ def test_a_state_that_is_none_of_ours_is_refused_by_what_is_in_it():
 
 
 @pytest.mark.parametrize("virtual", [1, 4])
-def test_an_inner_loop_that_is_left_and_entered_again_goes_on_with_the_same_step(virtual):
+def test_an_inner_loop_that_is_left_and_entered_again_continues_with_the_same_step(virtual):
     given, seen = [], []
     for leave in (False, True):
         train = adaptive(loader=bb.Batches(DataLoader(data(96), 16), virtual_ranks=virtual))
@@ -1207,7 +1207,7 @@ def test_an_inner_loop_that_is_left_and_entered_again_goes_on_with_the_same_step
     assert same(*given)
 
 
-def test_a_pass_that_goes_on_with_another_order_says_so():
+def test_a_pass_that_continues_with_another_order_says_so():
     def loader(seed: int) -> DataLoader[Any]:
         return DataLoader(data(96), 16, sampler=bb.ElasticDistributedSampler(range(96), seed=seed))
 

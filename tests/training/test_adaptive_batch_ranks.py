@@ -48,11 +48,11 @@ def test_the_run_is_the_same_on_one_two_and_four_ranks(ranks, engine, count, vir
     for _, records, weights in answers:
         assert trajectory == [record.batch_size for record in records]
         assert [r.decision for r in alone[1]] == [r.decision for r in records]
-        for mine, theirs in zip(alone[1], records, strict=True):
-            assert pytest.approx(mine.loss, rel=1e-9) == theirs.loss
-            assert pytest.approx(mine.similarity, abs=1e-9) == theirs.similarity
-        for mine, theirs in zip(alone[2], weights, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+        for local, theirs in zip(alone[1], records, strict=True):
+            assert pytest.approx(local.loss, rel=1e-9) == theirs.loss
+            assert pytest.approx(local.similarity, abs=1e-9) == theirs.similarity
+        for local, theirs in zip(alone[2], weights, strict=True):
+            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
 
 
 # the gradient
@@ -516,7 +516,7 @@ def loaders():
 
 
 @pytest.mark.parametrize("kind", ["ledger", "DistributedSampler"])
-def test_a_restart_on_another_number_of_ranks_goes_on_with_the_same_samples(ranks, kind):
+def test_a_restart_on_another_number_of_ranks_continues_with_the_same_samples(ranks, kind):
     whole_run = leg(0, 1, "plain", None, 60, kind)
     expected = together([([numbers for numbers, _ in whole_run[0]],)])
     answers, states = None, None
@@ -536,8 +536,8 @@ def test_a_restart_on_another_number_of_ranks_goes_on_with_the_same_samples(rank
         states = [(answer[1], answer[2], answer[3]) for answer in answers]
     assert expected == done
     assert [r.batch_size for _, r in whole_run[0]] == [r.batch_size for r in records]
-    for mine, theirs in zip(whole_run[1], answers[0][1], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+    for local, theirs in zip(whole_run[1], answers[0][1], strict=True):
+        torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
 
 
 def another_order(rank, ranks, state):

@@ -119,7 +119,7 @@ def on(ranks, count):
         ("fsdp2 reduced", "sync"),
     ],
 )
-def test_a_training_goes_on_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine, way):
+def test_a_training_continues_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine, way):
     expected = ranks(2)(saved, engine, tmp_path, way, True)
     for one, (other, said) in zip(expected, ranks(2)(resumed, engine, tmp_path, True), strict=True):
         assert one[:2] == other[:2]
@@ -136,7 +136,7 @@ def test_a_training_goes_on_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine
         ("ddp reduced", "async", "ddp reduced", 4),
     ],
 )
-def test_a_training_of_two_ranks_goes_on_with_the_same_samples_and_batches_on_others(
+def test_a_training_of_two_ranks_continues_with_the_same_samples_and_batches_on_others(
     ranks, tmp_path, engine, way, after, count
 ):
     first = ranks(2)(saved, engine, tmp_path, way, False)
@@ -147,8 +147,8 @@ def test_a_training_of_two_ranks_goes_on_with_the_same_samples_and_batches_on_ot
             assert one[:2] == two[:2]
             assert pytest.approx(one[2], rel=1e-12) == two[2]
             assert pytest.approx(one[3], rel=1e-9) == two[3]
-        for mine, theirs in zip(first[0][2], other[2], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+        for local, theirs in zip(first[0][2], other[2], strict=True):
+            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
     said = [each for _, said in answers for each in said if "random states" in each]
     assert 1 == len(said)
 

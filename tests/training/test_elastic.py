@@ -78,7 +78,7 @@ def test_a_worker_killed_in_the_middle_of_a_step_costs_no_sample(undisturbed, tm
 
 
 @pytest.mark.release
-def test_fewer_workers_go_on_from_the_checkpoint(undisturbed, tmp_path):
+def test_fewer_workers_continue_from_the_checkpoint(undisturbed, tmp_path):
     status, said = torchrun(tmp_path, [*ALONE, 2], fault="kill")
     assert 1 == status, said
     status, said = torchrun(tmp_path, [*ALONE, 1], engine="plain")

@@ -155,11 +155,11 @@ def test_a_cell_of_the_table(ranks, engine, what, precision):
         return
     expected, reference = exactly("similarity")
     assert apart(reference, weights) < close
-    for mine, theirs in zip(expected, records, strict=True):
-        assert pytest.approx(mine.similarity, abs=close) == theirs.similarity
-        assert mine.statistics.micro_batches == theirs.statistics.micro_batches
+    for local, theirs in zip(expected, records, strict=True):
+        assert pytest.approx(local.similarity, abs=close) == theirs.similarity
+        assert local.statistics.micro_batches == theirs.statistics.micro_batches
         if what == "interval":
-            interval = mine.statistics.similarity_interval
+            interval = local.statistics.similarity_interval
             assert pytest.approx(interval, abs=close) == theirs.statistics.similarity_interval
 
 

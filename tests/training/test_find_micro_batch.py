@@ -197,7 +197,7 @@ LOADERS = {
 @pytest.mark.parametrize("clip", [None, 0.01], ids=["", "clipped"])
 @pytest.mark.parametrize("epochs_before", [0, 1], ids=["first", "between epochs"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_goes_on_bit_for_bit_as_without_the_search(optimizer, epochs_before, clip):
+def test_training_continues_bit_for_bit_as_without_the_search(optimizer, epochs_before, clip):
     runs = []
     for searches in (False, True):
         seeded()
@@ -353,7 +353,7 @@ def limited(*arguments):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit that malloc respects")
-def test_where_the_allocator_fails_the_answer_is_what_the_layer_needs_and_training_goes_on():
+def test_where_the_allocator_fails_the_answer_is_what_the_layer_needs_and_training_continues():
     plain = limited("plain")
     for mib in (100, 260):
         answer, *training = limited("search", mib)

@@ -1,4 +1,4 @@
-"""A killed run goes on bit for bit: saved at any step, loaded into new objects."""
+"""A killed run continues bit for bit: saved at any step, loaded into new objects."""
 
 import io
 import random
@@ -134,7 +134,7 @@ def test_a_run_resumes_from_every_step_and_between_epochs():
     assert {0, 1, 2} == {record.epoch for record in expected}
 
 
-def test_a_saved_run_goes_on_as_one_that_was_not_saved():
+def test_a_saved_run_continues_as_one_that_was_not_saved():
     seed_all(SEED)
     expected, _ = finish(built())
     seed_all(SEED)

@@ -67,8 +67,8 @@ def test_where_ddp_rebuilds_its_buckets_a_variance_reduced_one_is_the_same_to_ro
     whole = ranks(2)(run, "VRSGD", {}, None)
     resumed = ranks(2)(run, "VRSGD", {}, [saved for _, saved, _ in whole])
     for (rows, _, weights), (again, _, same) in zip(whole, resumed, strict=True):
-        assert rows[STOP][0] == again[0][0]  # the loss: it went on with the same weights
+        assert rows[STOP][0] == again[0][0]  # the loss: it continued with the same weights
         for row, one in zip(rows[STOP:], again, strict=True):
             assert pytest.approx(row, rel=1e-5) == one  # of sums in float32
-        for mine, others in zip(weights, same, strict=True):
-            torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-6)
+        for local, others in zip(weights, same, strict=True):
+            torch.testing.assert_close(local, others, rtol=1e-5, atol=1e-6)

@@ -209,7 +209,7 @@ def test_a_schedule_that_stays_at_its_end_by_itself_does_so_in_silence(build):
 
 
 @pytest.mark.parametrize("build", GOES_ON.values(), ids=GOES_ON)
-def test_a_schedule_without_an_end_goes_on_in_silence(build):
+def test_a_schedule_without_an_end_continues_in_silence(build):
     scheduler = build(optimizer())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -393,7 +393,7 @@ def test_the_rate_over_the_samples_is_that_of_the_base_batch_times_the_square_ro
 @pytest.mark.parametrize("order", ["set before loading", "set after loading"])
 @kinds
 @every_schedule
-def test_a_schedule_goes_on_where_it_was_saved(build, kind, order):
+def test_a_schedule_continues_where_it_was_saved(build, kind, order):
     def built() -> bb.AdaptiveBatch:
         return adaptive(64, optimizer_of=two_groups(kind))
 
@@ -421,7 +421,7 @@ def test_a_schedule_goes_on_where_it_was_saved(build, kind, order):
 
 
 @every_schedule
-def test_one_state_loads_twice_and_into_the_run_that_went_on_too(build):
+def test_one_state_loads_twice_and_into_the_run_that_continued_too(build):
     train = clock_of(build(optimizer(torch.tensor(0.1), torch.tensor(0.02))))
     train.advance(5 * BASE)
     state, at = train.state_dict(), rates(train.scheduler.optimizer)
@@ -536,7 +536,7 @@ def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
     clock(16).load_state_dict(saved)
 
 
-def test_without_a_schedule_another_base_batch_may_go_on():
+def test_without_a_schedule_another_base_batch_may_continue():
     own = optimizer()
     first, second = BaseBatchScheduler(16, own), BaseBatchScheduler(4, own)
     first.advance(18)

@@ -26,7 +26,7 @@ from bigbatch.bench import (
 )
 from bigbatch.bench.timing import COLUMNS
 from bigbatch.runs.console import plain_console
-from bigbatch.runs.curves import PICTURES, require_writable
+from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 
 bench = typer.Typer(
     help="Measure what things cost on this machine, as ratios.",
@@ -125,8 +125,8 @@ def engines_(
     _show(title, trainer_cost.COLUMNS, trainer_cost.costs(rounds), total=trainer_cost.ROWS)
 
 
-@bench.command("twins")
-def twins_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
+@bench.command("vr-vs-base")
+def vr_vs_base_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
     """Variance-reduced optimizers and their bases on the digits, each at its best rate."""
     title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
     _show(title, vr_vs_base.COLUMNS, vr_vs_base.run(seeds), total=3 * len(vr_vs_base.GRIDS) + 1)
@@ -139,8 +139,8 @@ def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = Non
     _show(f"coverage of intervals, {trials} trials", coverage.COLUMNS, rows)
 
 
-@bench.command("halves")
-def halves_(
+@bench.command("similarity-accuracy")
+def similarity_accuracy_(
     trials: Trials = similarity_accuracy.TRIALS,
     seed: Seed = 0,
     data: Data = None,
@@ -151,7 +151,7 @@ def halves_(
 ) -> None:
     """Our similarity and SimiGrad's own cosine of the same steps, against the truth."""
     if out is not None:
-        require_writable(out, PICTURES)
+        require_writable(out, FIGURE_FORMATS)
     rows = _show(
         "two estimates", similarity_accuracy.COLUMNS, similarity_accuracy.run(seed, trials, data)
     )

@@ -135,9 +135,9 @@ def _counted(kind: Kind, wire: Wire) -> tuple[Callable[[], None], Counted]:
     step()
     sent = [(group, *each) for group in counting_groups() for each in group.sent]
     to_ranks = wire.sent()
-    mine = (_handed(sent), _moved(sent), len(sent), to_ranks, _peak_of(step, before))
+    local = (_handed(sent), _moved(sent), len(sent), to_ranks, _peak_of(step, before))
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, local)
     handed, moves, collectives, _, _ = max(every, key=lambda of_rank: of_rank[1])
     wires, peaks = ([of_rank[i] for of_rank in every] for i in (3, 4))
     return step, Counted(

@@ -84,7 +84,7 @@ def _over_a_plain_loop(rounds: int) -> Iterator[Measured]:
 def _in_python(rounds: int) -> Iterator[Measured]:
     """Microseconds that a network too small to matter takes longer in the loop.
 
-    Each micro-batch bears its k-th part of what a step costs besides its micro-batches.
+    Each micro-batch bears its k-th part of what a step costs in addition to its micro-batches.
     """
     model = nn.Linear(4, 3)
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_MICRO_BATCHES)]
@@ -195,9 +195,9 @@ def _cut(loader: DataLoader[tuple[Tensor, ...]], micro: int) -> tuple[float, flo
     size = loader.batch_size or 1
     given = copied = most = 0
     while (cut := batches.step(BatchPlan(1, micro, 4), least=1)) is not None:
-        for piece, samples in cut:
+        for micro_batch, samples in cut:
             given += samples
             most = max(most, size * len(fetched) - given)
             known = {batch.untyped_storage().data_ptr() for batch in fetched}
-            copied += samples * (piece.untyped_storage().data_ptr() not in known)
+            copied += samples * (micro_batch.untyped_storage().data_ptr() not in known)
     return copied / given, most / size

@@ -32,7 +32,7 @@ class Shape:
         name: for the table.
         build: makes the network.
         samples: n_d, per micro-batch.
-        length: of a sequence, or side of a picture.
+        length: of a sequence, or side of an image.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Shape:
 
 
 SHAPES = [
-    Shape("ResNet-18, 8 pictures", resnet_of_basic_blocks, 8, 32),
-    Shape("ResNet-18, 32 pictures", resnet_of_basic_blocks, 32, 32),
+    Shape("ResNet-18, 8 images", resnet_of_basic_blocks, 8, 32),
+    Shape("ResNet-18, 32 images", resnet_of_basic_blocks, 32, 32),
     Shape("transformer, T = 8 x 128", transformer, 8, 128),
     *(Shape(f"linear layers, T = {t}", wide_layers, t, 1) for t in (8, 32, 128, 512, 2048)),
 ]
@@ -147,7 +147,7 @@ def _add_in_place(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kind of run takes besides time, on ResNet-18 (42.6 MB); a row of a table.
+    """What a kind of run takes in addition to time, on ResNet-18 (42.6 MB); a row of a table.
 
     Args:
         kind: key of `KINDS`, or "plain".

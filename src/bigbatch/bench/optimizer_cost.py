@@ -140,7 +140,7 @@ class MomentCost:
 
 
 def path() -> str:
-    """Which code the fold, LARS and LAMB run through on this machine's CPU."""
+    """Which code GSNR scaling, LARS and LAMB run through on this machine's CPU."""
     built = native.library() is not None
     kind = "compiled kernels" if built else "torch operations (no C compiler at installation)"
     return f"{kind}, {torch.get_num_threads()} threads"
@@ -160,8 +160,8 @@ def teams() -> list[list[Contestant]]:
         [
             Contestant("AdamW, torch fused", 28, lambda p: AdamW(p, 1e-3, fused=True)),
             Contestant("VR-Adam", 48, lambda p: VRAdam(p, 1e-3)),
-            Contestant("VR-Adam, fold by torch", 48, lambda p: _vr_adam(p, compiled=False)),
-            Contestant("VR-Adam, fold compiled", 48, lambda p: _vr_adam(p, compiled=True)),
+            Contestant("VR-Adam, GSNR by torch", 48, lambda p: _vr_adam(p, compiled=False)),
+            Contestant("VR-Adam, GSNR compiled", 48, lambda p: _vr_adam(p, compiled=True)),
         ],
         [
             Contestant("LARS", 28, lambda p: LARS(p, **_LARS)),

@@ -14,7 +14,7 @@ from bigbatch.statistics.step_totals import FIELDS, StepTotals, unpack
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
-_SUMS = 22  # doubles of a measured step, besides three a layer and `FIELDS` a rank
+_SUMS = 22  # doubles of a measured step, in addition to three a layer and `FIELDS` a rank
 _SKETCH = 1021  # floats, and with an interval as many doubles
 _NODE = 8  # ranks
 
@@ -75,12 +75,12 @@ def loop(ranks: int) -> Handed:
 def vr_ddp(model: Model, ranks: int, *, accumulated: bool, m2_bytes: int = _BFLOAT) -> Handed:
     """All of a step with `attach`, in place of the all-reduce.
 
-    Sums are dealt, and M2 where there is accumulation; r g is gathered; three doubles a layer are
-    added up, and five a rank are told. Without what the last shard of a bucket lacks.
+    Sums are scattered, M2 where there is accumulation; r g is gathered; three doubles a layer are
+    added up, and five a rank are gathered. Without what the last shard of a bucket lacks.
     """
-    dealt = _FLOAT + (m2_bytes if accumulated else 0)
+    scattered = _FLOAT + (m2_bytes if accumulated else 0)
     return {
-        "all-to-all": dealt * model.parameters,
+        "all-to-all": scattered * model.parameters,
         "all-gather": _FLOAT * model.parameters / ranks + 5 * _DOUBLE,
         "all-reduce": 3 * _DOUBLE * model.layers,
     }
@@ -109,7 +109,7 @@ def two_levels(
 def simigrad(model: Model, ranks: int, rank: int) -> float:
     """Bytes that leave a rank as the original sends: its half's all-reduce, then everybody's.
 
-    Rank 1 also sends its half's mean to rank 0. The scalar that all are told is left out.
+    Rank 1 also sends its half's mean to rank 0. The scalar that is broadcast is left out.
     """
     size = _FLOAT * model.parameters
     halves = moved("all-reduce", size, ranks // 2) + moved("all-reduce", size, ranks)
@@ -124,7 +124,7 @@ def vrgd(model: Model) -> Handed:
 def memory_ddp(model: Model, ranks: int, *, by_ranks: bool, average: bool) -> float:
     """Bytes that VR keeps on a rank under DDP: shards of g, and of p twice; M2 unless `by_ranks`.
 
-    With two pieces on their way, M2's included.
+    With two chunks on their way, M2's included.
     """
     shards = _FLOAT * (1 + 2 * average) * model.parameters / ranks
     scratch = 2 * min(CHUNK_BYTES, _FLOAT * model.parameters)
@@ -155,7 +155,7 @@ def host_seconds(ranks: int, repeats: int = 5) -> float:
 
 
 def join_seconds(ranks: int, repeats: int = 3) -> float:
-    """Of putting the shards of one dealt piece together, a row a rank; the least."""
+    """Of putting the shards of one scattered chunk together, a row a rank; the least."""
     size = CHUNK_BYTES // _FLOAT // ranks
     rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
     times = []
@@ -179,7 +179,7 @@ COLUMNS = (
     "VR, accumulated",
     "between nodes, x",
     "a message, KB",
-    "a piece joined, ms",
+    "a chunk joined, ms",
     "VR keeps, MB",
     "host, ms",
 )

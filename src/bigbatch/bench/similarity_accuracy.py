@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from bigbatch.bench.synthetic_gradients import SIMILARITIES, Population, measured, populations
-from bigbatch.runs.curves import save_picture
+from bigbatch.runs.curves import write_figure
 from bigbatch.statistics.meter import GradientMeter
 
 COLUMNS = (
@@ -107,7 +107,7 @@ def figure(rows: Sequence[Comparison], path: Path) -> None:
     drawing.axes[0].set_ylabel("similarity: mean and standard deviation", fontsize=8)
     lines, labels = drawing.axes[0].get_legend_handles_labels()
     drawing.legend(lines, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
-    save_picture(drawing, path, dpi=150)
+    write_figure(drawing, path, dpi=150)
 
 
 def _panel(axes: Axes, rows: list[Comparison]) -> None:

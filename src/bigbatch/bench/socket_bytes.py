@@ -24,17 +24,17 @@ def by_socket() -> dict[Ends, int] | None:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as each:
                 ends = each.getsockname()[:2], each.getpeername()[:2]
-                told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:  # closed since, listening, or of another family
             continue
-        if len(told) < _AGAIN + 8:
+        if len(info) < _AGAIN + 8:
             return None
-        seen[ends] = _number(told, _SENT) - _number(told, _AGAIN)
+        seen[ends] = _number(info, _SENT) - _number(info, _AGAIN)
     return seen
 
 
-def _number(told: bytes, offset: int) -> int:
-    number: int = struct.unpack_from("=Q", told, offset)[0]
+def _number(info: bytes, offset: int) -> int:
+    number: int = struct.unpack_from("=Q", info, offset)[0]
     return number
 
 
@@ -55,7 +55,7 @@ class Wire:
         self._before = by_socket()
 
     def sent(self) -> list[int] | None:
-        """To each rank; None where this cannot be told."""
+        """To each rank; None where this is not known."""
         dist.barrier()
         now = by_socket()
         addresses: list[Any] = [None] * dist.get_world_size()

@@ -171,17 +171,17 @@ def _node_groups() -> tuple[Any, Any]:
     inside = [list(range(first, first + _NODE)) for first in range(0, ranks, _NODE)]
     across = [list(range(place, ranks, _NODE)) for place in range(_NODE)]
     made = [(row, dist.new_group(row)) for row in [*inside, *across]]
-    mine = [group for row, group in made if rank in row]
-    return mine[0], mine[1]
+    local = [group for row, group in made if rank in row]
+    return local[0], local[1]
 
 
 def _synchronized(model: Any, kind: Kind, *, last: bool) -> contextlib.AbstractContextManager[None]:
-    """The original's way reduces nothing by itself; FSDP2 reduces always unless it is told."""
+    """The original reduces nothing by itself; FSDP2 always reduces unless switched off."""
     if kind.engine == "FSDP2":
         model.set_requires_gradient_sync(last or not kind.reduced_once)
     elif not last or kind.peer == "simigrad":
-        held: contextlib.AbstractContextManager[None] = model.no_sync()
-        return held
+        context: contextlib.AbstractContextManager[None] = model.no_sync()
+        return context
     return contextlib.nullcontext()
 
 

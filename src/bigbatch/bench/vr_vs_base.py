@@ -9,7 +9,7 @@ from bigbatch.experiments.train_run import Training
 
 _SCORE = "test accuracy, %"
 COLUMNS = ("optimizer", "best lr", _SCORE, "training loss", "mean r")
-# learning rates of the base batch, the same grid for a base and its twin
+# learning rates of the base batch, the same grid for a base and its VR optimizer
 GRIDS = {
     "momentum": (0.005, 0.01, 0.02, 0.04, 0.08),
     "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
@@ -49,20 +49,20 @@ class Outcome:
 
 
 def run(seeds: int) -> Iterator[Outcome]:
-    """Base, twin with r_max = 1, twin with r_max = 1 / gamma, and momentum at the twin's mean rate.
+    """Base, VR with r_max = 1, VR with r_max = 1 / gamma, and momentum at VR's mean rate.
 
-    Each at the learning rate of its grid that has the least training loss, so that no test picture
-    is chosen by; the last has the twin's best rate times its mean r, the control for a twin that
+    Each at the learning rate of its grid that has the least training loss, so that no test image
+    is chosen by; the last has VR's best rate times its mean r, the control for an optimizer that
     only takes shorter steps. The other rules do not see a factor that all weights share.
     """
     for base, grid in GRIDS.items():
         plain = _best(base, 1.0, grid, seeds)
-        twin = _best(f"vr-{base}", 1.0, grid, seeds)
+        adapted = _best(f"vr-{base}", 1.0, grid, seeds)
         yield plain
-        yield twin
+        yield adapted
         yield _best(f"vr-{base}", 10.0, grid, seeds)
         if base == "momentum":
-            control = twin.lr * mean(twin.factors)
+            control = adapted.lr * mean(adapted.factors)
             yield _outcome(base, 1.0, control, seeds, "momentum at lr x mean(r)")
 
 
@@ -100,6 +100,6 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
                 step.backward(training.loss_of(training.joined, batch))
             record = step.update()
             losses.append(record.loss)
-            told = record.gsnr
-            factors.append(1.0 if told is None else float(told.mean.mean()))
+            gsnr = record.gsnr
+            factors.append(1.0 if gsnr is None else float(gsnr.mean.mean()))
     return training.scores()[_SCORE], mean(losses[-_LAST:]), mean(factors)

@@ -44,7 +44,7 @@ def run(app: typer.Typer) -> None:
 def _line_of(error: Exception) -> str:
     if isinstance(error, TyperException):
         return error.format_message()
-    if isinstance(error, OSError) and error.strerror is None:  # a damaged picture, say
+    if isinstance(error, OSError) and error.strerror is None:  # a damaged image, say
         return f"{type(error).__name__}: {_said(error)}"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"

@@ -95,9 +95,10 @@ def typed_in(context: typer.Context) -> set[str]:
 
 def as_typed(names: Iterable[str], by_set: Iterable[str] = ()) -> str:
     """Settings as the command line said them: --lr, or --set lr."""
-    told = frozenset(by_set)
+    set_names = frozenset(by_set)
     return ", ".join(
-        f"--set {name}" if name in told else f"--{name.replace('_', '-')}" for name in sorted(names)
+        f"--set {name}" if name in set_names else f"--{name.replace('_', '-')}"
+        for name in sorted(names)
     )
 
 

@@ -49,8 +49,8 @@ def _table(data: Path | None) -> Table:
         weights = "\n".join(
             _weights(recipe, paper_scale=paper_scale) for paper_scale in (False, True)
         )
-        held = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
-        row = (recipe.name, recipe.paper, held, weights, f"{recipe.minutes:g}")
+        data_text = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
+        row = (recipe.name, recipe.paper, data_text, weights, f"{recipe.minutes:g}")
         table.add_row(*row)
     return table
 

@@ -9,7 +9,7 @@ from bigbatch.cli.options import CONTROLS, POLICY, settings_of, with_settings
 from bigbatch.errors import SettingError
 from bigbatch.policies.parse import policy_named
 from bigbatch.runs.console import LiveView, plain_console
-from bigbatch.runs.curves import PICTURES, require_writable
+from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 from bigbatch.runs.html_report import write_report
 from bigbatch.runs.metrics import history_of, seeds_of, table_of
 from bigbatch.runs.replay import replay as replayed
@@ -35,7 +35,7 @@ def report(
     paths: Paths,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help=f"A .html page, or a .png or .svg picture. {_OURS}"),
+        typer.Option("-o", "--out", help=f"A .html page, or a .png or .svg figure. {_OURS}"),
     ] = None,
 ) -> None:
     """Writes the report of runs and studies side by side.
@@ -44,13 +44,13 @@ def report(
 
     Two studies side by side: bigbatch report runs/digits-1 runs/digits-2 -o both.html
 
-    The curves as a picture: bigbatch report runs/digits-1 -o curves.png
+    The curves as a figure: bigbatch report runs/digits-1 -o curves.png
     """
     if out is None and len(paths) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
     place = paths[0] / "report.html" if out is None else out
     if out is not None:
-        require_writable(out, (".html", *PICTURES))
+        require_writable(out, (".html", *FIGURE_FORMATS))
     swept = [(path, read_swept(path)) for path in paths]
     runs = [run for path, sweep in swept for run in (sweep.drawn if sweep else find_runs(path))]
     sweeps = [sweep for _, sweep in swept if sweep is not None]
@@ -77,7 +77,7 @@ def replay(
     options = settings_of(texts)
     policies = {text: policy_named(text) for text in policy}
     if out is not None:
-        require_writable(out, PICTURES)
+        require_writable(out, FIGURE_FORMATS)
     view = LiveView(plain_console())
     histories = [history_of(run) for path in paths for run in find_runs(path)]
     measured = [history for history in histories if history.measured]

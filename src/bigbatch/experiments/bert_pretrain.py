@@ -1,4 +1,4 @@
-"""BERT pre-training: masked pieces and next sentences, short rows first, then long ones.
+"""BERT pre-training: masked tokens and next sentences, short rows first, then long ones.
 
 SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one batch each phase, as
 VRGD's table 1 does (vrgd_table1.py). A long arm begins from the short one. Task: J. Devlin et al.
@@ -12,7 +12,7 @@ from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.masking import Masking
 from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs, spread
 from bigbatch.experiments.datasets.text import ORIGIN, corpus_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, frame_of, kept, pieces_of
+from bigbatch.experiments.models.bert import KEPT_AS, bert, kept, load_tokenizer, sequence_pair_of
 from bigbatch.experiments.pretraining_loss import example, loss_of, scores_of
 from bigbatch.experiments.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch.experiments.settings import Settings
@@ -36,20 +36,20 @@ _SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
 
 def _data(settings: Settings) -> Data:
     corpus = corpus_of(Path(settings.data) if settings.data else None)
-    pieces, task = pieces_of(settings, corpus.train), settings.task
-    frame = frame_of(pieces, settings)
-    masking = Masking(pieces.mask, pieces.ordinary, int(task["predictions"]))
+    tokenizer, task = load_tokenizer(settings, corpus.train), settings.task
+    frame = sequence_pair_of(tokenizer, settings)
+    masking = Masking(tokenizer.mask, tokenizer.ordinary, int(task["predictions"]))
 
     def pairs(documents: Iterable[str], part: str, draws: int, seed: int) -> SentencePairs:
-        book = Book.of(pieces.numbers(documents), part)
-        return SentencePairs(book, frame, masking, pieces.special, draws=draws, seed=seed)
+        book = Book.of(tokenizer.numbers(documents), part)
+        return SentencePairs(book, frame, masking, tokenizer.special, draws=draws, seed=seed)
 
     train = pairs(corpus.train(), "the text to train on", int(task["draws"]), settings.seed)
     held_out = pairs(corpus.held_out(), f"the text held out ({corpus.rule})", draws=1, seed=0)
     judged = spread(held_out, int(task["judged"]))
     where = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=judged, settings=settings, where=where)
-    return Data(train, scores, as_it_is, kept(pieces))
+    return Data(train, scores, as_it_is, kept(tokenizer))
 
 
 BERT_PRETRAIN = Recipe(

@@ -75,7 +75,7 @@ def build_optimizer(
     if not adapted:
         return base
     beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
-    watch = settings.engine == "ddp"  # DeepSpeed lays the weights into pieces without names
+    watch = settings.engine == "ddp"  # DeepSpeed flattens the weights into shards without names
     options = VROptions(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
     return VarianceReduced(base, **options)
 

@@ -64,7 +64,7 @@ def _data(settings: Settings) -> Data:
 
 
 def _bits(model: nn.Module, test: InMemoryDataset, settings: Settings) -> float:
-    """Per character, each guessed from those before it in its window. Collective."""
+    """Per character, each predicted from those before it in its window. Collective."""
     total = torch.zeros(2, dtype=torch.float64)
     for (windows,) in share_of(test, settings):
         nats = _surprise(model, windows, "sum")

@@ -1,4 +1,4 @@
-"""ResNet-56 on CIFAR-10 with four optimizers and their variance-reduced twins.
+"""ResNet-56 on CIFAR-10 with four optimizers and their variance-reduced versions.
 
 VRGD's table 5 (warm-up, label smoothing, cosine) and figure 2 (x0.1 twice, without either).
 
@@ -31,7 +31,7 @@ _FIGURE = f"{VRGD}, figure 2"
 
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times those of the bases
 
-# of each base for the base batch, ours, and of its twin too
+# of each base for the base batch, ours, and of its VR version too
 _LR = {"momentum": 0.1, "adam": 0.001, "lars": 4.0, "lamb": 0.004}
 _DECAY: Rows = {
     "momentum": (2e-4, _TENSORFLOW),
@@ -42,23 +42,23 @@ _DECAY: Rows = {
 
 
 def _arms(base: str) -> Arms:
-    """A base, its twin with both upper clips, and momentum at the mean rates of its twins.
+    """A base, its VR version with both upper clips, and momentum at their mean rates.
 
-    Momentum at the same rate and momentum at the mean rate are the two controls for a twin whose
+    Momentum at the same rate and momentum at the mean rate are the two controls for a version whose
     factors shorten its steps; the other three bases do not see a factor that all weights share.
     """
     own: Arm = {"lr": _LR[base], "weight_decay": _DECAY[base]}
     plain: Arm = {"optimizer": (base, _TABLE), **own}
-    twin: Arm = {"optimizer": (f"vr-{base}", _TABLE), **own}
-    twins: Arms = {
-        f"vr-{base}": {**twin, "r_max": CLIPS["r_max"]},
-        f"vr-{base}-10": {**twin, "r_max": TO_TEN},
+    vr: Arm = {"optimizer": (f"vr-{base}", _TABLE), **own}
+    vr_arms: Arms = {
+        f"vr-{base}": {**vr, "r_max": CLIPS["r_max"]},
+        f"vr-{base}-10": {**vr, "r_max": TO_TEN},
     }
-    controlled = twins if base == "momentum" else ()
+    controlled = vr_arms if base == "momentum" else ()
     controls: Arms = {
         f"{base}-like-{name}": {**plain, "lr_control_from": name} for name in controlled
     }
-    return {base: plain, **twins, **controls}
+    return {base: plain, **vr_arms, **controls}
 
 
 def _grids(

@@ -30,11 +30,11 @@ def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) ->
         of: which data, for the names of the scores.
     """
     metrics = required("sklearn.metrics", "experiments")  # two seconds
-    mine = [
+    local = [
         torch.stack([model(numbers, rows).float(), labels], 1)
         for numbers, rows, labels in share_of(test, settings)
     ]
-    logits, labels = collected(torch.cat(mine)).double().unbind(1)
+    logits, labels = collected(torch.cat(local)).double().unbind(1)
     ranked = bool(logits.isfinite().all())
     return {
         f"test AUC ({of})": float(metrics.roc_auc_score(labels, logits)) if ranked else math.nan,

@@ -39,10 +39,10 @@ def share_of(
     data: Dataset[Any], settings: Settings, collate: Callable[[Any], Batch] = as_it_is
 ) -> Iterator[Batch]:
     """Micro-batches of this rank's share of a data set, on its device; each sample is in one."""
-    mine = Subset(data, range(rank(), len(data), count()))  # type: ignore[arg-type]
+    local = Subset(data, range(rank(), len(data), count()))  # type: ignore[arg-type]
     own = torch.Generator()  # a loader draws one number, which training must not miss
     loader = DataLoader(
-        mine,
+        local,
         settings.micro_batch,
         collate_fn=collate,
         num_workers=settings.workers,

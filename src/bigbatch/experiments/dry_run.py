@@ -120,7 +120,7 @@ def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[st
 def sent(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
     """Bytes that leave a rank in a step under DDP, without sums of some bytes a layer or rank.
 
-        2 (W - 1) / W gradients     a ring's all-reduce; in the pieces that VR deals, the same
+        2 (W - 1) / W gradients     a ring's all-reduce; in the shards that VR exchanges, the same
         (W - 1) / W M2              more with VR, where a rank has several micro-batches
 
     Source:

@@ -28,9 +28,9 @@ _ORIGIN = DatasetLocation(
         "t10k-labels-idx1-ubyte.gz",
     ),
     source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
-    size="70,000 pictures of 28 x 28 in 10 classes, 29 MiB",
+    size="70,000 images of 28 x 28 in 10 classes, 29 MiB",
 )
-_MEAN, _STD = (0.2860,), (0.3530,)  # of the training pictures
+_MEAN, _STD = (0.2860,), (0.3530,)  # of the training images
 
 
 def _model(settings: Settings) -> nn.Module:
@@ -39,15 +39,17 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    train, test = idx_files.read_pictures(Path(settings.data), _ORIGIN)
+    train, test = idx_files.read_images(Path(settings.data), _ORIGIN)
     return Data(train, accuracies(test, settings), as_it_is)
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
     """Batches held at targets, and fixed ones, over the same rates."""
     rates = (0.05, 0.1, 0.2)
-    held: Grid = {"policy": ("simigrad",), "target": targets, "lr": rates}
-    return Sweep((held, {"policy": ("fixed",), "batch_size": sizes, "lr": rates}), tuned=("lr",))
+    adaptive: Grid = {"policy": ("simigrad",), "target": targets, "lr": rates}
+    return Sweep(
+        (adaptive, {"policy": ("fixed",), "batch_size": sizes, "lr": rates}), tuned=("lr",)
+    )
 
 
 FASHION_MNIST = Recipe(

@@ -17,7 +17,14 @@ from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_t
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
 from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch.experiments.distributed_eval import collected, share_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.experiments.models.bert import (
+    KEPT_AS,
+    bert,
+    example_rows,
+    kept,
+    load_tokenizer,
+    sequence_pair_of,
+)
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
@@ -42,11 +49,13 @@ def _loss(settings: Settings) -> LossOf:
 def _data(settings: Settings) -> Data:
     name = str(settings.task["glue_task"])
     train, dev = (read_task(Path(settings.data), name, part) for part in ("train", "dev"))
-    pieces = pieces_of(settings, lambda: (text for texts, _ in train for text in texts))
-    frame = frame_of(pieces, settings)
+    tokenizer = load_tokenizer(settings, lambda: (text for texts, _ in train for text in texts))
+    frame = sequence_pair_of(tokenizer, settings)
 
     def columns(rows: Rows) -> InMemoryDataset:
-        texts = [list(pieces.numbers(column)) for column in zip(*(t for t, _ in rows), strict=True)]
+        texts = [
+            list(tokenizer.numbers(column)) for column in zip(*(t for t, _ in rows), strict=True)
+        ]
         return _columns(frame, texts, [label for _, label in rows])
 
     judged = columns(dev)
@@ -54,12 +63,12 @@ def _data(settings: Settings) -> Data:
         columns(train),
         lambda model: _scores(model, judged, name, settings),
         as_it_is,
-        keeps=kept(pieces),
+        keeps=kept(tokenizer),
     )
 
 
 def _columns(frame: SequencePair, texts: list[list[Numbers]], labels: list[int]) -> InMemoryDataset:
-    """(pieces, segments, real, class) of each row."""
+    """(tokens, segments, real, class) of each row."""
     rows = [frame.around(*row) for row in zip(*texts, strict=True)]
     stacked = (torch.from_numpy(numpy.stack(column)) for column in zip(*rows, strict=True))
     return InMemoryDataset(*stacked, torch.tensor(labels))
@@ -74,9 +83,9 @@ def _scores(
         torch.stack([classes, model(*rows).argmax(-1)], 1)
         for *rows, classes in share_of(dev, settings)
     ]
-    wanted, guessed = collected(torch.cat(found)).unbind(1)
+    wanted, predicted = collected(torch.cat(found)).unbind(1)
     return {
-        f"{score} ({name} dev)": 100 * float(getattr(metrics, measured)(wanted, guessed))
+        f"{score} ({name} dev)": 100 * float(getattr(metrics, measured)(wanted, predicted))
         for score, measured in _OFFICIAL[name].items()
     }
 

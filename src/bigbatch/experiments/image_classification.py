@@ -1,6 +1,6 @@
-"""Pictures of classes: normalised in the network, augmented where they are, scored.
+"""Images of classes: normalised in the network, augmented where they are, scored.
 
-A batch is (pictures, labels): bytes (N, channels, height, width) and int64 (N,).
+A batch is (images, labels): bytes (N, channels, height, width) and int64 (N,).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ GAP = "train minus test, %"
 
 
 class OfBytes(nn.Module):
-    """A network behind the normalisation of its pictures.
+    """A network behind the normalisation of its images.
 
         network((x / 255 - mean) / std)
 
     Args:
         network: takes numbers; its weights are laid out for channels that lie last, which is
             quicker on CPUs and GPUs, but where oneDNN would write past its arrays.
-        mean, std: of each channel of the training pictures, in [0, 1].
+        mean, std: of each channel of the training images, in [0, 1].
     """
 
     mean: Tensor
@@ -46,7 +46,7 @@ class OfBytes(nn.Module):
             self.register_buffer(name, 255 * torch.tensor(values)[:, None, None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (N, classes) of pictures of bytes."""
+        """Logits (N, classes) of images of bytes."""
         out: Tensor = self.network((x - self.mean) / self.std)
         return out
 
@@ -66,9 +66,9 @@ def _is_written_past(module: nn.Module) -> bool:
 
 
 def shifted_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
-    """Each picture moved by up to `padding` pixels over black, and mirrored in half of all cases.
+    """Each image moved by up to `padding` pixels over black, and mirrored in half of all cases.
 
-    A random crop of the padded picture, and a random flip, for a whole batch on its device; draws
+    A random crop of the padded image, and a random flip, for a whole batch on its device; draws
     from torch's generator.
     """
     samples, channels, height, width = x.shape
@@ -91,14 +91,14 @@ def class_loss(
 
     Args:
         label_smoothing: share of the label that all classes divide among themselves.
-        augment: of the pictures, while the model is in training.
+        augment: of the images, while the model is in training.
     """
 
     def loss_of(model: nn.Module, batch: ImageBatch) -> Tensor:
-        pictures, labels = batch
+        images, labels = batch
         if model.training and augment is not None:
-            pictures = augment(pictures)
-        return functional.cross_entropy(model(pictures), labels, label_smoothing=label_smoothing)
+            images = augment(images)
+        return functional.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
 
     return loss_of
 
@@ -109,9 +109,9 @@ def accuracies(
     """The scores of a model: test accuracy; with a part of the training set also the gap.
 
     Args:
-        test: pictures that are not trained on.
+        test: images that are not trained on.
         settings: of the training.
-        train: pictures that are trained on, here as they are, without augmentation.
+        train: images that are trained on, here as they are, without augmentation.
     """
     right = partial(share_right, settings=settings)
 
@@ -127,10 +127,10 @@ def accuracies(
 
 
 def examples(channels: int, size: int) -> Callable[[Settings, int], ImageBatch]:
-    """The `example` of a recipe with such pictures."""
+    """The `example` of a recipe with such images."""
 
     def example(settings: Settings, samples: int) -> ImageBatch:
-        pictures = torch.empty(samples, channels, size, size, dtype=torch.uint8, device="meta")
-        return pictures, torch.empty(samples, dtype=torch.long, device="meta")
+        images = torch.empty(samples, channels, size, size, dtype=torch.uint8, device="meta")
+        return images, torch.empty(samples, dtype=torch.long, device="meta")
 
     return example

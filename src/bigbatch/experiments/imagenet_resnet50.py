@@ -127,8 +127,8 @@ IMAGENET_RESNET50 = Recipe(
         "ImageNet",
         folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
         files=FILES,
-        source="ILSVRC 2012 (image-net.org), as folders, tars or shards of train and val pictures",
-        size="1,281,167 and 50,000 pictures of 1,000 classes",
+        source="ILSVRC 2012 (image-net.org), as folders, tars or shards of train and val images",
+        size="1,281,167 and 50,000 images of 1,000 classes",
     ),
     arms={
         "fixed": {"policy": "fixed"},

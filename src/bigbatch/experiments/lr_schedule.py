@@ -87,7 +87,7 @@ class LRSchedule:
         if reach <= total:
             return ""
         return (
-            f"lr_schedule {self.text!r} goes on for {reach:,.0f} samples, and the training ends "
+            f"lr_schedule {self.text!r} continues for {reach:,.0f} samples, and the training ends "
             f"after {total:,}; raise epochs (or samples, draws), or shorten the schedule"
         )
 

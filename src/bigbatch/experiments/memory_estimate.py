@@ -38,7 +38,7 @@ class MemoryEstimate:
         state: bytes of what the optimizer saves: momenta, a VR optimizer's average of r.
         second_moment: bytes of a VR optimizer's M2; 0 without one.
         m2_sent: bytes of the same as a rank hands it to the others: bfloat16, unless float64.
-        sums: bytes of the sums of gradients that a VR optimizer keeps besides `.grad`, in the first
+        sums: bytes of the sums of gradients that a VR optimizer keeps next to `.grad`, in the first
             step and in later ones; on one process without DeepSpeed alone.
         sample: bytes of one sample as the model is given it.
         activations: bytes that the forward of a micro-batch keeps for its backward, with the
@@ -137,8 +137,8 @@ def _of_micro_batch(
         except (DataDependentOutputException, DynamicOutputShapeException):
             return None, None
     own = [tensor for place, tensor in kept.items() if place not in given]
-    held = sum(tensor.untyped_storage().nbytes() for tensor in own)
-    return held, counted.get_total_flops() // settings.micro_batch
+    held_bytes = sum(tensor.untyped_storage().nbytes() for tensor in own)
+    return held_bytes, counted.get_total_flops() // settings.micro_batch
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:

@@ -1,4 +1,4 @@
-"""What BERT guesses in pre-training, hidden pieces and what follows: its loss and its scores."""
+"""What BERT predicts in pre-training, hidden tokens and what follows: its loss and its scores."""
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from bigbatch.setting_types import Count, setting
 
 
 def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
-    """Mean over rows of: the mean over the row's hidden pieces, and the loss of the pair.
+    """Mean over rows of: the mean over the row's hidden tokens, and the loss of the pair.
 
     A mean over samples, so the gradient of a step does not depend on how its batch was cut. Where
-    all rows hide as many pieces, as all full ones do, it is the mean over pieces of BERT's own.
+    all rows hide as many tokens, as all full ones do, it is the mean over tokens of BERT's own.
     """
-    loss, _, loss_of_pairs, _ = _guessed(model, batch)
+    loss, _, loss_of_pairs, _ = _predictions(model, batch)
     hidden = (batch[-2] != IGNORED).sum(1).clamp(min=1)
     return (loss.sum(1) / hidden + loss_of_pairs).mean()
 
@@ -27,7 +27,7 @@ def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
 def scores_of(
     model: nn.Module, held_out: Dataset[Pairs], settings: Settings, where: str
 ) -> dict[str, float]:
-    """Shares of hidden pieces and of pairs that are guessed right, each counted once. Collective.
+    """Shares of hidden tokens and of pairs that are predicted right, each counted once. Collective.
 
     Args:
         model: as it is.
@@ -37,14 +37,14 @@ def scores_of(
     """
     sums = torch.zeros(5, dtype=torch.float64, device=device_of(settings))
     for batch in share_of(held_out, settings):
-        loss, right, _, right_pairs = _guessed(model, batch)
+        loss, right, _, right_pairs = _predictions(model, batch)
         hidden = (batch[-2] != IGNORED).sum()
         rows = hidden.new_tensor(len(loss))
         sums += torch.stack([loss.double().sum(), right.sum(), hidden, right_pairs.sum(), rows])
     total, right_sum, hidden_sum, pairs_right, pairs = summed(sums).tolist()
     return {
-        f"masked pieces right, % {where}": 100 * right_sum / hidden_sum,
-        f"loss of masked pieces {where}": total / hidden_sum,
+        f"masked tokens right, % {where}": 100 * right_sum / hidden_sum,
+        f"loss of masked tokens {where}": total / hidden_sum,
         f"next sentences right, % {where}": 100 * pairs_right / pairs,
     }
 
@@ -59,13 +59,13 @@ def example(settings: Settings, samples: int) -> Pairs:
     return (*example_rows(settings, samples), number, number, random)
 
 
-def _guessed(model: nn.Module, batch: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _predictions(model: nn.Module, batch: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses and hits of each place (none where nothing is hidden), and those of each pair."""
     *rows, places, labels, random = batch
-    of_pieces, of_pairs = model(*rows, places)
+    of_tokens, of_pairs = model(*rows, places)
     wanted = labels.long()
     loss = functional.cross_entropy(
-        of_pieces.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
+        of_tokens.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
     ).view_as(wanted)
     loss_of_pairs = functional.cross_entropy(of_pairs, random, reduction="none")
-    return loss, of_pieces.argmax(-1) == wanted, loss_of_pairs, of_pairs.argmax(-1) == random
+    return loss, of_tokens.argmax(-1) == wanted, loss_of_pairs, of_pairs.argmax(-1) == random

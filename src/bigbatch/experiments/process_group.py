@@ -36,16 +36,16 @@ def from_leader(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, for all; an error there is raised on all. Collective."""
     if count() == 1:
         return make()
-    told: list[Any] = [None, None]
+    result: list[Any] = [None, None]
     if leads():
         try:
-            told[0] = make()
+            result[0] = make()
         except (BigbatchError, OSError) as error:
-            told[1] = error
-    dist.broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    value: T = told[0]
+            result[1] = error
+    dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise result[1]
+    value: T = result[0]
     return value
 
 

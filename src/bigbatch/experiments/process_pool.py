@@ -1,7 +1,7 @@
 """The trainings of a study, several at a time, each alone in a process of its own.
 
-A process trains one run directory, as `bigbatch train --resume` does, so whatever is killed goes on
-from its checkpoint. What outlives a killed parent holds its directory, and is waited for.
+A process trains one run directory, as `bigbatch train --resume` does, so a killed one
+resumes from its checkpoint. What outlives a killed parent holds its directory, and is waited for.
 """
 
 import asyncio
@@ -206,7 +206,7 @@ def _gpus() -> list[str]:
 
 @contextmanager
 def _ended_like_interrupted() -> Iterator[None]:
-    """In here, being told to end is an interrupt, so that no process is left behind."""
+    """In here, SIGTERM is an interrupt, so that no process is left behind."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

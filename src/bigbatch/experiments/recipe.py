@@ -97,7 +97,7 @@ class Recipe:
         example: batch of so many samples on the meta device.
         without_vr: names of parameters that a VR optimizer steps as its base does.
         kept_as: by a setting that names a file, what the run keeps a copy of it as, which it reads
-            when it goes on.
+            when it continues.
     """
 
     name: str

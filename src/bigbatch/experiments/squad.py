@@ -21,7 +21,14 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, frame_of, kept, pieces_of
+from bigbatch.experiments.models.bert import (
+    KEPT_AS,
+    bert,
+    example_rows,
+    kept,
+    load_tokenizer,
+    sequence_pair_of,
+)
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.squad_metrics import scores_of
@@ -48,12 +55,12 @@ def _data(settings: Settings) -> Data:
     limit = int(settings.task["judged"])
     if 0 < limit < len(dev):
         dev = dev[:: len(dev) // limit][:limit]
-    pieces = pieces_of(settings, lambda: (q.text + "\n" + q.context for q in train))
-    frame = frame_of(pieces, settings)
+    tokenizer = load_tokenizer(settings, lambda: (q.text + "\n" + q.context for q in train))
+    frame = sequence_pair_of(tokenizer, settings)
 
     def windows(questions: list[Question]) -> SquadFeatures:
-        asked = pieces.located(question.text for question in questions)
-        contexts = pieces.located(question.context for question in questions)
+        asked = tokenizer.located(question.text for question in questions)
+        contexts = tokenizer.located(question.context for question in questions)
         return windows_of(questions, asked, contexts, frame, int(settings.task["stride"]))
 
     judged, where = windows(dev), f"({len(dev):,} dev questions{trained_on})"
@@ -61,7 +68,7 @@ def _data(settings: Settings) -> Data:
         windows(train).rows,
         lambda model: scores_of(model, judged, dev, settings, where),
         as_it_is,
-        keeps=kept(pieces),
+        keeps=kept(tokenizer),
     )
 
 

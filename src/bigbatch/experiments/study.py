@@ -136,7 +136,7 @@ def opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
 
 
 def resume(path: Path, view: LiveView) -> None:
-    """Goes on with a run or a study, whichever is at `path`.
+    """Resumes a run or a study, whichever is at `path`.
 
     Raises:
         RunError: it is neither.

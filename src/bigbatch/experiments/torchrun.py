@@ -76,7 +76,7 @@ class Launch:
     def tell(self, message: str) -> None:
         """Writes why the command ends, as one line, on the first rank that says so."""
         line = f"bigbatch: {' '.join(message.split())}\n"
-        first = self._is_first(f"told {line}")
+        first = self._is_first(f"message {line}")
         self._is_first("failed")
         if first:
             sys.stderr.write(line)
@@ -89,7 +89,7 @@ class Launch:
         return True
 
     def tell_failure(self, error: Exception) -> None:
-        """What to say where this rank fails, or where another is gone and has not told why.
+        """What to say where this rank fails, or where another is gone and has not said why.
 
         Raises:
             Exception: the error itself, where this process is alone.
@@ -102,7 +102,7 @@ class Launch:
         else:
             message = (
                 f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
-                "where it says no reason, torchrun --max-restarts N would go on from the last "
+                "where it says no reason, torchrun --max-restarts N would continue from the last "
                 "checkpoint"
             )
         if self._is_first("failed"):
@@ -121,7 +121,9 @@ class Launch:
         ours = stored or (self.id is not None and launch_of(place) == self.id)
         if ours and has_begun(place):
             if not stored:
-                warnings.warn(f"going on with {place}, which launch {self.id} began", stacklevel=2)
+                warnings.warn(
+                    f"continuing with {place}, which launch {self.id} began", stacklevel=2
+                )
             return place, True
         require_free(place)
         if self._store is not None:
@@ -130,7 +132,7 @@ class Launch:
 
     @contextmanager
     def resumable(self, place: Path, command: str = "train") -> Iterator[None]:
-        """Says by which command what is at `place` goes on, where it is interrupted.
+        """Says by which command what is at `place` continues, where it is interrupted.
 
         Where nothing has begun, the place is free again afterwards.
         """
@@ -140,7 +142,7 @@ class Launch:
             if not has_begun(place):
                 raise
             ignore()  # torchrun sends it twice
-            self.tell(f"interrupted; `bigbatch {command} --resume {place}` goes on")
+            self.tell(f"interrupted; `bigbatch {command} --resume {place}` continues")
             sys.exit(INTERRUPTED)
         finally:
             release(place)

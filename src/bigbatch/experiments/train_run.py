@@ -1,4 +1,4 @@
-"""One training, from settings to a finished run directory; killed at any moment, it goes on."""
+"""One training, from settings to a finished run directory; killed at any moment, it continues."""
 
 import random
 import warnings
@@ -46,8 +46,8 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
         RunError: another process trains in it, its checkpoint is damaged, or not all of its files
             could be written.
     """
-    with ExitStack() as held:
-        from_leader(lambda: held.enter_context(run.locked()))
+    with ExitStack() as stack:
+        from_leader(lambda: stack.enter_context(run.locked()))
         _load(training, run)
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
@@ -67,7 +67,7 @@ def _end(run: RunDirectory, *, trained: bool) -> None:
 
 
 def _load(training: "Training", run: RunDirectory) -> None:
-    """Brings back the latest checkpoint, of which nothing is held while it trains on."""
+    """Brings back the latest checkpoint, of which nothing is kept while it trains on."""
     saved = from_leader(run.load_checkpoint)
     if saved is not None:
         training.load_state_dict(saved, run.path)
@@ -183,7 +183,7 @@ class Training:
         return self.engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
-        """Goes on from the checkpoint found in `path`, as the engine does.
+        """Continues from the checkpoint found in `path`, as the engine does.
 
         Raises:
             RunError: it does not fit.

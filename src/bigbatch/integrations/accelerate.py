@@ -34,7 +34,7 @@ from accelerate.utils import (
     synchronize_rng_states,
 )
 
-# of a DataLoader, besides its data set and what samples from it
+# of a DataLoader, in addition to its data set and what samples from it
 _KEPT = (
     "num_workers",
     "collate_fn",
@@ -69,7 +69,7 @@ def adaptive_batch(
                     step.backward(loss_fn(model(x), y))  # not accelerator.backward
                 record = step.update()  # not optimizer.step, scheduler.step, zero_grad
 
-    Every sample comes once an epoch, dealt to the processes one by one: what accelerate repeats to
+    Every sample comes once an epoch, assigned to the processes in turn: what accelerate repeats to
     give them as many batches is not. The loader's batch size stays that of one process. The
     scheduler is advanced over the samples as accelerate advances it: once for each batch of the
     loader as it was before `prepare`, so that `num_training_steps=len(loader) * epochs`, counted
@@ -154,9 +154,9 @@ class PreparedBatches(Batches):
     """`Batches` of a loader that accelerate has prepared; micro-batches go to the device when cut.
 
     Args:
-        loader: what the prepared one has inside, dealt again.
+        loader: what the prepared one has inside, sharded again.
         device: None to leave micro-batches where the loader makes them.
-        non_blocking: whether the host goes on while copies to it are made.
+        non_blocking: whether the host continues while copies to it are made.
         options: as for `Batches`.
     """
 
@@ -233,7 +233,7 @@ def _unsharded(accelerator: Any, loader: Any) -> Any:
     if type(inner) is BatchSampler and shard is base.batch_sampler:
         split = isinstance(shard, BatchSamplerShard) and shard.split_batches
         size = inner.batch_size // (ranks if split else 1)
-        return _dealt(accelerator, loader, inner, size)
+        return _sharded(accelerator, loader, inner, size)
     if ranks > 1 and getattr(shard, "even_batches", True):
         raise SettingError(
             f"{type(inner).__name__} gives whole batches, of which accelerate repeats some on "
@@ -252,7 +252,7 @@ def _streamed(base: Any, ranks: int) -> Any:
     return base
 
 
-def _dealt(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader[Any]:
+def _sharded(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader[Any]:
     """The same loader over single samples of this process; nothing is repeated."""
     rank, ranks = accelerator.process_index, accelerator.num_processes
     if ranks > 1:

@@ -7,7 +7,7 @@ from bigbatch.policies.controller import has_state
 
 
 def copy_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings; what remembers something as a copy, so that no training goes on with it.
+    """The same settings; what remembers something as a copy, so that no training continues with it.
 
     Args:
         settings: of `AdaptiveBatch`, by name. A `Controller`, a policy or an `lr_scaling` that has

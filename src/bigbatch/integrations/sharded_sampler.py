@@ -16,7 +16,7 @@ class ShardedSampler(Sampler[Any]):
 
     Args:
         sampler: of the whole data set.
-        rank: that it is dealt to.
+        rank: that it serves.
         ranks: W.
         multiple: samples beyond the last multiple of so many are left out.
     Example:
@@ -44,16 +44,16 @@ class ShardedSampler(Sampler[Any]):
         return samples_of_rank(self.total, self.rank, self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        mine = (
+        local = (
             sample
             for position, sample in enumerate(self.sampler)
             if position < self.total and position % self.ranks == self.rank
         )
         # One ahead, so that a generator has drawn the whole pass before a rank's last sample is
         # out: ranks whose passes end differently then go into the next from the same state.
-        held = next(mine, None)
-        for following in mine:
-            yield held
-            held = following
+        ahead = next(local, None)
+        for following in local:
+            yield ahead
+            ahead = following
         if len(self):
-            yield held
+            yield ahead

@@ -26,7 +26,7 @@ enum {
     SHARED = 1 << 18, /* a layer of more elements is shared by all threads */
     MOST = 256,       /* threads */
     SUMS = 2,         /* what a first pass leaves for the second, a layer and thread */
-    SEEN = 5,         /* what is told of a fold, a layer and thread */
+    SEEN = 5,         /* what GSNR scaling reports, a layer and thread */
 };
 
 /* ---- threads ------------------------------------------------------------------------------- */
@@ -163,7 +163,7 @@ void welford(const float *gradient, float *sum, float *m2, int64_t n, double mea
     share(welford_work, &job, threads);
 }
 
-/* ---- fold: gradient times r, or times the average of r ---------------------------------------- */
+/* ---- gsnr: gradient times r, or times the average of r ---------------------------------------- */
 
 /* layers: sum, m2, gradient, average (NULL for none); own: 1 / (1 - beta3^t) */
 enum { WEIGHT, LIMIT, RULE, SCALE, GAMMA, R_MAX, BETA3 };
@@ -194,13 +194,13 @@ WIDE static void ratio_sums(const Job *job, int64_t layer, int id, Slice part) {
 
 typedef struct {
     float share, limit, scale, offset, gamma, r_max, lerp, corrected;
-} Fold;
+} Gsnr;
 
-INLINE void fold_part(const Layer *l, Slice part, const Fold *f, double *seen, const int shrinks,
+INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *seen, const int shrinks,
                       const int averages) {
     const float *s = l->a, *m2 = l->b;
     float *g = l->c, *p = l->d;
-    const Fold k = *f;
+    const Gsnr k = *f;
     /* backwards: what the first pass read last is still in cache */
     for (int64_t to = part.to, from; to > part.from; to = from) {
         from = to - BLOCK > part.from ? to - BLOCK : part.from;
@@ -223,12 +223,12 @@ INLINE void fold_part(const Layer *l, Slice part, const Fold *f, double *seen, c
                 p[i] += k.lerp * (r - p[i]);
                 r = p[i] * k.corrected;
             }
-            float folded = r * g[i];
+            float scaled = r * g[i];
             if (seen) {
                 before += g[i] * g[i];
-                after += folded * folded;
+                after += scaled * scaled;
             }
-            g[i] = folded;
+            g[i] = scaled;
         }
         if (seen) {
             seen[0] += r_sum;
@@ -240,7 +240,7 @@ INLINE void fold_part(const Layer *l, Slice part, const Fold *f, double *seen, c
     }
 }
 
-WIDE static void fold_pass(const Job *job, int64_t layer, int id, Slice part) {
+WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
     const Layer *l = &job->layers[layer];
     const double *group = job->group;
     const int rule = (int)group[RULE];
@@ -249,16 +249,16 @@ WIDE static void fold_pass(const Job *job, int64_t layer, int id, Slice part) {
         double live = total(job, layer, 1);
         scale = (live > 1 ? live : 1) / total(job, layer, 0);
     }
-    Fold f = {(float)(1 / group[WEIGHT]), (float)group[LIMIT], (float)scale, rule == SHRINKAGE,
+    Gsnr f = {(float)(1 / group[WEIGHT]), (float)group[LIMIT], (float)scale, rule == SHRINKAGE,
               (float)group[GAMMA], (float)group[R_MAX], (float)(1 - group[BETA3]),
               (float)job->own[2 * layer]};
     double *seen = job->seen ? job->seen + (id * job->count + layer) * SEEN : 0;
     if (rule == GSNR)
-        l->d ? seen ? fold_part(l, part, &f, seen, 0, 1) : fold_part(l, part, &f, 0, 0, 1)
-             : seen ? fold_part(l, part, &f, seen, 0, 0) : fold_part(l, part, &f, 0, 0, 0);
+        l->d ? seen ? gsnr_part(l, part, &f, seen, 0, 1) : gsnr_part(l, part, &f, 0, 0, 1)
+             : seen ? gsnr_part(l, part, &f, seen, 0, 0) : gsnr_part(l, part, &f, 0, 0, 0);
     else
-        l->d ? seen ? fold_part(l, part, &f, seen, 1, 1) : fold_part(l, part, &f, 0, 1, 1)
-             : seen ? fold_part(l, part, &f, seen, 1, 0) : fold_part(l, part, &f, 0, 1, 0);
+        l->d ? seen ? gsnr_part(l, part, &f, seen, 1, 1) : gsnr_part(l, part, &f, 0, 1, 1)
+             : seen ? gsnr_part(l, part, &f, seen, 1, 0) : gsnr_part(l, part, &f, 0, 1, 0);
 }
 
 /* ---- LARS: layers theta, gradient, buffer ------------------------------------------------------ */
@@ -347,14 +347,14 @@ WIDE static void lamb_step(const Job *job, int64_t layer, int id, Slice part) {
 
 /* ---- the calls ---------------------------------------------------------------------------------- */
 
-enum { FOLD, LARS, LAMB };
+enum { APPLY_GSNR, LARS, LAMB };
 
 /* One rule over a list of layers. passes: 1 the first, leaving its sums, 2 the second, taking them
  * from thread 0's place, 3 both. */
 void run(int rule, int passes, const Layer *layers, const int64_t *lengths, int64_t count,
          const double *own, const double *group, double *sums, double *seen, int threads) {
     static Pass *const first[] = {ratio_sums, lars_norms, lamb_moments};
-    static Pass *const second[] = {fold_pass, lars_step, lamb_step};
+    static Pass *const second[] = {gsnr_pass, lars_step, lamb_step};
     Job job = {.layers = layers, .lengths = lengths, .count = count, .own = own, .group = group,
                .sums = sums, .seen = seen, .first = passes & 1 ? first[rule] : 0,
                .second = passes & 2 ? second[rule] : 0, .threads = threads};

@@ -24,12 +24,12 @@ Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of one length
 class Rule(IntEnum):
     """What `run` does to every layer; its arrays and settings are listed in kernels.c."""
 
-    FOLD = 0
+    GSNR = 0
     LARS = 1
     LAMB = 2
 
 
-_WRITTEN = {Rule.FOLD: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}  # arrays of a layer
+_WRITTEN = {Rule.GSNR: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}  # arrays of a layer
 
 
 class Which(IntEnum):
@@ -147,10 +147,10 @@ def run(
         group: settings of all of them.
         passes: which of the rule's passes.
         sums: of the first pass, one row of two a layer, where only the second is to run.
-        watch: whether to tell what a fold did.
+        watch: whether to report what GSNR scaling did.
     Returns:
-        The sums of the first pass, (layers, 2), and of a fold the sum of r, the elements at gamma
-        and at r_max, |g|^2 and |r g|^2, (layers, 5), zeros where not watched; float64.
+        The sums of the first pass, (layers, 2), and of GSNR scaling the sum of r, the elements at
+        gamma and at r_max, |g|^2 and |r g|^2, (layers, 5), zeros where not watched; float64.
     """
     called = library()
     assert called is not None

@@ -107,7 +107,7 @@ def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None 
     o, limit = options, functional.agreement(torch.float32)
     rule = list(functional.FACTORS).index(o.factor)
     return TwoPass(
-        native.Rule.FOLD,
+        native.Rule.GSNR,
         layers=[layer.arrays for layer in layers],
         own=[(layer.corrected, 0.0) for layer in layers],
         group=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],

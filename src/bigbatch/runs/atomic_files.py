@@ -11,7 +11,7 @@ from uuid import uuid4
 from bigbatch.errors import RunError
 from bigbatch.runs.run_config import CONFIGS, launch_of
 
-MAKER = "bigbatch"  # as pages and pictures name what made them
+MAKER = "bigbatch"  # as pages and figures name what made them
 
 _MAKING = ".bigbatch"  # ends the names of directories that are being made
 _MADE_BY = (  # how a page, a PNG and an SVG say it
@@ -55,9 +55,9 @@ def made_whole(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_left(path.parent)
     making = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_MAKING}")
-    held = None
+    lock = None
     try:
-        held = _made(making)
+        lock = _made(making)
         yield making
         try:
             making.rename(path)
@@ -66,32 +66,32 @@ def made_whole(path: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def _made(directory: Path) -> int | None:
-    """Makes an empty directory; returns what holds it, where directories can be held."""
+    """Makes an empty directory; returns what holds it, where directories can be locked."""
     while True:
         directory.mkdir(exist_ok=True)
         try:
-            held = _hold(directory)
+            lock = _hold(directory)
         except OSError:
             return None  # no other process can hold it either, so none takes it away
-        if held is not None and directory.exists():
-            return held
-        if held is not None:  # another has just taken it for one that was left
-            os.close(held)
+        if lock is not None and directory.exists():
+            return lock
+        if lock is not None:  # another has just taken it for one that was left
+            os.close(lock)
 
 
 def _clear_left(folder: Path) -> None:
     """Takes away the directories in a folder that no process is filling any more."""
     for left in folder.glob(f".*.????????{_MAKING}"):
         with suppress(OSError):
-            held = _hold(left)
-            if held is not None:
+            lock = _hold(left)
+            if lock is not None:
                 shutil.rmtree(left, ignore_errors=True)
-                os.close(held)
+                os.close(lock)
 
 
 def _hold(directory: Path) -> int | None:
@@ -134,7 +134,7 @@ def reserve(folder: Path, name: str, launch: str | None = None) -> Path:
 
 
 def release(place: Path) -> None:
-    """Gives a reserved place back, and a folder that held no other, if nothing has begun there."""
+    """Gives a reserved place back, and a folder that holds no other, if nothing has begun there."""
     with suppress(OSError):  # what is not empty stays
         place.rmdir()
         place.parent.rmdir()
@@ -150,7 +150,7 @@ def require_free(path: Path) -> None:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise RunError(
             f"{path} is already in use; nothing was overwritten: choose another place"
-            + f", or go on with --resume {path}" * has_begun(path)
+            + f", or continue with --resume {path}" * has_begun(path)
         )
 
 

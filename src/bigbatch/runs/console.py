@@ -49,11 +49,11 @@ class LiveView:
         self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def table(self, found: Table, title: str) -> None:
-        """The results; where the console is too narrow for whole words, they are folded."""
-        shown = _shown(found, title, folds=False)
+        """The results; where the console is too narrow for whole words, they are wrapped."""
+        shown = _shown(found, title, wraps=False)
         unbound = self.console.options.update(max_width=_ANY)
         if self.console.measure(shown, options=unbound).minimum > self.console.width:
-            shown = _shown(found, title, folds=True)
+            shown = _shown(found, title, wraps=True)
         self.console.print(shown)
 
     @contextmanager
@@ -141,13 +141,13 @@ class TrainingView:
         return "  ".join(part for part in parts if part)
 
 
-def _shown(found: Table, title: str, *, folds: bool) -> Shown:
+def _shown(found: Table, title: str, *, wraps: bool) -> Shown:
     headers = [column.replace(" ", "\n") for column in found.columns]
     table = Shown(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
     table.columns[0].overflow, table.columns[0].min_width = "fold", 8
     for number, column in enumerate(table.columns[1:], start=1):
-        column.justify, column.no_wrap, column.overflow = "right", not folds, "fold"
-        if not folds:
+        column.justify, column.no_wrap, column.overflow = "right", not wraps, "fold"
+        if not wraps:
             column.min_width = max((len(row[number]) for row in found.rows), default=0)
     for row in found.rows:
         table.add_row(*row)

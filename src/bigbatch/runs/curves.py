@@ -18,7 +18,7 @@ from bigbatch.runs.metrics import History, grouped
 from bigbatch.runs.run_directory import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
 
-PICTURES = (".png", ".svg")
+FIGURE_FORMATS = (".png", ".svg")
 
 AXES = {"samples": "samples", "step": "optimizer steps", "elapsed_seconds": "seconds of training"}
 
@@ -53,7 +53,7 @@ def require_writable(out: Path, endings: Sequence[str]) -> None:
     require_ours(out)
 
 
-def save_picture(figure: Figure, out: Path, dpi: int = 130) -> None:
+def write_figure(figure: Figure, out: Path, dpi: int = 130) -> None:
     """Draws the figure into a .png or .svg that says who made it, as a whole.
 
     Raises:

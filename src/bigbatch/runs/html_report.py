@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError
 from bigbatch.runs.atomic_files import MAKER, write_atomically
-from bigbatch.runs.curves import AXES, PICTURES, as_svg, curves, require_ending, save_picture
+from bigbatch.runs.curves import AXES, FIGURE_FORMATS, as_svg, curves, require_ending, write_figure
 from bigbatch.runs.gsnr_heatmap import heat_maps
 from bigbatch.runs.metrics import History, grouped, history_of, seeds_of, table_of
 from bigbatch.runs.run_directory import RunDirectory
@@ -33,14 +33,14 @@ def write_report(
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
     """
-    require_ending(out, (".html", *PICTURES))
+    require_ending(out, (".html", *FIGURE_FORMATS))
     every = [history_of(run) for run in runs]
     histories = [history for history in every if history.rows]
     if not histories:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
     try:
         if out.suffix != ".html":
-            save_picture(curves(histories, "samples"), out)
+            write_figure(curves(histories, "samples"), out)
         else:
             table = table_of(every)  # those that have not begun are counted there
             template = resources.files("bigbatch.runs").joinpath("html_report.html").read_text()
@@ -68,7 +68,7 @@ def write_report(
 
 def write_swept(sweep: Swept, folder: Path) -> None:
     """Writes sweep.png, sweep.json and sweep.csv; the last has one row a run."""
-    save_picture(sweep_figure(sweep), folder / "sweep.png")
+    write_figure(sweep_figure(sweep), folder / "sweep.png")
     write_atomically(folder / "sweep.json", json.dumps(as_json(sweep), indent=1).encode())
     write_atomically(folder / "sweep.csv", as_csv(sweep).encode())
 

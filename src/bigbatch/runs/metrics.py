@@ -162,7 +162,7 @@ def history_of(run: RunDirectory) -> History:
 def grouped(histories: list[History]) -> dict[str, list[History]]:
     """Runs that differ in their seed only, under a name for each group, in the order they come.
 
-    A run given twice counts once. Groups of one label are told apart by their folder.
+    A run given twice counts once. Groups of one label are distinguished by their folder.
     """
     kinds: dict[tuple[str, str], list[History]] = {}
     for history in {history.path: history for history in histories}.values():

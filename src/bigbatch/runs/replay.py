@@ -19,7 +19,7 @@ from rich.table import Table
 from bigbatch.errors import RunError
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, TrainingState
-from bigbatch.runs.curves import COLORS, PICTURES, dress, require_writable, save_picture
+from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, dress, require_writable, write_figure
 from bigbatch.runs.metrics import History
 from bigbatch.runs.run_directory import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -86,13 +86,13 @@ class StepTime:
 
     fixed: float
     per_sample: float
-    told_apart: bool = True
+    distinguished: bool = True
 
     @classmethod
     def fit(cls, rows: list[Row]) -> "StepTime":
         """Least squares over a log, neither part below 0.
 
-        Where batch sizes scatter by less than a tenth, nothing tells them apart: all is per sample.
+        Where batch sizes scatter by less than a tenth, all is per sample.
 
         A step after which scores were measured lends its successor that time, so the
         successor is left out; so is a step during which the clock went back.
@@ -103,17 +103,17 @@ class StepTime:
             if before["metrics"] is None and after["elapsed_seconds"] > before["elapsed_seconds"]
         ]
         if not points:
-            return cls(0.0, rows[-1]["elapsed_seconds"] / rows[-1]["samples"], told_apart=False)
+            return cls(0.0, rows[-1]["elapsed_seconds"] / rows[-1]["samples"], distinguished=False)
         sizes, seconds = zip(*points, strict=True)
-        told_apart = pstdev(sizes) > fmean(sizes) / 10
-        if told_apart:
+        distinguished = pstdev(sizes) > fmean(sizes) / 10
+        if distinguished:
             slope, fixed = linear_regression(sizes, seconds)
             if slope < 0:
                 return cls(fmean(seconds), 0.0)
             if fixed >= 0:
                 return cls(fixed, slope)
         slope = linear_regression(sizes, seconds, proportional=True).slope
-        return cls(0.0, slope, told_apart)
+        return cls(0.0, slope, distinguished)
 
     def of(self, batches: list[int]) -> float:
         """Seconds of steps of these sizes."""
@@ -238,7 +238,7 @@ def time_in_words(found: Replay) -> str:
     return (
         f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
         + ", whose batch sizes are nearly one: all time counts as per sample"
-        * (not found.time.told_apart)
+        * (not found.time.distinguished)
         + f"; the run itself took {found.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
     )
 
@@ -250,7 +250,7 @@ def save_figure(replays: list[Replay], out: Path) -> None:
         SettingError: the ending is neither .png nor .svg.
         RunError: the file is somebody else's, or cannot be written.
     """
-    require_writable(out, PICTURES)
+    require_writable(out, FIGURE_FORMATS)
     figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)), layout="constrained")
     for axes, found in zip(figure.subplots(len(replays), squeeze=False).flat, replays, strict=True):
         dress(axes, f"{found.history.label}: batch size, samples", "samples", base=2)
@@ -261,4 +261,4 @@ def save_figure(replays: list[Replay], out: Path) -> None:
             axes.plot(walk.ends, walk.batches, color=color, label=walk.name, **style)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
-    save_picture(figure, out)
+    write_figure(figure, out)

@@ -195,7 +195,7 @@ class RunDirectory:
         self._lost[name] = error
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(f"{what} ({error}); training goes on", stacklevel=4)
+            warnings.warn(f"{what} ({error}); training continues", stacklevel=4)
 
     def require_whole(self) -> None:
         """Does nothing where all that was to be written at last was.

@@ -14,7 +14,7 @@ _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
 class TensorBoardLog:
     """Writes a run's rows for TensorBoard; a resumed run hides what lay past its checkpoint.
 
-    Where that fails, in whatever way, it is said once, and training goes on without.
+    Where that fails, in whatever way, it is said once, and training continues without.
 
     Args:
         run: whose events they are.

@@ -28,7 +28,7 @@ def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
 
     Args:
         codes: of a text, (characters,).
-        length: characters of a window that are guessed.
+        length: characters of a window that are predicted.
     Raises:
         SettingError: there is no whole window.
     Example:

@@ -1,4 +1,4 @@
-"""CIFAR-10 in its publishers' form, the version for Python: one pickle for 10,000 pictures."""
+"""CIFAR-10 in its publishers' form, the version for Python: one pickle for 10,000 images."""
 
 import pickle
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ ORIGIN = DatasetLocation(
     files=("data_batch_1",),
     other_files=("data_batch_2 to data_batch_5", "test_batch"),
     source="the version for Python of CIFAR-10, cs.toronto.edu/~kriz/cifar.html",
-    size="60,000 pictures of 32 x 32 in 10 classes, 178 MiB",
+    size="60,000 images of 32 x 32 in 10 classes, 178 MiB",
 )
 CLASSES = 10
-# of the training pictures' channels, red, green, blue
+# of the training images' channels, red, green, blue
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
@@ -30,7 +30,7 @@ _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 
 
 def read(folder: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Training and test set: pictures (N, 3, 32, 32) of bytes, and labels.
+    """Training and test set: images (N, 3, 32, 32) of bytes, and labels.
 
     Args:
         folder: with data_batch_1 to data_batch_5 and test_batch.
@@ -41,20 +41,20 @@ def read(folder: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
 
 
 def _read(files: Sequence[Path]) -> InMemoryDataset:
-    pictures, labels = zip(*(_batch(file) for file in files), strict=True)
-    stacked = torch.from_numpy(np.concatenate(pictures)).view(-1, *_SHAPE)
+    images, labels = zip(*(_batch(file) for file in files), strict=True)
+    stacked = torch.from_numpy(np.concatenate(images)).view(-1, *_SHAPE)
     return InMemoryDataset(stacked, torch.tensor(np.concatenate(labels)))
 
 
 def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """The rows of pictures of one file, and their labels."""
+    """The rows of images of one file, and their labels."""
     try:
         with file.open("rb") as opened:
             found = _Numpy(opened, encoding="bytes").load()
-        pictures, labels = found[b"data"], np.array(found[b"labels"], dtype=np.int64)
+        images, labels = found[b"data"], np.array(found[b"labels"], dtype=np.int64)
         rows = (len(labels), int(np.prod(_SHAPE)))
-        if pictures.dtype != np.uint8 or pictures.shape != rows:
-            raise ValueError(f"data of {pictures.dtype} {pictures.shape}, and {len(labels)} labels")
+        if images.dtype != np.uint8 or images.shape != rows:
+            raise ValueError(f"data of {images.dtype} {images.shape}, and {len(labels)} labels")
         if labels.min(initial=0) < 0 or labels.max(initial=0) >= CLASSES:
             raise ValueError(f"labels from {labels.min()} to {labels.max()}")
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
             f"{file} is no batch of CIFAR-10 ({type(error).__name__}: {error}); unpack it again "
             f"from {ORIGIN.source}"
         ) from None
-    return pictures, labels
+    return images, labels
 
 
 class _Numpy(pickle.Unpickler):

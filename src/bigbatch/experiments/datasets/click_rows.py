@@ -76,8 +76,8 @@ class Clicks(Dataset[Batch]):
         found = numpy.empty(len(wanted), CLICK)
         places = numpy.searchsorted(self._ends, wanted, side="right")
         for number in numpy.unique(places):
-            here, part = places == number, self._parts[number]
-            found[here] = part[wanted[here] - self._ends[number] + len(part)]
+            in_part, part = places == number, self._parts[number]
+            found[in_part] = part[wanted[in_part] - self._ends[number] + len(part)]
         return found
 
 
@@ -86,7 +86,7 @@ def packed(file: Path) -> Packed:
 
     They are written into the user's cache folder, once for all processes, and mapped into memory;
     their end says of which file, so that of another one, or cut short, they are written again.
-    Where there can be no cache folder the rows are held in memory, by each process, and it is said.
+    Where there can be no cache folder each process keeps the rows in memory, with a note.
 
     Raises:
         RunError: the file is no click log, or its rows do not fit into the cache folder.
@@ -94,7 +94,7 @@ def packed(file: Path) -> Packed:
     """
     now = file.stat()
     end = _END.pack(now.st_size, now.st_mtime_ns)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             place = cached(f"{CLICK.descr}", file)
             if _end_of(place) != end:  # before it waits: of several ranks only the first is heard
@@ -103,10 +103,10 @@ def packed(file: Path) -> Packed:
                     "row",
                     stacklevel=2,
                 )
-            held.enter_context(FileLock(place.with_name(f".{place.name}.lock")))
+            stack.enter_context(FileLock(place.with_name(f".{place.name}.lock")))
         except OSError as error:
             warnings.warn(
-                f"{file} is held in memory by each process, as its cache folder cannot be written "
+                f"{file} is kept in memory by each process, as its cache folder cannot be written "
                 f"({error}); let XDG_CACHE_HOME name another",
                 stacklevel=2,
             )

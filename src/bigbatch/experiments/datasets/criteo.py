@@ -56,5 +56,5 @@ def in_order(files: Iterable[Path]) -> list[Path]:
 def split(rows: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
     """Rows to train on and to test with, drawn once for every seed and arm."""
     drawn = numpy.random.default_rng(_SPLIT_SEED).permutation(rows)
-    held = round(rows * _TEST_SHARE)
-    return numpy.sort(drawn[held:]), numpy.sort(drawn[:held])
+    test_rows = round(rows * _TEST_SHARE)
+    return numpy.sort(drawn[test_rows:]), numpy.sort(drawn[:test_rows])

@@ -15,28 +15,28 @@ from bigbatch.experiments.datasets.location import DatasetLocation
 _BYTES = 8  # the type's number in the header
 
 
-def read_pictures(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Training and test set of a folder in MNIST's form: pictures (N, 1, H, W) and labels.
+def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
+    """Training and test set of a folder in MNIST's form: images (N, 1, H, W) and labels.
 
     Args:
         folder: with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of t10k; each
             with .gz at its end, or without.
         origin: where they come from.
     Raises:
-        RunError: one is missing, is no IDX, or there are more pictures than labels, or less.
+        RunError: one is missing, is no IDX, or there are more images than labels, or less.
     """
     return _set(folder, origin, "train"), _set(folder, origin, "t10k")
 
 
 def _set(folder: Path, origin: DatasetLocation, part: str) -> InMemoryDataset:
-    pictures = read_idx(_file(folder, origin, f"{part}-images-idx3-ubyte"), dimensions=3)
+    images = read_idx(_file(folder, origin, f"{part}-images-idx3-ubyte"), dimensions=3)
     labels = read_idx(_file(folder, origin, f"{part}-labels-idx1-ubyte"), dimensions=1)
-    if len(pictures) != len(labels):
+    if len(images) != len(labels):
         raise RunError(
-            f"{folder} has {len(pictures)} pictures and {len(labels)} labels of {part}; take both "
+            f"{folder} has {len(images)} images and {len(labels)} labels of {part}; take both "
             "files from one place"
         )
-    return InMemoryDataset(pictures[:, None], labels.long())
+    return InMemoryDataset(images[:, None], labels.long())
 
 
 def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:

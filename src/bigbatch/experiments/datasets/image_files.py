@@ -1,6 +1,6 @@
-"""Pictures that are decoded and cut when they are asked for.
+"""Images that are decoded and cut when they are asked for.
 
-What a crop draws hangs on the seed, the epoch and the picture's number alone: a training that goes
+What a crop draws hangs on the seed, the epoch and the image's number alone: a training that goes
 on after a kill sees the same crops, whatever the number of its workers and ranks.
 """
 
@@ -22,11 +22,11 @@ Crop = Callable[[Image.Image, Generator], Image.Image]
 
 
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """The pictures of a split, cut to one size.
+    """The images of a split, cut to one size.
 
     Args:
         split: where they are, and what they show.
-        crop: makes a picture in RGB one of the size wanted; may draw from the generator.
+        crop: makes an image in RGB one of the size wanted; may draw from the generator.
         seed: of the crops.
     """
 
@@ -45,14 +45,14 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self._epoch = epoch
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        pictures, labels = self.__getitems__([number])
-        return pictures[0], labels[0]
+        images, labels = self.__getitems__([number])
+        return images[0], labels[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch: bytes (N, 3, height, width), in memory with the channels last, and labels (N,).
 
         Raises:
-            RunError: a picture is damaged or gone.
+            RunError: an image is damaged or gone.
         """
         pixels = numpy.stack([self._cut(int(number)) for number in numbers])
         return torch.from_numpy(pixels).permute(0, 3, 1, 2), self._labels[list(numbers)]
@@ -63,12 +63,12 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _decoded(stored: Stored, number: int) -> Image.Image:
-    """A picture in RGB, whatever it was stored as."""
+    """An image in RGB, whatever it was stored as."""
     data = stored.read(number)
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            return picture.convert("RGB")
+        with Image.open(io.BytesIO(data)) as image:
+            return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RunError(
-            f"{stored.name(number)} is no whole picture ({error}); replace it by a good copy"
+            f"{stored.name(number)} is no whole image ({error}); replace it by a good copy"
         ) from error

@@ -1,4 +1,4 @@
-"""Pictures by class as ImageNet is stored: in folders, in one tar a split, or in numbered shards.
+"""Images by class as ImageNet is stored: in folders, in one tar a split, or in numbered shards.
 
     train/CLASS/NAME.JPEG         val/CLASS/NAME.JPEG         folders
     train.tar                     val.tar                     members CLASS/NAME.JPEG
@@ -26,7 +26,7 @@ _SHARDS = {"train": ("*train-[0-9]*.tar",), "val": ("*val-[0-9]*.tar", "*validat
 
 
 class Stored(Protocol):
-    """The files of pictures, by number."""
+    """The files of images, by number."""
 
     def read(self, number: int) -> bytes:
         """What is in one.
@@ -41,10 +41,10 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """Pictures and what they show.
+    """Images and what they show.
 
     Args:
-        stored: the pictures.
+        stored: the images.
         labels: the number of each one's class.
     """
 
@@ -53,7 +53,7 @@ class Split:
 
 
 def splits_of(folder: Path, classes: int) -> tuple[Split, Split]:
-    """The pictures of a folder to train on, and those to judge by.
+    """The images of a folder to train on, and those to judge by.
 
     Args:
         folder: with one of the three layouts.
@@ -87,13 +87,13 @@ def _split_of(folder: Path, split: str, known: list[str], classes: int) -> Split
         _require_classes(labels, classes, shards[0], all_of_them=split == "train")
         return Split(_InTars(shards, places), labels)
     raise RunError(
-        f"{folder} has no {split} pictures; a folder {split}/CLASS, {split}.tar or shards "
+        f"{folder} has no {split} images; a folder {split}/CLASS, {split}.tar or shards "
         f"{' or '.join(_SHARDS[split])} must be there"
     )
 
 
 def _names_in(folder: Path) -> list[str]:
-    """CLASS/NAME of each picture, in order."""
+    """CLASS/NAME of each image, in order."""
     names = []
     for one in sorted(path.name for path in folder.iterdir() if path.is_dir()):
         inside = sorted(entry.name for entry in os.scandir(folder / one))
@@ -131,7 +131,7 @@ def _require_classes(labels: list[int], classes: int, shard: Path, *, all_of_the
 
 
 class _InFolders:
-    """Pictures that are files of their own."""
+    """Images that are files of their own."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
@@ -148,7 +148,7 @@ class _InFolders:
 
 
 class _InTars:
-    """Pictures inside tars."""
+    """Images inside tars."""
 
     def __init__(self, tars: Sequence[Path], places: Sequence[Place]) -> None:
         self._tars = tars

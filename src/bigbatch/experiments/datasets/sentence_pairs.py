@@ -17,7 +17,7 @@ from bigbatch.experiments.datasets.sequence_pair import SequencePair
 Numbers = NDArray[numpy.int32]
 Pairs = tuple[Tensor, ...]
 
-_SHORTEST = 16  # pieces worth a row of their own
+_SHORTEST = 16  # tokens worth a row of their own
 _DRAWN_AT_MOST = 20  # documents, for one that is long enough
 _AROUND = 3  # [CLS] and two [SEP]
 _LEAST_SHARE = 0.25  # of a row that the first segment has, and the second
@@ -28,11 +28,11 @@ class Book:
     """Documents end to end.
 
     Args:
-        pieces: of all of them.
+        tokens: of all of them.
         starts: where each begins, and where the last one ends.
     """
 
-    pieces: Numbers
+    tokens: Numbers
     starts: NDArray[numpy.int64]
 
     @classmethod
@@ -40,7 +40,7 @@ class Book:
         """Documents too short to be parted are left out.
 
         Args:
-            documents: by their pieces.
+            documents: by their tokens.
             part: what of the text they are, for people.
         Raises:
             RunError: fewer than two are left.
@@ -48,7 +48,7 @@ class Book:
         kept = [document for document in documents if len(document) >= _SHORTEST]
         if len(kept) < 2:
             raise RunError(
-                f"{part}: it has {len(kept)} documents of {_SHORTEST} pieces or more, and needs "
+                f"{part}: it has {len(kept)} documents of {_SHORTEST} tokens or more, and needs "
                 "two, since half of the next sentences are another one's; give the text more, with "
                 "blank lines between them"
             )
@@ -56,7 +56,7 @@ class Book:
         return cls(numpy.concatenate(kept), numpy.cumsum(lengths, dtype=numpy.int64))
 
     def other(self, document: int, length: int, draw: Generator) -> Numbers:
-        """So many pieces from somewhere in another document.
+        """So many tokens from somewhere in another document.
 
         A row must not tell by its length that it was pieced together: of some documents drawn the
         first that is long enough is taken, and the longest where none is.
@@ -71,14 +71,14 @@ class Book:
             if end - first >= length:
                 break
         begin = first + int(draw.integers(max(1, end - first - length + 1)))
-        return self.pieces[begin : min(begin + length, end)]
+        return self.tokens[begin : min(begin + length, end)]
 
 
 class SentencePairs(Dataset[Pairs]):
     """Rows of two segments, the second of which follows the first or comes from anywhere.
 
     Each document is cut into rows one after another. A row's place of parting, whether its second
-    segment is replaced (half are), by what, and which pieces are hidden depend on the seed and the
+    segment is replaced (half are), by what, and which tokens are hidden depend on the seed and the
     row's number alone: the same after an interruption and on any rank. Each row comes `draws`
     times, each time with other draws.
 
@@ -86,11 +86,11 @@ class SentencePairs(Dataset[Pairs]):
         book: the documents.
         frame: of a row.
         masking: what is hidden.
-        special: numbers of pieces that are never to be guessed.
+        special: numbers of tokens that are never to be predicted.
         draws: of each row in one pass over the data.
         seed: of all draws.
     Source:
-        J. Devlin et al., BERT, 2018, A.1 and A.2. Segments part at any piece, not at sentences.
+        J. Devlin et al., BERT, 2018, A.1 and A.2. Segments part at any token, not at sentences.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SentencePairs(Dataset[Pairs]):
         return tuple(column[0] for column in self.__getitems__([index]))
 
     def __getitems__(self, indices: Sequence[int]) -> Pairs:
-        """(pieces, segments, real, places, labels, random) of these rows, a batch of them."""
+        """(tokens, segments, real, places, labels, random) of these rows, a batch of them."""
         rows = [self._row(index) for index in indices]
         return tuple(torch.from_numpy(numpy.stack(column)) for column in zip(*rows, strict=True))
 
@@ -129,15 +129,15 @@ class SentencePairs(Dataset[Pairs]):
         row = index % len(self._begins)
         document, begin = int(self._documents[row]), self._begins[row]
         end = min(begin + self._frame.length - _AROUND, self._book.starts[document + 1])
-        whole = self._book.pieces[begin:end]
+        whole = self._book.tokens[begin:end]
         least = int(_LEAST_SHARE * len(whole))
         parting = int(draw.integers(least, len(whole) - least + 1))
         second, random = whole[parting:], draw.random() < 0.5
         if random:
             second = self._book.other(document, len(second), draw)
-        pieces, segments, real = self._frame.around(whole[:parting], second)
-        may = real & ~numpy.isin(pieces, self._special)
-        hidden, places, labels = self._masking.hide(pieces, may, draw)
+        tokens, segments, real = self._frame.around(whole[:parting], second)
+        may = real & ~numpy.isin(tokens, self._special)
+        hidden, places, labels = self._masking.hide(tokens, may, draw)
         return hidden, segments, real, places, labels, numpy.array(random, dtype=numpy.int64)
 
 

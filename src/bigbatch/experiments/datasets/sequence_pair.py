@@ -11,15 +11,15 @@ Numbers = NDArray[numpy.int32]
 
 @dataclass(frozen=True)
 class SequencePair:
-    """What is put around pieces, by its numbers, and the length of every row.
+    """What is put around tokens, by its numbers, and the length of every row.
 
     Args:
         begin, end, pad: numbers of [CLS], [SEP] and [PAD].
-        length: pieces of a row.
+        length: tokens of a row.
     Example:
         >>> frame = SequencePair(begin=2, end=3, pad=0, length=8)
-        >>> pieces, segments, real = frame.around([7, 8], [9])
-        >>> pieces.tolist(), segments.tolist(), int(real.sum())
+        >>> tokens, segments, real = frame.around([7, 8], [9])
+        >>> tokens.tolist(), segments.tolist(), int(real.sum())
         ([2, 7, 8, 3, 9, 3, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], 6)
     """
 
@@ -31,9 +31,9 @@ class SequencePair:
     def around(
         self, first: Sequence[int] | Numbers, second: Sequence[int] | Numbers = ()
     ) -> tuple[Numbers, Numbers, NDArray[numpy.bool_]]:
-        """Pieces, segments (0 or 1) and which are no padding, of one row or a pair, cut to fit.
+        """Tokens, segments (0 or 1) and which are no padding, of one row or a pair, cut to fit.
 
-        Of a pair that is too long the longer one loses pieces at its end, then both in turn.
+        Of a pair that is too long the longer one loses tokens at its end, then both in turn.
         """
         room = self.length - (3 if len(second) else 2)
         ends = _ends(len(first), len(second), room)
@@ -41,11 +41,11 @@ class SequencePair:
         parted = len(row)
         if len(second):
             row += [*second[: ends[1]], self.end]
-        pieces = numpy.full(self.length, self.pad, dtype=numpy.int32)
-        pieces[: len(row)] = row
+        tokens = numpy.full(self.length, self.pad, dtype=numpy.int32)
+        tokens[: len(row)] = row
         place = numpy.arange(self.length, dtype=numpy.int32)
         segments = ((place >= parted) & (place < len(row))).astype(numpy.int32)
-        return pieces, segments, place < len(row)
+        return tokens, segments, place < len(row)
 
 
 def _ends(first: int, second: int, room: int) -> tuple[int, int]:

@@ -15,11 +15,11 @@ from bigbatch.experiments.datasets.squad_questions import Question
 from bigbatch.setting_types import Count, setting
 
 Numbers = NDArray[numpy.int32]
-Located = tuple[Numbers, Numbers]  # pieces, and where each begins and ends in the text (pieces, 2)
+Located = tuple[Numbers, Numbers]  # tokens, and where each begins and ends in the text (tokens, 2)
 
-_LONGEST_QUESTION = 64  # pieces
-_LONGEST_ANSWER = 30  # pieces
-_PER_PIECE = 0.01  # of a window, in the context of a piece
+_LONGEST_QUESTION = 64  # tokens
+_LONGEST_ANSWER = 30  # tokens
+_PER_TOKEN = 0.01  # of a window, in the context of a token
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class SquadFeatures:
     """Rows [CLS] question [SEP] window [SEP], one or more a question.
 
     Args:
-        rows: columns (pieces, segments, real, first, last); first and last are the answer's places,
+        rows: columns (tokens, segments, real, first, last); first and last are the answer's places,
             0 where it is not in the window.
         question: of each row.
         texts: where in the paragraph each place of a row begins and ends, (rows, length, 2); -1
             outside the window.
-        begins: where a row's answer may begin, (rows, length): at the pieces of the paragraph that
+        begins: where a row's answer may begin, (rows, length): at the tokens of the paragraph that
             have most context in this window.
     """
 
@@ -49,20 +49,20 @@ def windows_of(
     frame: SequencePair,
     stride: int,
 ) -> SquadFeatures:
-    """Windows of all questions; each begins `stride` pieces after the one before it.
+    """Windows of all questions; each begins `stride` tokens after the one before it.
 
     Args:
         questions: in order.
-        asked: their pieces, in the same order.
+        asked: their tokens, in the same order.
         contexts: those of their paragraphs.
         frame: of a row.
-        stride: pieces.
+        stride: tokens.
     Raises:
         SettingError: a stride of none, or a question that fills a row.
     """
     setting("stride", stride, Count)
     rows, owners = [], []
-    for number, (question, (words, _), (pieces, places)) in enumerate(
+    for number, (question, (words, _), (tokens, places)) in enumerate(
         zip(questions, asked, contexts, strict=True)
     ):
         words = words[:_LONGEST_QUESTION]
@@ -70,13 +70,13 @@ def windows_of(
         if room < 1:
             raise SettingError(
                 f"length={frame.length} has no room for a window with a question of {len(words)} "
-                f"pieces; set length={_LONGEST_QUESTION + stride} or more"
+                f"tokens; set length={_LONGEST_QUESTION + stride} or more"
             )
         answer = _answer(question, places)
-        spans = _spans(len(pieces), room, stride)
+        spans = _spans(len(tokens), room, stride)
         for (begin, end), most in zip(spans, most_context(spans), strict=True):
-            here = slice(begin, end)
-            window = pieces[here], places[here], most[here]
+            window_slice = slice(begin, end)
+            window = tokens[window_slice], places[window_slice], most[window_slice]
             rows.append(_row(words, window, answer, begin, frame))
             owners.append(number)
     *columns, texts, begins = (numpy.stack(column) for column in zip(*rows, strict=True))
@@ -85,16 +85,16 @@ def windows_of(
     )
 
 
-def _spans(pieces: int, room: int, stride: int) -> list[tuple[int, int]]:
+def _spans(tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
     """Where each window begins and ends; the last one is the first that reaches the end."""
-    begins = range(0, max(pieces - room, 0) + min(stride, room), min(stride, room))
-    return [(begin, min(begin + room, pieces)) for begin in begins]
+    begins = range(0, max(tokens - room, 0) + min(stride, room), min(stride, room))
+    return [(begin, min(begin + room, tokens)) for begin in begins]
 
 
 def most_context(spans: Sequence[tuple[int, int]]) -> NDArray[numpy.bool_]:
-    """Which pieces have most context in each window: (windows, pieces), one window a piece.
+    """Which tokens have most context in each window: (windows, tokens), one window a token.
 
-    The context of a piece is the less of what lies before it and after it in the window, and a
+    The context of a token is the less of what lies before it and after it in the window, and a
     hundredth of the window's length; of equal ones the first window has it.
 
     Args:
@@ -106,15 +106,15 @@ def most_context(spans: Sequence[tuple[int, int]]) -> NDArray[numpy.bool_]:
         [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]]
     """
     begin, end = numpy.array(spans).T[:, :, None]
-    piece = numpy.arange(end.max())
-    least = numpy.minimum(piece - begin, end - 1 - piece)
-    context = numpy.where(least >= 0, least + _PER_PIECE * (end - begin), -1.0)
+    token = numpy.arange(end.max())
+    least = numpy.minimum(token - begin, end - 1 - token)
+    context = numpy.where(least >= 0, least + _PER_TOKEN * (end - begin), -1.0)
     most: NDArray[numpy.bool_] = context.argmax(0) == numpy.arange(len(spans))[:, None]
     return most
 
 
 def _answer(question: Question, places: Numbers) -> tuple[int, int]:
-    """First and last piece of the first golden answer; (-1, -1) where none is in the text."""
+    """First and last token of the first golden answer; (-1, -1) where none is in the text."""
     begin, end = question.begin, question.begin + len(question.answers[0])
     inside = numpy.flatnonzero((places[:, 0] < end) & (places[:, 1] > begin))
     return (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
@@ -127,18 +127,18 @@ def _row(
     begin: int,
     frame: SequencePair,
 ) -> tuple[NDArray[numpy.generic], ...]:
-    """Of a window's pieces, their places in the text, and which have most context in it."""
-    pieces, places, most = window
+    """Of a window's tokens, their places in the text, and which have most context in it."""
+    tokens, places, most = window
     before = len(words) + 2  # [CLS], the question, [SEP]
-    first, last = (before + piece - begin for piece in answer)
-    if not (begin <= answer[0] and answer[1] < begin + len(pieces)):
+    first, last = (before + token - begin for token in answer)
+    if not (begin <= answer[0] and answer[1] < begin + len(tokens)):
         first = last = 0
     texts = numpy.full((frame.length, 2), -1, dtype=numpy.int32)
     begins = numpy.zeros(frame.length, dtype=bool)
-    inside = slice(before, before + len(pieces))
+    inside = slice(before, before + len(tokens))
     texts[inside], begins[inside] = places, most
     return (
-        *frame.around(words, pieces),
+        *frame.around(words, tokens),
         numpy.array(first, dtype=numpy.int64),
         numpy.array(last, dtype=numpy.int64),
         texts,
@@ -150,7 +150,7 @@ def best_spans(first: Tensor, last: Tensor, begins: Tensor, inside: Tensor) -> T
     """The likeliest span of each row: its logit, its first place, its last place, (rows, 3).
 
     Where no logit is a number, as of a model that diverged, the logit is -inf and the span (0, 0).
-    Of all spans of at most 30 pieces that lie inside the window, not only among the 20 likeliest
+    Of all spans of at most 30 tokens that lie inside the window, not only among the 20 likeliest
     ends, as in BERT's own script.
 
     Args:

@@ -50,7 +50,7 @@ def train_file(folder: Path) -> tuple[Path, str]:
     """The official training questions, or the part of them; and what a score has to say of it.
 
     Raises:
-        RunError: neither is there.
+        RunError: neither exists.
     """
     whole = _packed_or_not(folder, _TRAIN)
     if whole is not None:
@@ -65,7 +65,7 @@ def dev_file(folder: Path) -> Path:
     """The official development questions.
 
     Raises:
-        RunError: they are not there.
+        RunError: they do not exist.
     """
     found = _packed_or_not(folder, _DEV)
     if found is None:

@@ -1,8 +1,9 @@
 """A generated click log whose true probabilities are known.
 
-Categories follow Zipf's law. The logit of a click is a sum of effects of the numbers, of each
-category, and of each pair of categories, through the product of their hidden factors; the label is
-drawn from that probability. So no model can rank better than the truth does, but for chance.
+Categories have a Zipf distribution. The logit of a click is a sum of effects of the numbers, of
+each category, and of each pair of categories, through the product of their hidden factors; the
+label is drawn from that probability. So no model can rank better than the truth does, but for
+chance.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where the pictures inside tars lie, so that any of them can be read at once.
+"""Where the images inside tars lie, so that any of them can be read at once.
 
 A tar is read through once, header by header. It must be a plain one, not compressed.
 """
@@ -15,7 +15,7 @@ _BLOCK = 512
 
 
 def in_tar(path: Path) -> tuple[list[str], list[Place]]:
-    """The pictures CLASS/NAME.JPEG of a tar: the class of each by name, and its place.
+    """The images CLASS/NAME.JPEG of a tar: the class of each by name, and its place.
 
     Raises:
         RunError: the tar is damaged, or has no such member.
@@ -62,7 +62,7 @@ def in_shards(paths: Sequence[Path]) -> tuple[list[int], list[Place]]:
         for key, (place, label) in found.items():
             if (len(place), len(label)) != (1, 1):
                 raise RunError(
-                    f"{path}: {key} has {len(place)} pictures and {len(label)} classes, and needs "
+                    f"{path}: {key} has {len(place)} images and {len(label)} classes, and needs "
                     f"one {key}.jpg and one {key}.cls"
                 )
             places += place

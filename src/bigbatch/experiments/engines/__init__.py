@@ -1,4 +1,4 @@
-"""What joins the ranks of a training: DistributedDataParallel, or DeepSpeed."""
+"""How a training runs on several ranks: DistributedDataParallel, or DeepSpeed."""
 
 from collections.abc import Callable
 

@@ -69,9 +69,9 @@ class DDP:
     def load_state_dict(self, state: State, path: Path) -> None:
         """As `Engine` says; each rank from its own state, if there are as many."""
         of_ranks = state["train"]
-        mine = of_ranks[rank() if len(of_ranks) == count() else 0]
+        local = of_ranks[rank() if len(of_ranks) == count() else 0]
         self._model.load_state_dict(state["model"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.train.load_state_dict(mine)  # with the other ranks, one of which may be gone
+        self.train.load_state_dict(local)  # with the other ranks, one of which may be gone

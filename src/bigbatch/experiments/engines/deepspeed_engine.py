@@ -112,7 +112,7 @@ class DeepSpeed:
         folder, ranks = path / _FOLDER, state["ranks"]
         if self._stage and ranks != count():
             raise RunError(
-                f"{path} was saved by {ranks} ranks at zero_stage={self._stage}, whose pieces "
+                f"{path} was saved by {ranks} ranks at zero_stage={self._stage}, whose shards "
                 f"{count()} cannot take; resume it on {ranks}"
             )
         if not (folder / state["folder"]).is_dir():

@@ -1,7 +1,7 @@
 """What a training asks of what joins its ranks.
 
-An engine owns the loop. It runs micro-batches backward, ends steps, saves and goes on; what a
-micro-batch's loss is, and what is logged, it is told and does not know.
+An engine owns the loop. It runs micro-batches backward, ends steps, saves and continues; what a
+micro-batch's loss is, and what is logged, its caller says.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,10 +35,10 @@ class Engine(Protocol):
         """Trains through one pass over the data, or the rest of it; one record a step."""
 
     def state_dict(self) -> State:
-        """What `load_state_dict` needs besides what `save` leaves elsewhere. Collective."""
+        """What `load_state_dict` needs in addition to what `save` leaves elsewhere. Collective."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the run's checkpoint. Collective."""
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """Goes on from the checkpoint of the run at `path`. Collective."""
+        """Continues from the checkpoint of the run at `path`. Collective."""

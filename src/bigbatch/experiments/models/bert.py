@@ -35,16 +35,16 @@ def bert(settings: Settings, head: str) -> nn.Module:
     return made
 
 
-def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "WordPieceTokenizer":
+def load_tokenizer(settings: Settings, texts: Callable[[], Iterable[str]]) -> "WordPieceTokenizer":
     """The vocabulary of a training: the first that there is of these four.
 
-    The file that the setting `vocab` names, which is the run's own where it goes on; the one in the
-    run that this begins from; the one next to the data; one of at most `vocabulary` pieces, trained
-    on the texts. Collective.
+    The file that the setting `vocab` names, which is the run's own where it resumes; the one in
+    the run that this begins from; the one next to the data; one of at most `vocabulary` tokens,
+    trained on the texts. Collective.
 
     Raises:
         RunError: `vocab` names no file.
-        SettingError: there are more pieces than the network has room for.
+        SettingError: there are more tokens than the network has room for.
     """
     from bigbatch.experiments.models.hf_bert import WordPieceTokenizer, train_wordpiece
 
@@ -57,7 +57,7 @@ def pieces_of(settings: Settings, texts: Callable[[], Iterable[str]]) -> "WordPi
         vocabulary = tuple(text_of(file).splitlines())
         if len(vocabulary) > room:
             raise SettingError(
-                f"{file} has {len(vocabulary)} pieces and the network room for vocabulary={room}; "
+                f"{file} has {len(vocabulary)} tokens and the network room for vocabulary={room}; "
                 f"set vocabulary={len(vocabulary)}"
             )
         return vocabulary
@@ -76,25 +76,25 @@ def _file(settings: Settings) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def kept(pieces: "WordPieceTokenizer") -> dict[str, str]:
+def kept(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
     """The vocabulary as a run keeps it, for another that begins from it."""
-    return {VOCAB: "\n".join(pieces.vocabulary) + "\n"}
+    return {VOCAB: "\n".join(tokenizer.vocabulary) + "\n"}
 
 
-KEPT_AS = {"vocab": VOCAB}  # of each recipe with pieces
+KEPT_AS = {"vocab": VOCAB}  # of each recipe with tokens
 
 
-def frame_of(pieces: "WordPieceTokenizer", settings: Settings) -> SequencePair:
+def sequence_pair_of(tokenizer: "WordPieceTokenizer", settings: Settings) -> SequencePair:
     """Rows of the setting `length`.
 
     Raises:
         SettingError: BERT has fewer positions, or a pair does not fit.
     """
-    return SequencePair(pieces.begin, pieces.end, pieces.pad, _length(settings))
+    return SequencePair(tokenizer.begin, tokenizer.end, tokenizer.pad, _length(settings))
 
 
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(pieces, segments, real) on the meta device.
+    """(tokens, segments, real) on the meta device.
 
     Raises:
         SettingError: BERT has fewer positions, or a pair does not fit.
@@ -105,10 +105,10 @@ def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _length(settings: Settings) -> int:
-    """Pieces of a row."""
+    """Tokens of a row."""
     length = int(settings.task["length"])
     if not _SHORTEST <= length <= _POSITIONS:
-        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} pieces")
+        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} tokens")
     return length
 
 

@@ -1,4 +1,4 @@
-"""A small transformer that guesses the next character of a text."""
+"""A small transformer that predicts the next character of a text."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Residual networks for pictures: of basic blocks, of three thin stages, of bottlenecks.
+"""Residual networks for images: of basic blocks, of three thin stages, of bottlenecks.
 
 Each is a sequence stem, stage1, stage2, ..., mean, flat, head. Convolutions have no
 bias; every one is followed by a BatchNorm. A width and a depth make each as small as wanted.
@@ -18,7 +18,7 @@ _BOTTLENECK = 4  # channels that a bottleneck gives, in its width
 def resnet_of_basic_blocks(
     depth: int = 18, width: int = 64, classes: int = 10, channels: int = 3
 ) -> nn.Module:
-    """Four stages for pictures of 32 x 32: 11,173,962 parameters at depth 18.
+    """Four stages for images of 32 x 32: 11,173,962 parameters at depth 18.
 
     The stem is one 3 x 3 convolution; a shortcut that changes shape is a 1 x 1 convolution with its
     BatchNorm. The weights are torch's defaults.
@@ -27,7 +27,7 @@ def resnet_of_basic_blocks(
         depth: 10, 18 or 34.
         width: channels of the first stage; each stage has twice those of the one before.
         classes: logits.
-        channels: of a picture.
+        channels: of an image.
     Raises:
         SettingError: another depth.
     Source:
@@ -44,7 +44,7 @@ def resnet_of_basic_blocks(
 def resnet_of_three_stages(
     depth: int = 56, width: int = 16, classes: int = 10, channels: int = 3
 ) -> nn.Module:
-    """6 n + 2 layers for pictures of 32 x 32: 853,018 parameters at depth 56.
+    """6 n + 2 layers for images of 32 x 32: 853,018 parameters at depth 56.
 
     A shortcut that changes shape takes every second pixel and fills the new channels with zeros
     (the paper's option A, which has no parameters). The weights are He's.
@@ -53,7 +53,7 @@ def resnet_of_three_stages(
         depth: 8, 14, 20, ..., 56, ...
         width: channels of the first stage; each stage has twice those of the one before.
         classes: logits.
-        channels: of a picture.
+        channels: of an image.
     Raises:
         SettingError: another depth.
     Source:
@@ -72,7 +72,7 @@ def resnet_of_three_stages(
 def resnet_of_bottlenecks(
     depth: int = 50, width: int = 64, classes: int = 1000, channels: int = 3
 ) -> nn.Module:
-    """Four stages for pictures of 224 x 224: 25,557,032 parameters at depth 50.
+    """Four stages for images of 224 x 224: 25,557,032 parameters at depth 50.
 
     Version 1.5: it is the 3 x 3 convolution of a block that strides. The weights are He's.
 
@@ -81,7 +81,7 @@ def resnet_of_bottlenecks(
         width: of the first stage's 3 x 3 convolutions; each stage has twice that of the one before,
             and its blocks give four times their width.
         classes: logits.
-        channels: of a picture.
+        channels: of an image.
     Raises:
         SettingError: another depth.
     Source:

@@ -160,7 +160,7 @@ class EngineLoader:
 
 
 def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
-    """Of the engine's gradients; its optimizers are told where ZeRO has laid them."""
+    """Of the engine's gradients; its optimizers learn where ZeRO has laid them."""
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
     tell_layers(engine.basic_optimizer, layout)

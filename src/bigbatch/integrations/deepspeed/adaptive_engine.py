@@ -195,7 +195,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         **more: Any,
     ) -> Any:
-        """As DeepSpeed's; batch, micro-batch, accumulation and data go on where they were.
+        """As DeepSpeed's; batch, micro-batch, accumulation and data continue where they were.
 
         With `load_module_only`, or without optimizer states, weights alone are loaded.
 
@@ -269,7 +269,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         if finite and not self.was_step_applied():
             raise GradientError(
                 "DeepSpeed left the step out though every gradient is finite: their norm is not; "
-                "look at the loss, and go on from a checkpoint"
+                "look at the loss, and continue from a checkpoint"
             )
 
     def _require_own_boundary(self) -> None:

@@ -101,7 +101,7 @@ class ZeroGuard(GradGuard):
 
     def stamps(self) -> list[Stamp]:
         """The version of every shard now."""
-        self._shards = self._layout.pieces()
+        self._shards = self._layout.shards()
         return [
             None if (shard := self._shards.get(p)) is None else (shard.data_ptr(), shard._version)
             for p in self.parameters

@@ -62,7 +62,7 @@ class ZeroShards(GradientSource):
         """The backward inside is one of all ranks, of so many samples together."""
         with super().micro_batch(weight):
             yield
-            shards = self._layout.pieces()
+            shards = self._layout.shards()
             for parameter, shard in shards.items():
                 self._emit(parameter, shard)
             self._add(shards)
@@ -72,7 +72,7 @@ class ZeroShards(GradientSource):
         """The backward inside is of no samples on any rank; nothing compares it with others."""
         with super().idle():
             yield
-            self._add(self._layout.pieces())
+            self._add(self._layout.shards())
 
     def _add(self, shards: Shards) -> None:
         """Takes the shards out of ZeRO, or puts the sums in their place."""
@@ -175,9 +175,9 @@ class ZeroScaling:
         average, corrected = (None, 1.0) if beta3 is None else self._average(flat, beta3)
         cut = self._layout.cut(flat, flat.grad)
         averages = [None] * len(cut) if average is None else self._layout.cut(flat, average)
-        for (parameter, gradient), held in zip(cut, averages, strict=True):
+        for (parameter, gradient), stored in zip(cut, averages, strict=True):
             total, m2 = self._optimizer.moments.of(parameter, gradient)
-            yield Layer(total, m2, gradient, None if held is None else held[1], corrected)
+            yield Layer(total, m2, gradient, None if stored is None else stored[1], corrected)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
         state = self._optimizer.base.state.get(flat, {})
@@ -209,12 +209,12 @@ class Layers:
         self._layout = layout
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
-        """Pieces of a tensor like a partition, and the dimensions of their layers."""
-        return [(len(shape_of(p)), piece) for p, piece in self._layout.cut(flat, tensor)]
+        """Shards of a tensor like a partition, and the dimensions of their layers."""
+        return [(len(shape_of(p)), shard) for p, shard in self._layout.cut(flat, tensor)]
 
 
 def tell_layers(optimizer: Optimizer, layout: Layout) -> None:
-    """Where ZeRO has put partitions in the place of layers, LARS and LAMB are told of these.
+    """Where ZeRO has put partitions in the place of layers, LARS and LAMB learn of these.
 
     Raises:
         SettingError: they cannot be.

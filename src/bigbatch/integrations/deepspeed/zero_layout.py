@@ -20,17 +20,17 @@ class Layout(Protocol):
     whole: bool
     """Whether every rank has the whole mean gradient."""
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Of each parameter what this rank has of its mean gradient, flat, after a last backward.
 
         Nothing of those that it has no element of.
         """
 
     def place(self, parameter: Tensor) -> tuple[int, int]:
-        """Where the piece begins in the flat gradient, and its elements."""
+        """Where the shard begins in the flat gradient, and its elements."""
 
     def scaled(self, factor: float) -> None:
-        """The pieces were multiplied; so is what DeepSpeed has computed of them."""
+        """The shards were multiplied; so is what DeepSpeed has computed of them."""
 
     def complete(self) -> None:
         """After a last backward: also of parameters that it did not reach, and one before did."""
@@ -40,20 +40,20 @@ class Layout(Protocol):
 
 
 class VRLayout(Layout, Protocol):
-    """One whose pieces can be taken out after every backward, and folded in the step."""
+    """One whose shards can be taken out after every backward, and scaled by GSNR in the step."""
 
     def clear(self) -> None:
         """Makes the next backward's gradient the first of a step."""
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A tensor like one of the optimizer's, as pieces of the model's parameters.
+        """A tensor like one of the optimizer's, as shards of the model's parameters.
 
         In one order on all ranks, also those that this rank has nothing of.
         """
 
     @property
     def join(self) -> Join | None:
-        """Adds up numbers over the ranks that have pieces; None where every rank has all."""
+        """Adds up numbers over the ranks that have shards; None where every rank has all."""
 
 
 class _Kept:
@@ -85,7 +85,7 @@ class Replicated(_Whole):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Every `.grad` there is."""
         return {p: p.grad.view(-1) for p in self.parameters if p.grad is not None}
 
@@ -106,7 +106,7 @@ class Accumulated(_Whole):
         self.parameters = _joined(optimizer.bf16_groups)
         self._optimizer = optimizer
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Those that a backward has reached."""
         optimizer = self._optimizer
         gradients = _joined(optimizer.fp32_groups_gradients)
@@ -116,7 +116,7 @@ class Accumulated(_Whole):
 
 
 class _Divided(_Kept):
-    """The stages at which every rank has pieces."""
+    """The stages at which every rank has shards."""
 
     whole = False
 
@@ -136,16 +136,16 @@ class Partitioned(_Divided):
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.bit16_groups, ranks)
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Of the parameters in the partition; the first and the last may be parts."""
         optimizer = self._optimizer
-        pieces: dict[Tensor, Tensor] = {}
+        shards: dict[Tensor, Tensor] = {}
         for group, gradients in optimizer.averaged_gradients.items():
             if gradients is not None:  # what aligns the partition comes last
-                held = [g for g in gradients if not getattr(g, "_zero_padding", False)]
-                of_each = zip(optimizer.params_in_partition[group], held, strict=False)
-                pieces.update({p: piece.view(-1) for p, piece in of_each})
-        return pieces
+                kept = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+                of_each = zip(optimizer.params_in_partition[group], kept, strict=False)
+                shards.update({p: shard.view(-1) for p, shard in of_each})
+        return shards
 
     def place(self, parameter: Tensor) -> tuple[int, int]:
         """None of it where it is not in the partition."""
@@ -177,20 +177,20 @@ class Partitioned(_Divided):
 
 
 class Sharded(_Divided):
-    """Stage 3: every rank has a piece of every parameter, padded to one length."""
+    """Stage 3: every rank has a shard of every parameter, padded to one length."""
 
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.fp16_groups, ranks)
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Of all, without the padding, which may hold anything."""
-        optimizer, pieces = self._optimizer, {}
+        optimizer, shards = self._optimizer, {}
         for group, gradients in optimizer.averaged_gradients.items():
-            for parameter, piece in zip(
+            for parameter, shard in zip(
                 optimizer.fp16_groups[group], gradients or (), strict=False
             ):
-                pieces[parameter] = piece[: self.place(parameter)[1]]
-        return pieces
+                shards[parameter] = shard[: self.place(parameter)[1]]
+        return shards
 
     def place(self, parameter: Any) -> tuple[int, int]:
         """In the order of the ranks."""
@@ -210,8 +210,8 @@ class Sharded(_Divided):
         """They follow each other, padded."""
         group = _position(flat, self._optimizer.fp32_partitioned_groups_flat)
         parameters = self._optimizer.fp16_groups[group]
-        pieces = torch.split(tensor, [parameter.partition_numel() for parameter in parameters])
-        return [(p, piece[: self.place(p)[1]]) for p, piece in zip(parameters, pieces, strict=True)]
+        shards = torch.split(tensor, [parameter.partition_numel() for parameter in parameters])
+        return [(p, shard[: self.place(p)[1]]) for p, shard in zip(parameters, shards, strict=True)]
 
 
 class Offloaded:
@@ -229,10 +229,10 @@ class Offloaded:
         self.cut, self.join = kept.cut, kept.join
         self._kept, self._optimizer, self._flats = kept, optimizer, flats
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Those whose norm was taken, which is when the last backward has brought them here."""
         optimizer = self._optimizer
-        pieces: dict[Tensor, Tensor] = {}
+        shards: dict[Tensor, Tensor] = {}
         for parameter in self.parameters:
             number = optimizer.get_param_id(parameter)
             if number in optimizer.norm_for_param_grads:
@@ -240,8 +240,8 @@ class Offloaded:
                 _, length = self.place(parameter)
                 gradient = self._flats[group].grad
                 assert gradient is not None
-                pieces[parameter] = gradient.view(-1).narrow(0, start, length)
-        return pieces
+                shards[parameter] = gradient.view(-1).narrow(0, start, length)
+        return shards
 
     def scaled(self, factor: float) -> None:
         """The norms, by which DeepSpeed clips."""
@@ -251,12 +251,12 @@ class Offloaded:
     def complete(self) -> None:
         """DeepSpeed brings here what the last backward reaches; the rest as if unmanaged."""
         optimizer = self._optimizer
-        held = [optimizer.get_param_id(p) for p in self.parameters if self.place(p)[1]]
-        if set(held) - set(optimizer.norm_for_param_grads):
+        ids = [optimizer.get_param_id(p) for p in self.parameters if self.place(p)[1]]
+        if set(ids) - set(optimizer.norm_for_param_grads):
             optimizer.finalize_gradient_accumulation_boundary()
 
     def empty(self) -> None:
-        """The partitions' gradients, and what is added up besides them."""
+        """The partitions' gradients, and what is added up in addition to them."""
         self._kept.empty()
         sums = getattr(self._optimizer, "accumulated_grads_in_cpu", {})
         for tensor in [*sums.values(), *(flat.grad for flat in self._flats)]:

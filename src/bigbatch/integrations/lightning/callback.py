@@ -139,7 +139,7 @@ class AdaptiveBatchCallback(Callback):
         taken_clipping(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the adaptive batch between model and optimizer, and goes on where it was saved."""
+        """Puts the adaptive batch between model and optimizer, and continues where it was saved."""
         meter = self._meter(trainer.model)
         micro = self._micro_batch or loaders_batch(trainer)
         batches = trainer.num_training_batches
@@ -268,7 +268,7 @@ class AdaptiveBatchCallback(Callback):
         return self.train.state_dict() if self.train is not None else self._loaded or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the state until there is an optimizer; random numbers go on before the loader."""
+        """Keeps the state until there is an optimizer; random states come before the loader."""
         if not self._trains:
             return
         self._loaded = state_dict

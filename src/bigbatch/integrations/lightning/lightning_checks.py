@@ -111,7 +111,7 @@ def require_scheduler(trainer: Trainer, module: LightningModule) -> None:
 
 
 def taken_scheduler(trainer: Trainer) -> LRScheduler | None:
-    """The scheduler that counts steps, if there is one; Lightning goes on to save and show it."""
+    """The scheduler that counts steps, if there is one; Lightning continues to save and show it."""
     for config in _stepped(trainer):
         config.frequency = _NEVER
         scheduler: LRScheduler = config.scheduler

@@ -10,7 +10,7 @@ from bigbatch.training.step_record import StepRecord
 class StepLogger:
     """Writes records as Lightning writes metrics: its loggers, its steps, every n-th of them.
 
-    A logger that fails is left out from then on, which is said once; training goes on.
+    A logger that fails is left out from then on, which is said once; training continues.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StepLogger:
                 self._failed.append(logger)
                 warnings.warn(
                     f"{type(logger).__name__} could not log batch size and noise "
-                    f"({type(error).__name__}: {error}); training goes on without that",
+                    f"({type(error).__name__}: {error}); training continues without that",
                     stacklevel=2,
                 )
 

@@ -105,7 +105,7 @@ class SafeCallbackHandler(CallbackHandler):
     def _say(self, name: str, event: str, error: Exception) -> None:
         if name not in self._said:
             warnings.warn(
-                f"{name}.{event} failed, and training goes on without: "
+                f"{name}.{event} failed, and training continues without: "
                 f"{type(error).__name__}: {error}",
                 stacklevel=4,
             )

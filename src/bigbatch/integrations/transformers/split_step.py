@@ -60,7 +60,7 @@ class SplitScheduler:
 
     Args:
         scheduler: that counts base batches; it is advanced elsewhere.
-        optimizer: whose learning rates are told.
+        optimizer: whose learning rates are reported.
         halves: of the update.
     """
 

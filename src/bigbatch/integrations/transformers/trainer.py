@@ -247,8 +247,8 @@ class AdaptiveMixin(NextClass):
 
     def _items(self, inputs: Any) -> int | None:
         """What the loss of a micro-batch is the mean over, where that is not its samples."""
-        told = self.compute_loss_func is not None or self.label_smoother is not None
-        if not (told or self.model_accepts_loss_kwargs):
+        counts_items = self.compute_loss_func is not None or self.label_smoother is not None
+        if not (counts_items or self.model_accepts_loss_kwargs):
             return None
         return count_labels(inputs, shifted=self._loss_shifts_labels)
 

@@ -142,7 +142,7 @@ def _refused_data(args: Any) -> Iterator[str]:
     if args.ignore_data_skip:
         yield (
             "ignore_data_skip=True would start the data of an interrupted epoch again; leave it "
-            "out: a resumed run goes on with the samples that are left"
+            "out: a resumed run continues with the samples that are left"
         )
     if _value(getattr(args, "train_sampling_strategy", "random")) == "batch_rebalance":
         yield (

@@ -1,6 +1,6 @@
 """BERT with each of three heads; the weights of the body have the same names in all of them.
 
-N samples, T pieces, P places to predict, V vocabulary, H width.
+N samples, T tokens, P places to predict, V vocabulary, H width.
 """
 
 from torch import Tensor
@@ -46,14 +46,14 @@ def _config(size: str, vocabulary: int, dropout: float, **more: int) -> BertConf
     )
 
 
-def _read(bert: BertModel, pieces: Tensor, segments: Tensor, real: Tensor) -> Tensor:
+def _read(bert: BertModel, tokens: Tensor, segments: Tensor, real: Tensor) -> Tensor:
     """States of the last layer, (N, T, H), of tensors (N, T).
 
     The mask is given in its final shape: from a flat one, `transformers` would first ask the device
     whether anything is padded, which makes the CPU wait, and which meta tensors cannot answer.
     """
     states: Tensor = bert(
-        pieces.long(),
+        tokens.long(),
         attention_mask=real[:, None, None, :],
         token_type_ids=segments.long(),
     ).last_hidden_state
@@ -61,11 +61,11 @@ def _read(bert: BertModel, pieces: Tensor, segments: Tensor, real: Tensor) -> Te
 
 
 class Pretraining(BertForPreTraining):
-    """BERT that fills in masked pieces, and tells whether the second segment follows the first.
+    """BERT that fills in masked tokens, and tells whether the second segment follows the first.
 
     Args:
         size: a name of `SIZES`, as Google published them.
-        vocabulary: pieces.
+        vocabulary: tokens.
         dropout: of states and of attention.
     Raises:
         SettingError: there is no such size.
@@ -77,14 +77,14 @@ class Pretraining(BertForPreTraining):
         super().__init__(_config(size, vocabulary, dropout))
 
     def forward(
-        self, pieces: Tensor, segments: Tensor, real: Tensor, places: Tensor
+        self, tokens: Tensor, segments: Tensor, real: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the pieces at the places (N, P), and of "follows" and "random".
+        """Logits of the tokens at the places (N, P), and of "follows" and "random".
 
         Returns:
             (N, P, V) and (N, 2).
         """
-        states = _read(self.bert, pieces, segments, real)
+        states = _read(self.bert, tokens, segments, real)
         at = places[:, :, None].expand(-1, -1, states.shape[-1])
         pooled = self.bert.pooler(states)
         logits: tuple[Tensor, Tensor] = self.cls(states.gather(1, at), pooled)
@@ -92,7 +92,7 @@ class Pretraining(BertForPreTraining):
 
 
 class SpanFinder(BertForQuestionAnswering):
-    """BERT that points to the first and the last piece of an answer.
+    """BERT that points to the first and the last token of an answer.
 
     Args:
         size, vocabulary, dropout: as of `Pretraining`.
@@ -101,9 +101,9 @@ class SpanFinder(BertForQuestionAnswering):
     def __init__(self, size: str, vocabulary: int, dropout: float = 0.1) -> None:
         super().__init__(_config(size, vocabulary, dropout))
 
-    def forward(self, pieces: Tensor, segments: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of each piece to be the first, and the last, (N, T) each."""
-        logits = self.qa_outputs(_read(self.bert, pieces, segments, real))
+    def forward(self, tokens: Tensor, segments: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of each token to be the first, and the last, (N, T) each."""
+        logits = self.qa_outputs(_read(self.bert, tokens, segments, real))
         first, last = logits.unbind(-1)
         return first, last
 
@@ -119,8 +119,8 @@ class Classifier(BertForSequenceClassification):
     def __init__(self, size: str, vocabulary: int, dropout: float = 0.1, classes: int = 2) -> None:
         super().__init__(_config(size, vocabulary, dropout, num_labels=classes))
 
-    def forward(self, pieces: Tensor, segments: Tensor, real: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, segments: Tensor, real: Tensor) -> Tensor:
         """Logits of the classes, (N, classes)."""
-        states = _read(self.bert, pieces, segments, real)
+        states = _read(self.bert, tokens, segments, real)
         logits: Tensor = self.classifier(self.dropout(self.bert.pooler(states)))
         return logits

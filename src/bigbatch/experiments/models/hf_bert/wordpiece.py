@@ -21,24 +21,24 @@ class WordPieceTokenizer:
     """A vocabulary of lower-case WordPieces, and what it makes of texts.
 
     Args:
-        vocabulary: the pieces; the number of one is its place.
+        vocabulary: the tokens; the number of one is its place.
     Raises:
-        SettingError: one of BERT's special pieces is missing.
+        SettingError: one of BERT's special tokens is missing.
     Example:
-        >>> pieces = WordPieceTokenizer([*SPECIAL, "play", "##ing", "the"])
-        >>> [row.tolist() for row in pieces.numbers(["The playing play", "[UNK]"])]
+        >>> tokenizer = WordPieceTokenizer([*SPECIAL, "play", "##ing", "the"])
+        >>> [row.tolist() for row in tokenizer.numbers(["The playing play", "[UNK]"])]
         [[7, 5, 6, 5], [1]]
     """
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
-        number_of = {piece: number for number, piece in enumerate(vocabulary)}
-        if missing := [piece for piece in SPECIAL if piece not in number_of]:
+        number_of = {token: number for number, token in enumerate(vocabulary)}
+        if missing := [token for token in SPECIAL if token not in number_of]:
             raise SettingError(
-                f"the vocabulary of {len(vocabulary)} pieces lacks {', '.join(missing)}; a "
-                "vocab.txt has one piece a line, these among them"
+                f"the vocabulary of {len(vocabulary)} tokens lacks {', '.join(missing)}; a "
+                "vocab.txt has one token a line, these among them"
             )
         self.vocabulary = tuple(vocabulary)
-        self.special = tuple(number_of[piece] for piece in SPECIAL)
+        self.special = tuple(number_of[token] for token in SPECIAL)
         self.pad, self.unknown, self.begin, self.end, self.mask = self.special
         self.ordinary = numpy.setdiff1d(numpy.arange(len(vocabulary)), self.special)
         self._tokenizer = BertWordPieceTokenizer(vocab=number_of, lowercase=True)
@@ -47,12 +47,12 @@ class WordPieceTokenizer:
         return len(self.vocabulary)
 
     def numbers(self, texts: Iterable[str]) -> Iterator[Numbers]:
-        """The pieces of each text, without special ones around them."""
+        """The tokens of each text, without special ones around them."""
         for found in self._encoded(texts):
             yield numpy.array(found.ids, dtype=numpy.int32)
 
     def located(self, texts: Iterable[str]) -> Iterator[tuple[Numbers, Numbers]]:
-        """As `numbers`, and where in the text each piece begins and ends, (pieces, 2)."""
+        """As `numbers`, and where in the text each token begins and ends, (tokens, 2)."""
         for found in self._encoded(texts):
             places = numpy.array(found.offsets, dtype=numpy.int32).reshape(-1, 2)
             yield numpy.array(found.ids, dtype=numpy.int32), places
@@ -64,24 +64,24 @@ class WordPieceTokenizer:
 
 
 def train_wordpiece(texts: Callable[[], Iterable[str]], size: int) -> WordPieceTokenizer:
-    """A vocabulary of at most `size` pieces, trained on the texts; the same for the same texts.
+    """A vocabulary of at most `size` tokens, trained on the texts; the same for the same texts.
 
     The trainer numbers the letters inside words in an order that differs from run to run, and
     breaks ties by it. So the texts are read twice: for their letters, and with these in order.
 
     Args:
         texts: gives all of them on each call.
-        size: most pieces, special ones and letters included.
+        size: most tokens, special ones and letters included.
     Raises:
         SettingError: the letters alone are more.
     """
-    letters = [piece for piece in _trained(texts(), 1, SPECIAL) if piece not in SPECIAL]
+    letters = [token for token in _trained(texts(), 1, SPECIAL) if token not in SPECIAL]
     if len(letters) + len(SPECIAL) > size:
         raise SettingError(
             f"vocabulary={size} is too small for the {len(letters)} letters of these texts; raise "
             "it"
         )
-    inner = sorted(piece for piece in letters if piece.startswith("##") and len(piece) > 2)
+    inner = sorted(token for token in letters if token.startswith("##") and len(token) > 2)
     return WordPieceTokenizer(_trained(texts(), size, (*SPECIAL, *inner)))
 
 
