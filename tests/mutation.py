@@ -51,7 +51,7 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One piece of a file, as lines and columns, and what stands there instead."""
+    """One chunk of a file, as lines and columns, and what stands there instead."""
 
     file: str
     start: tuple[int, int]

@@ -102,10 +102,10 @@ def test_every_setting_is_measured_and_its_truth_is_that_of_its_own_samples():
 @pytest.mark.parametrize("level", coverage.LEVELS)
 def test_the_intervals_are_those_of_a_meter_asked_for_their_level(level):
     row = next(coverage.of_steps(population(seed=2), seed=2, trials=3))
-    twin = population(seed=2)
-    with GradientMeter(twin.parameters(), confidence=level) as meter:
+    replica = population(seed=2)
+    with GradientMeter(replica.parameters(), confidence=level) as meter:
         expected = [
-            measured(meter, twin, [row.samples // 3] * 3).similarity_interval for _ in range(3)
+            measured(meter, replica, [row.samples // 3] * 3).similarity_interval for _ in range(3)
         ]
     assert expected == row.intervals[level]
 
@@ -152,10 +152,10 @@ def test_intervals_of_a_drifting_window_lie_about_its_truth_and_not_the_present_
 
 def test_a_comparison_has_both_estimates_of_the_same_steps():
     first = next(similarity_accuracy.compare(population(seed=6), trials=3))
-    twin = population(seed=6)
-    with GradientMeter(twin.parameters(), half_batch_cosine=True) as meter:
+    replica = population(seed=6)
+    with GradientMeter(replica.parameters(), half_batch_cosine=True) as meter:
         steps = [
-            measured(meter, twin, [first.samples // first.micro_batches] * first.micro_batches)
+            measured(meter, replica, [first.samples // first.micro_batches] * first.micro_batches)
             for _ in range(3)
         ]
     assert [step.similarity for step in steps] == first.similarities

@@ -206,10 +206,10 @@ def wired_steps(rank):
 
 
 def test_the_wire_tells_whom_bytes_went_to():
-    told = list(on_ranks(3, wired_steps))
-    if told[0] is None:
+    sent = list(on_ranks(3, wired_steps))
+    if sent[0] is None:
         pytest.skip("this system does not tell")
-    for to_ranks in told:
+    for to_ranks in sent:
         assert 0 == to_ranks[0]
         assert pytest.approx(2 * 64_000, rel=0.02) == sum(to_ranks)
 

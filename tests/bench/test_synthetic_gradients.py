@@ -194,11 +194,11 @@ def test_a_seed_repeats_its_draws_and_another_does_not():
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 7, 2, 5]])
 def test_a_measured_step_is_that_of_the_gradients_drawn(sizes):
-    population, twin = kept(30, seed=17), kept(30, seed=17)
+    population, replica = kept(30, seed=17), kept(30, seed=17)
     with GradientMeter(population.parameters()) as meter:
         for pull in (1.0, 0.5):
             step = measured(meter, population, sizes, pull)
-            expected = noise_oracle.weighted(twin.gradients(sizes, pull), sizes)
+            expected = noise_oracle.weighted(replica.gradients(sizes, pull), sizes)
             # float32 gradients; the noise is what a difference of two larger sums leaves
             assert pytest.approx(expected.grad_sqnorm, rel=1e-4) == step.grad_sqnorm
             assert pytest.approx(expected.grad_variance, rel=1e-4) == step.grad_variance

@@ -128,7 +128,7 @@ def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
     status, out, _ = bigbatch("train", *options)
     assert 0 == status
     assert f"report: {place / 'report.html'}" in out
-    assert "".join(place.name.split()) in "".join(out.split())  # of the table, folded
+    assert "".join(place.name.split()) in "".join(out.split())  # of the table, wrapped
     for wrong in (("report", place / "no"), ("train", BRACKETS)):
         status, _, err = bigbatch(*wrong)
         assert 2 == status

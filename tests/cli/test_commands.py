@@ -232,7 +232,7 @@ def test_compare_shows_runs_in_one_table(bigbatch, trained):
     assert "1,347" in out
 
 
-def test_report_goes_where_it_is_told(bigbatch, trained, tmp_path):
+def test_report_goes_where_it_is_asked(bigbatch, trained, tmp_path):
     assert 0 == bigbatch("report", trained, "-o", tmp_path / "page.html")[0]
     assert "<svg" in (tmp_path / "page.html").read_text()
     assert 0 == bigbatch("report", trained, "-o", tmp_path / "curves.png")[0]
@@ -368,9 +368,9 @@ def test_every_optimizer_trains_and_a_scaled_one_logs_r_by_layer(bigbatch, tmp_p
     options = ["--optimizer", optimizer, *SHORT, "--run-dir", place, "--quiet"]
     assert 0 == bigbatch("train", "digits", *options)[0]
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    told = [row.get("gsnr") for row in rows]
+    logged = [row.get("gsnr") for row in rows]
     if optimizer == "lars":
-        assert [None] * len(rows) == told
+        assert [None] * len(rows) == logged
     else:
-        assert all(0.1 <= mean <= 1 for row in told for mean, *_ in row.values())
-        assert {"0.weight", "9.bias"} <= set(told[0])
+        assert all(0.1 <= mean <= 1 for row in logged for mean, *_ in row.values())
+        assert {"0.weight", "9.bias"} <= set(logged[0])

@@ -76,19 +76,19 @@ def rest_of_pass(
     read: Callable[[Any], list[int]] = Tensor.tolist,
 ) -> Iterator[list[list[int]]]:
     while batches.open and (cut := batches.step(plans[first % len(plans)], least, most)):
-        pieces = list(cut)
-        read_pieces = [read(piece) for piece, _ in pieces]
-        assert [len(piece) for piece in read_pieces] == [samples for _, samples in pieces]
-        yield read_pieces
+        chunks = list(cut)
+        read_chunks = [read(chunk) for chunk, _ in chunks]
+        assert [len(chunk) for chunk in read_chunks] == [samples for _, samples in chunks]
+        yield read_chunks
         first += 1
 
 
 def flat(steps: Steps) -> list[int]:
-    return [number for step in steps for piece in step for number in piece]
+    return [number for step in steps for chunk in step for number in chunk]
 
 
 def sizes(steps: Steps) -> list[int]:
-    return [sum(len(piece) for piece in step) for step in steps]
+    return [sum(len(chunk) for chunk in step) for step in steps]
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_the_loader_is_not_read_to_the_end_of_a_large_step_before_it_begins():
 def test_no_micro_batch_exceeds_the_plan_and_a_step_has_as_many_as_planned(make, plans, remainder):
     for number, step in enumerate(one_pass(Batches(make(), remainder=remainder), plans)):
         plan = plans[number % len(plans)]
-        assert max(len(piece) for piece in step) <= plan.micro
+        assert max(len(chunk) for chunk in step) <= plan.micro
         assert min(plan.accumulation, sum(map(len, step))) <= len(step)
 
 
@@ -235,7 +235,7 @@ def test_dropping_the_remainder_leaves_only_steps_as_planned(make, plans):
 def test_equal_micro_batches_are_cut_where_the_plan_divides():
     steps = one_pass(Batches(ragged([10, 2, 12])), [BatchPlan(1, 4, 3)])
     assert [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]] == steps[:1]
-    assert [4, 4, 4] == [len(piece) for piece in steps[1]]
+    assert [4, 4, 4] == [len(chunk) for chunk in steps[1]]
 
 
 # the remainder of an epoch
@@ -489,7 +489,7 @@ def test_batch_size_and_samples_are_known_only_where_the_loader_says_so(
     assert (batch_size, samples) == (batches.batch_size, batches.samples)
 
 
-def test_a_distributed_sampler_is_told_the_epoch():
+def test_a_distributed_sampler_gets_the_epoch():
     def sampler() -> DistributedSampler:
         return DistributedSampler(range(40), num_replicas=1, rank=0, shuffle=True, seed=SEED)
 
@@ -617,7 +617,7 @@ class Drawing(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_loader_that_draws_as_it_is_read_is_told_where_it_continues(draws: bool) -> None:
+def test_a_loader_that_draws_as_it_is_read_learns_where_it_continues(draws: bool) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         whole, resumed = interrupted(lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2)

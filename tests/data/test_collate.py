@@ -105,12 +105,12 @@ def test_a_cut_leaves_the_batch_as_it_was(build):
 @given(ends=st.lists(st.integers(0, 9), max_size=4).map(sorted))
 def test_what_was_cut_glues_to_what_it_was(build, ends):
     batch = build(list(range(9)))
-    pieces = [
+    chunks = [
         slice_samples(batch, lo, hi)
         for lo, hi in zip([0, *ends], [*ends, 9], strict=True)
         if lo < hi
     ]
-    assert plain(batch) == plain(concatenate_samples(pieces))
+    assert plain(batch) == plain(concatenate_samples(chunks))
 
 
 def test_cutting_a_tensor_makes_a_view():
@@ -211,16 +211,16 @@ def test_a_field_that_a_batch_makes_itself_is_made_again():
 
 @property_test(100)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
-def test_dealt_samples_are_those_of_every_turn(counts, turns):
+def test_interleaved_samples_are_those_of_every_turn(counts, turns):
     whole = torch.arange(sum(counts))
     names = [f"{n}" for n in whole.tolist()]
     ends = pairwise([0, *accumulate(counts)])
-    pieces = [{"x": whole[lo:hi], "name": names[lo:hi]} for lo, hi in ends]
-    dealt = interleave_samples(pieces, counts, turns)
+    chunks = [{"x": whole[lo:hi], "name": names[lo:hi]} for lo, hi in ends]
+    interleaved = interleave_samples(chunks, counts, turns)
     each = range(min(turns, len(whole)))
-    assert [whole[turn::turns].tolist() for turn in each] == [d["x"].tolist() for d in dealt]
-    assert [names[turn::turns] for turn in each] == [d["name"] for d in dealt]
+    assert [whole[turn::turns].tolist() for turn in each] == [d["x"].tolist() for d in interleaved]
+    assert [names[turn::turns] for turn in each] == [d["name"] for d in interleaved]
 
 
-def test_samples_that_do_not_fit_together_are_not_dealt():
+def test_samples_that_do_not_fit_together_are_not_interleaved():
     assert interleave_samples([torch.zeros(2, 3), torch.zeros(2, 4)], [2, 2], 2) is None

@@ -112,9 +112,9 @@ def test_a_loader_with_a_state_of_its_own_continues_from_it(data, workers, stop)
 
     whole, resumed, again = interrupted(make, stop)
     assert whole == resumed
-    assert list(range(SAMPLES)) == sorted(n for step in resumed for piece in step for n in piece)
+    assert list(range(SAMPLES)) == sorted(n for step in resumed for chunk in step for n in chunk)
     if data is Recorded and not workers:
-        given_out = sum(len(piece) for step in whole[:stop] for piece in step)
+        given_out = sum(len(chunk) for step in whole[:stop] for chunk in step)
         assert SAMPLES - given_out // 6 * 6 == len(again.read)  # what was given out is not read
 
 
@@ -130,7 +130,7 @@ def test_a_ledger_continues_without_reading_what_was_given_out(workers, stop):
     whole, resumed, again = interrupted(make, stop, epoch=2)
     assert whole == resumed
     if not workers:
-        given_out = sum(len(piece) for step in whole[:stop] for piece in step)
+        given_out = sum(len(chunk) for step in whole[:stop] for chunk in step)
         assert SAMPLES - given_out // 6 * 6 == len(again.read)
 
 
@@ -176,25 +176,25 @@ def test_a_micro_batch_inside_one_loader_batch_is_a_view_and_only_others_are_cop
     whole = [torch.arange(16), torch.arange(16, 32)]
     batches = Batches(whole)
     batches.start(0)
-    pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 5), least=1)]
+    chunks = [batch for batch, _ in batches.step(BatchPlan(1, 6, 5), least=1)]
     storages = [batch.untyped_storage().data_ptr() for batch in whole]
-    of = [piece.untyped_storage().data_ptr() for piece in pieces]
+    of = [chunk.untyped_storage().data_ptr() for chunk in chunks]
     assert [storages[0]] * 2 == of[:2]
     assert of[2] not in storages  # 12 to 17: four of the first batch, two of the second
     assert [storages[1]] * 2 == of[3:]
 
 
 @pytest.mark.parametrize("size", [24, 7], ids=["one batch", "batches that end anywhere"])
-def test_virtual_ranks_are_dealt_in_turn_in_memory_of_their_own(size):
+def test_virtual_ranks_are_served_in_turn_in_memory_of_their_own(size):
     tokens = torch.arange(24)[:, None] + torch.tensor([0, 100])
     batches = Batches([*tokens.split(size)], virtual_ranks=3)
     batches.start(0)
-    pieces = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
-    assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p[:, 0].tolist() for p in pieces[:3]]
+    chunks = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
+    assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p[:, 0].tolist() for p in chunks[:3]]
     assert [[12, 15, 18, 21], [13, 16, 19, 22], [14, 17, 20, 23]] == [
-        p[:, 0].tolist() for p in pieces[3:]
+        p[:, 0].tolist() for p in chunks[3:]
     ]
-    assert [0, 100, 3, 103] == pieces[0].view(-1)[:4].tolist()  # as language models do
+    assert [0, 100, 3, 103] == chunks[0].view(-1)[:4].tolist()  # as language models do
 
 
 @pytest.mark.parametrize("virtual", [1, 4])
@@ -256,7 +256,7 @@ def test_a_sampler_that_gives_more_or_fewer_than_it_says_loses_nothing():
             warnings.simplefilter("ignore")  # torch's own, of the length
             batches = Batches(DataLoader(range(100), 4, sampler=Says(said, gives)))
             batches.start(0)
-            seen = [n for step in rest(batches) for piece in step for n in piece]
+            seen = [n for step in rest(batches) for chunk in step for n in chunk]
         assert list(range(gives)) == seen
 
 
@@ -267,8 +267,8 @@ def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_pos
     batches.start(0)
     first = [batch.tolist() for batch, _ in batches.step(BatchPlan(1, 4, 2), least=4)]
     elsewhere = [n for batch in loader for n in batch.tolist()]
-    others = [piece for step in rest(batches) for piece in step]
-    seen = [n for piece in first + others for n in piece]
+    others = [chunk for step in rest(batches) for chunk in step]
+    seen = [n for chunk in first + others for n in chunk]
     assert list(range(30)) == sorted(seen) == sorted(elsewhere)
 
 
@@ -277,9 +277,9 @@ def test_pinned_batches_stay_pinned_whether_cut_or_glued():
     loader = DataLoader(torch.arange(40.0), 8, pin_memory=True)
     batches = Batches(loader)
     batches.start(0)
-    pieces = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
-    assert all(piece.is_pinned() for piece in pieces)
-    assert list(range(36)) == torch.cat(pieces).tolist()
+    chunks = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
+    assert all(chunk.is_pinned() for chunk in chunks)
+    assert list(range(36)) == torch.cat(chunks).tolist()
 
 
 @pytest.mark.parametrize("generator", [False, True])
@@ -297,7 +297,7 @@ def test_a_shuffled_pass_continues_with_batches_of_another_size(generator):
     again = Batches(make(9))
     again.load_state_dict(state, 0)
     steps = before + list(rest(again, 3))
-    assert list(range(SAMPLES)) == sorted(n for step in steps for piece in step for n in piece)
+    assert list(range(SAMPLES)) == sorted(n for step in steps for chunk in step for n in chunk)
 
 
 def test_dropping_the_remainder_of_a_stream_teaches_its_whole_length():
@@ -317,7 +317,7 @@ def kept_workers(**more):
 
 
 def seen_in(steps):
-    return [n for step in steps for piece in step for n in piece]
+    return [n for step in steps for chunk in step for n in chunk]
 
 
 @pytest.mark.filterwarnings("ignore:persistent workers keep random states")
@@ -369,7 +369,7 @@ class Rows:
         return torch.tensor(numbers)
 
 
-def test_a_sampler_of_whole_batches_is_told_the_epoch_and_continues_by_its_ledger():
+def test_a_sampler_of_whole_batches_gets_the_epoch_and_continues_by_its_ledger():
     def make():
         ledger = ElasticDistributedSampler(range(24), seed=SEED)
         return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(ledger, 4, False))

@@ -152,7 +152,7 @@ def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_resta
             break
     expected, at = order(samples), 0
     for step in steps:
-        numbers = [n for piece in step for n in piece]
+        numbers = [n for chunk in step for n in chunk]
         assert sorted(expected[at : at + len(numbers)]) == sorted(numbers)
         at += len(numbers)
     assert samples == at
@@ -181,7 +181,7 @@ def test_dropping_the_remainder_leaves_whole_steps_on_every_rank(drawn):
     expected = [plans[index % len(plans)].batch_size for index in range(len(steps) + 1)]
     assert expected[:-1] == sizes
     assert samples - sum(sizes) < expected[-1]
-    numbers = [n for step in steps for piece in step for n in piece]
+    numbers = [n for step in steps for chunk in step for n in chunk]
     assert sorted(order(samples)[: sum(sizes)]) == sorted(numbers)
 
 
@@ -214,7 +214,7 @@ def test_orders_differ_by_seed_and_by_epoch():
     assert list(range(5)) == list(ElasticDistributedSampler(range(5), shuffle=False))
 
 
-def test_a_ledger_that_cannot_be_dealt_is_refused():
+def test_a_ledger_that_cannot_be_divided_is_refused():
     with pytest.raises(SettingError, match="rank=2 is none of num_replicas=2"):
         ElasticDistributedSampler(range(5), num_replicas=2, rank=2)
     with pytest.raises(SettingError, match="3 samples are too few for 4 ranks"):
@@ -234,7 +234,7 @@ def test_virtual_ranks_are_a_multiple_of_the_ranks():
         Batches([torch.zeros(1)], virtual_ranks=0)
 
 
-def test_batches_that_split_cuts_are_not_dealt_to_virtual_ranks():
+def test_batches_that_split_cuts_are_not_interleaved_to_virtual_ranks():
     batches = Batches(
         [torch.zeros(4)], virtual_ranks=2, split=lambda b, lo, hi: b[lo:hi], count=len
     )
@@ -281,7 +281,7 @@ def test_a_users_own_set_epoch_after_a_resume_changes_nothing():
         batches = Batches(again)
         batches.load_state_dict(through_a_file(first.state_dict()), 3)
         steps = before + rest_of(batches, again.sampler, epoch)
-        assert sorted(range(48)) == sorted(n for step in steps for piece in step for n in piece)
+        assert sorted(range(48)) == sorted(n for step in steps for chunk in step for n in chunk)
         assert expected in (None, steps)
         expected = steps
 
@@ -311,7 +311,7 @@ def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
     parts = [step for steps, _ in answers for step in steps]
     for steps in Threads(3 - ranks).run(gone_on):
         parts += steps
-    assert list(range(320)) == sorted(n for step in parts for piece in step for n in piece)
+    assert list(range(320)) == sorted(n for step in parts for chunk in step for n in chunk)
 
 
 def test_a_padded_pass_continues_on_a_number_of_ranks_that_needs_no_padding():

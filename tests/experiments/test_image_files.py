@@ -108,12 +108,12 @@ def test_workers_cut_what_one_process_cuts(tmp_path, context):
         in_shards(tmp_path, split)
     data = ImageFiles(splits_of(tmp_path, 2)[0], PART, seed=3)
     data.set_epoch(2)
-    here = data.__getitems__(range(4))
+    expected = data.__getitems__(range(4))
     loader = DataLoader(
         data, 1, collate_fn=as_it_is, num_workers=2, multiprocessing_context=context
     )
-    there = [torch.cat(column) for column in zip(*loader, strict=True)]
-    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    loaded = [torch.cat(column) for column in zip(*loader, strict=True)]
+    assert all(torch.equal(one, other) for one, other in zip(expected, loaded, strict=True))
 
 
 def test_a_data_set_is_pickled_without_its_images(folder):

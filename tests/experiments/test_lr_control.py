@@ -33,24 +33,24 @@ def mean_r(run):
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory):
+def vr_arm(tmp_path_factory):
     """A short run with variance reduction."""
     settings = SHORT.changed({"optimizer": "vr-momentum"})
-    run = RunDirectory.create(tmp_path_factory.mktemp("runs") / "twin", settings.as_dict())
-    train_run(Training(DIGITS, settings), run, LiveView(Console(), quiet=True), "twin")
+    run = RunDirectory.create(tmp_path_factory.mktemp("runs") / "vr_arm", settings.as_dict())
+    train_run(Training(DIGITS, settings), run, LiveView(Console(), quiet=True), "vr_arm")
     return run.path
 
 
-def test_a_run_takes_its_rate_times_the_mean_r_of_another(twin):
-    share = mean_r(twin)
+def test_a_run_takes_its_rate_times_the_mean_r_of_another(vr_arm):
+    share = mean_r(vr_arm)
     assert 0.1 < share < 0.9
-    assert pytest.approx(share) == mean_factor(twin, SIZES)
-    control = Training(DIGITS, SHORT.changed({"lr": 0.3, "lr_control_from": str(twin)}))
+    assert pytest.approx(share) == mean_factor(vr_arm, SIZES)
+    control = Training(DIGITS, SHORT.changed({"lr": 0.3, "lr_control_from": str(vr_arm)}))
     assert pytest.approx(0.3 * share) == control.optimizer.param_groups[0]["lr"]
 
 
-def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkeypatch):
-    monkeypatch.chdir(twin.parent)
+def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, vr_arm, monkeypatch):
+    monkeypatch.chdir(vr_arm.parent)
     options = (
         "--set",
         "samples=100",
@@ -66,58 +66,58 @@ def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, twin, monkey
     run = tmp_path / "run"
     assert (
         0
-        == bigbatch("train", *options, "--lr-control-from", twin.name, "--quiet", "--run-dir", run)[
-            0
-        ]
+        == bigbatch(
+            "train", *options, "--lr-control-from", vr_arm.name, "--quiet", "--run-dir", run
+        )[0]
     )
     scaling = (64 / 32) ** 0.5
-    assert pytest.approx(0.5 * scaling * mean_r(twin)) == rows_of(run)[0]["lr"][0]
+    assert pytest.approx(0.5 * scaling * mean_r(vr_arm)) == rows_of(run)[0]["lr"][0]
 
 
 @pytest.mark.thorough
 def test_a_study_takes_the_mean_r_of_the_same_seed(bigbatch, tmp_path, monkeypatch):
     fixed = {"policy": "fixed", "batch_size": 64, "micro_batch": 16}
     arms = {
-        "twin": {**fixed, "optimizer": "vr-momentum"},
-        "control": {**fixed, "optimizer": "momentum", "lr_control_from": "twin"},
+        "vr_arm": {**fixed, "optimizer": "vr-momentum"},
+        "control": {**fixed, "optimizer": "momentum", "lr_control_from": "vr_arm"},
     }
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms))
     study = tmp_path / "study"
     options = ("--set", "samples=200", "--epochs", "1", "--seeds", "2", "--quiet")
     assert 0 == bigbatch("train", *options, "--run-dir", study)[0]
-    shares = [mean_r(study / f"twin-seed{seed}") for seed in (0, 1)]
+    shares = [mean_r(study / f"vr_arm-seed{seed}") for seed in (0, 1)]
     assert shares[0] != shares[1]
     for seed, share in enumerate(shares):
-        of_twin, of_control = (
-            rows_of(study / f"{arm}-seed{seed}")[0]["lr"] for arm in ("twin", "control")
+        of_vr_arm, of_control = (
+            rows_of(study / f"{arm}-seed{seed}")[0]["lr"] for arm in ("vr_arm", "control")
         )
-        assert [lr * share for lr in of_twin] == pytest.approx(of_control)
+        assert [lr * share for lr in of_vr_arm] == pytest.approx(of_control)
 
 
-def changed_copy(twin, place, change):
+def changed_copy(vr_arm, place, change):
     """A copy of a run with other rows in its log."""
-    shutil.copytree(twin, place)
-    rows = change(rows_of(twin))
+    shutil.copytree(vr_arm, place)
+    rows = change(rows_of(vr_arm))
     (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
 
-def test_a_run_without_r_is_refused(twin, tmp_path):
+def test_a_run_without_r_is_refused(vr_arm, tmp_path):
     def without(rows):
         return [{name: row[name] for name in row.keys() - {"gsnr"}} for row in rows]
 
-    plain = changed_copy(twin, tmp_path / "plain", without)
+    plain = changed_copy(vr_arm, tmp_path / "plain", without)
     with pytest.raises(RunError, match="plain has no factors r; take a run with a VR optimizer"):
         mean_factor(plain, SIZES)
 
 
-def test_a_run_of_another_network_is_refused(twin):
-    with pytest.raises(RunError, match=r"twin has a layer .*, which is none of this network's"):
-        mean_factor(twin, {"head": 10})
+def test_a_run_of_another_network_is_refused(vr_arm):
+    with pytest.raises(RunError, match=r"vr_arm has a layer .*, which is none of this network's"):
+        mean_factor(vr_arm, {"head": 10})
 
 
-def test_an_unfinished_run_is_refused(twin, tmp_path):
-    part = changed_copy(twin, tmp_path / "part", lambda rows: rows[:-1])
+def test_an_unfinished_run_is_refused(vr_arm, tmp_path):
+    part = changed_copy(vr_arm, tmp_path / "part", lambda rows: rows[:-1])
     with pytest.raises(RunError, match="part is not finished, so its mean r is not known"):
         mean_factor(part, SIZES)
 

@@ -128,7 +128,7 @@ def swept(*, paper_scale):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("paper_scale", "bases"), [(False, 2), (True, 4)])
-def test_a_base_and_its_twins_are_swept_over_the_same_values(paper_scale, bases):
+def test_a_base_and_its_vr_arms_are_swept_over_the_same_values(paper_scale, bases):
     found = swept(paper_scale=paper_scale)
     plain = [optimizer for optimizer, other in found if other == ""]
     assert bases == len(plain)
@@ -145,14 +145,14 @@ def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(paper_scale):
         RESNET56, sweep, RESNET56.settings(paper_scale=paper_scale), paper_scale=paper_scale
     )
     trainings = trainings_of(RESNET56, found, 1)
-    twins = {name for name, one in trainings.items() if one.optimizer == "vr-momentum"}
+    vr_arms = {name for name, one in trainings.items() if one.optimizer == "vr-momentum"}
     controls = [one for one in trainings.values() if one.lr_control_from]
-    assert twins
-    assert twins == {control.lr_control_from for control in controls}
+    assert vr_arms
+    assert vr_arms == {control.lr_control_from for control in controls}
     for control in controls:
-        twin = trainings[control.lr_control_from]
+        vr_arm = trainings[control.lr_control_from]
         assert "momentum" == control.optimizer
-        assert all(getattr(twin, name) == getattr(control, name) for name in SWEPT)
+        assert all(getattr(vr_arm, name) == getattr(control, name) for name in SWEPT)
 
 
 @pytest.mark.thorough

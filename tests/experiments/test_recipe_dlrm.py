@@ -156,7 +156,7 @@ def test_where_no_cache_folder_can_be_is_said_and_rows_are_held_in_memory(
     monkeypatch.setenv("HOME", str(tmp_path))
     places = {"a file": tmp_path / ".cache", "relative": "here", "nothing": ""}
     monkeypatch.setenv("XDG_CACHE_HOME", str(places[named]))
-    with pytest.warns(UserWarning, match=r"held in memory .* let XDG_CACHE_HOME name another"):
+    with pytest.warns(UserWarning, match=r"kept in memory .* let XDG_CACHE_HOME name another"):
         rows = packed(file)
     assert [1, 0] == rows["label"].tolist()
     assert {file, tmp_path / ".cache"} == set(tmp_path.iterdir())
@@ -319,9 +319,9 @@ def test_no_model_ranks_the_generated_log_better_than_its_truth():
     assert auc_by_pairs(noisy, log.rows["label"]) < wins
     in_tenths = numpy.digitize(log.truth, numpy.arange(0.1, 1, 0.1))
     for tenth in range(10):
-        here = in_tenths == tenth
-        rate, truth = log.rows["label"][here].mean(), log.truth[here].mean()
-        assert abs(rate - truth) < 4 * (0.25 / here.sum()) ** 0.5  # four standard errors
+        in_tenth = in_tenths == tenth
+        rate, truth = log.rows["label"][in_tenth].mean(), log.truth[in_tenth].mean()
+        assert abs(rate - truth) < 4 * (0.25 / in_tenth.sum()) ** 0.5  # four standard errors
 
 
 def test_a_model_that_diverged_is_scored_as_no_number_and_continues():
@@ -382,15 +382,15 @@ def test_vr_leaves_the_tables_alone_unless_they_are_asked_for():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("twin", ["vr-sgd", "vr-sgd-10"])
-def test_a_control_has_its_twins_mean_rate_in_the_networks_and_its_rate_in_the_tables(
-    bigbatch, tmp_path, twin
+@pytest.mark.parametrize("vr_arm", ["vr-sgd", "vr-sgd-10"])
+def test_a_control_has_its_vr_arms_mean_rate_in_the_networks_and_its_rate_in_the_tables(
+    bigbatch, tmp_path, vr_arm
 ):
     changes = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
     changes += ["--set", "samples=512", "--quiet"]
     run = tmp_path / "run"
-    assert 0 == bigbatch("train", "dlrm", "--arm", twin, *changes, "--run-dir", run)[0]
-    control = DLRM_CRITEO.arm(f"sgd-like-{twin}", tiny(lr=0.5, lr_schedule="constant"))
+    assert 0 == bigbatch("train", "dlrm", "--arm", vr_arm, *changes, "--run-dir", run)[0]
+    control = DLRM_CRITEO.arm(f"sgd-like-{vr_arm}", tiny(lr=0.5, lr_schedule="constant"))
     training = Training(DLRM_CRITEO, control.changed({"lr_control_from": str(run)}))
     found = {
         name: group["lr"]
@@ -402,7 +402,7 @@ def test_a_control_has_its_twins_mean_rate_in_the_networks_and_its_rate_in_the_t
     sizes = {name: p.numel() for name, p in training.model.named_parameters()}
     layers = [(r[0], sizes[name]) for row in steps for name, r in row.items() if name not in tables]
     share = sum(r * size for r, size in layers) / sum(size for _, size in layers)
-    assert 0.1 < share < (1 if twin == "vr-sgd" else 2)
+    assert 0.1 < share < (1 if vr_arm == "vr-sgd" else 2)
     assert 26 == len(tables)
     assert {0.5} == {found[name] for name in tables}
     assert [pytest.approx(0.5 * share)] * (len(found) - 26) == [

@@ -202,8 +202,13 @@ def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
 def test_a_token_has_most_context_in_one_window_the_first_of_equal_ones():
     windows = windowed([Question("who", " ".join(WORDS[:20]), ("w0",), 0)])
     owned = [numpy.flatnonzero(row) - 3 for row in windows.begins]  # 3 tokens before the window
-    here = [(begin + row).tolist() for begin, row in zip((0, 4, 8, 12), owned, strict=True)]
-    assert [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13], [14, 15, 16, 17, 18, 19]] == here
+    owned_places = [(begin + row).tolist() for begin, row in zip((0, 4, 8, 12), owned, strict=True)]
+    assert [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9],
+        [10, 11, 12, 13],
+        [14, 15, 16, 17, 18, 19],
+    ] == owned_places
     # of (0, 4) and (2, 5): token 2 has 1 of 4 and 0 of 3, token 3 has 0 of 4 and 1 of 3
     uneven = [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
     assert uneven == most_context([(0, 4), (2, 5)]).astype(int).tolist()

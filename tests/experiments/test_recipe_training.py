@@ -127,8 +127,8 @@ def test_a_precision_that_a_model_in_float64_would_not_have_is_refused():
 def test_indices_of_a_part_take_few_bytes():
     """Four each, and not the forty of a list of numbers; datasets get Python's own."""
     chosen = chosen_indices(400_000, 300_000)
-    held = chosen.buffer_info()[1] * chosen.itemsize
-    assert 300_000 * 4 == held
+    bytes_of_indices = chosen.buffer_info()[1] * chosen.itemsize
+    assert 300_000 * 4 == bytes_of_indices
     assert 300_000 == len(set(chosen))
     assert int is type(chosen[0])
 

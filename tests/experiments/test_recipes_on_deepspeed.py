@@ -247,7 +247,7 @@ def test_a_damaged_file_of_deepspeed_is_refused_by_name(deepspeed_ranks, tmp_pat
 
 @pytest.mark.parametrize(
     ("ranks_then", "said"),
-    [(3, "saved by 3 ranks at zero_stage=2, whose tokens 2 cannot take"), (2, "step7 is gone")],
+    [(3, "saved by 3 ranks at zero_stage=2, whose shards 2 cannot take"), (2, "step7 is gone")],
 )
 def test_a_checkpoint_that_cannot_be_loaded_says_why(deepspeed_ranks, tmp_path, ranks_then, said):
     state = {"model": {}, "folder": "step7", "ranks": ranks_then}

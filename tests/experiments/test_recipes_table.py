@@ -81,7 +81,7 @@ def test_a_recipe_with_variance_reduction_has_the_clips_of_the_paper(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_virtual_ranks_of_the_paper_can_be_dealt_to_its_ranks(recipe):
+def test_the_virtual_ranks_of_the_paper_can_be_assigned_to_its_ranks(recipe):
     assert 0 == recipe.settings(paper_scale=True).virtual_ranks % recipe.paper_ranks
 
 
@@ -116,8 +116,8 @@ def blocks_of(file):
     Nor do lines count which say no more than that a recipe's own function is meant.
     """
     lines = [line.strip() for line in without_imports(file)]
-    told = re.compile(r"(\w+)=_\1,|[()\[\]{},]*")
-    kept = [line for line in lines if not told.fullmatch(line)]
+    names_only = re.compile(r"(\w+)=_\1,|[()\[\]{},]*")
+    kept = [line for line in lines if not names_only.fullmatch(line)]
     return zip(*(kept[start:] for start in range(REPEATED)), strict=False)
 
 

@@ -80,9 +80,9 @@ def test_a_long_phase_of_table_1_alone_says_how_to_name_its_short_one(bigbatch, 
 
 def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phase():
     swept = points_of(BERT, BERT.paper_sweep, BERT.settings(paper_scale=True), paper_scale=True)
-    held = [point.settings for point in swept if point.settings.policy == "simigrad"]
+    adaptive = [point.settings for point in swept if point.settings.policy == "simigrad"]
     assert {(0.75, 0.0004), (0.75, 0.0006), (0.8, 0.0004), (0.8, 0.0006)} == {
-        (one.target, one.lr) for one in held
+        (one.target, one.lr) for one in adaptive
     }
     fixed = {
         (point.settings.optimizer, point.settings.batch_size // 1024)

@@ -39,5 +39,5 @@ def test_another_process_reads_the_same_and_imports_none_of_it():
         "assert before == set(sys.modules)\n"
         "sys.stdout.buffer.write(repr(texts).encode())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert told == repr(stdlib_text()).encode()
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert printed == repr(stdlib_text()).encode()

@@ -86,7 +86,7 @@ def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
     assert tmp_path / "run-2" == reserve(tmp_path, "run", launch("none").id)
 
 
-def test_a_lost_rank_is_told_once_with_the_way_to_continue(capsys):
+def test_a_lost_rank_is_reported_once_with_the_way_to_continue(capsys):
     store = dist.HashStore()
     for _ in range(2):
         Launch(store).tell_failure(dist.DistNetworkError("Connection closed by peer. At gloo."))
@@ -102,7 +102,7 @@ class GoneStore(dist.Store):
         raise dist.DistNetworkError("failed to send, got error 32: Broken pipe")
 
 
-def test_what_goes_wrong_is_told_without_the_store_too(capsys):
+def test_what_goes_wrong_is_reported_without_the_store_too(capsys):
     Launch(GoneStore()).tell("why")
     assert "bigbatch: why\n" == capsys.readouterr().err
 
@@ -144,9 +144,9 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 
 def test_a_rank_that_lost_another_says_so_where_that_did_not(capsys):
-    told, killed = dist.HashStore(), dist.HashStore()
-    Launch(told).tell("why")
-    Launch(told).tell_failure(CLOSED)
+    message, killed = dist.HashStore(), dist.HashStore()
+    Launch(message).tell("why")
+    Launch(message).tell_failure(CLOSED)
     assert "bigbatch: why\n" == capsys.readouterr().err
     Launch(killed).tell_failure(CLOSED)
     Launch(killed).tell_failure(dist.DistNetworkError("Broken pipe"))

@@ -26,7 +26,7 @@ from oracles import noise as oracle
 # tensor parallelism
 
 
-def in_pieces(mesh):
+def in_shards(mesh):
     return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
@@ -34,27 +34,27 @@ def two_axes(other):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", other))
 
 
-def pieces_in_fully_shard():
+def shards_in_fully_shard():
     mesh = two_axes("tensor")
-    model = in_pieces(mesh["tensor"])
+    model = in_shards(mesh["tensor"])
     fully_shard(model[0], mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
 
 
-def pieces_in_ddp():
+def shards_in_ddp():
     mesh = two_axes("tensor")
-    return DistributedDataParallel(in_pieces(mesh["tensor"]), device_mesh=mesh["data"])
+    return DistributedDataParallel(in_shards(mesh["tensor"]), device_mesh=mesh["data"])
 
 
-def pieces_alone():
-    return in_pieces(init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",)))
+def shards_alone():
+    return in_shards(init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",)))
 
 
-PIECES = {"fsdp2": pieces_in_fully_shard, "ddp": pieces_in_ddp, "alone": pieces_alone}
+SHARDS = {"fsdp2": shards_in_fully_shard, "ddp": shards_in_ddp, "alone": shards_alone}
 
 
-def with_pieces(rank, ranks, wrap):
-    model, messages = PIECES[wrap](), []
+def with_shards(rank, ranks, wrap):
+    model, messages = SHARDS[wrap](), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     policy = bb.SimiGrad()
     for construct in (
@@ -67,9 +67,9 @@ def with_pieces(rank, ranks, wrap):
     return messages
 
 
-@pytest.mark.parametrize("wrap", PIECES)
+@pytest.mark.parametrize("wrap", SHARDS)
 def test_tensor_parallelism_is_refused_at_construction_with_the_remedy(ranks, wrap):
-    for messages in ranks(4)(with_pieces, wrap):
+    for messages in ranks(4)(with_shards, wrap):
         for message in messages:
             assert "tensor parallelism cannot be measured in this release" in message
             assert "shard by fully_shard alone over all ranks" in message
@@ -117,7 +117,7 @@ def test_some_of_the_ranks_train_as_if_they_were_all_and_it_is_said(ranks, engin
     assert "pipeline parallelism" in answers[0][2][0]
 
 
-def dealt_to_all(rank, ranks):
+def shared_by_all(rank, ranks):
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     model = DistributedDataParallel(network(), process_group=group)
     data = Numbered()
@@ -130,7 +130,7 @@ def dealt_to_all(rank, ranks):
 
 
 def test_a_sampler_that_deals_to_more_ranks_than_train_is_refused(ranks):
-    ranks(4)(dealt_to_all)
+    ranks(4)(shared_by_all)
 
 
 def test_a_sampler_that_deals_to_more_ranks_than_one_is_refused():

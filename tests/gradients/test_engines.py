@@ -215,7 +215,7 @@ def over_rows_only_at_the_end(model, ranks):
 
 
 class CopiesLast(nn.Module):
-    """Scatters in each backward, and joins the copies where it is told to synchronize."""
+    """Scatters in each backward, and joins the copies where it is asked to synchronize."""
 
     def __init__(self, inner):
         super().__init__()

@@ -29,7 +29,7 @@ SHARDED = {  # on so many ranks
     "nested": (2, nested),
     "root alone": (2, fully_shard),
     "whole after a forward": (2, lambda model: nested(model, reshard_after_forward=False)),
-    "in pieces after a forward": (2, lambda model: nested(model, reshard_after_forward=True)),
+    "in shards after a forward": (2, lambda model: nested(model, reshard_after_forward=True)),
     "over two ranks after a forward": (4, lambda model: nested(model, reshard_after_forward=2)),
     "hsdp": (4, lambda model: nested(model, mesh=two_rows(4))),
     "frozen layer": (2, frozen),
@@ -88,7 +88,7 @@ def test_evaluations_change_nothing_wherever_they_are(ranks, sharded, name):
 
 
 def made_late(rank, ranks, shard, make):
-    """What an optimizer is told that was made of the parameters that a forward has left."""
+    """What is said to an optimizer that was made of the parameters that a forward has left."""
     model = SHARDED[shard][1](network())
     with torch.no_grad():
         model(Numbered(4).x)
@@ -130,7 +130,7 @@ LATE = [
 
 
 @pytest.mark.parametrize(("count", "shard", "make", "words"), LATE)
-def test_who_has_the_whole_parameters_is_told_when_to_take_them(ranks, count, shard, make, words):
+def test_who_has_the_whole_parameters_learns_when_to_take_them(ranks, count, shard, make, words):
     for message in ranks(count)(made_late, shard, make):
         assert words in message
         assert "before any forward" in message

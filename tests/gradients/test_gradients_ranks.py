@@ -119,10 +119,10 @@ def gradients(rank, ranks, engine, precision):
 def expected(make, step):
     """In float64, over all ranks' micro-batches as they were cut."""
     model, data = make().double(), Pairs()
-    cut = [piece for rank in step for piece in rank]
+    cut = [chunk for rank in step for chunk in rank]
     total = sum(map(len, cut))
-    for piece in cut:
-        (mse_loss(model(data.x[piece]), data.y[piece]) * len(piece) / total).backward()
+    for chunk in cut:
+        (mse_loss(model(data.x[chunk]), data.y[chunk]) * len(chunk) / total).backward()
     return total, [p.grad for p in model.parameters()]
 
 
@@ -137,8 +137,8 @@ def test_the_optimizer_steps_along_the_mean_over_the_batch(ranks, engine, count,
     else:
         answers = ranks(count)(gradients, engine, precision)
     steps = list(zip(*(read for read, _ in answers), strict=True))
-    assert len({sum(len(piece) for rank in step for piece in rank) for step in steps}) > 1
-    assert SAMPLES == sum(len(piece) for step in steps for rank in step for piece in rank)
+    assert len({sum(len(chunk) for rank in step for chunk in rank) for step in steps}) > 1
+    assert SAMPLES == sum(len(chunk) for step in steps for rank in step for chunk in rank)
     for number, step in enumerate(steps):
         _, whole_gradient = expected(make, step)
         for _, seen in answers:

@@ -1,4 +1,4 @@
-"""Which elements of a gradient a rank's piece holds, and that nobody makes an array to ask."""
+"""Which elements of a gradient a rank's shard holds, and that nobody makes an array to ask."""
 
 import pytest
 import torch
@@ -18,17 +18,17 @@ def numbered(shape):
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
-def those_asked_for(piece, count):
-    """The slow way: from the numbers of all elements of a piece."""
-    flat = piece.reshape(-1)
-    there = (flat < count).nonzero().squeeze(1)
-    return dict(zip(there.tolist(), flat[there].tolist(), strict=True))
+def those_asked_for(shard, count):
+    """The slow way: from the numbers of all elements of a shard."""
+    flat = shard.reshape(-1)
+    places = (flat < count).nonzero().squeeze(1)
+    return dict(zip(places.tolist(), flat[places].tolist(), strict=True))
 
 
-def as_dict(held):
-    there, numbers = held
-    assert len(there) == len(numbers)
-    return dict(zip(there.tolist(), numbers.tolist(), strict=True))
+def as_dict(indices):
+    places, numbers = indices
+    assert len(places) == len(numbers)
+    return dict(zip(places.tolist(), numbers.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 400])
@@ -40,17 +40,17 @@ def test_rows_of_a_chunk_hold_what_is_in_them(shape, ranks):
         chunks, rows = whole.chunk(ranks, dim), -(-size // ranks)
         for rank in range(ranks):
             first = min(size, rank * rows)
-            piece = chunks[rank] if rank < len(chunks) else whole[:0]
-            held = indices_in_rows(count, shape, dim, first, min(rows, size - first))
-            assert those_asked_for(piece, count) == as_dict(held)
+            shard = chunks[rank] if rank < len(chunks) else whole[:0]
+            indices = indices_in_rows(count, shape, dim, first, min(rows, size - first))
+            assert those_asked_for(shard, count) == as_dict(indices)
 
 
 @pytest.mark.parametrize("runs", [[], [(0, 1000)], [(100, 50)], [(900, 100)], [(0, 7), (200, 90)]])
 def test_runs_hold_what_is_in_them_one_after_another(runs):
     whole = numbered((1000,))
-    piece = torch.cat([whole[:0], *(whole[first : first + length] for first, length in runs)])
-    held = indices_in_runs(torch.arange(COUNT), runs)
-    assert those_asked_for(piece, COUNT) == as_dict(held)
+    shard = torch.cat([whole[:0], *(whole[first : first + length] for first, length in runs)])
+    indices = indices_in_runs(torch.arange(COUNT), runs)
+    assert those_asked_for(shard, COUNT) == as_dict(indices)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

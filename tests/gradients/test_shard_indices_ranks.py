@@ -1,4 +1,4 @@
-"""What a source says of a rank's piece is what lies in it, whichever engine cuts the gradient."""
+"""What a source says of a rank's shard is what lies in it, whichever engine cuts the gradient."""
 
 from functools import partial
 
@@ -45,14 +45,14 @@ def held_and_found(rank, ranks, *, engine):
     pairs = []
     for parameter in source.parameters:
         shape = source.reducer.shape(parameter)
-        there, numbers = source.shard_indices(parameter, min(COUNT, shape.numel()))
-        said = dict(zip(there.tolist(), numbers.tolist(), strict=True))
+        places, numbers = source.shard_indices(parameter, min(COUNT, shape.numel()))
+        said = dict(zip(places.tolist(), numbers.tolist(), strict=True))
         whole = torch.arange(shape.numel()).view(shape)
-        piece = source.shard(parameter, whole).reshape(-1)
+        shard = source.shard(parameter, whole).reshape(-1)
         assert source.local_grad(parameter) is None or source.local_grad(parameter).numel() == len(
-            piece
+            shard
         )
-        found = {place: n for place, n in enumerate(piece.tolist()) if n < COUNT}
+        found = {place: n for place, n in enumerate(shard.tolist()) if n < COUNT}
         pairs.append((said, found))
     return pairs
 
@@ -67,9 +67,9 @@ def held_and_found(rank, ranks, *, engine):
     ],
 )
 def test_a_rank_holds_what_a_numbered_gradient_says(ranks, engine, count):
-    held = []
+    counts = []
     for pairs in ranks(count)(partial(held_and_found, engine=engine)):
         for said, found in pairs:
             assert found == said
-            held.append(len(said))
-    assert any(held)  # somebody has the first elements
+            counts.append(len(said))
+    assert any(counts)  # somebody has the first elements

@@ -42,11 +42,11 @@ def main(folder, engine, updates, every, timeout, fault, at):
         time.sleep(1000)  # until it is ended with the others
     for _ in train.epochs(10**9):
         for step in train:
-            here, numbers = train.steps + 1, []
+            this_step, numbers = train.steps + 1, []
             for x, y, number in step:
                 numbers += number.tolist()
                 loss = cross_entropy(train.model(x), y)
-                if first_life and rank == FAULTY and here == at:
+                if first_life and rank == FAULTY and this_step == at:
                     strike(fault)
                 step.backward(loss)
             step.update()

@@ -1,4 +1,4 @@
-"""Whether the batch sizes of a training are those that SimiGrad's rule gives: its slow twin."""
+"""Whether the batch sizes of a training are those of SimiGrad's rule, computed step by step."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -110,7 +110,7 @@ def run(rank, ranks, engine, virtual_ranks, updates):
 def together(answers):
     """Every step's samples, whoever read them."""
     return [
-        sorted(n for numbers in step for piece in numbers for n in piece)
+        sorted(n for numbers in step for chunk in numbers for n in chunk)
         for step in zip(*(answer[0] for answer in answers), strict=True)
     ]
 

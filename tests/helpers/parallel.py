@@ -179,9 +179,9 @@ def _answer(g, sizes, loss):
 
 def _set_gradients(model, flat):
     watched = [p for p in model.parameters() if p.requires_grad]
-    pieces = flat.split([p.numel() for p in watched])
-    for p, piece in zip(watched, pieces, strict=True):
-        p.grad = piece.view_as(p).float()
+    chunks = flat.split([p.numel() for p in watched])
+    for p, chunk in zip(watched, chunks, strict=True):
+        p.grad = chunk.view_as(p).float()
 
 
 def close(answer, reading, rel=REL):

@@ -9,5 +9,5 @@ FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 def needs(name):
     """Skips a test where the data set of this folder is not there."""
-    there = (FOLDER / name).is_dir()
-    return pytest.mark.skipif(not there, reason=f"there is no {FOLDER / name}")
+    exists = (FOLDER / name).is_dir()
+    return pytest.mark.skipif(not exists, reason=f"there is no {FOLDER / name}")

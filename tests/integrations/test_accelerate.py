@@ -82,7 +82,7 @@ def trained(train, epochs=EPOCHS, most=10**9):
 
 def numbers_of(done):
     """Of the samples, in order."""
-    return [number for step, _ in done for piece in step for number in piece]
+    return [number for step, _ in done for chunk in step for number in chunk]
 
 
 def sizes(done):
@@ -309,27 +309,27 @@ def test_an_evaluation_changes_nothing(within):
     expected = trained(plain)
 
     train, model = prepared(accelerator, *parts())
-    held = DataLoader(Numbered(20), 6, generator=torch.Generator())  # draws no seed from dropout's
-    held = accelerator.prepare(held)
+    loader = DataLoader(Numbered(20), 6, generator=torch.Generator())  # apart from dropout's
+    test_loader = accelerator.prepare(loader)
     done = []
     torch.manual_seed(SEED)
     for _ in train.epochs(EPOCHS):
         for each in each_step(train, clip=1.0):
             done.append(each)
             if within:
-                assert 20 == evaluated(accelerator, model, held)
-        assert 20 == evaluated(accelerator, model, held)
+                assert 20 == evaluated(accelerator, model, test_loader)
+        assert 20 == evaluated(accelerator, model, test_loader)
 
     assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in done]
     assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in done]
 
 
-def evaluated(accelerator, model, held):
+def evaluated(accelerator, model, test_loader):
     """How many samples were seen, as Hugging Face's examples evaluate."""
     model.eval()
     seen = 0
     with torch.no_grad():
-        for x, y, _ in held:
+        for x, y, _ in test_loader:
             right, _ = accelerator.gather_for_metrics((model(x).argmax(-1) == y, y))
             seen += len(right)
     model.train()

@@ -57,7 +57,7 @@ def network():
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
-def told(done):
+def summary_of(done):
     """(numbers of the samples, batch size, loss, rates) of every step."""
     return [(list(chain(*numbers)), r.batch_size, r.loss, r.lr) for numbers, r in done]
 
@@ -79,7 +79,7 @@ def built(configuration, data=None, optimizer=torch.optim.SGD, options=None, set
 def trained(rank, ranks, configuration, epochs=3, options=None):
     with launched(rank, ranks):
         _, train, model = built(configuration, options=options)
-        done = told(steps_of(train, epochs))
+        done = summary_of(steps_of(train, epochs))
         return done, [p.detach().clone() for p in model.parameters()]
 
 
@@ -115,7 +115,7 @@ def test_a_batch_that_is_split_is_that_of_all_processes(ranks):
 def split(rank, ranks, options):
     with launched(rank, ranks):
         _, train, _ = built({"split_batches": True}, options=options)
-        sizes = [size for _, size, *_ in told(steps_of(train, 1))]
+        sizes = [size for _, size, *_ in summary_of(steps_of(train, 1))]
         assert SAMPLES == sum(sizes)
         return sizes[:1], train.batches.batch_size
 
@@ -127,7 +127,7 @@ def test_two_processes_train_as_one_that_plays_both(ranks):
     loader = bb.Batches(DataLoader(Numbered(), 10), virtual_ranks=2)
     train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, micro_batch=5, **POLICY)
     train.scheduler_batch = 5  # accelerate's: one batch of the loader
-    expected = told(steps_of(train, 3))
+    expected = summary_of(steps_of(train, 3))
     (first, weights), (second, others) = ranks(2)(trained, {}, 3, {"batch_size": 5})
 
     assert len({size for _, size, *_ in expected}) > 2
@@ -151,7 +151,7 @@ def variance_reduced(rank, ranks, by_hand):
     with launched(rank, ranks):
         if not by_hand:
             _, train, _ = built({}, optimizer=VRSGD, options={"batch_size": 5})
-            return told(steps_of(train, 2))
+            return summary_of(steps_of(train, 2))
         model = DistributedDataParallel(network())
         optimizer = VRSGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
@@ -161,7 +161,7 @@ def variance_reduced(rank, ranks, by_hand):
         loader = DataLoader(Numbered(), 5, sampler=ledger)
         train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
         train.scheduler_batch = 5
-        return told(steps_of(train, 2))
+        return summary_of(steps_of(train, 2))
 
 
 def test_a_saved_training_continues_in_two_processes(ranks, tmp_path):
@@ -185,7 +185,7 @@ def interrupted(rank, ranks, folder):
         accelerator, train, _ = built({})
         accelerator.register_for_checkpointing(bb.DistributedState(train))
         accelerator.load_state(folder)
-        return told(done + steps_of(train, 2))
+        return summary_of(done + steps_of(train, 2))
 
 
 class Whole(BatchSampler):
@@ -251,7 +251,7 @@ def unrepeated(rank, ranks, what):
     configuration, data, options = given[what]
     with launched(rank, ranks):
         _, train, _ = built(configuration, data, options=options)
-        return [number for step, *_ in told(steps_of(train, 1)) for number in step]
+        return [number for step, *_ in summary_of(steps_of(train, 1)) for number in step]
 
 
 EPOCHS, EVEN = 3, 48  # samples, a multiple of every batch
@@ -321,15 +321,16 @@ def test_the_rate_over_the_samples_is_that_of_accelerate(
 def evaluated(rank, ranks, evaluates):
     with launched(rank, ranks):
         accelerator, train, model = built({})
-        held = accelerator.prepare(DataLoader(Numbered(), 4))
+        prepared = accelerator.prepare(DataLoader(Numbered(), 4))
         done = []
         for _ in train.epochs(2):
-            done += told(each_step(train))
+            done += summary_of(each_step(train))
             if evaluates:
                 model.eval()
                 with torch.no_grad():
                     right = [
-                        accelerator.gather_for_metrics(model(x).argmax(-1) == y) for x, y, _ in held
+                        accelerator.gather_for_metrics(model(x).argmax(-1) == y)
+                        for x, y, _ in prepared
                     ]
                 model.train()
                 assert SAMPLES == sum(map(len, right))

@@ -51,7 +51,7 @@ FIXED = {"adaptive_batch_params": None, "policy": bb.Fixed(BATCH)}
 
 
 def micro_batches(sizes):
-    """Samples one after the other, cut into pieces of these sizes."""
+    """Samples one after the other, cut into batches of these sizes."""
     x, y = data().tensors
     at = 0
     for size in itertools.cycle(sizes):
@@ -79,8 +79,8 @@ def losses_of_plain(rank, ranks, params, dtype, layout):
         engine = initialize(
             model=model, optimizer=optimizer_of(model), config=config_of(1, layout, dtype), **given
         )[0]
-        pieces = micro_batches([8])
-        runs.append([one_loss(engine, *next(pieces)) for _ in range(STEPS * ACCUMULATION)])
+        batches = micro_batches([8])
+        runs.append([one_loss(engine, *next(batches)) for _ in range(STEPS * ACCUMULATION)])
     return *runs, type(engine) is deepspeed.DeepSpeedEngine
 
 
@@ -108,8 +108,8 @@ def losses_of_fixed(rank, ranks, layout):
     plain = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
     ours, _, loader, _ = engine_of(0, 1, layout, clip=0.25, lr_scheduler=None, **OWN, **FIXED)
     assert loader is None
-    pieces = list(itertools.islice(micro_batches([8]), STEPS * ACCUMULATION))
-    return [[one_loss(engine, *piece) for piece in pieces] for engine in (plain, ours)]
+    batches = list(itertools.islice(micro_batches([8]), STEPS * ACCUMULATION))
+    return [[one_loss(engine, *batch) for batch in batches] for engine in (plain, ours)]
 
 
 @pytest.mark.parametrize("layout", ["0", "1", "2", "3"])
@@ -206,8 +206,8 @@ def readme(rank, ranks, path, target):
         given.append((x, y))
         model.step()
         if model.was_step_applied():
-            told = (wanted, boundaries, model.bigbatch.record)
-            steps.append((told, given, weights_of(model)))
+            recorded = (wanted, boundaries, model.bigbatch.record)
+            steps.append((recorded, given, weights_of(model)))
             given, boundaries = [], []
     return said, steps
 
@@ -555,91 +555,91 @@ def test_what_would_be_wrong_or_was_not_tried_is_refused(deepspeed_ranks):
 # loops that go wrong
 
 
-def second_driver(engine, pieces):
-    piece = next(pieces)
+def second_driver(engine, batches):
+    batch = next(batches)
     engine.set_gradient_accumulation_boundary(True)
-    micro_step(engine, *piece)
+    micro_step(engine, *batch)
 
 
-def second_driver_of_the_step(engine, pieces):
-    x, y = next(pieces)
+def second_driver_of_the_step(engine, batches):
+    x, y = next(batches)
     engine.backward(loss_of(engine(x), y))
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
 
 
-def backward_past_the_engine(engine, pieces):
-    x, y = next(pieces)
+def backward_past_the_engine(engine, batches):
+    x, y = next(batches)
     loss_of(engine(x), y).backward()
     engine.step()
 
 
-def backward_past_the_engine_once(engine, pieces):
-    for number, (x, y) in enumerate(itertools.islice(pieces, 2 * ACCUMULATION)):
+def backward_past_the_engine_once(engine, batches):
+    for number, (x, y) in enumerate(itertools.islice(batches, 2 * ACCUMULATION)):
         if number == 2:
             loss_of(engine(x), y).backward()
         micro_step(engine, x, y)
 
 
-def backward_past_the_engine_before(engine, pieces):
-    x, y = next(pieces)
+def backward_past_the_engine_before(engine, batches):
+    x, y = next(batches)
     loss_of(engine(x), y).backward()
     micro_step(engine, x, y)
 
 
-def backward_past_the_engine_after(engine, pieces):
-    for x, y in pieces:
+def backward_past_the_engine_after(engine, batches):
+    for x, y in batches:
         engine.backward(loss_of(engine(x), y))
         if engine.is_gradient_accumulation_boundary():
             loss_of(engine(x), y).backward()
         engine.step()
 
 
-def step_without_backward(engine, pieces):
-    x, _ = next(pieces)
+def step_without_backward(engine, batches):
+    x, _ = next(batches)
     engine(x)
     engine.step()
 
 
-def step_twice(engine, pieces):
-    micro_step(engine, *next(pieces))
+def step_twice(engine, batches):
+    micro_step(engine, *next(batches))
     engine.step()
 
 
-def step_twice_at_the_end(engine, pieces):
-    train_steps(engine, pieces, 1)
+def step_twice_at_the_end(engine, batches):
+    train_steps(engine, batches, 1)
     engine.step()
 
 
-def forgotten_step(engine, pieces):
-    for x, y in itertools.islice(pieces, ACCUMULATION + 1):
+def forgotten_step(engine, batches):
+    for x, y in itertools.islice(batches, ACCUMULATION + 1):
         engine.backward(loss_of(engine(x), y))
 
 
-def two_backwards(engine, pieces):
-    x, y = next(pieces)
+def two_backwards(engine, batches):
+    x, y = next(batches)
     output = engine(x)
     engine.backward(loss_of(output, y), retain_graph=True)
     engine.backward(output.square().mean())
 
 
-def saved_inside(engine, pieces):
-    micro_step(engine, *next(pieces))
+def saved_inside(engine, batches):
+    micro_step(engine, *next(batches))
     engine.save_checkpoint("/nowhere")
 
 
-def loaded_inside(engine, pieces):
-    micro_step(engine, *next(pieces))
+def loaded_inside(engine, batches):
+    micro_step(engine, *next(batches))
     engine.load_checkpoint("/nowhere")
 
 
-def loss_of_each_sample(engine, pieces):
-    x, y = next(pieces)
+def loss_of_each_sample(engine, batches):
+    x, y = next(batches)
     engine.backward(cross_entropy(engine(x), y, reduction="none"))
 
 
-def moved_schedule(engine, pieces):
-    for x, y in pieces:
+def moved_schedule(engine, batches):
+    for x, y in batches:
         if micro_step(engine, x, y):
             engine.lr_scheduler.step()
 
@@ -676,7 +676,7 @@ def wrong_loop(rank, ranks, wrong, layout, own):
 @pytest.mark.parametrize("own", [True, False], ids=["own loop", "loader"])
 @pytest.mark.parametrize("layout", ["0", "1", "2", "3"])
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_loop_that_goes_wrong_is_told_how(deepspeed_ranks, wrong, layout, own):
+def test_a_loop_that_goes_wrong_is_warned_how(deepspeed_ranks, wrong, layout, own):
     said = deepspeed_ranks(1)(wrong_loop, wrong, layout, own)[0]
     past_the_engine = wrong.__name__.startswith("backward_past")
     expected = ITS_OWN if layout == "0" and past_the_engine else WRONG[wrong]
@@ -688,16 +688,16 @@ def left_out(rank, ranks):
     said = []
     engine, _, loader, _ = engine_of(0, 1)
     x, y = data()[:8]
-    with told(said):
+    with recorded(said):
         engine.backward(loss_of(engine(x), y))
-    with told(said):
+    with recorded(said):
         for _ in loader:
             pass
     return said
 
 
 @contextmanager
-def told(said):
+def recorded(said):
     try:
         yield
     except BigbatchError as error:
@@ -713,11 +713,11 @@ def test_a_loaders_micro_batch_is_one_backward(deepspeed_ranks):
 def validated(rank, ranks, layout, own, between):
     """Steps with forwards of other sizes between, in eval mode or without gradients."""
     engine, _, loader, _ = engine_of(0, 1, layout, **(OWN if own else {}))
-    pieces = micro_batches([8, 5]) if own else itertools.chain(loader, loader)
+    batches = micro_batches([8, 5]) if own else itertools.chain(loader, loader)
     x_all, _ = data()[:40]
     records = []
     while len(records) < STEPS:
-        x, y = next(pieces)
+        x, y = next(batches)
         output = engine(x)
         if between == "eval":
             engine.eval()
@@ -746,7 +746,7 @@ def test_forwards_for_validation_change_nothing(deepspeed_ranks, layout, own):
 
 
 def broken_off(rank, ranks):
-    """One pass in pieces of seven micro-batches, `break` between."""
+    """One pass in batches of seven micro-batches, `break` between."""
     engine, _, loader, _ = engine_of(0, 1)
     seen_samples, micro = 0, 0
     while engine.bigbatch.epoch == 0:
@@ -821,7 +821,7 @@ def reused(rank, ranks, layout, how):
     engine, _, loader, _ = engine_of(
         0, 1, layout, model=model, optimizer=optimizer, lr_scheduler=None
     )
-    with told(said := []):
+    with recorded(said := []):
         return seen(train_steps(engine, loader, STEPS))
     return said[0]
 
@@ -837,7 +837,7 @@ def test_layers_that_are_reused_or_recomputed_count_once(deepspeed_ranks, how, l
 
 @pytest.mark.parametrize("layout", ["0", "1", "2", "3"])
 def test_a_layer_in_two_reentrant_segments_is_refused(deepspeed_ranks, layout):
-    """Its gradient comes in two pieces, whose squares are not that of the sum."""
+    """Its gradient comes in two batches, whose squares are not that of the sum."""
     said = deepspeed_ranks(1)(reused, layout, "reentrant twice")[0]
     assert said.startswith("a parameter received two gradients in one micro-batch")
     assert "use_reentrant=False" in said

@@ -30,7 +30,7 @@ UNIVERSAL = {"checkpoint": {"load_universal": True}}
 CELLS = [("0", "fp32"), ("0", "bf16"), ("1", "fp32"), ("2", "fp32"), ("2", "bf16"), ("3", "fp32")]
 
 
-def pieces_of(rank, first):
+def batches_of(rank, first):
     """A caller's own micro-batches, by number."""
     for number in itertools.count(first):
         draw = torch.Generator().manual_seed(100 * number + rank)
@@ -43,8 +43,8 @@ def continued(rank, ranks, folder, layout, dtype, own):
     results = []
     for stop in (False, True):
         engine, _, loader, _ = engine_of(rank, ranks, layout, dtype, clip=0.25, **how)
-        pieces = pieces_of(rank, 0) if own else loader
-        before = train_steps(engine, pieces, BEFORE)
+        batches = batches_of(rank, 0) if own else loader
+        before = train_steps(engine, batches, BEFORE)
         if stop:
             engine.save_checkpoint(folder, client_state={"mine": [1, "two"]})
             engine, _, loader, _ = engine_of(rank, ranks, layout, dtype, clip=0.25, **how)
@@ -53,8 +53,8 @@ def continued(rank, ranks, folder, layout, dtype, own):
             assert state["mine"] == [1, "two"]
             assert "bigbatch" not in state
             micro = sum(record.micro_batches for record in before) // ranks
-            pieces = pieces_of(rank, micro) if own else loader
-        after = train_steps(engine, pieces, AFTER)
+            batches = batches_of(rank, micro) if own else loader
+        after = train_steps(engine, batches, AFTER)
         counted = engine.global_samples, engine.global_steps, engine.train_batch_size()
         results.append((seen([*before, *after]), weights_of(engine), counted, engine.get_lr()))
     return results
@@ -169,7 +169,7 @@ def without_ours(rank, ranks, folder):
     model = network()
     config = config_of(ranks, "1")
     plain = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
-    for x, y in itertools.islice(pieces_of(rank, 0), 12):
+    for x, y in itertools.islice(batches_of(rank, 0), 12):
         micro_step(plain, x, y)
     plain.save_checkpoint(folder)
     engine, _, loader, _ = engine_of(rank, ranks, "1", lr_scheduler=None)

@@ -101,7 +101,7 @@ def in_one_process(ranks, name, reached, weights):
     source = SingleProcessSource(model.parameters(), explicit=True)
     if isinstance(optimizer, VarianceReduced):
         optimizer.bind(source)
-    told = []
+    records_of_one = []
     for step in range(STEPS):
         groups = [[micro_batch(rank, step, n) for rank in range(ranks)] for n in range(K)]
         weigh = WEIGHTS[weights] or (lambda rank, n, of=groups: len(of[n][rank][1]))
@@ -122,16 +122,16 @@ def in_one_process(ranks, name, reached, weights):
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         source.zero_grad()
-        told.append((sum(len(y) for group in groups for _, y in group), loss))
-    return [p.detach() for p in model.parameters()], told
+        records_of_one.append((sum(len(y) for group in groups for _, y in group), loss))
+    return [p.detach() for p in model.parameters()], records_of_one
 
 
 def assert_as_in_one_process(answers, *how):
-    expected, told = in_one_process(len(answers), *how)
+    expected, records_of_one = in_one_process(len(answers), *how)
     for weights, records in answers:
-        assert [size for size, _ in told] == [size for size, _ in records]
+        assert [size for size, _ in records_of_one] == [size for size, _ in records]
         losses = [loss for _, loss in records]
-        assert pytest.approx([loss for _, loss in told], abs=1e-5) == losses
+        assert pytest.approx([loss for _, loss in records_of_one], abs=1e-5) == losses
         assert apart(expected, weights) < 1e-6  # float32 against float64
 
 
@@ -198,7 +198,7 @@ def fewer_numbers_than_ranks(rank, ranks, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_may_have_no_piece_of_any_layer(deepspeed_ranks, stage):
+def test_a_rank_may_have_no_shard_of_any_layer(deepspeed_ranks, stage):
     model = Pair().double()
     optimizer = MAKERS["SGD"](model.parameters())
     weights = {(rank, n): 1.0 + n + rank for rank in range(3) for n in range(K)}

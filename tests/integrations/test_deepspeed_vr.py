@@ -24,7 +24,7 @@ CLIP = 0.05  # below every norm
 LEARNING_RATES = {"VRSGD": 0.5, "VRMomentum": 0.1, "VRAdam": 0.01, "VRLARS": 5.0, "VRLAMB": 0.01}
 RULES = [*LEARNING_RATES]
 STAGES = ["0", "1", "2", "3"]
-SETTINGS = {  # of ZeRO, that lay pieces out otherwise
+SETTINGS = {  # of ZeRO, that lay shards out otherwise
     "small sub-groups": ("3", {"sub_group_size": 20}),
     "small buckets": ("2", {"reduce_bucket_size": 20}),
     "no contiguous gradients": ("2", {"contiguous_gradients": False}),
@@ -168,7 +168,7 @@ def test_a_rule_in_bfloat16_is_near_it(deepspeed_ranks, name, stage):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["VRAdam", "VRLAMB"])
-def test_however_pieces_are_laid_out(deepspeed_ranks, name, setting):
+def test_however_shards_are_laid_out(deepspeed_ranks, name, setting):
     stage, zero = SETTINGS[setting]
     answers = trained(deepspeed_ranks, 3, name, stage, zero=zero)
     assert error(name, answers) < 1e-5
@@ -332,14 +332,14 @@ def with_padding_that_is_no_number(rank, ranks):
         optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True
     ):
         lengths = [p.partition_numel() for p in parameters]
-        for p, piece in zip(parameters, flat.detach().split(lengths), strict=True):
+        for p, shard in zip(parameters, flat.detach().split(lengths), strict=True):
             real = max(0, min(p.partition_numel(), p.ds_numel - rank * p.partition_numel()))
-            piece[real:] = float("nan")
-            padded += len(piece) - real
+            shard[real:] = float("nan")
+            padded += len(shard) - real
     return padded, train(engine, loader, STEPS), weights_of(engine)
 
 
-def test_what_pads_a_piece_is_of_no_layer(deepspeed_ranks):
+def test_what_pads_a_shard_is_of_no_layer(deepspeed_ranks):
     answers = deepspeed_ranks(3)(with_padding_that_is_no_number)
     assert answers[-1][0] > 0
     assert error("VRLAMB", [answer[1:] for answer in answers]) < 1e-5

@@ -39,7 +39,7 @@ def vrsgd(parameters):
 
 
 def assert_same(expected, actual, steps=None):
-    """The first so many steps; what ends an epoch a plain loop may cut into other pieces."""
+    """The first so many steps; what ends an epoch a plain loop may cut into other chunks."""
     records, weights = expected
     assert len(records) == len(actual.records)
     for one, other in list(zip(records, actual.records, strict=True))[:steps]:

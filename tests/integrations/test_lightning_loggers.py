@@ -116,7 +116,7 @@ def history(path):
 
 
 def entries(content):
-    """Of a LevelDB log: blocks of 32 KiB, in them pieces with checksum, length and kind."""
+    """Of a LevelDB log: blocks of 32 KiB, in them chunks with checksum, length and kind."""
     place, entry, block = 7, b"", 2**15  # after what says that it is W&B's
     while place < len(content):
         if block - place % block < 7:  # no room for another head
@@ -125,7 +125,7 @@ def entries(content):
         _, length, kind = struct.unpack_from("<IHB", content, place)
         entry += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # whole, or the last chunk
             yield entry
             entry = b""
 

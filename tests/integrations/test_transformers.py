@@ -295,7 +295,7 @@ def test_a_loss_of_ones_own_model_is_a_mean_over_samples(tmp_path):
 
 
 @pytest.mark.parametrize("divides", [True, False])
-def test_a_loss_function_may_be_a_mean_or_a_sum_over_the_items_told(tmp_path, divides):
+def test_a_loss_function_may_be_a_mean_or_a_sum_over_the_given_items(tmp_path, divides):
     def loss(outputs, labels, num_items_in_batch=None):
         scores, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         if divides:

@@ -107,8 +107,8 @@ def reduced_by_hand(rank, ranks):
     model = gpt(exact=True)
     data = texts(67)
     optimizer = VRAdam(model.parameters(), lr=1e-2)
-    dealt = bb.ElasticDistributedSampler(data, shuffle=False, num_replicas=ranks, rank=rank)
-    loader = torch.utils.data.DataLoader(data, 4, sampler=dealt)
+    sampler = bb.ElasticDistributedSampler(data, shuffle=False, num_replicas=ranks, rank=rank)
+    loader = torch.utils.data.DataLoader(data, 4, sampler=sampler)
     model_on_ranks = DistributedDataParallel(model, find_unused_parameters=True)  # as the Trainer's
     lines = trained(model_on_ranks, optimizer, loader)
     return lines, [p.detach().clone() for p in model.parameters()]

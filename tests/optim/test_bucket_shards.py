@@ -1,4 +1,4 @@
-"""Second moments of sharded gradients: from the reduced pieces, nothing sent."""
+"""Second moments of sharded gradients: from the reduced shards, nothing sent."""
 
 import copy
 
@@ -16,7 +16,7 @@ K, N = 5, 6
 
 
 def moments(rank, ranks, hybrid):
-    """This rank's pieces of mean and second moment after each of two steps."""
+    """This rank's shards of mean and second moment after each of two steps."""
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("a", "b")) if hybrid else None
     model = sharded(network(), mesh=mesh)
     source, seen = ShardedSource(model.parameters()), GradientMoments()
@@ -55,7 +55,7 @@ def chunk(whole, ranks, coordinate, hybrid):
 
 
 @pytest.mark.parametrize(("count", "hybrid"), [(2, False), (3, False), (4, False), (4, True)])
-def test_reduced_pieces_have_the_moments_of_one_process(ranks, count, hybrid):
+def test_reduced_shards_have_the_moments_of_one_process(ranks, count, hybrid):
     exact = copy.deepcopy(network()).double()
     for steps, places in ranks(count)(moments, hybrid):
         for step, of_parameters in enumerate(steps):

@@ -387,8 +387,8 @@ def check_against(oracle: Any, model: nn.Module, optimizer: Optimizer, k: int) -
     """Twenty steps on the same micro-batch gradients, in float64."""
     for seed in range(20):
         micro = batches(seed, k, torch.float64)
-        twin = copy.deepcopy(model)
-        rows = [torch.autograd.grad(squared_error(twin, b), twin.parameters()) for b in micro]
+        replica = copy.deepcopy(model)
+        rows = [torch.autograd.grad(squared_error(replica, b), replica.parameters()) for b in micro]
         oracle.step(list(zip(*rows, strict=True)))
         accumulate(model, micro)
         optimizer.step()
@@ -404,16 +404,16 @@ def factors_of(name: str, dtype: torch.dtype, scale: float) -> list[Tensor]:
     """What three steps on losses of a scale tell of r; the weights do not move."""
     model = network(name, dtype)
     optimizer = make(name, model, watch=True, lr=1e-30)
-    told = []
+    records = []
     for seed in range(3):
         accumulate(model, batches(seed, dtype=dtype), factor=scale)
         optimizer.step()
         optimizer.zero_grad()
         factors = optimizer.gsnr
-        told.append(
+        records.append(
             torch.stack([factors.mean, factors.at_gamma, factors.at_r_max, factors.lr_factor])
         )
-    return told
+    return records
 
 
 @scaled_rows
@@ -481,7 +481,7 @@ def test_watching_changes_no_bit(name: str) -> None:
 @scaled_rows
 def test_a_hook_that_scales_every_gradient_leaves_r(name: str) -> None:
     """Registered before the optimizer or after it, it stands before or behind the optimizer's."""
-    told = []
+    records = []
     for when in ("never", "before", "after"):
         model = network(name)
         if when == "before":
@@ -490,9 +490,9 @@ def test_a_hook_that_scales_every_gradient_leaves_r(name: str) -> None:
         if when == "after":
             halve(model)
         train(model, optimizer, range(3))
-        told.append(optimizer.gsnr.mean)
-    assert torch.equal(told[0], told[1])  # a power of 2 rounds nothing
-    assert torch.equal(told[0], told[2])
+        records.append(optimizer.gsnr.mean)
+    assert torch.equal(records[0], records[1])  # a power of 2 rounds nothing
+    assert torch.equal(records[0], records[2])
 
 
 def halve(model: nn.Module) -> None:
@@ -1230,9 +1230,9 @@ def test_a_state_continues_in_the_other_precision(name: str, start: torch.dtype)
     optimizer = make(name, model, beta3=0.9)
     train(model, optimizer, range(2))
     other = copy.deepcopy(model).to(end)
-    twin = make(name, other, beta3=0.9)
-    twin.load_state_dict(through_a_file(optimizer.state_dict()))
-    for m, o in ((model, optimizer), (other, twin)):
+    replica = make(name, other, beta3=0.9)
+    replica.load_state_dict(through_a_file(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (other, replica)):
         train(m, o, range(2, 4))
     # float32 steps against float64 ones; signs and bfloat16 pass on what a rounding turned
     assert difference(model, other) < (1e-4 if ROWS[name].smooth else 0.1)
@@ -1330,7 +1330,7 @@ def torchs_settings() -> list[Any]:
     ]
 
 
-TWINS: dict[str, tuple[Make, Make]] = {
+COUNTERPARTS: dict[str, tuple[Make, Make]] = {
     "SGD": (VRSGD, SGD),
     "Adam": (functools.partial(VRAdam, decoupled_weight_decay=False), Adam),
     "AdamW": (functools.partial(VRAdam, weight_decay=1e-2), AdamW),
@@ -1342,7 +1342,7 @@ TWINS: dict[str, tuple[Make, Make]] = {
 def test_gamma_one_is_torchs_with_each_of_torchs_own_settings(
     kind: str, description: str, settings: dict[str, Any], fused: bool
 ) -> None:
-    ours_of, theirs_of = TWINS[kind]
+    ours_of, theirs_of = COUNTERPARTS[kind]
     ours, theirs = network("VRSGD", torch.float64), network("VRSGD", torch.float64)
     own = {"gamma": 1.0, "r_max": 1.0, "beta3": None, "fused": fused}
     train(ours, ours_of(ours.parameters(), **(settings | own)), range(6))

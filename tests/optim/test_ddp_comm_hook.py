@@ -232,7 +232,7 @@ def test_collectives_of_many_buckets_meet_their_own_on_every_rank(ranks):
 
 
 def large(rank, ranks):
-    """A layer of 20 MB, in one bucket: more than a piece, and no multiple of the ranks."""
+    """A layer of 20 MB, in one bucket: more than a chunk, and no multiple of the ranks."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(1021, 5003, bias=False), bucket_cap_mb=100)
     optimizer = MAKE["VRMomentum"](ddp.parameters(), beta3=0.9)
@@ -250,7 +250,7 @@ def large_step(model, rank, ranks):
     (model(x).square().sum(1).mean() / ranks).backward()
 
 
-def test_a_bucket_larger_than_a_piece_is_dealt_in_pieces(ranks):
+def test_a_bucket_larger_than_a_chunk_is_sent_in_chunks(ranks):
     torch.manual_seed(0)
     model = nn.Linear(1021, 5003, bias=False)
     optimizer = MAKE["VRMomentum"](model.parameters(), beta3=0.9)
@@ -261,8 +261,8 @@ def test_a_bucket_larger_than_a_piece_is_dealt_in_pieces(ranks):
     assert bitwise_equal([result for result, *_ in results])
     # float32: a weight whose three gradients nearly agree has a large share of the layer's mean
     assert difference(weights(model), results[0][0]) < 1e-4
-    for _, pieces, most in results:
-        assert 2 == pieces
+    for _, shards, most in results:
+        assert 2 == shards
         assert most <= 16 << 20
 
 
@@ -302,13 +302,13 @@ def parts_step(model, step, rank, number, factor):
     (loss * factor).backward()
 
 
-def train_parts(model, optimizer, rank, ranks, told):
+def train_parts(model, optimizer, rank, ranks, reports):
     for step in range(STEPS):
         for number in range(2):
             with contextlib.nullcontext() if number else model.no_sync():
                 parts_step(model, step, rank, number, 0.5)
         optimizer.step()
-        told.append(optimizer.gsnr.by_layer())
+        reports.append(optimizer.gsnr.by_layer())
         optimizer.zero_grad()
 
 
@@ -319,28 +319,28 @@ def parts(rank, ranks, static):
     )
     optimizer = MAKE["VRMomentum"](groups_of(model), watch=True)
     optimizer.attach(ddp, **EXACT)
-    told = []
-    train_parts(ddp, optimizer, rank, ranks, told)
-    return weights(model), told
+    reports = []
+    train_parts(ddp, optimizer, rank, ranks, reports)
+    return weights(model), reports
 
 
 @pytest.mark.parametrize("views", [False, True])
 def test_groups_frozen_unused_and_channels_last_weights_are_those_of_one_process(ranks, views):
     model = Parts()
     optimizer = MAKE["VRMomentum"](groups_of(model), watch=True)
-    told = []
+    reports = []
     for step in range(STEPS):
         for rank in range(2):
             for number in range(2):
                 parts_step(model, step, rank, number, 0.25)
         optimizer.step()
-        told.append(optimizer.gsnr.by_layer())
+        reports.append(optimizer.gsnr.by_layer())
         optimizer.zero_grad()
     results = ranks(2)(parts, views)
     assert bitwise_equal([result for result, _ in results])
     assert difference(weights(model), results[0][0]) < 1e-11
     for _, seen in results:
-        for local, theirs in zip(told, seen, strict=True):
+        for local, theirs in zip(reports, seen, strict=True):
             used = {name: row for name, row in theirs.items() if name in local}
             assert used.keys() == local.keys()
             for name, row in local.items():
@@ -477,7 +477,7 @@ def two_legs(rank, ranks, name, state, first, last, attach_first=True):
 @pytest.mark.parametrize("attach_first", [True, False])
 @pytest.mark.parametrize("name", ["VRMomentum", "VRAdam", "VRLAMB"])
 def test_a_state_continues(ranks, name, attach_first):
-    """To the last bit but one: other pieces have other elements where torch's vectors end."""
+    """To the last bit but one: other shards have other elements where torch's vectors end."""
     whole_run = ranks(2)(two_legs, name, None, 0, 7)
     halfway = ranks(2)(two_legs, name, None, 0, 3)
     resumed = ranks(2)(two_legs, name, halfway[0], 3, 7, attach_first)
@@ -648,13 +648,13 @@ def many_nodes(rank, ranks):
     return [str(w.message) for w in caught]
 
 
-def test_several_nodes_without_a_node_group_are_told_of_it_once(ranks):
+def test_several_nodes_without_a_node_group_are_warned_of_it_once(ranks):
     said = ranks(2)(many_nodes)
     assert 1 == sum("node_group" in each for one in said for each in one)
 
 
 def let_go(rank, ranks):
-    """Neither the hook nor the attachment keeps an optimizer alive; the next one is told."""
+    """Neither the hook nor the attachment keeps an optimizer alive; the next one is warned."""
     ddp = DistributedDataParallel(network())
     optimizer = MAKE["VRAdam"](ddp.parameters())
     optimizer.attach(ddp)
@@ -722,7 +722,7 @@ def without_its_optimizer(rank, ranks, case):
 
 
 @pytest.mark.parametrize("case", ["gone", "no group with vr"])
-def test_where_nothing_is_folded_the_gradient_is_the_mean(ranks, case):
+def test_where_nothing_is_scaled_the_gradient_is_the_mean(ranks, case):
     for gradients in ranks(3)(without_its_optimizer, case):
         assert difference(mean_gradients(3), gradients) < 1e-12
 
@@ -731,17 +731,17 @@ class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.everywhere, self.somewhere = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
+        self.shared, self.somewhere = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
 
     def forward(self, x, both):
-        y = self.everywhere(x).square().mean()
+        y = self.shared(x).square().mean()
         return y + self.somewhere(x).square().mean() if both else y
 
 
 def parts_of(model):
     return [
         {"params": model.somewhere.parameters()},
-        {"params": model.everywhere.parameters(), "vr": False},
+        {"params": model.shared.parameters(), "vr": False},
     ]
 
 
@@ -754,9 +754,9 @@ def reached_by_one_rank(rank, ranks):
         x, _ = micro_batch(0, rank, number, torch.float64)
         with contextlib.nullcontext() if number else ddp.no_sync():
             (ddp(x, rank == 0) / 2).backward()
-    everywhere = [p.grad.clone() for p in model.everywhere.parameters()]
+    shared = [p.grad.clone() for p in model.shared.parameters()]
     optimizer.step()
-    return everywhere, float(stats.grad_norm)
+    return shared, float(stats.grad_norm)
 
 
 def test_weights_without_vr_have_the_mean_of_ranks_that_reach_no_other(ranks):
@@ -765,7 +765,7 @@ def test_weights_without_vr_have_the_mean_of_ranks_that_reach_no_other(ranks):
         for number in range(2):
             x, _ = micro_batch(0, rank, number, torch.float64)
             (model(x, rank == 0) / 4).backward()
-    expected = [p.grad for p in model.everywhere.parameters()]
+    expected = [p.grad for p in model.shared.parameters()]
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     for gradients, seen in ranks(2)(reached_by_one_rank):
         assert difference(expected, gradients) < 1e-12
@@ -775,7 +775,7 @@ def test_weights_without_vr_have_the_mean_of_ranks_that_reach_no_other(ranks):
 def norm_of_a_part(rank, ranks):
     model = TwoParts()
     ddp = DistributedDataParallel(model)
-    optimizer = MAKE["VRSGD"](model.everywhere.parameters())
+    optimizer = MAKE["VRSGD"](model.shared.parameters())
     stats = optimizer.attach(ddp, **EXACT)
     x, _ = micro_batch(0, rank, 0, torch.float64)
     ddp(x, True).backward()
@@ -789,7 +789,7 @@ def test_the_norm_is_that_of_what_the_optimizer_trains(ranks):
         (model(micro_batch(0, rank, 0, torch.float64)[0], True) / 2).backward()
     norms = [
         float(torch.cat([p.grad.flatten() for p in part.parameters()]).norm())
-        for part in (model.everywhere, model.somewhere)
+        for part in (model.shared, model.somewhere)
     ]
     for seen in ranks(2)(norm_of_a_part):
         assert pytest.approx(norms) == list(seen)
@@ -866,9 +866,9 @@ def twice(rank, ranks):
     stats = optimizer.attach(ddp)
     accumulate(ddp, 0, rank, 1)
     norm = float(stats.clip_grad_norm_(0.1))
-    folded = [p.grad.clone() for p in ddp.parameters()]
+    scaled = [p.grad.clone() for p in ddp.parameters()]
     assert pytest.approx(0.1, rel=1e-4) == float(stats.clip_grad_norm_(0.1))
-    assert difference(folded, [p.grad for p in ddp.parameters()]) < 1e-4
+    assert difference(scaled, [p.grad for p in ddp.parameters()]) < 1e-4
     optimizer.step()
     with pytest.raises(GradientError, match="twice"):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The pure rules of optim/functional.py and the kernels, `welford` and FOLD, against float64."""
+"""The pure rules of optim/functional.py and the kernels, `welford` and GSNR, against float64."""
 
 import contextlib
 import math
@@ -77,7 +77,7 @@ def expected_r(
     """The oracle's, of the same h_d."""
     n_ds = list(weights or [1.0] * len(gradients))
     g_ds = [h_d.double() / n_d for h_d, n_d in zip(gradients, n_ds, strict=True)]
-    return vr.Fold(*clip, None, factor)(0, g_ds, n_ds)
+    return vr.GsnrScaling(*clip, None, factor)(0, g_ds, n_ds)
 
 
 @contextlib.contextmanager
@@ -509,7 +509,7 @@ def test_arrays_of_different_layouts_do_not_fit_together() -> None:
     assert native.fits(three, three.contiguous(memory_format=torch.channels_last))
 
 
-# the kernel FOLD
+# the kernel GSNR
 
 SHAPES = [(), (1,), (17,), (40, 25), (4096,), (4097,), (3, 2, 4, 4), (0,), (300_007,)]
 
@@ -545,28 +545,28 @@ def how(factor: str, clip: tuple[float, float], *, fused: bool, watch: bool = Tr
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("averages", [False, True], ids=["r", "p"])
 @every_factor
-def test_the_fold_kernel_is_the_float64_rule(factor: str, averages: bool, count: int) -> None:
+def test_the_gsnr_kernel_is_the_float64_rule(factor: str, averages: bool, count: int) -> None:
     """And so is what it tells: sums and counts over each layer."""
     clip = clip_of(factor, "narrow")
     layers = random_layers(SHAPES if count > 1 else SHAPES[:-1], averages=averages)
     exact = copied(layers, torch.float64)
     expected = apply_gsnr(how(factor, clip, fused=False), exact)
     with threads(count):
-        told = apply_gsnr(how(factor, clip, fused=True), layers)
+        summary = apply_gsnr(how(factor, clip, fused=True), layers)
     for layer, reference in zip(layers, exact, strict=True):
         # q has three roundings, its mean and r three more, p two; |g| is at most 5, r at most 2
         close = {"rtol": 20 * EPS, "atol": EPS}
         torch.testing.assert_close(layer.gradient.double(), reference.gradient, **close)
         if averages:
             torch.testing.assert_close(layer.average.double(), reference.average, **close)
-    torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(summary, expected, rtol=1e-5, atol=1e-6)
 
 
 @needs_kernels
 @pytest.mark.parametrize("averages", [False, True], ids=["r", "p"])
 @pytest.mark.parametrize("watch", [False, True], ids=["unwatched", "watched"])
 @every_factor
-def test_the_fold_by_torch_and_by_kernel_agree_to_rounding(
+def test_gsnr_by_torch_and_by_kernel_agree_to_rounding(
     factor: str, watch: bool, averages: bool
 ) -> None:
     clip = clip_of(factor, "narrow")
@@ -587,8 +587,8 @@ def test_watching_changes_nothing(factor: str, fused: bool) -> None:
     ends = []
     for watch in (False, True):
         layers = random_layers(SHAPES[:-1], averages=True)
-        told = apply_gsnr(how(factor, clip, fused=fused, watch=watch), layers)
-        assert watch == bool(told.any())
+        summary = apply_gsnr(how(factor, clip, fused=fused, watch=watch), layers)
+        assert watch == bool(summary.any())
         ends.append(layers)
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(b.gradient, a.gradient, rtol=2 * EPS, atol=0)
@@ -596,26 +596,26 @@ def test_watching_changes_nothing(factor: str, fused: bool) -> None:
 
 
 @needs_kernels
-def test_the_passes_of_a_fold_may_be_run_one_by_one() -> None:
+def test_the_passes_may_be_run_one_by_one() -> None:
     """As ranks do that hold parts of layers, and add the sums of the first up between them."""
     whole = [layer.arrays for layer in random_layers([(64,), (40, 25)], averages=True)]
     parts = [layer.arrays for layer in random_layers([(64,), (40, 25)], averages=True)]
     own = [1.25, 0.0] * 2
     group = [24.0, functional.agreement(torch.float32), 0, 7, 0.5, 2.0, 0.75]
-    sums, told = native.run(native.Rule.GSNR, whole, own, group, watch=True)
+    sums, summary = native.run(native.Rule.GSNR, whole, own, group, watch=True)
     first, _ = native.run(native.Rule.GSNR, parts, own, group, passes=native.Which.FIRST)
     torch.testing.assert_close(first, sums, rtol=0, atol=0)
     _, seen = native.run(
         native.Rule.GSNR, parts, own, group, passes=native.Which.SECOND, sums=first, watch=True
     )
-    torch.testing.assert_close(seen, told, rtol=0, atol=0)
+    torch.testing.assert_close(seen, summary, rtol=0, atol=0)
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(a[2], b[2])
         assert torch.equal(a[3], b[3])
 
 
 @needs_kernels
-def test_the_first_pass_of_a_fold_sums_the_live_ratios() -> None:
+def test_the_first_pass_sums_the_live_ratios() -> None:
     total = torch.tensor([4.0, 8.0, 0.0, 2.0, 0.0])
     m2 = torch.tensor([2.0, 4.0, 0.0, 0.0, 1.0])
     layer = (total, m2, torch.ones(5), None)
@@ -628,7 +628,7 @@ def test_the_first_pass_of_a_fold_sums_the_live_ratios() -> None:
 @needs_kernels
 @pytest.mark.parametrize("elements", [2**18 - 1, 2**18, 2**18 + 1, 2**18 + 17, 400_003])
 @pytest.mark.parametrize("count", [2, 5, 64])
-def test_every_element_is_folded_once_however_many_threads_share_it(
+def test_every_element_is_scaled_once_however_many_threads_share_it(
     elements: int, count: int
 ) -> None:
     layers = random_layers([(n,) for n in (5, elements, 70_000, 3)], averages=True)
@@ -642,7 +642,7 @@ def test_every_element_is_folded_once_however_many_threads_share_it(
 
 
 @needs_kernels
-def test_a_list_of_no_layers_is_folded() -> None:
+def test_a_list_of_no_layers_is_scaled() -> None:
     assert (0, 5) == apply_gsnr(how("gsnr", (0.1, 1.0), fused=True), []).shape
 
 
@@ -677,16 +677,16 @@ LAYOUTS = {
 @ways
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_factor
-def test_a_fold_goes_by_elements_however_they_lie(factor: str, layout: str, fused: bool) -> None:
+def test_scaling_goes_by_elements_however_they_lie(factor: str, layout: str, fused: bool) -> None:
     clip = clip_of(factor, "narrow")
     plain = random_layers([(3, 2, 4, 4)], averages=True)
     arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0].arrays), plain[0].corrected)]
     assert arranged[0].total.stride() != plain[0].total.stride()
     expected = apply_gsnr(how(factor, clip, fused=False), plain)
-    told = apply_gsnr(how(factor, clip, fused=fused), arranged)
+    summary = apply_gsnr(how(factor, clip, fused=fused), arranged)
     torch.testing.assert_close(arranged[0].gradient, plain[0].gradient, rtol=10 * EPS, atol=EPS)
     torch.testing.assert_close(arranged[0].average, plain[0].average, rtol=10 * EPS, atol=EPS)
-    torch.testing.assert_close(told, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(summary, expected, rtol=1e-5, atol=0)
 
 
 @ways

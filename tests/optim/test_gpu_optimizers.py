@@ -245,15 +245,15 @@ def test_a_gpu_steps_as_a_cpu_does(name, dtype):
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @every_vr_optimizer
 def test_factors_on_a_gpu_are_those_on_a_cpu(name, dtype):
-    told = []
+    results = []
     for device in ("cpu", "cuda"):
         model = Given(dtype, device)
         optimizer = VR[name](model.parameters(), watch=True)
         train(model, optimizer, [0])
         factors = optimizer.gsnr
         assert device == factors.mean.device.type
-        told.append([factors.mean.cpu(), factors.lr_factor.cpu()])
-    for on_cpu, on_gpu in zip(*told, strict=True):
+        results.append([factors.mean.cpu(), factors.lr_factor.cpu()])
+    for on_cpu, on_gpu in zip(*results, strict=True):
         # squares of rounded bfloat16 gradients are summed in float32 on both
         torch.testing.assert_close(on_cpu, on_gpu, rtol=CLOSE[dtype], atol=0)
 

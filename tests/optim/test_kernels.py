@@ -60,8 +60,8 @@ def installed(folder, compiler):
 
 @pytest.mark.thorough
 def test_without_a_compiler_it_installs_trains_and_says_so(tmp_path):
-    *told, path, weights = installed(tmp_path / "without", "false")
-    assert "no kernels were built" in told[0]
+    *lines, path, weights = installed(tmp_path / "without", "false")
+    assert "no kernels were built" in lines[0]
     assert path.startswith("torch operations (no C compiler at installation)")
     if native.library() is None:
         return

@@ -148,15 +148,15 @@ def test_a_base_of_yours_that_is_fused_where_that_is_wrong_steps_right_and_warns
     plain = copy.deepcopy(fused)
     ours = VarianceReduced(make(fused, lr=0.1, fused=True))
     theirs = VarianceReduced(make(plain, lr=0.1, foreach=False))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(2):
             step(ours, fused, seed)
     step(theirs, plain, 0), step(theirs, plain, 1)
     assert torch.equal(plain[0], fused[0])
     assert ours.param_groups[0]["fused"]  # as you set it
-    assert [str(w.message) for w in told if "fused=True" in str(w.message)] == [
-        str(w.message) for w in told if "without its fused kernel" in str(w.message)
+    assert [str(w.message) for w in caught if "fused=True" in str(w.message)] == [
+        str(w.message) for w in caught if "without its fused kernel" in str(w.message)
     ][:1]
 
 
@@ -169,11 +169,11 @@ def test_momentum_of_a_fused_base_may_begin_later_for_some_parameters():
     theirs = VarianceReduced(SGD(plain, lr=0.1, momentum=0.9))
     for optimizer, parameters in ((ours, fused), (theirs, plain)):
         step(optimizer, parameters[:1], 0)
-    with pytest.warns(UserWarning, match=r"begun for some .* without its fused kernel") as told:
+    with pytest.warns(UserWarning, match=r"begun for some .* without its fused kernel") as caught:
         step(ours, fused, 1)
     step(ours, fused, 2)
     step(theirs, plain, 1), step(theirs, plain, 2)
-    assert __file__ in {w.filename for w in told if "fused kernel" in str(w.message)}
+    assert __file__ in {w.filename for w in caught if "fused kernel" in str(w.message)}
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # a few roundings
 

@@ -133,24 +133,24 @@ def test_ranks_step_as_one_process_does(ranks, name, count, hybrid, dtype):
     results = ranks(count)(trained, name, hybrid, dtype)
     for weights, _ in results:
         assert difference(expected(name, dtype), weights) < CLOSE[dtype]
-    pieces = list(zip(*(sizes for _, sizes in results), strict=True))
-    assert any(0 in held for held in pieces)
-    assert any(0 not in held and len(set(held)) > 1 for held in pieces)
+    shards = list(zip(*(sizes for _, sizes in results), strict=True))
+    assert any(0 in local_count for local_count in shards)
+    assert any(0 not in local_count and len(set(local_count)) > 1 for local_count in shards)
 
 
 class Rows(nn.Module):
-    """A matrix, whole or in pieces that each are a layer, and a vector."""
+    """A matrix, whole or in shards that each are a layer, and a vector."""
 
-    def __init__(self, pieces=1):
+    def __init__(self, shards=1):
         super().__init__()
         torch.manual_seed(0)
         scale = torch.tensor([[1.0]] * 4 + [[0.1]] * 4, dtype=torch.float64)
         matrix = torch.randn(8, 5, dtype=torch.float64) * scale
-        self.pieces = nn.ParameterList(matrix.chunk(pieces))
+        self.shards = nn.ParameterList(matrix.chunk(shards))
         self.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
     def forward(self, x):
-        return linear(x, torch.cat(list(self.pieces))) + self.shift
+        return linear(x, torch.cat(list(self.shards))) + self.shift
 
 
 def train_rows(model, optimizer, rank=0, ranks=1):
@@ -165,8 +165,8 @@ def train_rows(model, optimizer, rank=0, ranks=1):
             (mse_loss(model(x), y) / K).backward()
         optimizer.step()
         optimizer.zero_grad()
-    _, *pieces = whole(model.parameters())
-    return torch.cat(pieces)
+    _, *shards = whole(model.parameters())
+    return torch.cat(shards)
 
 
 def rows_on_ranks(rank, ranks, name):
@@ -176,10 +176,10 @@ def rows_on_ranks(rank, ranks, name):
 
 @every_optimizer
 def test_layer_means_and_trust_ratios_are_those_of_the_whole_layer(ranks, name):
-    in_one, in_pieces = [
-        train_rows(model := Rows(pieces), MAKE[name](model.parameters())) for pieces in (1, 2)
+    in_one, in_shards = [
+        train_rows(model := Rows(shards), MAKE[name](model.parameters())) for shards in (1, 2)
     ]
-    assert difference([in_one], [in_pieces]) > 1e-4
+    assert difference([in_one], [in_shards]) > 1e-4
     for weights in ranks(2)(rows_on_ranks, name):
         assert difference([in_one], [weights]) < CLOSE[torch.float64]
 
@@ -288,8 +288,8 @@ def watched(rank, ranks, name, hybrid=False, limit=None):
         optimizer.step()
         optimizer.zero_grad()
     factors = optimizer.gsnr
-    told = [factors.mean, factors.at_gamma, factors.at_r_max, factors.lr_factor]
-    return torch.stack(told).clone(), factors.k, whole(model.parameters())
+    summary = [factors.mean, factors.at_gamma, factors.at_r_max, factors.lr_factor]
+    return torch.stack(summary).clone(), factors.k, whole(model.parameters())
 
 
 @pytest.mark.parametrize(("count", "hybrid"), [(3, False), (4, True)], ids=["3", "2x2"])
@@ -299,17 +299,17 @@ def test_factors_are_those_of_the_whole_layers(ranks, name, count, hybrid):
     assert (4, LAYERS) == alone.shape
     assert (alone[1] > 0).any()  # some are at gamma, some at r_max
     assert (alone[2] > 0).any()
-    for told, seen, _ in ranks(count)(watched, name, hybrid):
+    for summary, seen, _ in ranks(count)(watched, name, hybrid):
         assert (K, K) == (k, seen)
-        torch.testing.assert_close(alone, told, rtol=CLOSE[torch.float64], atol=0)
+        torch.testing.assert_close(alone, summary, rtol=CLOSE[torch.float64], atol=0)
 
 
 @every_vr_optimizer
 def test_clipping_scales_g_and_leaves_r(ranks, name):
     limit = 0.01  # below every norm
     alone, _, weights_alone = watched(0, 1, name, limit=limit)
-    for told, _, weights in ranks(2)(watched, name, False, limit):
-        torch.testing.assert_close(alone, told, rtol=CLOSE[torch.float64], atol=0)
+    for summary, _, weights in ranks(2)(watched, name, False, limit):
+        torch.testing.assert_close(alone, summary, rtol=CLOSE[torch.float64], atol=0)
         assert difference(weights_alone, weights) < CLOSE[torch.float64]
 
 
@@ -645,13 +645,13 @@ def warned(rank, ranks):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         optimizer.step()
-    held = sum(p.to_local().numel() for p in model.parameters())
-    return held, [str(w.message) for w in seen]
+    local_count = sum(p.to_local().numel() for p in model.parameters())
+    return local_count, [str(w.message) for w in seen]
 
 
 def test_a_rank_without_any_weight_has_nothing_to_warn_of(ranks):
     results = ranks(2)(warned)
-    assert [6, 0] == [held for held, _ in results]
+    assert [6, 0] == [local_count for local_count, _ in results]
     for _, messages in results:
         assert ["k = 5 micro-batches"] == [message[:19] for message in messages]
 
@@ -728,8 +728,8 @@ def resume(rank, ranks, name, way, path):
 @every_saved_optimizer
 def test_a_checkpoint_of_two_ranks_continues_elsewhere(ranks, tmp_path, name, after, way):
     saved = ranks(2)(save, name, way, tmp_path)
-    there = ranks(after) if after > 1 else lambda run, *how: [run(0, 1, *how)]
-    for loaded, weights in there(resume, name, way, tmp_path):
+    launch = ranks(after) if after > 1 else lambda run, *how: [run(0, 1, *how)]
+    for loaded, weights in launch(resume, name, way, tmp_path):
         assert states_equal(saved[0], loaded)
         assert difference(expected(name), weights) < CLOSE[torch.float64]
 
@@ -850,13 +850,13 @@ def test_the_state_of_a_bare_base_is_set_as_it_is():
     bare = AdamW(model.parameters(), lr=0.01, fused=True)
     train(model, bare, range(HALF))
     state = copy.deepcopy(get_optimizer_state_dict(model, bare))
-    twin = copy.deepcopy(model)
-    expected, optimizer = averaging(model), averaging(twin)
+    replica = copy.deepcopy(model)
+    expected, optimizer = averaging(model), averaging(replica)
     expected.load_state_dict(copy.deepcopy(bare.state_dict()))
-    set_optimizer_state_dict(twin, optimizer, state, options=StateDictOptions(strict=False))
+    set_optimizer_state_dict(replica, optimizer, state, options=StateDictOptions(strict=False))
     assert 0.3 == optimizer.param_groups[0]["gamma"]
-    for trainee, by in ((model, expected), (twin, optimizer)):
+    for trainee, by in ((model, expected), (replica, optimizer)):
         train(trainee, by, range(HALF, STEPS))
     assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        torch.equal(a, b) for a, b in zip(model.parameters(), replica.parameters(), strict=True)
     )

@@ -41,10 +41,10 @@ def stepped(gradients, **options):
     """r of one step along given gradients, and what was said of r that is not right."""
     layer = nn.Parameter(torch.zeros(SIZE, dtype=gradients.dtype))
     optimizer = VRSGD([("layer", layer)], lr=1e-30, **options)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         r = scaled(layer, optimizer, gradients)
-    return r, [str(w.message) for w in told]
+    return r, [str(w.message) for w in messages]
 
 
 @ways
@@ -52,19 +52,19 @@ def stepped(gradients, **options):
 @pytest.mark.parametrize("scale", INSIDE)
 def test_inside_its_range_r_is_right_and_nothing_is_said(scale, factor, fused):
     gradients = rows(scale)
-    r, told = stepped(gradients, factor=factor, fused=fused)
-    expected = vr.Fold(0.1, 1.0, None, factor)(0, list(gradients.double()), [1.0] * K)
+    r, messages = stepped(gradients, factor=factor, fused=fused)
+    expected = vr.GsnrScaling(0.1, 1.0, None, factor)(0, list(gradients.double()), [1.0] * K)
     # sums of 8, squares and a mean of 75 in float32
     torch.testing.assert_close(r, expected, rtol=1e-5, atol=0)
-    assert not told
+    assert not messages
 
 
 @ways
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("scale", OUTSIDE)
 def test_outside_of_it_the_layer_and_the_remedy_are_named(scale, factor, fused):
-    _, told = stepped(rows(scale), factor=factor, fused=fused)
-    (message,) = told  # and not that every micro-batch has the same gradient
+    _, messages = stepped(rows(scale), factor=factor, fused=fused)
+    (message,) = messages  # and not that every micro-batch has the same gradient
     assert LOST in message
     assert "multiply the loss" in message
 
@@ -83,10 +83,10 @@ def test_no_float16_leaves_it(scale):
 @pytest.mark.parametrize("scale", [1e-150, 1e-25, 1e20, 1e150])
 def test_float64_has_a_wider_one(scale):
     gradients = rows(1.0).double() * scale
-    r, told = stepped(gradients)
+    r, messages = stepped(gradients)
     expected = vr.gsnr(list(rows(1.0).double()), [1.0] * K, 0.1, 1.0)
     torch.testing.assert_close(r, expected, rtol=1e-12, atol=0)
-    assert not told
+    assert not messages
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e15])
@@ -101,7 +101,7 @@ def test_zeros_and_gradients_that_agree_are_no_underflow(scale):
 def test_where_it_is_left_later_that_is_said_within_16_steps_and_once(make):
     layers = [nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.ones(SIZE))]
     optimizer = make([("sound", layers[0]), ("layer", layers[1])], lr=1e-30)
-    told = []
+    messages = []
     for step in range(40):
         scales = 1.0, 1.0 if step < 2 else 1e-25
         with warnings.catch_warnings(record=True) as now:
@@ -110,8 +110,8 @@ def test_where_it_is_left_later_that_is_said_within_16_steps_and_once(make):
             for both in zip(*(rows(scale, seed=step) for scale in scales), strict=True):
                 sum((p * row).sum() for p, row in zip(layers, both, strict=True)).backward()
             optimizer.step()
-        told += [(step, str(w.message)) for w in now]
-    ((step, message),) = told
+        messages += [(step, str(w.message)) for w in now]
+    ((step, message),) = messages
     assert 2 <= step < 18
     assert LOST in message
 
@@ -123,16 +123,18 @@ def attached(rank, ranks, scale):
     base = torch.optim.SGD([("layer", model.weight)], lr=1e-30)
     optimizer = VarianceReduced(base)
     optimizer.attach(ddp)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         for number, row in enumerate(rows(scale)[rank::ranks]):
             ddp.require_backward_grad_sync = number == K // ranks - 1
             ddp(row[None]).sum().backward()
         optimizer.step()
-    return [str(w.message) for w in told if "r is not right" in str(w.message)]
+    return [str(w.message) for w in messages if "r is not right" in str(w.message)]
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e20, 1.0])
 def test_it_is_said_under_ddp_too(ranks, scale):
-    told = ranks(2)(attached, scale)
-    assert [scale != 1.0] * 2 == [any(LOST in message for message in of_rank) for of_rank in told]
+    messages = ranks(2)(attached, scale)
+    assert [scale != 1.0] * 2 == [
+        any(LOST in message for message in of_rank) for of_rank in messages
+    ]

@@ -664,7 +664,7 @@ import bigbatch
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD
-import test_trust_ratio as here
+import test_trust_ratio as checks
 
 torch.set_num_threads(1)
 assert bigbatch.__file__.startswith(sys.argv[1]), bigbatch.__file__
@@ -675,12 +675,12 @@ for make in (LARS, LAMB, VRLARS, VRLAMB, VRSGD):
         assert "no kernels were built" in str(error)
     else:
         raise AssertionError(make)
-ends = {rule: here.two_steps(rule, here.tensors_of_all_kinds(), None) for rule in here.MAIN}
+ends = {rule: checks.two_steps(rule, checks.tensors_of_all_kinds(), None) for rule in checks.MAIN}
 torch.save(ends, sys.argv[3])
 with open(sys.argv[2], "rb") as file:
     params, optimizer = pickle.load(file)
-here.train(params, optimizer, None, range(3, 6), k=8)
-torch.save(here.values(params), sys.argv[4])
+checks.train(params, optimizer, None, range(3, 6), k=8)
+torch.save(checks.values(params), sys.argv[4])
 """
 
 

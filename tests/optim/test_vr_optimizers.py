@@ -102,13 +102,13 @@ def micro_gradients(
     model: nn.Module, micro: Sequence[Batch], loss: Loss = squared_error
 ) -> list[vr.Gradients]:
     """For each parameter its mean gradient on every micro-batch, from a copy that has no hooks."""
-    twin = copy.deepcopy(model)
-    weights = [p for p in twin.parameters() if p.requires_grad]
+    replica = copy.deepcopy(model)
+    weights = [p for p in replica.parameters() if p.requires_grad]
     by_batch = [
-        torch.autograd.grad(loss(twin, batch), weights, allow_unused=True) for batch in micro
+        torch.autograd.grad(loss(replica, batch), weights, allow_unused=True) for batch in micro
     ]
     columns = iter(zip(*by_batch, strict=True))
-    return [next(columns) if p.requires_grad else [None] * len(micro) for p in twin.parameters()]
+    return [next(columns) if p.requires_grad else [None] * len(micro) for p in replica.parameters()]
 
 
 def accumulate(model: nn.Module, micro: Sequence[Batch], loss: Loss = squared_error) -> None:
@@ -187,7 +187,7 @@ def rows(k: int, size: int, seed: int, mean: float = 0.5) -> Tensor:
     return torch.randn(k, size, generator=generator, dtype=torch.float64) + mean
 
 
-def folded(gradients: Tensor, gamma: float = 0.1, r_max: float = 1.0) -> Tensor:
+def stepped_gradient(gradients: Tensor, gamma: float = 0.1, r_max: float = 1.0) -> Tensor:
     """r g of a layer that has these micro-batch gradients, as left in `.grad` by a step."""
     model = Rows(gradients.shape[1], gradients.dtype)
     optimizer = VRSGD(model.parameters(), lr=1.0, gamma=gamma, r_max=r_max)
@@ -197,7 +197,7 @@ def folded(gradients: Tensor, gamma: float = 0.1, r_max: float = 1.0) -> Tensor:
     return model.weight.grad
 
 
-def expected_fold(gradients: Tensor, gamma: float = 0.1, r_max: float = 1.0) -> Tensor:
+def expected_step(gradients: Tensor, gamma: float = 0.1, r_max: float = 1.0) -> Tensor:
     ones = [1.0] * len(gradients)
     g_ds = list(gradients.double())
     return vr.gsnr(g_ds, ones, gamma, r_max) * vr.mean(g_ds, ones)
@@ -219,14 +219,14 @@ def test_twenty_steps_equal_the_oracle(rule: str, k: int, r_max: float) -> None:
 @pytest.mark.parametrize("gamma", [0.01, 0.5, 1.0])
 def test_gamma_is_the_least_factor_and_r_max_the_largest(gamma: float) -> None:
     gradients = rows(8, 200, seed=0)
-    factor = folded(gradients, gamma=gamma, r_max=3.0) / gradients.mean(0)
+    factor = stepped_gradient(gradients, gamma=gamma, r_max=3.0) / gradients.mean(0)
     # both ends are reached, to a rounding of the quotient
     assert pytest.approx((gamma, 3.0), rel=1e-12) == (factor.min().item(), factor.max().item())
 
 
 def test_after_the_step_grad_holds_what_the_base_stepped_along() -> None:
     gradients = rows(8, 50, seed=0)
-    assert difference([expected_fold(gradients)], [folded(gradients)]) < CLOSE
+    assert difference([expected_step(gradients)], [stepped_gradient(gradients)]) < CLOSE
 
 
 @pytest.mark.thorough
@@ -245,15 +245,15 @@ def test_float32_stays_close_to_the_float64_oracle(rule: str) -> None:
 def test_signal_to_noise_of_a_million_survives_float32() -> None:
     gradients = (1 + 1e-3 * rows(64, 100, seed=0, mean=0.0)).float()
     # the running mean is rounded to 6e-8, 6e-5 of a deviation; E[g^2] - g^2 would be off by 8e-2
-    expected = expected_fold(gradients, gamma=0.01, r_max=100.0)
-    assert difference([expected], [folded(gradients, gamma=0.01, r_max=100.0)]) < 1e-3
+    expected = expected_step(gradients, gamma=0.01, r_max=100.0)
+    assert difference([expected], [stepped_gradient(gradients, gamma=0.01, r_max=100.0)]) < 1e-3
 
 
 def test_bfloat16_gradients_are_squared_and_summed_in_float32() -> None:
     gradients = (1 + 0.1 * rows(8, 200, seed=0, mean=0.0)).bfloat16()
     # .grad is rounded to 4e-3 in every sum; a variance in bfloat16 would be off by 0.05 of itself
-    factor = folded(gradients).double() / gradients.double().mean(0)
-    expected = expected_fold(gradients) / gradients.double().mean(0)
+    factor = stepped_gradient(gradients).double() / gradients.double().mean(0)
+    expected = expected_step(gradients) / gradients.double().mean(0)
     assert difference([expected], [factor]) < 0.03
 
 
@@ -274,11 +274,11 @@ def test_the_factor_does_not_depend_on_the_scale_of_the_loss(
     scale: float, dtype: torch.dtype
 ) -> None:
     gradients = rows(8, 100, seed=0).to(dtype)
-    expected = folded(gradients) / gradients.sum(0)
+    expected = stepped_gradient(gradients) / gradients.sum(0)
     scaled = gradients * scale
     # nothing but roundings of the scaled gradients, in deviations 10 times smaller than they are
     tolerance = 100 * torch.finfo(dtype).eps
-    assert difference([expected], [folded(scaled) / scaled.sum(0)]) < tolerance
+    assert difference([expected], [stepped_gradient(scaled) / scaled.sum(0)]) < tolerance
 
 
 @main_rules
@@ -407,9 +407,9 @@ def test_a_weight_on_which_all_agree_gets_r_max_and_does_not_count(
 ) -> None:
     gradients = rows(k, 20, seed=0).to(dtype)
     gradients[:, 0] = 0.1  # not a binary fraction: its sums are rounded
-    expected = expected_fold(gradients, r_max=10.0)
+    expected = expected_step(gradients, r_max=10.0)
     # a float32 rounding over the smallest deviation; counting the exact weight is off by 0.9
-    assert difference([expected], [folded(gradients, r_max=10.0)]) < 1e-4
+    assert difference([expected], [stepped_gradient(gradients, r_max=10.0)]) < 1e-4
 
 
 def test_gradients_that_are_all_identical_are_reported() -> None:

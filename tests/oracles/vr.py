@@ -65,7 +65,7 @@ def positive_part(gradients: Sequence[Tensor], weights: Sequence[float], gamma: 
     return r.clamp(min=gamma)
 
 
-class Fold:
+class GsnrScaling:
     """r, or its bias-corrected average p_hat where beta3 is given."""
 
     def __init__(self, gamma: float, r_max: float, beta3: float | None, factor: str = "gsnr"):
@@ -92,7 +92,7 @@ class Fold:
 
 
 class _Oracle:
-    """Float64 copies of the parameters, a fold, and a base rule."""
+    """Float64 copies of the parameters, GSNR scaling, and a base rule."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Oracle:
         self.params = [p.detach().to(float64, copy=True) for p in params]
         self.lr = lr
         self.sign = -1 if maximize else 1
-        self.fold = Fold(gamma, r_max, beta3, factor)
+        self.gsnr_scaling = GsnrScaling(gamma, r_max, beta3, factor)
 
     def step(
         self,
@@ -122,7 +122,7 @@ class _Oracle:
             like = self.params[i]
             g_ds = [zeros_like(like) if g_d is None else g_d.to(float64) for g_d in micro]
             n_ds = [1.0] * len(g_ds) if weights is None else list(weights)
-            gh = self.sign * self.fold(i, g_ds, n_ds) * clip(mean(g_ds, n_ds))
+            gh = self.sign * self.gsnr_scaling(i, g_ds, n_ds) * clip(mean(g_ds, n_ds))
             self.params[i] = self.update(i, like, gh)
 
     def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:

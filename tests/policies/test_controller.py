@@ -56,7 +56,7 @@ class HoldUntil:
 
 
 class Listens:
-    """A policy that keeps what it was told."""
+    """A policy that keeps what it was given."""
 
     def __init__(self):
         self.heard = []
@@ -66,7 +66,7 @@ class Listens:
         return Decision(now.target_batch_size + 1, "one more", lr_factor=0.5)
 
 
-def test_it_starts_where_it_is_told_and_asks_after_every_step():
+def test_it_starts_where_it_is_asked_and_asks_after_every_step():
     controller = Controller(SimiGrad(target=0.2), batch_size=128)
     assert Decision(128, "start") == controller.decision
     assert 140 == controller.next(low(128)).batch_size
@@ -135,19 +135,19 @@ def test_a_policy_hears_the_progress_that_a_loop_states_with_the_target_filled_i
         7, 96, 32, samples=10**6, steps=5, epoch=3, ranks=2, lr=(0.1,), elapsed_seconds=1.5
     )
     Controller(policy, batch_size=128).next(low(), stated)
-    told = policy.heard[0][1]
+    state = policy.heard[0][1]
     assert (128, 10**6, 5, 3, 2) == (
-        told.target_batch_size,
-        told.samples,
-        told.steps,
-        told.epoch,
-        told.ranks,
+        state.target_batch_size,
+        state.samples,
+        state.steps,
+        state.epoch,
+        state.ranks,
     )
     assert (96, 32, (0.1,), 1.5) == (
-        told.batch_size,
-        told.base_batch,
-        told.lr,
-        told.elapsed_seconds,
+        state.batch_size,
+        state.base_batch,
+        state.lr,
+        state.elapsed_seconds,
     )
 
 
@@ -173,14 +173,14 @@ def test_the_base_batch_is_where_it_starts_unless_stated():
     assert 32 == Controller(Fixed(8), 128, 32).base_batch
 
 
-@pytest.mark.parametrize(("asked", "told"), [(1, 0), (3, 1), (4, 0), (16, 0)])
-def test_only_whoever_asked_for_a_lower_bound_is_told_that_it_is_raised(asked, told):
+@pytest.mark.parametrize(("asked", "warnings_"), [(1, 0), (3, 1), (4, 0), (16, 0)])
+def test_only_whoever_asked_for_a_lower_bound_is_warned_that_it_is_raised(asked, warnings_):
     cutting = PlanConstraints(ranks=1, micro=16, fixed=False, least=4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         controller = cutting.controller(SimiGrad(min_batch=asked), 64, None, 960)
     assert max(asked, 4) == controller.min_batch
-    assert told == len(said)
+    assert warnings_ == len(said)
 
 
 @pytest.mark.parametrize("answer", [None, 256, (256, "more"), {"batch_size": 256}])
@@ -412,7 +412,7 @@ def test_no_whole_number_stalls_the_batch(start, way):
         assert after > start if way is low else after < start or start == 1
 
 
-def test_a_start_without_noise_runs_away_no_farther_than_it_is_told():
+def test_a_start_without_noise_runs_away_no_farther_than_it_may():
     runaway = [
         Controller(policy, 256, smoothing="1 sample") for policy in (SimiGrad(0.2), NoiseScale())
     ]
@@ -523,7 +523,7 @@ def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
     assert 900 == near.next(seen(900)).batch_size
 
 
-def test_advice_leaves_the_batch_alone_and_is_told():
+def test_advice_leaves_the_batch_alone_and_is_reported():
     controller = Controller(Shadow(SimiGrad(target=0.2, max_batch=135)), 128, dead_band=0.1)
     decision = controller.next(low(128))
     assert (128, 135, 1.0) == (decision.batch_size, decision.advice, decision.lr_factor)
@@ -711,12 +711,12 @@ print(controller.digest())
 
 def test_the_digest_is_the_same_in_every_process_and_changes_with_what_matters():
     command = [sys.executable, "-c", DIGEST]
-    there = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    with contextlib.redirect_stdout(io.StringIO()) as here:
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(DIGEST, {"__name__": "__main__"})
-    assert here.getvalue() == there
-    assert "__main__.Mine" in there
-    assert " at 0x" not in there
+    assert output.getvalue() == printed
+    assert "__main__.Mine" in printed
+    assert " at 0x" not in printed
     one, other = Controller(SimiGrad(0.2), 128), Controller(SimiGrad(0.2), 128)
     assert one.digest() == other.digest()
     one.next(low())

@@ -265,7 +265,7 @@ def test_settings_of_the_other_policies_are_refused_by_name_too(wrong, words):
 # Advise
 
 
-def test_advice_is_told_and_not_followed():
+def test_advice_is_reported_and_not_followed():
     decision = Shadow(SimiGrad(target=0.2)).decide(step(0.1), now(128))
     assert (128, 1.0, 140) == (decision.batch_size, decision.lr_factor, decision.advice)
     assert "140" in decision.reason

@@ -16,32 +16,32 @@ from log_rows import row
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
-def fill(place, told):
+def fill(place, pipe):
     with made_whole(place) as making:
         (making / "half").touch()
-        told.send(making)
-        told.recv()
+        pipe.send(making)
+        pipe.recv()
 
 
 def filling(place):
-    """A process that fills a directory until it is told to end; how, and the directory."""
-    here, there = Pipe()
-    process = get_context("fork").Process(target=fill, args=(place, there))
+    """A process that fills a directory until it is asked to end; how, and the directory."""
+    parent, child = Pipe()
+    process = get_context("fork").Process(target=fill, args=(place, child))
     process.start()
-    return process, here, here.recv()
+    return process, parent, parent.recv()
 
 
 def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(tmp_path):
     (local := tmp_path / ".notes.01234567").mkdir()  # somebody else's
     killed, _, left = filling(tmp_path / "first")
-    live, told, filled = filling(tmp_path / "second")
+    live, pipe, filled = filling(tmp_path / "second")
     killed.kill()
     killed.join()
     assert left.exists()
     with made_whole(tmp_path / "third"):
         pass
     assert (False, True) == (left.exists(), filled.exists())
-    told.send("end")
+    pipe.send("end")
     live.join()
     assert {"second", "third", local.name} == {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "second" / "half").exists()

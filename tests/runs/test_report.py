@@ -82,7 +82,7 @@ def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text,
     assert reach == pytest.approx(summary.reach(values))
 
 
-@pytest.mark.parametrize("score", ["AUC", "masked pieces right, % (held out of wikipedia-2)"])
+@pytest.mark.parametrize("score", ["AUC", "masked tokens right, % (held out of wikipedia-2)"])
 def test_a_table_is_shown_whole_in_80_columns(score):
     shown = io.StringIO()
     scores = [f"{score} {number}" for number in range(3)]
@@ -95,7 +95,7 @@ def test_a_table_is_shown_whole_in_80_columns(score):
     assert "a-long-n" in said
 
 
-def test_a_table_of_long_numbers_is_folded_and_loses_none_in_80_columns():
+def test_a_table_of_long_numbers_is_wrapped_and_loses_none_in_80_columns():
     shown = io.StringIO()
     columns = ("policy", "lr", "test accuracy, %", "average batch", "steps", "wall time", "runs")
     cells = ("simigrad", "0.02", "64.44 [55.33, 71.33]", "79 [59, 90]", "34 [30, 46] (3 skipped)")
@@ -258,8 +258,8 @@ def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
     write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
     page = out.read_text()
     assert 1 == page.count('class="map"')
-    told = ("How far each layer is let go", "0.weight", "9.bias", "mean r", "share of weights")
-    for text in told:
+    texts = ("How far each layer is let go", "0.weight", "9.bias", "mean r", "share of weights")
+    for text in texts:
         assert text in page
 
 

@@ -61,17 +61,17 @@ def test_a_buffer_is_freed_once_grad_has_come_through_untouched():
     elements = sum(p.numel() for p in model.parameters())
     before = alive()
 
-    def held():
+    def megabytes():
         """Elements of all tensors that were made since, over those of the parameters."""
         gc.collect()
         made = [x for number, x in alive().items() if number not in before]
         return sum(x.numel() for x in made) / elements
 
     train(model, optimizer, [0])
-    with_sums = held()
+    with_sums = megabytes()
     train(model, optimizer, [1])
     assert with_sums >= 2  # M2 and S
-    assert held() < with_sums - 0.9
+    assert megabytes() < with_sums - 0.9
 
 
 def alive():
@@ -122,7 +122,7 @@ def clamped(gradient):
     return gradient.clamp(-0.01, 0.01)
 
 
-def told(change=None, hook=False, scale=lambda step: 1.0, steps=4):
+def results_of(change=None, hook=False, scale=lambda step: 1.0, steps=4):
     """Mean r of each step of one weight, and the warnings."""
     weight = nn.Parameter(torch.zeros(100))
     optimizer = VRSGD([weight], 0.0, watch=True)
@@ -145,16 +145,16 @@ def told(change=None, hook=False, scale=lambda step: 1.0, steps=4):
 def test_a_hook_that_clips_only_later_leaves_r_all_the_same():
     """In the first step it changes nothing that could be seen."""
     sizes = {"scale": lambda step: 1e-4 if step == 0 else 1.0}
-    plain, hooked = told(**sizes), told(hook=True, **sizes)
+    plain, hooked = results_of(**sizes), results_of(hook=True, **sizes)
     assert plain == hooked
 
 
-def test_a_hook_registered_later_is_told_of():
+def test_a_hook_registered_later_is_reported():
     def register(weight):
         if not weight._backward_hooks or len(weight._backward_hooks) == 1:
             weight.register_hook(clamped)
 
-    _, warned = told(register)
+    _, warned = results_of(register)
     assert not warned  # the first step has sums of its own, and so have those behind a hook
     model = network()
     optimizer = VRSGD(model.parameters(), 0.1)
@@ -183,7 +183,7 @@ def test_changes_through_data_are_found_by_comparing_now_and_then():
         weight.grad.data.clamp_(-2.0, 2.0)  # which no version counter shows
 
     sizes = {"scale": lambda step: 1e-4 if step == 0 else 1.0, "steps": 40}
-    plain, clipped = told(**sizes), told(clip, **sizes)
+    plain, clipped = results_of(**sizes), results_of(clip, **sizes)
     assert not plain[1]
     assert 1 == len(clipped[1])
     assert CHANGED in clipped[1][0]
@@ -314,9 +314,9 @@ def test_grad_stays_the_tensor_it_is_wherever_it_lies():
     model = network()
     optimizer = trained_once(model)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-    pieces = flat.split([p.numel() for p in model.parameters()])
-    for p, piece in zip(model.parameters(), pieces, strict=True):
-        p.grad = piece.view_as(p)
+    chunks = flat.split([p.numel() for p in model.parameters()])
+    for p, chunk in zip(model.parameters(), chunks, strict=True):
+        p.grad = chunk.view_as(p)
     tensors = [p.grad for p in model.parameters()]
     backwards(model, 1)
     assert all(p.grad is t for p, t in zip(model.parameters(), tensors, strict=True))

@@ -85,7 +85,7 @@ def test_students_t_is_that_of_the_tables(level, freedom, expected):
 def test_students_t_is_scipys_between_the_tables_too(level, freedom):
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     expected = stats.t.ppf((1 + level) / 2, freedom)
-    # a quadrature of 40,000 pieces, which is coarsest where the tails are heaviest
+    # a quadrature of 40,000 chunks, which is coarsest where the tails are heaviest
     assert pytest.approx(expected, rel=1e-3) == student_t(level, freedom)
 
 
@@ -117,7 +117,7 @@ def test_the_jackknife_is_tukeys(k, level):
 @pytest.mark.parametrize("loss", ["weighted", "mean"])
 @pytest.mark.parametrize("sizes", [[4, 4, 4], RAGGED, [2] * 12])
 def test_a_meters_interval_is_the_oracles_where_the_sketch_is_the_gradient(loss, sizes):
-    gradients = draw(len(sizes), 40, seed=5) + 0.5  # up to 1,021 floats nothing is folded
+    gradients = draw(len(sizes), 40, seed=5) + 0.5  # up to 1,021 floats nothing is projected
     step = getattr(noise_oracle, loss)(gradients, sizes)
     x = oracle.log_ratio(step.grad_sqnorm, step.grad_variance, sum(sizes))
     expected = oracle.jackknife(x, oracle.left_out(gradients, sizes), 0.9)
@@ -125,7 +125,7 @@ def test_a_meters_interval_is_the_oracles_where_the_sketch_is_the_gradient(loss,
     assert pytest.approx(expected, rel=1e-3) == ends(measured(gradients, sizes, loss=loss).interval)
 
 
-def test_a_folded_gradients_interval_is_near_that_of_the_exact_one():
+def test_a_projected_gradients_interval_is_near_that_of_the_exact_one():
     gradients, sizes = 0.05 * draw(8, 5_000, seed=6) + 0.02, [4] * 8
     step = noise_oracle.weighted(gradients, sizes)
     x = oracle.log_ratio(step.grad_sqnorm, step.grad_variance, 32)
@@ -158,7 +158,7 @@ def test_the_jackknifes_variance_over_its_excess_is_that_of_the_estimate(k, trut
     assert pytest.approx(variance(x), rel=0.25) == fmean(variances)
 
 
-# 200 elements as they are; 4,000 are folded, and what 1,021 floats lose scatters too
+# 200 elements as they are; 4,000 are projected, and what 1,021 floats lose scatters too
 @pytest.mark.parametrize(("size", "most"), [(200, 0.02), (4000, 0.4)])
 @pytest.mark.parametrize("truth", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("level", [0.5, 0.9])
@@ -386,7 +386,7 @@ def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_gradients_are_folded_in_float32(dtype):
+def test_half_gradients_are_projected_in_float32(dtype):
     narrow = [g.to(dtype) for g in rank_one(22)]
     assert torch.equal(sketch([g.float() for g in narrow]), sketch(narrow))
 

@@ -226,8 +226,8 @@ def test_a_loop_measures_and_decides_on_each_so_manieth_step():
     assert [r.statistics for r in records if r.statistics] == [noise for _, noise in policy.asked]
     assert ["grows", "not measured", "not measured"] == [r.decision.reason for r in records[:3]]
     assert [8, 10, 10, 10, 12, 12, 12, 14, 14, 14] == [r.target_batch_size for r in records]
-    held = [r.decision.lr_factor for r in records]
-    assert [0.5] * 10 == held  # the factor too is held between
+    factors = [r.decision.lr_factor for r in records]
+    assert [0.5] * 10 == factors  # the factor too stays between
     assert math.isnan(records[1].similarity)
     assert math.isnan(records[1].noise_scale)
 

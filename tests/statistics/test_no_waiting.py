@@ -216,8 +216,8 @@ def test_a_model_may_move_to_a_gpu_and_back(options):
             model.zero_grad()
             backwards(model.to(device))
             seen.append(meter.read(SIZES))
-    for there in seen[1:]:
+    for on_cpu in seen[1:]:
         assert pytest.approx((seen[0].grad_sqnorm, seen[0].grad_variance), rel=1e-4) == (
-            there.grad_sqnorm,
-            there.grad_variance,
+            on_cpu.grad_sqnorm,
+            on_cpu.grad_variance,
         )

@@ -16,7 +16,7 @@ OTHER = {"weighted": "mean", "mean": "weighted"}
 
 
 class Run:
-    """Training on ragged micro-batches of 1 to 16 samples, under a meter told `stated`."""
+    """Training on ragged micro-batches of 1 to 16 samples, under a meter given `stated`."""
 
     def __init__(self, loss, seed, *, stated=None, noise=1.0, lr=0.05):
         torch.manual_seed(seed)

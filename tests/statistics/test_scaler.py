@@ -157,10 +157,10 @@ def clipped(model, scaler):
 
 @pytest.mark.parametrize("change", [unscaled, unscaled_and_clipped, clipped])
 @pytest.mark.parametrize("loss", ["weighted", "mean"])
-@pytest.mark.parametrize("told", [True, False])
-def test_reading_after_unscaling_or_clipping_is_refused(change, loss, told):
+@pytest.mark.parametrize("passed", [True, False])
+def test_reading_after_unscaling_or_clipping_is_refused(change, loss, passed):
     model, scaler = network(), scaler_of()
-    meter = GradientMeter(model, loss=loss, scaler=scaler if told else None)
+    meter = GradientMeter(model, loss=loss, scaler=scaler if passed else None)
     accumulate(model, scaler, loss)
     change(model, scaler)
     with pytest.raises(GradientError):

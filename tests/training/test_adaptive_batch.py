@@ -140,11 +140,11 @@ def test_the_optimizer_is_handed_the_mean_gradient_of_the_batch(own, sizes, micr
     for _ in range(2):
         start = 0
         for step in train:
-            twin = copy.deepcopy(train.model)
+            replica = copy.deepcopy(train.model)
             record = one_step(train, step)
             stop = start + record.batch_size
-            loss = cross_entropy(twin(x[start:stop]), y[start:stop])
-            expected = torch.autograd.grad(loss, list(twin.parameters()))
+            loss = cross_entropy(replica(x[start:stop]), y[start:stop])
+            expected = torch.autograd.grad(loss, list(replica.parameters()))
             # float64: only the order of the sum differs
             torch.testing.assert_close(list(expected), seen[-1], rtol=1e-10, atol=1e-13)
             assert pytest.approx(loss.item(), rel=1e-12) == record.loss
@@ -197,7 +197,7 @@ def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_token_weights_give_the_mean_over_the_tokens_and_empty_micro_batches_none(empty):
     train = adaptive(loader=DataLoader(padded(16, empty), 16), policy=bb.Fixed(16))
     seen = handed_over(train)
-    twin, meter_twin = copy.deepcopy(train.model), copy.deepcopy(train.model)
+    replica, meter_replica = copy.deepcopy(train.model), copy.deepcopy(train.model)
     step, parts = first_step(train), []
     for x, y in step:
         parts.append((x, y))
@@ -205,8 +205,8 @@ def test_token_weights_give_the_mean_over_the_tokens_and_empty_micro_batches_non
     record = step.update()
 
     x, y = (torch.cat(leaves) for leaves in zip(*parts, strict=True))
-    loss = token_loss(twin, x, y)
-    expected = torch.autograd.grad(loss, list(twin.parameters()))
+    loss = token_loss(replica, x, y)
+    expected = torch.autograd.grad(loss, list(replica.parameters()))
     # float64: only the order of the sum differs
     torch.testing.assert_close(list(expected), seen[0], rtol=1e-10, atol=1e-13)
     assert pytest.approx(loss.item(), rel=1e-12) == record.loss
@@ -214,9 +214,9 @@ def test_token_weights_give_the_mean_over_the_tokens_and_empty_micro_batches_non
     tokens = [int((y != -100).sum()) for _, y in parts]
     assert 0 == tokens[empty]
     counted = [(part, n) for part, n in zip(parts, tokens, strict=True) if n]
-    with bb.GradientMeter(meter_twin) as meter:
+    with bb.GradientMeter(meter_replica) as meter:
         for (x, y), n in counted:
-            (token_loss(meter_twin, x, y) * n / sum(tokens)).backward()
+            (token_loss(meter_replica, x, y) * n / sum(tokens)).backward()
         noise = meter.read(samples=[16 * n / sum(tokens) for _, n in counted])
     assert_same_noise(noise, record.statistics)
     assert (16, 16, 3) == (record.batch_size, noise.samples, noise.micro_batches)
@@ -250,12 +250,12 @@ def metered(model: nn.Module, parts: list[Any]) -> bb.GradientStatistics:
 def test_the_record_holds_what_a_meter_says_of_the_same_micro_batches(policy):
     train = adaptive(150, policy=policy)
     for step in train:
-        twin, parts = copy.deepcopy(train.model), []
+        replica, parts = copy.deepcopy(train.model), []
         for batch in step:
             parts.append(batch)
             step.backward(loss_of(train, batch))
         record = step.update()
-        expected = metered(twin, parts)
+        expected = metered(replica, parts)
         assert_same_noise(expected, record.statistics)
         assert record.similarity == record.statistics.similarity
         assert record.noise_scale == record.statistics.noise_scale
@@ -290,17 +290,19 @@ def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_
     train = adaptive(
         optimizer=lambda parameters, lr: SGD([*parameters, temperature], lr), policy=bb.Fixed(16)
     )
-    twin, step, parts = copy.deepcopy(train.model), first_step(train), []
-    twin_temperature = nn.Parameter(temperature.detach().clone())
+    replica, step, parts = copy.deepcopy(train.model), first_step(train), []
+    replica_temperature = nn.Parameter(temperature.detach().clone())
     for x, y in step:
         parts.append((x, y))
         step.backward(cross_entropy(train.model(x) / temperature, y))
     record = step.update()
-    with bb.GradientMeter([*twin.parameters(), twin_temperature]) as meter:
+    with bb.GradientMeter([*replica.parameters(), replica_temperature]) as meter:
         for x, y in parts:
-            (cross_entropy(twin(x) / twin_temperature, y) / len(parts)).backward()
+            (cross_entropy(replica(x) / replica_temperature, y) / len(parts)).backward()
         assert_same_noise(meter.read(samples=[4] * 4), record.statistics)
-    assert (1 - 0.1 * twin_temperature.grad).item() == pytest.approx(temperature.item(), rel=1e-12)
+    assert (1 - 0.1 * replica_temperature.grad).item() == pytest.approx(
+        temperature.item(), rel=1e-12
+    )
     assert temperature.grad is None
 
 
@@ -309,12 +311,12 @@ def test_parameters_of_the_model_outside_the_optimizer_are_zeroed_and_not_measur
     own = SGD(model[2].parameters(), lr=0.1)
     train = bb.AdaptiveBatch(model, own, DataLoader(data(96), 16), policy=bb.Fixed(16))
     for step in train:
-        twin, parts = copy.deepcopy(model), []
-        twin[0].requires_grad_(False)
+        replica, parts = copy.deepcopy(model), []
+        replica[0].requires_grad_(False)
         for batch in step:
             parts.append(batch)
             step.backward(loss_of(train, batch))
-        assert_same_noise(metered(twin, parts), step.update().statistics)
+        assert_same_noise(metered(replica, parts), step.update().statistics)
         assert [None] * 4 == [p.grad for p in model.parameters()]
 
 
@@ -324,11 +326,11 @@ def test_a_layer_that_is_thawed_on_the_way_is_measured_from_then_on():
     one_step(train, first_step(train))
     train.model[0].requires_grad_(True)
     for step in train:
-        twin, parts = copy.deepcopy(train.model), []
+        replica, parts = copy.deepcopy(train.model), []
         for batch in step:
             parts.append(batch)
             step.backward(loss_of(train, batch))
-        assert_same_noise(metered(twin, parts), step.update().statistics)
+        assert_same_noise(metered(replica, parts), step.update().statistics)
 
 
 def test_a_meter_of_ones_own_is_the_one_that_measures():
@@ -427,7 +429,7 @@ def test_the_batch_shrinks_although_the_accumulation_is_as_low_as_it_may_be(leas
     n=st.integers(20, 150),
     policy=st.sampled_from([0.999, -0.999]),
 )
-def test_the_bounds_hold_from_the_first_step_to_the_tail(start, micro, low, n, policy):
+def test_the_bounds_hold_from_the_first_step_to_the_remainder(start, micro, low, n, policy):
     high = 2 * low + 4  # what is left of an epoch can then always be shared
     train = adaptive(
         n,
@@ -472,23 +474,25 @@ def test_a_lower_bound_below_the_smallest_step_is_raised_and_said_once():
         assert 4 == min(record.batch_size for _ in range(5) for record in records(train))
 
 
-def test_a_policy_is_told_where_the_training_stands():
-    told: list[bb.TrainingState] = []
+def test_a_policy_learns_where_the_training_stands():
+    states: list[bb.TrainingState] = []
 
-    class Told:
+    class Recording:
         def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
-            told.append(now)
+            states.append(now)
             return bb.Decision(21, "21 is no multiple of 4")
 
-    train = adaptive(84, policy=Told(), base_batch=8)
+    train = adaptive(84, policy=Recording(), base_batch=8)
     found = list(records(train))
     assert [16, 20, 20, 20, 8] == [record.batch_size for record in found]
-    assert [16, 20, 20, 20] == [now.batch_size for now in told]  # the remainder is not asked about
-    assert [16, 21, 21, 21] == [now.target_batch_size for now in told]
-    assert [16, 36, 56, 76] == [now.samples for now in told]
-    assert [1, 2, 3, 4] == [now.steps for now in told]
-    assert {(8, 0, 1)} == {(now.base_batch, now.epoch, now.ranks) for now in told}
-    assert [record.lr for record in found[:4]] == [now.lr for now in told]
+    assert [16, 20, 20, 20] == [
+        now.batch_size for now in states
+    ]  # the remainder is not asked about
+    assert [16, 21, 21, 21] == [now.target_batch_size for now in states]
+    assert [16, 36, 56, 76] == [now.samples for now in states]
+    assert [1, 2, 3, 4] == [now.steps for now in states]
+    assert {(8, 0, 1)} == {(now.base_batch, now.epoch, now.ranks) for now in states}
+    assert [record.lr for record in found[:4]] == [now.lr for now in states]
 
 
 @pytest.mark.parametrize("policy", [GROW, SHRINK], ids=["up", "down"])
@@ -612,13 +616,13 @@ def test_a_penalty_by_autograd_grad_is_part_of_the_loss():
         slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + sum(slope.square().sum() for slope in slopes)
 
-    twin, step, parts = copy.deepcopy(train.model), first_step(train), []
+    replica, step, parts = copy.deepcopy(train.model), first_step(train), []
     for batch in step:
         parts.append(batch)
         step.backward(penalized(train.model, batch))
     for batch in parts:
-        (penalized(twin, batch) / len(parts)).backward()
-    assert same([p.grad for p in twin.parameters()], gradients(train))
+        (penalized(replica, batch) / len(parts)).backward()
+    assert same([p.grad for p in replica.parameters()], gradients(train))
     assert len(parts) == step.update().statistics.micro_batches
 
 
@@ -1260,7 +1264,7 @@ def test_a_step_that_was_given_out_and_not_begun_is_given_out_again():
     assert [*range(48)] == one.seen
 
 
-def test_a_pass_that_leaves_its_steps_out_is_told_so():
+def test_a_pass_that_leaves_its_steps_out_is_warned():
     with pytest.raises(LoopError, match=r"was not called.*load an earlier checkpoint"):
         for _ in adaptive():
             pass
@@ -1354,14 +1358,14 @@ def test_batches_of_another_training_start_again():
     for _ in range(2):
         train = adaptive(loader=numbers, policy=bb.Fixed(16), batch_size=16, micro_batch=4)
         step = first_step(train)
-        seen.append([n for piece in step_pieces(train, step) for n in piece.tolist()])
+        seen.append([n for chunk in step_chunks(train, step) for n in chunk.tolist()])
     assert [*range(16)] == seen[0] == seen[1]
 
 
-def step_pieces(train: bb.AdaptiveBatch, step: bb.Step) -> Iterator[Tensor]:
-    for piece in step:
-        yield piece
-        step.backward(train.model(piece[:, None].double().expand(-1, 5)).square().mean())
+def step_chunks(train: bb.AdaptiveBatch, step: bb.Step) -> Iterator[Tensor]:
+    for chunk in step:
+        yield chunk
+        step.backward(train.model(chunk[:, None].double().expand(-1, 5)).square().mean())
 
 
 # clipping

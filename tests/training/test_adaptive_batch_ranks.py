@@ -31,7 +31,7 @@ from ranks import RankError as LostError
 
 def groups(answers):
     return [
-        sorted(sorted(piece) for numbers in step for piece in numbers)
+        sorted(sorted(chunk) for numbers in step for chunk in numbers)
         for step in zip(*(answer[0] for answer in answers), strict=True)
     ]
 
@@ -195,7 +195,7 @@ def fed_the_same(rank, ranks):
     return [str(w.message) for w in caught]
 
 
-def test_ranks_that_are_fed_the_same_data_are_told_of_the_missing_sampler(ranks):
+def test_ranks_that_are_fed_the_same_data_are_warned_of_the_missing_sampler(ranks):
     first, second = ranks(2)(fed_the_same)
     assert 1 == sum("DistributedSampler" in said for said in first)
     assert [] == second
@@ -430,7 +430,7 @@ def streamed(rank, ranks, engine, uneven):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = steps_of(train, 2)
-    read = [n for numbers, _ in done for piece in numbers for n in piece]
+    read = [n for numbers, _ in done for chunk in numbers for n in chunk]
     said = [str(w.message) for w in caught if "unread" in str(w.message)]
     return read, said, [record.batch_size for _, record in done]
 

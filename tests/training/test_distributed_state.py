@@ -184,6 +184,6 @@ def bytes_of_all(rank, ranks):
 
 
 def test_bytes_in_any_number_come_to_all_ranks_as_they_are(ranks):
-    (first, here), (second, there) = ranks(2)(bytes_of_all)
+    (first, own_bytes), (second, other_bytes) = ranks(2)(bytes_of_all)
     assert (3, 5) == (len(first), len(second))
-    assert [first, second] == here == there
+    assert [first, second] == own_bytes == other_bytes

@@ -122,7 +122,7 @@ def compared(engine, answers):
         return [
             [list(chain(*together)) for together in zip(*step, strict=True)] for step in of_ranks
         ]
-    return [[piece for rank in step for piece in rank] for step in of_ranks]
+    return [[chunk for rank in step for chunk in rank] for step in of_ranks]
 
 
 def apart(one, other):

@@ -130,8 +130,8 @@ def test_every_size_is_tried_with_the_state_of_the_optimizer_and_gradients_in_pl
     seen = {}
 
     def loss_of(batch):
-        held = [len(optimizer.state) > 0, model.last.weight.grad is not None]
-        seen.setdefault(len(batch[1]), []).append(held)
+        kept = [len(optimizer.state) > 0, model.last.weight.grad is not None]
+        seen.setdefault(len(batch[1]), []).append(kept)
         return loss_up_to(16, model)(batch)
 
     largest_micro_batch(model, optimizer, loader(), loss_of, margin=0, most=17)
@@ -142,18 +142,18 @@ def test_every_size_is_tried_with_the_state_of_the_optimizer_and_gradients_in_pl
 def test_nothing_of_a_trial_that_failed_is_kept_when_the_next_one_begins():
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    held = []
+    kept = []
 
     def loss_of(batch):
-        assert [] == [ref() for ref in held if ref() is not None]
+        assert [] == [ref() for ref in kept if ref() is not None]
         activations = [torch.ones(8)]
         activations.append(activations)  # a cycle, as autograd functions make them
         if len(batch[1]) > 9:
-            held.append(weakref.ref(activations[0]))
+            kept.append(weakref.ref(activations[0]))
         return loss_up_to(9, model)(batch)
 
     assert 9 == largest_micro_batch(model, optimizer, loader(), loss_of, margin=0)
-    assert 3 == len(held)  # 16, 12 and 10 samples
+    assert 3 == len(kept)  # 16, 12 and 10 samples
 
 
 # as before
@@ -519,9 +519,9 @@ def failing_on_one(rank, ranks):
 
 
 def test_an_error_of_one_rank_ends_the_search_on_all(ranks):
-    there, here = ranks(2)(failing_on_one)
-    assert "ZeroDivisionError: 32 samples" == here
-    assert "RankError: a micro-batch of 32 samples failed on another rank; see there" == there
+    failing, waiting = ranks(2)(failing_on_one)
+    assert "ZeroDivisionError: 32 samples" == waiting
+    assert "RankError: a micro-batch of 32 samples failed on another rank; see there" == failing
 
 
 # advice
@@ -643,8 +643,8 @@ def test_advice_that_stays_on_makes_torch_compile_no_more_often():
 def test_a_model_with_advice_can_be_saved_and_copied():
     model = nn.Linear(4, 1)
     model.register_forward_hook(OomHints(), always_call=True)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(model(torch.ones(2, 4)), twin(torch.ones(2, 4)))
+    for replica in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(model(torch.ones(2, 4)), replica(torch.ones(2, 4)))
 
 
 # on a GPU

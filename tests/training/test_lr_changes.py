@@ -1,4 +1,4 @@
-"""A schedule left in the loop, of which the loop was not told: one warning shows `scheduler=`."""
+"""A schedule left in the loop, of which the loop does not know: one warning shows `scheduler=`."""
 
 import warnings
 

@@ -111,7 +111,7 @@ def a_size_of_zero(model, rank):
 
 
 def one_micro_batch_too_few(model, rank):
-    accumulate(model, rank, 0, [mine[1:] for mine in EQUAL])
+    accumulate(model, rank, 0, [sizes[1:] for sizes in EQUAL])
     return EQUAL[rank]
 
 
@@ -200,12 +200,12 @@ def test_a_step_spoilt_on_all_ranks_is_refused_and_the_next_one_is_right(ranks, 
 def test_a_step_spoilt_on_one_rank_is_refused_on_all_and_the_next_one_is_right(
     ranks, case, options
 ):
-    engine, _, there, elsewhere = ONE[case]
+    engine, _, expected_there, elsewhere = ONE[case]
     count = 4 if engine == "hsdp" else 3
     results = ranks(count)(
         partial(spoilt, table="one", case=case, culprits=[1], options=OPTIONS[options])
     )
-    words = [there if rank == 1 else elsewhere for rank in range(count)]
+    words = [expected_there if rank == 1 else elsewhere for rank in range(count)]
     assert words == [w if w in said else said for w, (said, _) in zip(words, results, strict=True)]
     assert next_steps_are_right(count, results)
     if elsewhere == OTHER:

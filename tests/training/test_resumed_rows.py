@@ -60,7 +60,7 @@ def test_a_resumed_run_on_ranks_is_the_same_run(ranks, name, options):
 
 
 def test_where_ddp_rebuilds_its_buckets_a_variance_reduced_one_is_the_same_to_rounding(ranks):
-    """A rank sums its pieces of the buckets, which are others in the first step of a process.
+    """A rank sums its chunks of the buckets, which are others in the first step of a process.
 
     With buckets that stay it is the same run to the last bit (above), so nothing else is the cause.
     """

@@ -467,7 +467,7 @@ def test_schedules_of_base_steps_end_with_the_training_whatever_the_batch_does(
         assert (total - 1) * base < epochs * samples <= total * base
         train.scheduler = build(train.optimizer, total)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a run of the stated length has nothing to be told
+            warnings.simplefilter("error")  # a run of the stated length has nothing to be warned of
             list(records(train, epochs))
         assert epochs * samples == train.samples
         last = total - 1 if isinstance(train.scheduler, OneCycleLR) else total

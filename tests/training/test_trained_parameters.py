@@ -68,11 +68,11 @@ def headed(model):
 
 def test_an_interval_and_layers_are_those_of_what_the_optimizer_trains():
     model = network()
-    twin = headed(copy.deepcopy(model))
+    replica = headed(copy.deepcopy(model))
     options = {"per_layer": True, "confidence": 0.9, "half_batch_cosine": True}
     train = loop(model, model[3].parameters(), meter=bb.GradientMeter(model, **options))
     record, parts = one_step(train)
-    expected = measured(twin, parts, **options)
+    expected = measured(replica, parts, **options)
     assert_same(expected, record.statistics)
     assert expected.half_batch_cosine == pytest.approx(
         record.statistics.half_batch_cosine, rel=1e-9
@@ -101,23 +101,23 @@ def test_a_layer_that_the_optimizer_gets_later_is_measured_from_then_on():
     train = loop(model, model[3].parameters())
     one_step(train)
     train.optimizer.add_param_group({"params": list(model[2].parameters())})
-    twin = copy.deepcopy(model)
-    twin[0].requires_grad_(False)
+    replica = copy.deepcopy(model)
+    replica[0].requires_grad_(False)
     record, parts = one_step(train)
-    assert_same(measured(twin, parts), record.statistics)
+    assert_same(measured(replica, parts), record.statistics)
 
 
 def test_a_layer_that_the_optimizer_loses_is_measured_until_then():
     model = network()
     own = SGD([{"params": model[:3].parameters()}, {"params": model[3].parameters()}], lr=0.1)
     train = bb.AdaptiveBatch(model, own, loader(), policy=bb.Fixed(16))
-    twin = copy.deepcopy(model)
+    replica = copy.deepcopy(model)
     record, parts = one_step(train)
-    assert_same(measured(twin, parts), record.statistics)
+    assert_same(measured(replica, parts), record.statistics)
     del own.param_groups[0]
-    twin = headed(copy.deepcopy(model))
+    replica = headed(copy.deepcopy(model))
     record, parts = one_step(train)
-    assert_same(measured(twin, parts), record.statistics)
+    assert_same(measured(replica, parts), record.statistics)
 
 
 # parameters that are replaced

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:k = :UserWarning"),
 ]
 
-IN_CI = ("VRAdam", "VRLARS")  # by elements and by layers; the fold has tests of its own
+IN_CI = ("VRAdam", "VRLARS")  # by elements and by layers; GSNR scaling has tests of its own
 every_vr_optimizer = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.release) for n in VR]
 )
@@ -125,7 +125,7 @@ def test_a_loop_on_shards_is_that_of_one_process_with_its_groups(
 ):
     answers = ranks(count)(sharded_run, engine, name, weight, 15)
     steps = [
-        [[n for piece in together_ for n in piece] for together_ in zip(*of_ranks, strict=True)]
+        [[n for chunk in together_ for n in chunk] for together_ in zip(*of_ranks, strict=True)]
         for of_ranks in zip(*([g for g, _ in done] for done, _ in answers), strict=True)
     ]
     assert all(micro_batches >= 8 * count for done, _ in answers for _, micro_batches in done)
@@ -244,7 +244,7 @@ def two_each(rank, ranks):
 def test_micro_batches_of_virtual_ranks_are_weighed_over_all_ranks(ranks):
     answers = ranks(2)(two_each)
     steps = [
-        [[n for piece in together_ for n in piece] for together_ in zip(*of_ranks, strict=True)]
+        [[n for chunk in together_ for n in chunk] for together_ in zip(*of_ranks, strict=True)]
         for of_ranks in zip(*(done for done, _ in answers), strict=True)
     ]
     assert {99} == {sum(map(len, chain(*epoch))) for epoch in (steps[:2], steps[2:])}
