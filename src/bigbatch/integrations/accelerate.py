@@ -1,7 +1,7 @@
 """AdaptiveBatch on what Hugging Face's accelerate has prepared."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -15,7 +15,9 @@ from bigbatch.integrations.sharded_sampler import ShardedSampler
 from bigbatch.optional_packages import required
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy
+from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.loop_options import LoopOptions
 
 accelerate = required("accelerate", "accelerate")
 
@@ -57,7 +59,8 @@ def adaptive_batch(
     *,
     policy: Policy | Controller,
     scheduler: Any = None,
-    **settings: Any,
+    meter: GradientMeter | None = None,
+    **options: Unpack[LoopOptions],
 ) -> AdaptiveBatch:
     """An AdaptiveBatch over what `accelerator.prepare` gave, on any number of processes.
 
@@ -82,7 +85,8 @@ def adaptive_batch(
         loader: prepared by it, or `batches(accelerator, loader, ...)` with options.
         policy: as for `AdaptiveBatch`.
         scheduler: prepared by it, or None.
-        settings: all others of `AdaptiveBatch`.
+        meter: as for `AdaptiveBatch`.
+        options: as for `AdaptiveBatch`.
     Raises:
         SettingError: a setting of accelerate that cannot work, with the remedy.
     """
@@ -103,7 +107,8 @@ def adaptive_batch(
         policy=policy,
         scheduler=None if scheduler is None else scheduler.scheduler,
         scaler=accelerator.scaler,
-        **settings,
+        meter=meter,
+        **options,
     )
     train.scheduler_batch = _scheduler_batch(accelerator, train)
     return train

@@ -4,7 +4,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Unpack
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -23,12 +23,12 @@ from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import Least, PlanConstraints
+from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.policies.policy import Policy
-from bigbatch.setting_types import ELSEWHERE, Count, checked
+from bigbatch.setting_types import ELSEWHERE, checked
 from bigbatch.statistics.meter import GradientMeter
+from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.lr_scaling import LRScaling
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.optimizer_checks import require_steppable
 from bigbatch.training.step import Step, trained_by
@@ -65,6 +65,7 @@ class AdaptiveBatch:
             another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.
+        options: `LoopOptions`, which follow as far as lr_scaling.
         batch_size: where it starts, in samples; default: that of a `Fixed` policy, or the loader's
             times the ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
@@ -93,15 +94,10 @@ class AdaptiveBatch:
         loader: Iterable[Batch] | Batches | ExternalBatches,
         *,
         policy: Policy | Controller,
-        batch_size: Count | None = None,
-        base_batch: Count | None = None,
-        micro_batch: Count | None = None,
-        fixed_micro_batch: bool = False,
-        min_micro_batches: Least | None = None,
-        lr_scaling: LRScaling = "sqrt",
         scheduler: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         meter: GradientMeter | None = None,
+        **options: Unpack[LoopOptions],
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -113,28 +109,31 @@ class AdaptiveBatch:
         self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self.batches.share(self._collectives, lockstep=self.meter.source.reducer.lockstep)
+        batch_size = options.get("batch_size")
         if not isinstance(policy, Controller) and batch_size is None:
             batch_size = getattr(policy, "batch_size", None) or self._loader_batch_size()
         sized = batch_size or isinstance(policy, Controller)
+        micro_batch = options.get("micro_batch") or self.batches.batch_size
         constraints = PlanConstraints(
             self.batches.virtual_ranks,
-            _micro_batch(micro_batch or self.batches.batch_size, sized=bool(sized)),
-            fixed_micro_batch,
-            self._min_micro_batches(min_micro_batches),
+            _micro_batch(micro_batch, sized=bool(sized)),
+            options.get("fixed_micro_batch", False),
+            self._min_micro_batches(options.get("min_micro_batches")),
         )
         self.controller = constraints.controller(
-            policy, batch_size, base_batch, self.batches.samples
+            policy, batch_size, options.get("base_batch"), self.batches.samples
         )
         self._constraints = constraints
         settings = {
             "micro_batch": repr(constraints.micro),
-            "fixed_micro_batch": repr(fixed_micro_batch),
+            "fixed_micro_batch": repr(constraints.fixed),
             "min_micro_batches": repr(constraints.least),
             "remainder": repr(self.batches.remainder),
             "order": self.batches.order,
             "virtual_ranks": repr(self.batches.virtual_ranks),
         }
         self._context = self._build_context()
+        lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
             self._context, self.batches, self.controller, constraints, lr_scaling, settings
         )

@@ -71,5 +71,5 @@ def base_batch_of(settings: dict[str, Any]) -> int | None:
     policy = settings["policy"]
     if isinstance(policy, Controller):
         return policy.base_batch
-    given: int | None = settings["base_batch"] or settings["batch_size"]
+    given: int | None = settings.get("base_batch") or settings.get("batch_size")
     return given or getattr(policy, "batch_size", None)

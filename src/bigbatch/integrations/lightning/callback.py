@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
-from bigbatch.errors import BatchError, LoopError
-from bigbatch.integrations.copy_settings import copy_settings
+from bigbatch.errors import BatchError, LoopError, SettingError
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.integrations.lightning.accumulation import LoaderBatchesPerBaseBatch, base_batch_of
 from bigbatch.integrations.lightning.lightning_checks import (
@@ -30,12 +29,11 @@ from bigbatch.integrations.lightning.lightning_checks import (
 )
 from bigbatch.integrations.lightning.step_logger import StepLogger
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.plan_constraints import Least
 from bigbatch.policies.policy import Policy, require_policy
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.lr_scaling import LRScaling
+from bigbatch.training.loop_options import LoopOptions, copy_options
 from bigbatch.training.optimizer_checks import hooked
 from bigbatch.training.step import Step
 
@@ -68,12 +66,9 @@ class AdaptiveBatchCallback(Callback):
 
     Args:
         policy: decides the batch size after every step; or a `Controller`.
-        batch_size: where it starts, in samples over all ranks.
-        base_batch: batch size that the learning rate was tuned for; default `batch_size`. A
+        options: batch_size, base_batch, min_micro_batches and lr_scaling as for `AdaptiveBatch`;
+            micro_batch: samples in a batch of the loader, where it does not say that itself. A
             scheduler with interval="step" is advanced once per base batch.
-        micro_batch: samples in a batch of the loader, where it does not say that itself.
-        min_micro_batches: least of them per step over all ranks.
-        lr_scaling: how the learning rate follows the batch.
         meter: makes the meter of the model that the strategy has wrapped, with options say:
             `functools.partial(GradientMeter, every=4, confidence=0.9)`.
         count: samples in a batch; default: as Lightning counts them for `self.log`.
@@ -90,25 +85,19 @@ class AdaptiveBatchCallback(Callback):
         self,
         policy: Policy | Controller,
         *,
-        batch_size: Count | None = None,
-        base_batch: Count | None = None,
-        micro_batch: Count | None = None,
-        min_micro_batches: Least | None = None,
-        lr_scaling: LRScaling = "sqrt",
         meter: Callable[[Any], GradientMeter] = GradientMeter,
         count: Callable[[Batch], int] = extract_batch_size,
+        **options: Unpack[LoopOptions],
     ) -> None:
         if not isinstance(policy, Controller):
             require_policy(policy)
         self.train: AdaptiveBatch | None = None
-        self._settings: dict[str, Any] = {
-            "policy": policy,
-            "batch_size": batch_size,
-            "base_batch": base_batch,
-            "min_micro_batches": min_micro_batches,
-            "lr_scaling": lr_scaling,
-        }
-        self._micro_batch, self._meter, self._count = micro_batch, meter, count
+        if "fixed_micro_batch" in options:
+            raise SettingError(
+                "fixed_micro_batch: a micro-batch is a batch of the loader here; leave it out"
+            )
+        self._micro_batch, self._meter, self._count = options.pop("micro_batch", None), meter, count
+        self._settings: dict[str, Any] = {"policy": policy, **options}
         self._driven: ExternalLoop | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint's state, until there is a loop
         self._backward, self._update = ExitStack(), ExitStack()  # what Lightning is in the midst of
@@ -155,7 +144,7 @@ class AdaptiveBatchCallback(Callback):
             scheduler=taken_scheduler(trainer),
             scaler=_scaler(trainer),
             meter=meter,
-            **copy_settings(self._settings),
+            **copy_options(self._settings),
         )
         warn_of_end(trainer, self.train)
         self._driven = ExternalLoop(self.train)

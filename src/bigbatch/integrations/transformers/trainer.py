@@ -14,7 +14,6 @@ from transformers.trainer_utils import has_length
 
 from bigbatch.errors import LoopError
 from bigbatch.integrations.accelerate import PreparedBatches, batches
-from bigbatch.integrations.copy_settings import copy_settings
 from bigbatch.integrations.transformers.callback_handler import Length, SafeCallbackHandler
 from bigbatch.integrations.transformers.checkpoint import load, save
 from bigbatch.integrations.transformers.split_step import SplitOptimizer, SplitScheduler, SplitStep
@@ -31,12 +30,11 @@ from bigbatch.integrations.transformers.trainer_checks import (
     warn_of_growth,
 )
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.plan_constraints import Least
 from bigbatch.policies.policy import Policy
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.lr_scaling import LRScaling
+from bigbatch.training.loop_options import LoopOptions, copy_options, loop_options
 from bigbatch.training.step import Step
 
 if TYPE_CHECKING:
@@ -62,9 +60,7 @@ class AdaptiveMixin(NextClass):
             policy, or `per_device_train_batch_size` times the processes.
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
         micro_batch: most samples in one backward; default `per_device_train_batch_size`.
-        fixed_micro_batch: as for `AdaptiveBatch`.
-        min_micro_batches: as for `AdaptiveBatch`.
-        lr_scaling: as for `AdaptiveBatch`.
+        fixed_micro_batch, min_micro_batches, lr_scaling: as for `AdaptiveBatch`.
         meter: makes a GradientMeter of the prepared model, where it needs options:
             `lambda model: bb.GradientMeter(model, every=4)`.
         others: all named ones of the Trainer.
@@ -77,12 +73,6 @@ class AdaptiveMixin(NextClass):
         self,
         *args: Any,
         policy: Policy | Controller,
-        batch_size: Count | None = None,
-        base_batch: Count | None = None,
-        micro_batch: Count | None = None,
-        fixed_micro_batch: bool = False,
-        min_micro_batches: Least | None = None,
-        lr_scaling: LRScaling = "sqrt",
         meter: Callable[[nn.Module], GradientMeter] | None = None,
         **others: Any,
     ) -> None:
@@ -96,16 +86,8 @@ class AdaptiveMixin(NextClass):
         self._halves = SplitStep()
         self._prepared_batches: PreparedBatches | None = None
         self._saved: dict[str, Any] | None = None
-        self._settings: dict[str, Any] = {
-            "policy": policy,
-            "batch_size": batch_size,
-            "base_batch": base_batch,
-            "micro_batch": micro_batch,
-            "fixed_micro_batch": fixed_micro_batch,
-            "min_micro_batches": min_micro_batches,
-            "lr_scaling": lr_scaling,
-            "meter": meter,
-        }
+        own = {name: others.pop(name) for name in LoopOptions.__annotations__ if name in others}
+        self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **loop_options(**own)}
         super().__init__(*args, **others)
         require_trainer(self)
         self.callback_handler = SafeCallbackHandler(self.callback_handler)
@@ -152,7 +134,7 @@ class AdaptiveMixin(NextClass):
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
-        settings = copy_settings(self._settings)  # `train` may be called again
+        settings = copy_options(self._settings)  # `train` may be called again
         if settings["meter"] is not None:
             settings["meter"] = settings["meter"](model)
         assert self._prepared_batches is not None
@@ -188,13 +170,13 @@ class AdaptiveMixin(NextClass):
 
     def _sizes(self) -> tuple[int, int]:
         """The batch size that training starts with, and the base batch."""
-        policy, start = self._settings["policy"], self._settings["batch_size"]
+        policy, start = self._settings["policy"], self._settings.get("batch_size")
         if isinstance(policy, Controller):
             return policy.decision.batch_size, policy.base_batch
         assert self._prepared_batches is not None
         size = self._prepared_batches.batch_size or self._train_batch_size
         start = start or getattr(policy, "batch_size", None) or size * self.args.world_size
-        return start, self._settings["base_batch"] or start
+        return start, self._settings.get("base_batch") or start
 
     # an update
 
