@@ -54,5 +54,5 @@ def test_a_cell_names_an_existing_test_and_message(engine, cell):
 
 
 def test_the_test_of_the_trajectory_exists():
-    file, test = re.search(r"`(\w+\.py)::(\w+)`, 40 updates", PAGE).groups()
+    file, test = re.search(r"`(\w+\.py)::(\w+)`,\s40\supdates", PAGE).groups()
     assert test in names_in(file)

@@ -57,12 +57,13 @@ class Measured:
         )
 
 
-ROWS = 13
+ROWS = 15
 
 
 def costs(rounds: int) -> Iterator[Measured]:
     """Everything that the loop adds."""
     yield from _over_a_plain_loop(rounds)
+    yield from _over_one_backward(rounds)
     yield from _in_python(rounds)
     yield from _of_cutting()
     yield from _of_sizes(rounds)
@@ -79,6 +80,22 @@ def _over_a_plain_loop(rounds: int) -> Iterator[Measured]:
         ratios = [row[number] / row[0] for row in times]
         goal = 1.01 if number == 1 else None
         yield Measured(f"ResNet-18, k = {_K} x 8, {kind}: step / plain step", ratios, "", goal)
+
+
+def _over_one_backward(rounds: int) -> Iterator[Measured]:
+    """Seconds of a measured step, over those of a plain loop that does not accumulate."""
+    for what, model, shape in (
+        ("ResNet-18", resnet_of_basic_blocks(), (16, 3, 32, 32)),
+        ("digits network", network(), (16, 1, 8, 8)),
+    ):
+        cut = [(torch.randn(shape), torch.randint(10, (16,))) for _ in range(16)]
+        whole = [
+            (torch.cat([x for x, _ in four]), torch.cat([y for _, y in four]))
+            for four in zip(*[iter(cut)] * 4, strict=True)
+        ]
+        times = interleaved([_plain(model, whole, 1), _adaptive(model, cut, 1, 4)], rounds)
+        name = f"{what}, 64 samples as 4 x 16, measured: step / plain step of 1 x 64"
+        yield Measured(name, [row[1] / row[0] for row in times], "")
 
 
 def _in_python(rounds: int) -> Iterator[Measured]:
