@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bigbatch.training.distributed_state import unpack_states
 from noisy_digits import NAME
 from torchrun import alone, said, torchrun
 
@@ -40,9 +41,10 @@ def assert_same_curve(expected, actual):
 def leaves_of(run):
     """Every leaf of a checkpoint, tensors as lists, but the time that was spent."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
-    for each in state["train"]:
+    states = unpack_states(state["train"])
+    for each in states:
         each["own"]["elapsed_seconds"] = None
-    return leaves(state)
+    return leaves(state | {"train": states})
 
 
 def leaves(state, path=""):

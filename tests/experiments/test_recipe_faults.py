@@ -72,7 +72,7 @@ def without(state, *path):
 
 
 @pytest.mark.parametrize(
-    "path", [("train",), ("model", "0.weight"), ("optimizer", "state"), ("train", 0, "shared")]
+    "path", [("train",), ("model", "0.weight"), ("optimizer", "state"), ("train", "ranks")]
 )
 def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, path):
     state = Training(DIGITS, SETTINGS).state_dict()

@@ -5,17 +5,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 LOOP = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
 
 
-def test_the_loop_runs_and_is_twenty_lines():
+def test_the_loop_is_eight_lines_that_learn():
+    pytest.importorskip("sklearn")
     result = subprocess.run(
         [sys.executable, "-c", LOOP], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert ["epoch=0", "epoch=1", "epoch=2"] == re.findall(r"epoch=\d", result.stdout)
-    assert len(LOOP.splitlines()) <= 20
+    shown = re.findall(r"epoch=\d: loss (\d\.\d\d), next batch (\d+)", result.stdout)
+    losses, batches = zip(*shown, strict=True)
+    assert 8 == len(shown)
+    assert float(losses[-1]) < float(losses[0]) / 2
+    assert int(batches[-1]) > 64  # from 32
+    assert 8 == len(LOOP[LOOP.index("optimizer =") :].splitlines())
+
+
+def test_the_output_that_is_shown_is_in_the_form_of_the_loops():
+    shown = re.findall(r"(?m)^    epoch=(\d): loss \d\.\d\d, next batch \d+$", README)
+    assert ["0", "3", "7"] == shown
 
 
 def test_every_folder_of_the_library_is_listed():

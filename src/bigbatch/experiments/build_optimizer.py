@@ -82,7 +82,7 @@ def build_optimizer(
 
 def stepped_by(optimizer: Optimizer) -> Optimizer:
     """Whose `step` an engine may call itself."""
-    return optimizer.base if isinstance(optimizer, VarianceReduced) else optimizer
+    return getattr(optimizer, "base", optimizer)
 
 
 _BASES: dict[str, Callable[[list[dict[str, Any]], Settings], Optimizer]] = {

@@ -14,7 +14,7 @@ from bigbatch.experiments.memory_estimate import MemoryEstimate, footprint
 from bigbatch.experiments.recipe import OURS, Data, Recipe
 from bigbatch.experiments.settings import Settings, Value
 from bigbatch.experiments.validate import require_trainable
-from bigbatch.optim import VarianceReduced
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Fixed, TrainingState
@@ -143,7 +143,7 @@ def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> Adapt
     numbered = Data(range(samples), lambda _: {}, as_it_is)  # type: ignore[arg-type]
     settings = settings.changed({"workers": 0})
     virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
-    joins = settings.engine == "deepspeed" and isinstance(optimizer, VarianceReduced)
+    joins = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
     least = _JOINED * ranks if joins else None
     return loop_over(numbered, settings, model, optimizer, virtual_ranks, min_micro_batches=least)
 

@@ -56,14 +56,5 @@ def from_first(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, 0)
 
 
-def gathered(value: T) -> list[T]:
-    """Every rank's value on rank 0, in the order of the ranks; elsewhere nothing. Collective."""
-    if count() == 1:
-        return [value]
-    values: list[Any] = [None] * count() if leads() else []
-    dist.gather_object(value, values or None)
-    return values
-
-
 def _together() -> bool:
     return dist.is_available() and dist.is_initialized()

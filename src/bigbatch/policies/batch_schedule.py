@@ -62,7 +62,7 @@ class Schedule:
         """Where it starts."""
         return self._parsed.start
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """What the schedule says after so much training, whatever was measured."""
         parsed = self._parsed
         wanted, last = float(parsed.start), f"{parsed.start}"

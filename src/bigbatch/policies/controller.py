@@ -35,7 +35,7 @@ class Controller:
     rounded one would stall where a step of the policy is smaller than the rounding.
 
     Args:
-        policy: any object with `decide(noise, now) -> Decision`; where it has `state_dict` and
+        policy: any object with `decide(statistics, now) -> Decision`; where it has `state_dict` and
             `load_state_dict`, what it remembers is saved too.
         batch_size: where it starts, in samples over all ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
@@ -113,21 +113,21 @@ class Controller:
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
 
-    def next(self, noise: GradientStatistics, now: TrainingState | None = None) -> Decision:
-        """The decision after a step that measured `noise`.
+    def next(self, statistics: GradientStatistics, now: TrainingState | None = None) -> Decision:
+        """The decision after a step that measured `statistics`.
 
         Args:
-            noise: of the step just done, over all ranks.
+            statistics: of the step just done, over all ranks.
             now: state of the training; `target_batch_size` and the bounds are filled in. Default:
                 what the controller can count itself: samples and steps, no epochs.
         Raises:
             SettingError: the policy returned something that is no Decision, or `confidence` has no
                 interval to go by.
         """
-        self._samples += noise.samples
+        self._samples += statistics.samples
         self._steps += 1
         if now is None:
-            batch_size, samples = round(noise.samples), round(self._samples)
+            batch_size, samples = round(statistics.samples), round(self._samples)
             now = TrainingState(0, batch_size, self.base_batch, samples, self._steps)
         now = replace(
             now,
@@ -136,14 +136,14 @@ class Controller:
             max_batch=self.max_batch,
         )
         if self._average is not None:
-            noise = self._average.update(noise)
-        self._hysteresis.require_interval(self._ask, noise, now)
+            statistics = self._average.update(statistics)
+        self._hysteresis.require_interval(self._ask, statistics, now)
         if self._warming_up(now):
             self.decision = self._stay(f"held: warm-up of {self._warmup}")
         elif self._steps % self._decide_every:
             self.decision = self._stay(f"held: decides every {self._decide_every} steps")
         else:
-            self.decision = self._decide(noise, now)
+            self.decision = self._decide(statistics, now)
         return self.decision
 
     def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
@@ -194,15 +194,15 @@ class Controller:
             self._remembers.load_state_dict(state["policy"])
         warn_of_changes(state["settings"], self._settings)
 
-    def _ask(self, noise: GradientStatistics, now: TrainingState) -> Decision:
-        decision = self.policy.decide(noise, now)
+    def _ask(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
+        decision = self.policy.decide(statistics, now)
         if not isinstance(decision, Decision):
             raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
         return self._inside(decision)
 
-    def _decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
-        decision, bounds = self._ask(noise, now), (self.min_batch, self.max_batch)
-        doubt = self._hysteresis.doubt(self._ask, decision.batch_size, noise, now, bounds)
+    def _decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
+        decision, bounds = self._ask(statistics, now), (self.min_batch, self.max_batch)
+        doubt = self._hysteresis.doubt(self._ask, decision.batch_size, statistics, now, bounds)
         if doubt is not None:
             reason = f"{decision.reason}; held: {doubt}"
             return replace(decision, batch_size=now.target_batch_size, reason=reason)

@@ -40,30 +40,36 @@ class Hysteresis:
         self,
         ask: Ask,
         batch_size: int,
-        noise: GradientStatistics,
+        statistics: GradientStatistics,
         now: TrainingState,
         bounds: tuple[int, int | None],
     ) -> str | None:
         """Why a decision for `batch_size` should not be followed; None where it should."""
         way = _sign(batch_size - now.target_batch_size)
-        if not way or not (self.dead_band or self.confidence) or not _minds_noise(ask, noise, now):
+        if (
+            not way
+            or not (self.dead_band or self.confidence)
+            or not _minds_noise(ask, statistics, now)
+        ):
             return None
-        if self.dead_band and _way(ask, *self._moved(way, noise, now, bounds)) != way:
+        if self.dead_band and _way(ask, *self._moved(way, statistics, now, bounds)) != way:
             return f"inside the dead band of {self.dead_band:g}"
-        known = noise.interval if self.confidence else None
+        known = statistics.interval if self.confidence else None
         ends = (known.low, known.high) if known else ()
-        if any(_way(ask, _noise_at(x, noise), now) != way for x in ends):
+        if any(_way(ask, _noise_at(x, statistics), now) != way for x in ends):
             return f"not sure at {self.confidence:g}"
         return None
 
-    def require_interval(self, ask: Ask, noise: GradientStatistics, now: TrainingState) -> None:
+    def require_interval(
+        self, ask: Ask, statistics: GradientStatistics, now: TrainingState
+    ) -> None:
         """Raises SettingError where no interval of the coverage asked for was measured."""
-        level = noise.interval.level if noise.interval else None
+        level = statistics.interval.level if statistics.interval else None
         if self.confidence in (None, level) or not math.isfinite(
-            noise.grad_sqnorm + noise.grad_variance
+            statistics.grad_sqnorm + statistics.grad_variance
         ):
             return
-        if _minds_noise(ask, noise, now):
+        if _minds_noise(ask, statistics, now):
             available = "there is none" if level is None else f"the meter's is of {level:g}"
             raise SettingError(
                 f"confidence={self.confidence:g} needs an interval of that coverage, {available}; "
@@ -73,7 +79,7 @@ class Hysteresis:
     def _moved(
         self,
         way: int,
-        noise: GradientStatistics,
+        statistics: GradientStatistics,
         now: TrainingState,
         bounds: tuple[int, int | None],
     ) -> tuple[GradientStatistics, TrainingState]:
@@ -89,27 +95,29 @@ class Hysteresis:
             target = min(target, high - 1)
         batch_size = max(1, whole(now.batch_size * factor))
         return (
-            replace(noise, samples=noise.samples * factor),
+            replace(statistics, samples=statistics.samples * factor),
             replace(now, target_batch_size=target, batch_size=batch_size),
         )
 
 
-def _minds_noise(ask: Ask, noise: GradientStatistics, now: TrainingState) -> bool:
+def _minds_noise(ask: Ask, statistics: GradientStatistics, now: TrainingState) -> bool:
     """Whether the policy would decide otherwise with nothing but noise, or without any."""
-    cases = noise, _noise_at(-math.inf, noise), _noise_at(math.inf, noise)
+    cases = statistics, _noise_at(-math.inf, statistics), _noise_at(math.inf, statistics)
     return len({ask(case, now).batch_size for case in cases}) > 1
 
 
-def _way(ask: Ask, noise: GradientStatistics, now: TrainingState) -> int:
+def _way(ask: Ask, statistics: GradientStatistics, now: TrainingState) -> int:
     """+1, -1 or 0: what the policy would do with the batch."""
-    return _sign(ask(noise, now).batch_size - now.target_batch_size)
+    return _sign(ask(statistics, now).batch_size - now.target_batch_size)
 
 
-def _noise_at(x: float, noise: GradientStatistics) -> GradientStatistics:
+def _noise_at(x: float, statistics: GradientStatistics) -> GradientStatistics:
     """As much noise, with the signal that makes ln(1 + N signal / noise) this x."""
-    unit = noise.grad_variance or 1.0
+    unit = statistics.grad_variance or 1.0
     x = min(max(x, -_FARTHEST), _FARTHEST)
-    return replace(noise, grad_sqnorm=unit * math.expm1(x) / noise.samples, grad_variance=unit)
+    return replace(
+        statistics, grad_sqnorm=unit * math.expm1(x) / statistics.samples, grad_variance=unit
+    )
 
 
 def _sign(difference: int) -> int:

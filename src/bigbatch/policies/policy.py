@@ -1,4 +1,4 @@
-"""Batch-size policies: (noise, now) -> Decision, each a small class with one method."""
+"""Batch-size policies: (statistics, now) -> Decision, each a small class with one method."""
 
 import math
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class Policy(Protocol):
     starts; `wants_average = True`, which says that one step's noise is too little to go by.
     """
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """The next batch size."""
 
 
@@ -83,7 +83,7 @@ class Fixed:
 
     batch_size: Count
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """The same batch size again."""
         return Decision(self.batch_size, "fixed")
 
@@ -133,9 +133,9 @@ class SimiGrad:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
         return inside(batch_size, self.min_batch, self.max_batch)
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Applies the rule to the un-rounded batch size that was decided last."""
-        phi = noise.similarity
+        phi = statistics.similarity
         if not math.isfinite(phi):
             order = "not finite, target"
         else:
@@ -178,9 +178,9 @@ class NoiseScale:
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """The multiple of the noise scale as it was measured."""
-        scale = noise.noise_scale
+        scale = statistics.noise_scale
         wanted = _whole(round, self.multiple * scale, now, self.max_batch)
         batch_size = inside(wanted, self.min_batch, self.max_batch)
         return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
@@ -220,13 +220,13 @@ class NormTest:
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """The batch that would pass the test, where it is larger than the present one."""
-        squared_norm = noise.grad_sqnorm + noise.grad_variance / noise.samples
+        squared_norm = statistics.grad_sqnorm + statistics.grad_variance / statistics.samples
         if squared_norm > 0:
-            needed = noise.grad_variance / squared_norm / self.theta / self.theta
+            needed = statistics.grad_variance / squared_norm / self.theta / self.theta
         else:
-            needed = math.inf if noise.grad_variance > 0 else math.nan
+            needed = math.inf if statistics.grad_variance > 0 else math.nan
         wanted = max(now.target_batch_size, _whole(math.ceil, needed, now, self.max_batch))
         batch_size = inside(wanted, self.min_batch, self.max_batch)
         return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
@@ -280,9 +280,9 @@ class Shadow:
         """Whether the policy does."""
         return getattr(self.policy, "wants_average", False)
 
-    def decide(self, noise: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """The batch size as it is; what it should be is advice."""
-        wanted = self.policy.decide(noise, now)
+        wanted = self.policy.decide(statistics, now)
         advice = inside(wanted.batch_size, now.min_batch, now.max_batch)
         return Decision(now.target_batch_size, f"advice: {advice} ({wanted.reason})", advice=advice)
 
@@ -292,4 +292,4 @@ def require_policy(policy: Policy) -> None:
     if isinstance(policy, type):
         raise SettingError(f"policy={policy.__name__} is a class; pass {policy.__name__}(...)")
     if not callable(getattr(policy, "decide", None)):
-        raise SettingError(f"policy={policy!r} has no method decide(noise, now)")
+        raise SettingError(f"policy={policy!r} has no method decide(statistics, now)")

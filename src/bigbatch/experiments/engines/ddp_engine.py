@@ -9,10 +9,11 @@ from torch.optim import Optimizer
 
 from bigbatch.experiments.build_loop import loop_over, virtual_ranks_of
 from bigbatch.experiments.engines.engine import Loss, State
-from bigbatch.experiments.process_group import count, gathered, joined, leads, rank
+from bigbatch.experiments.process_group import joined, leads
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.step_record import StepRecord
 
 
@@ -35,6 +36,7 @@ class DDP:
         self._scaler = GradScaler(settings.device) if half else None
         ranks = virtual_ranks_of(settings)
         self.train = loop_over(data, settings, self.joined, optimizer, ranks, self._scaler)
+        self._states = DistributedState(self.train)
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
         """As `Engine` says."""
@@ -57,7 +59,7 @@ class DDP:
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler and self._scaler.state_dict(),
-            "train": gathered(self.train.state_dict()),
+            "train": self._states.state_dict(),
         }
 
     def save(self, run: RunDirectory) -> None:
@@ -68,10 +70,8 @@ class DDP:
 
     def load_state_dict(self, state: State, path: Path) -> None:
         """As `Engine` says; each rank from its own state, if there are as many."""
-        of_ranks = state["train"]
-        local = of_ranks[rank() if len(of_ranks) == count() else 0]
         self._model.load_state_dict(state["model"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.train.load_state_dict(local)  # with the other ranks, one of which may be gone
+        self._states.load_state_dict(state["train"])  # with other ranks, one of which may be gone

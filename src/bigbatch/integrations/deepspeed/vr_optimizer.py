@@ -27,6 +27,7 @@ from bigbatch.integrations.deepspeed.zero_layout import (
     VRLayout,
 )
 from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.optim.trust_ratio import TrustRatioOptimizer
 from bigbatch.optim.variance_reduced import VarianceReduced
 
@@ -237,7 +238,7 @@ def require_not_made(engine: Any) -> None:
     DeepSpeed would step it by itself: every rank by an r of its own, or over no gradients.
     """
     made = engine.basic_optimizer
-    if isinstance(made, VarianceReduced):
+    if micro_batch_optimizer(made) is not None:
         raise SettingError(
             f"{type(made).__name__} was made by a function that was passed as optimizer=; make it "
             "first, and pass the optimizer itself"
