@@ -8,7 +8,7 @@ from torch import nn
 from typer import BadParameter
 
 from bigbatch import GradientMeter
-from bigbatch.bench import commands, meter_cost, sized_networks
+from bigbatch.bench import commands, loop_cost, meter_cost, sized_networks
 from bigbatch.bench.gloo_processes import bytes_sent
 from bigbatch.bench.timing import COLUMNS, Cost, interleaved
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -105,3 +105,10 @@ def test_bytes_that_ranks_send_are_counted():
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(BadParameter, match="torch sees no GPU here"):
         commands.measure_(device="cuda")
+
+
+@pytest.mark.parametrize(("name", "build", "shape"), loop_cost._IMAGE_MODELS)
+def test_the_networks_of_the_loops_bench_take_their_images(name, build, shape):
+    images, labels = loop_cost._images(2, shape)
+    assert (2, 10) == build()(images).shape
+    assert labels.max() < 10

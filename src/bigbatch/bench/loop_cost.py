@@ -29,6 +29,15 @@ _MICRO_BATCHES = 1280  # of the tiny network in one timing
 
 _Batches = list[tuple[Tensor, Tensor]]
 
+_IMAGE_MODELS: tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
+    ("ResNet-18", resnet_of_basic_blocks, (3, 32, 32)),
+    ("digits network", network, (1, 8, 8)),
+)
+
+
+def _images(samples: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, *shape), torch.randint(10, (samples,))
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -84,11 +93,8 @@ def _over_a_plain_loop(rounds: int) -> Iterator[Measured]:
 
 def _over_one_backward(rounds: int) -> Iterator[Measured]:
     """Seconds of a measured step, over those of a plain loop that does not accumulate."""
-    for what, model, shape in (
-        ("ResNet-18", resnet_of_basic_blocks(), (16, 3, 32, 32)),
-        ("digits network", network(), (16, 1, 8, 8)),
-    ):
-        cut = [(torch.randn(shape), torch.randint(10, (16,))) for _ in range(16)]
+    for what, build, shape in _IMAGE_MODELS:
+        model, cut = build(), [_images(16, shape) for _ in range(16)]
         whole = [
             (torch.cat([x for x, _ in four]), torch.cat([y for _, y in four]))
             for four in zip(*[iter(cut)] * 4, strict=True)
@@ -157,24 +163,23 @@ def _of_sizes(rounds: int) -> Iterator[Measured]:
     """Seconds of micro-batches whose sizes change, over those of as many samples in equal ones."""
     sizes = {"equal": [32] * 4, "changing": [29, 35, 31, 33]}
     for name, compiled in (("eager", False), ("compiled", True)):
-        for what, build in (("ResNet-18", resnet_of_basic_blocks), ("digits network", network)):
+        for what, build, shape in _IMAGE_MODELS:
             if compiled and (what == "ResNet-18" or shutil.which("c++") is None):
                 continue  # takes minutes, or cannot be
             model = build()
             called = torch.compile(model) if compiled else model
-            runs = [_forward_backward(called, model, each) for each in sizes.values()]
+            runs = [
+                _forward_backward(called, model, [_images(n, shape) for n in each])
+                for each in sizes.values()
+            ]
             times = interleaved(runs, rounds)
             ratios = [row[1] / row[0] for row in times]
             yield Measured(f"{what}, {name}: changing sizes / equal sizes", ratios, "")
 
 
 def _forward_backward(
-    called: Callable[[Tensor], Tensor], model: nn.Module, sizes: list[int]
+    called: Callable[[Tensor], Tensor], model: nn.Module, batches: _Batches
 ) -> Callable[[], None]:
-    side = 32 if isinstance(model[0], nn.Conv2d) and model[0].in_channels == 3 else 8  # type: ignore[index]
-    channels = 3 if side == 32 else 1
-    batches = [(torch.randn(n, channels, side, side), torch.randint(10, (n,))) for n in sizes]
-
     def run() -> None:
         model.zero_grad()
         for x, y in batches:
