@@ -41,8 +41,15 @@ WRONG = [
     (["--grid", "min_batch=512", "--grid", "max_batch=256"], "the sweep has no point"),
     (["--grid", "lr=0.1", "--tune", "target"], "tuned target must be in the grid: lr"),
     (["--resume", "x", "--grid", "lr=0.1"], "--resume does not go together with --grid"),
-    (["--set", "lr=0.1"], "--set gives lr, of which the sweep of the recipe has values too"),
-    (["--set", "lr=0.1", "--grid", "lr=0.1,0.2"], "--set gives lr, of which --grid has values too"),
+    (["--set", "lr=0.1"], "the sweep of the recipe has values of --set lr too; leave one"),
+    (
+        ["--set", "lr=0.1", "--grid", "lr=0.1,0.2"],
+        "--grid has values of --set lr too; leave one of",
+    ),
+    (
+        ["--lr", "0.1", "--grid", "lr=0.1,0.2"],
+        "--grid has values of --lr too; leave one of them out",
+    ),
     (["--grid", "policy=fixed", "--grid", "target=0.1,0.2"], "target has no effect at any point"),
     (["--grid", "dropout=0.0,2.0"], "cannot be built with dropout=2.0, double=True: dropout prob"),
     (["--grid", "r_max=1,10", "--grid", "lr=0.1"], "r_max has no effect at any point"),

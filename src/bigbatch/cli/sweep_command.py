@@ -13,6 +13,7 @@ from bigbatch.cli.options import (
     Quiet,
     Result,
     Runs,
+    as_typed,
     folder_of,
     note_overruled,
     recipe_of,
@@ -94,13 +95,16 @@ def sweep(
         refuse_with("--run-dir", typed_in(context) & {"runs_dir"})
     chosen = recipe_of(recipe, result, paper_scale=paper_scale)
     repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
-    settings, names = set_by(chosen.settings(paper_scale=paper_scale), set_ or ())
+    settings, set_names = set_by(chosen.settings(paper_scale=paper_scale), set_ or ())
     changes = settings_of(texts)
-    settings, names = settings.changed(changes), names | changes.keys()
+    settings, names = settings.changed(changes), set_names | changes.keys()
     if not dry_run:  # which needs no data
         settings = settings.changed({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), paper_scale=paper_scale)
-    _require_set_once(names, {key for one in grids.grids for key in one}, typed=bool(grid))
+    if twice := names & {key for one in grids.grids for key in one}:
+        whose = "--grid" if grid else "the sweep of the recipe"
+        remedy = "leave one of them out" + ", or give a --grid of your own" * (not grid)
+        raise SettingError(f"{whose} has values of {as_typed(twice, set_names)} too; {remedy}")
     points = points_of(chosen, grids, settings, paper_scale=paper_scale)
     if any("arm" in one for one in grids.grids):
         note_overruled(chosen, names, "--grid changes it", paper_scale=paper_scale)
@@ -111,16 +115,6 @@ def sweep(
     with context.obj.resumable(place, "sweep"):
         start_sweep(chosen, place, points, grids.tuned, repeats)
     _train(place, jobs, context.obj, view)
-
-
-def _require_set_once(names: set[str], varied: set[str], *, typed: bool) -> None:
-    """Raises SettingError where --set gives what the grid varies."""
-    if twice := sorted(names & varied):
-        whose = "--grid" if typed else "the sweep of the recipe"
-        raise SettingError(
-            f"--set gives {', '.join(twice)}, of which {whose} has values too; leave one of them "
-            "out" + ", or give a --grid of your own" * (not typed)
-        )
 
 
 def _list(points: Sequence[Point], tuned: Sequence[str], seeds: int, view: LiveView) -> None:
