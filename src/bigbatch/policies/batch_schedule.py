@@ -2,9 +2,10 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import AMOUNT, NUMBER, Amount
@@ -67,8 +68,9 @@ class Schedule:
         parsed = self._parsed
         wanted, last = float(parsed.start), f"{parsed.start}"
         for clause in parsed.clauses:
-            if clause.begun(now):
-                wanted, last = min(clause.batch(wanted, now), _LARGEST), clause.text
+            times = clause.times(now)
+            if clause.at_once or times >= 1:
+                wanted, last = min(clause.batch(wanted, times), _LARGEST), clause.text
         bound = math.inf if now.max_batch is None else now.max_batch
         capped = min(wanted, parsed.cap)
         factor = min(capped, bound) / wanted if parsed.decays else 1.0
@@ -86,63 +88,27 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Clause:
-    """What the batch becomes from some moment on."""
+    """What the batch becomes from some moment on.
+
+    Args:
+        text: as it is written.
+        amount: of training, to the moment or between two of them.
+        batch: the size, from that of the clauses before and how often the amount was done.
+        size: that it names, 0 for none.
+        at_once: whether it begins with the training.
+        repeats: whether it has no moment of its own.
+    """
 
     text: str
     amount: Amount
+    batch: Callable[[float, Fraction], float]
+    size: int = 0
+    at_once: bool = False
+    repeats: bool = False
 
     def times(self, now: TrainingState) -> Fraction:
         """How many times its amount fits into the training so far; exact."""
         return self.amount.times(now.samples, now.steps, now.epoch)
-
-    def begun(self, now: TrainingState) -> bool:
-        """Whether it says anything yet."""
-        return self.times(now) >= 1
-
-    def batch(self, before: float, now: TrainingState) -> float:
-        """What it makes of the size that the clauses before it gave."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _From(_Clause):
-    """256 from 8M samples."""
-
-    size: int
-
-    def batch(self, before: float, now: TrainingState) -> float:
-        return self.size
-
-
-@dataclass(frozen=True)
-class _Ramp(_Clause):
-    """64 to 512 over 4M samples in steps of 64: each step takes as long."""
-
-    start: int
-    size: int
-    by: int
-
-    def begun(self, now: TrainingState) -> bool:
-        return True
-
-    def batch(self, before: float, now: TrainingState) -> float:
-        way = self.size - self.start
-        done = min(self.times(now), Fraction(1))
-        steps = math.floor(done * (abs(way) // self.by))
-        return self.start + math.copysign(steps * self.by, way)
-
-
-@dataclass(frozen=True)
-class _Times(_Clause):
-    """x2 every 20 epochs, or x5 at 60 epochs."""
-
-    factor: float
-    again: bool
-
-    def batch(self, before: float, now: TrainingState) -> float:
-        times = math.floor(self.times(now)) if self.again else 1
-        growth: float = self.factor ** min(times, math.log(_LARGEST, self.factor))
-        return before * growth
 
 
 @dataclass(frozen=True)
@@ -206,7 +172,7 @@ def _with_clause(parsed: _Parsed, text: str, tokens_per_sample: float | None) ->
         _require_later(clause, parsed.clauses)
     cap = float(_size(found["cap"])) if "cap" in found else math.inf
     clauses = [*parsed.clauses, clause]
-    largest = max(start, *(getattr(one, "size", 0) for one in clauses))
+    largest = max(start, *(one.size for one in clauses))
     if cap < largest:
         raise SettingError(f"the cap is below the {largest} samples before it; raise it")
     return _Parsed(start, clauses, cap)
@@ -225,17 +191,35 @@ def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, str]:
 
 def _clause(text: str, found: dict[str, str], amount: Amount) -> _Clause:
     if "factor" in found:
-        factor = float(found["factor"])
+        factor, every = float(found["factor"]), found["when"] == "every"
         if factor <= 1:
             raise SettingError(f"the factor {factor:g} must be above 1")
-        return _Times(text, amount, factor, found["when"] == "every")
+        return _Clause(text, amount, partial(_times, factor, every), repeats=every)
     size = _size(found["size"])
     if "start" not in found:
-        return _From(text, amount, size)
+        return _Clause(text, amount, partial(_constant, size), size)
     start, by = _size(found["start"]), _size(found.get("by", "1"))
     if abs(size - start) % by:
         raise SettingError(f"{abs(size - start)} samples are no whole number of steps of {by}")
-    return _Ramp(text, amount, start, size, by)
+    return _Clause(text, amount, partial(_ramp, start, size, by), size, at_once=True)
+
+
+def _constant(size: int, before: float, times: Fraction) -> float:
+    """256 from 8M samples."""
+    return size
+
+
+def _times(factor: float, every: bool, before: float, times: Fraction) -> float:
+    """x2 every 20 epochs, or x5 at 60 epochs."""
+    power = min(math.floor(times) if every else 1, math.log(_LARGEST, factor))
+    return before * float(factor**power)
+
+
+def _ramp(start: int, size: int, by: int, before: float, times: Fraction) -> float:
+    """64 to 512 over 4M samples in steps of 64: each step takes as long."""
+    way = size - start
+    steps = math.floor(min(times, Fraction(1)) * (abs(way) // by))
+    return start + math.copysign(steps * by, way)
 
 
 def _size(text: str) -> int:
@@ -257,6 +241,5 @@ def _require_later(clause: _Clause, before: list[_Clause]) -> None:
     """Moments of one unit come in the order of time; "every" has no moment."""
     for one in before:
         same_unit = one.amount.unit == clause.amount.unit
-        every = isinstance(one, _Times) and one.again
-        if same_unit and not every and one.amount.count > clause.amount.count:
+        if same_unit and not one.repeats and one.amount.count > clause.amount.count:
             raise SettingError(f"it comes before {one.text!r}; write clauses in order of time")
