@@ -186,7 +186,7 @@ _OF_TEXT: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: _TRUTH[text.lower()],
     int: int,
     float: float,
-    NoneType: {"none": None}.__getitem__,
+    NoneType: lambda text: {"none": None}[text.lower()],
 }
 
 

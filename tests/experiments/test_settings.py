@@ -42,7 +42,7 @@ def test_a_config_file_brings_them_back():
         ("batch_schedule=64, x2 at 5 epochs", "batch_schedule", "64, x2 at 5 epochs"),
         ("confidence=0.9", "confidence", 0.9),
         ("smoothing=4K samples", "smoothing", "4K samples"),
-        ("smoothing=none", "smoothing", None),
+        ("smoothing=None", "smoothing", None),
         ("decay_all=no", "decay_all", False),
         ("dropout=0.25", "dropout", 0.25),
         ("double=false", "double", False),
