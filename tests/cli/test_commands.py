@@ -152,6 +152,12 @@ def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
         assert "line 1 is" in err
 
 
+def test_an_argument_that_is_no_text_is_one_line(bigbatch):
+    status, _, err = bigbatch("train", "digits", "\udcff")
+    assert (2, 1) == (status, err.count("\n"))
+    assert "(\\udcff)" in err
+
+
 def test_help_teaches_by_example(bigbatch):
     status, out, _ = bigbatch("train", "--help")
     assert 0 == status

@@ -75,7 +75,8 @@ class Launch:
 
     def tell(self, message: str) -> None:
         """Writes why the command ends, as one line, on the first rank that says so."""
-        line = f"bigbatch: {' '.join(message.split())}\n"
+        printable = message.encode(errors="backslashreplace").decode()  # bytes of no text typed
+        line = f"bigbatch: {' '.join(printable.split())}\n"
         first = self._is_first(f"message {line}")
         self._is_first("failed")
         if first:
