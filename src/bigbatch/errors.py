@@ -36,7 +36,7 @@ class LengthError(BigbatchError, TypeError):
 
 
 class BatchError(BigbatchError, ValueError):
-    """A loader's batch cannot be cut along its samples without guessing."""
+    """A loader's batch cannot be cut along its samples with certainty."""
 
 
 class StateError(BigbatchError, ValueError):

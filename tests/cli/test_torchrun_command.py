@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.training.distributed_state import unpack_states
 from noisy_digits import NAME
+from packed_states import states_of
 from torchrun import alone, said, torchrun
 
 DIGITS = ["-m", "bigbatch", "train", "digits", "--policy", "simigrad"]
@@ -41,7 +41,7 @@ def assert_same_curve(expected, actual):
 def leaves_of(run):
     """Every leaf of a checkpoint, tensors as lists, but the time that was spent."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
-    states = unpack_states(state["train"])
+    states = states_of(state["train"])
     for each in states:
         each["own"]["elapsed_seconds"] = None
     return leaves(state | {"train": states})

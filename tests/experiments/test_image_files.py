@@ -192,7 +192,7 @@ def test_a_damaged_image_is_named(folder):
         if start >= 0:
             path.write_bytes(good[: start + 2] + b"\0" * 200 + good[start + 202 :])
     data = ImageFiles(splits_of(folder, 2)[0], WHOLE)
-    with pytest.raises(RunError, match=r"(n0\d/0\.JPEG|part\.1/000\.jpg) is no whole image"):
+    with pytest.raises(RunError, match=r"(n0\d/0\.JPEG|part\.1/000\.jpg) is damaged"):
         data[0]
 
 
@@ -201,7 +201,7 @@ def test_an_image_that_is_cut_short_is_named(tmp_path):
         in_folders(tmp_path, split)
     path = tmp_path / "train" / "n01" / "1.JPEG"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RunError, match=r"n01/1\.JPEG is no whole image"):
+    with pytest.raises(RunError, match=r"n01/1\.JPEG is damaged"):
         ImageFiles(splits_of(tmp_path, 2)[0], WHOLE)[1]
 
 

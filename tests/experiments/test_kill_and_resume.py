@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.training.distributed_state import unpack_states
 from noisy_digits import NAME
+from packed_states import states_of
 
 pytestmark = pytest.mark.thorough
 
@@ -31,7 +31,7 @@ def rows_of(run):
 
 def state_of(run):
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
-    own, *rest = unpack_states(state["train"])
+    own, *rest = states_of(state["train"])
     own["own"]["elapsed_seconds"] = None
     return state | {"train": [own, *rest]}
 

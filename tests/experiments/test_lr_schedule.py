@@ -79,10 +79,19 @@ def test_constant_is_1():
         "x0.1 at 3, 7 epochs",
         "polynomial",
         "warm-up 5; cosine",
+        "warm-up 500 steps; cosine",  # of which batch?
+        "x0.9 every 5 steps",
+        "polynomial 1 over 4M tokens",
     ],
 )
 def test_what_is_none_says_how_to_write_one(text):
     with pytest.raises(SettingError, match=r"is not understood; write one of: constant, cosine"):
+        LRSchedule(text)
+
+
+@pytest.mark.parametrize("text", ["warm-up 0 epochs; cosine", "x0.9 every 0.5 samples"])
+def test_an_amount_that_is_none_is_refused_at_once(text):
+    with pytest.raises(SettingError, match="must be a whole number of at least 1"):
         LRSchedule(text)
 
 

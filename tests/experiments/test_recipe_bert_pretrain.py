@@ -377,7 +377,7 @@ def test_scores_are_shares_of_hidden_tokens_and_of_pairs():
     random = torch.tensor([0, 1])
     held_out = InMemoryDataset(places, places, places, places, labels, random)
 
-    def guessing_4_and_random(tokens, segments, real, places):
+    def predicting_4_and_random(tokens, segments, real, places):
         of_tokens = torch.zeros(*places.shape, 8)
         of_tokens[..., 4] = 2.0
         return of_tokens, torch.tensor([0.0, 1.0]).expand(len(places), 2)
@@ -387,7 +387,7 @@ def test_scores_are_shares_of_hidden_tokens_and_of_pairs():
         "masked tokens right, % here": pytest.approx(100 / 3),
         "loss of masked tokens here": pytest.approx((3 * math.log(total) - 2) / 3),
         "next sentences right, % here": 50,
-    } == scores_of(guessing_4_and_random, held_out, BERT_PRETRAIN.settings(), "here")
+    } == scores_of(predicting_4_and_random, held_out, BERT_PRETRAIN.settings(), "here")
 
 
 @pytest.mark.thorough

@@ -41,6 +41,20 @@ def test_the_rate_follows_the_schedule_over_base_batches():
     assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
 
 
+@pytest.mark.parametrize("window", [None, "16 steps"])
+def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
+    own = {"policy": "simigrad", "confidence": 0.9, "smoothing": window, "epochs": 1}
+    training = Training(DIGITS, DIGITS.settings().changed(own))
+    reasons = [record.decision.reason for record in training.engine.steps(training.loss)]
+    assert any("held: not sure at 0.9" in reason for reason in reasons)
+
+
+def test_confidence_without_a_window_is_refused_on_deepspeed():
+    own = {"confidence": 0.9, "engine": "deepspeed", "double": False}
+    with pytest.raises(SettingError, match=r"confidence with engine=deepspeed .*; set smoothing"):
+        Training(DIGITS, DIGITS.settings().changed(own))
+
+
 @pytest.mark.parametrize("text", ["warm-up 1348 samples; cosine", "x0.1 at 2 epochs"])
 def test_a_schedule_that_the_training_does_not_reach_is_said(text):
     with pytest.warns(UserWarning, match=r"continues for .* and the training ends after 1,347"):

@@ -9,7 +9,7 @@ from bigbatch.errors import RunError
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.process_group import from_leader, leads
 from bigbatch.experiments.train_run import Training
-from bigbatch.training.distributed_state import unpack_states
+from packed_states import states_of
 
 
 def refuse():
@@ -33,7 +33,7 @@ def test_what_rank_0_makes_or_fails_to_make_is_everybodys(ranks):
 def start(rank, ranks, settings):
     training = Training(DIGITS, settings)
     weights = [p.tolist() for p in training.model[0].parameters()]
-    own = [state["own"]["rank"] for state in unpack_states(training.state_dict()["train"])]
+    own = [state["own"]["rank"] for state in states_of(training.state_dict()["train"])]
     return weights, torch.initial_seed(), own, training.train.batches.virtual_ranks
 
 

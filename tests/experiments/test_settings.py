@@ -1,6 +1,7 @@
 """Settings: their types, changes by name, changes written as text, and a recipe's table."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.build_optimizer import OPTIMIZERS, build_optimizer
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import OURS
-from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.settings import KINDS, Settings, policy_settings
+from bigbatch.policies.parse import POLICIES
 
 DEFAULT = DIGITS.settings()
 
@@ -144,3 +146,15 @@ def test_momentum_is_the_settings():
             settings.changed({"optimizer": name}), [("w", nn.Parameter(torch.ones(2)))]
         )
         assert [0.875] == [group["momentum"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"task", "init_from", "lr_control_from"}))
+def test_an_option_reads_what_a_setting_is(name):
+    value = getattr(DEFAULT, name)
+    assert value == Settings.read(name, str(value))
+
+
+def test_the_policies_of_the_settings_are_those_that_there_are():
+    assert tuple(POLICIES) == get_args(KINDS["policy"])
+    for policy in POLICIES:
+        assert KINDS.keys() >= set(policy_settings(policy).values())

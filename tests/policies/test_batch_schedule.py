@@ -39,6 +39,12 @@ def test_epochs_and_steps_are_counted_too(unit):
     assert [64, 128, 256] == sizes(f"64, 128 from 1 {unit}, x2 at 3 {unit}s", [0, 1, 3], of=of)
 
 
+def test_tokens_and_samples_come_in_one_order_of_time():
+    assert Schedule("64, 128 from 1M samples, 256 from 20M tokens", tokens_per_sample=10)
+    with pytest.raises(SettingError, match="in order of time"):
+        Schedule("64, 128 from 2M samples, 256 from 1M tokens", tokens_per_sample=10)
+
+
 def test_tokens_are_samples_times_their_mean_length():
     text = "64, 128 from 1M tokens, x2 every 2.5M tokens"
     assert [64, 64, 128] == sizes(text, [0, 1953, 1954], 512)  # 1,953.125 samples

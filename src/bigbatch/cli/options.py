@@ -31,7 +31,6 @@ Runs = Annotated[Path | None, typer.Option(help="Where fresh directories go [run
 Out = Annotated[Path | None, typer.Option(help="The directory itself; must be free.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show results only.")]
 
-CONTROLS = ("smoothing", "decide_every", "dead_band", "max_change", "confidence", "warmup")
 _NOT_SET = {
     "recipe": "it is the command's first argument",
     "arm": "--arm has what is of one, and --grid arm=... in a sweep",

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from bigbatch.cli.options import CONTROLS, POLICY, settings_of, with_settings
+from bigbatch.cli.options import POLICY, settings_of, with_settings
 from bigbatch.errors import SettingError
+from bigbatch.experiments.settings import CONTROLS
 from bigbatch.policies.parse import policy_named
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable

@@ -109,13 +109,12 @@ def train(
     changes |= {"arm": arm} if arm is not None else {}
     asked = partial(_settings, chosen, epochs, set_ or [], changes)
     if dry_run:
-        refuse_with(
-            "--dry-run, which trains nothing,", typed & {"seeds", "data", "runs_dir", "run_dir"}
-        )
+        needless = typed & {"seeds", "data", "runs_dir", "run_dir"}
+        refuse_with("--dry-run, which trains nothing,", needless)
         _require_one_rank("a dry run")
-        scales = [True] if paper_scale else [False, True]
-        settings_by_scale = {scale: asked(paper_scale=scale) for scale in scales}
-        show_dry_run(chosen, settings_by_scale, dry_run_ranks, view.console)
+        scales = {paper_scale, True}
+        by_scale = {scale: asked(paper_scale=scale) for scale in sorted(scales)}
+        show_dry_run(chosen, by_scale, dry_run_ranks, view.console)
         return
     if dry_run_ranks is not None:
         raise SettingError(
@@ -129,9 +128,7 @@ def train(
         _require_given(chosen, settings)
         _train_one(settings, folder, run_dir, launch, view)
         return
-    place, begun = from_leader(
-        lambda: launch.place(lambda: run_dir or reserve(folder, chosen.name, launch.id))
-    )
+    place, begun = _place(launch, run_dir, folder, chosen.name)
     repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
     start = partial(start_study, chosen, place, settings, repeats, launch.id)
     with launch.resumable(place):
@@ -209,17 +206,19 @@ def _train_one(
         if settings.arm
         else [settings.recipe, settings.policy, settings.optimizer]
     )
-    place, begun = from_leader(
-        lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id))
-    )
-    if begun:
-        with launch.resumable(place):
-            resume_at(place, view)
-        return
+    place, begun = _place(launch, run_dir, runs_dir, name)
     with launch.resumable(place):
+        if begun:
+            resume_at(place, view)
+            return
         training = training_at(place, settings)  # before anything is written
         run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
         train_one(training, run, view)
+
+
+def _place(launch: Launch, run_dir: Path | None, runs_dir: Path, name: str) -> tuple[Path, bool]:
+    """Where it is to be written, and whether an earlier start of this launch began it there."""
+    return from_leader(lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id)))
 
 
 def _require_one_rank(experiment: str) -> None:

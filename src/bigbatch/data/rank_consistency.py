@@ -69,7 +69,7 @@ class HostCollectives:
         raise RankError(
             f"rank {', '.join(map(str, ranks))} disagrees with rank 0 on {what}: "
             f"{'; '.join(found[:_NAMED])}{more}; give every rank the same settings, and a policy "
-            "that is a function of (noise, now) alone"
+            "that is a function of (statistics, now) alone"
         )
 
     def _gather_facts(self, facts: dict[str, str]) -> list[dict[str, str]]:

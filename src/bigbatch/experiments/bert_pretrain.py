@@ -12,7 +12,7 @@ from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.masking import Masking
 from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs, spread
 from bigbatch.experiments.datasets.text import ORIGIN, corpus_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, kept, load_tokenizer, sequence_pair_of
+from bigbatch.experiments.models.bert import KEPT_AS, bert, kept, load_tokenizer
 from bigbatch.experiments.pretraining_loss import example, loss_of, scores_of
 from bigbatch.experiments.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch.experiments.settings import Settings
@@ -36,8 +36,7 @@ _SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
 
 def _data(settings: Settings) -> Data:
     corpus = corpus_of(Path(settings.data) if settings.data else None)
-    tokenizer, task = load_tokenizer(settings, corpus.train), settings.task
-    frame = sequence_pair_of(tokenizer, settings)
+    (tokenizer, frame), task = load_tokenizer(settings, corpus.train), settings.task
     masking = Masking(tokenizer.mask, tokenizer.ordinary, int(task["predictions"]))
 
     def pairs(documents: Iterable[str], part: str, draws: int, seed: int) -> SentencePairs:

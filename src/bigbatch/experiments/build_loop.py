@@ -17,6 +17,7 @@ from bigbatch.experiments.datasets.subset import Subset, chosen_indices
 from bigbatch.experiments.process_group import count
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
+from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import LRScaling
 
@@ -43,6 +44,7 @@ def loop_over(
         micro_batch=settings.micro_batch,
         min_micro_batches=min_micro_batches,
         lr_scaling=scaling_of(settings),
+        meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
         scaler=scaler,
     )
 

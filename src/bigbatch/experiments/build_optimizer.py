@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.settings import Settings, require_choice
+from bigbatch.experiments.settings import CONTROLS, Settings, policy_settings, require_choice
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.parse import POLICIES, arguments_of
+from bigbatch.policies.parse import POLICIES
 
 Named = tuple[str, Tensor]
 
@@ -24,20 +24,15 @@ def build_controller(settings: Settings) -> Controller:
     """
     if settings.policy == "schedule" and not settings.batch_schedule:
         raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
-    names = {"text": "batch_schedule"}
+    names = policy_settings(settings.policy)
     policy = POLICIES[settings.policy](
-        **{key: getattr(settings, names.get(key, key)) for key in arguments_of(settings.policy)}
+        **{argument: getattr(settings, name) for argument, name in names.items()}
     )
     return Controller(
         policy,
         getattr(policy, "batch_size", settings.batch_size),
         settings.base_batch,
-        decide_every=settings.decide_every,
-        smoothing=settings.smoothing,
-        dead_band=settings.dead_band,
-        max_change=settings.max_change,
-        confidence=settings.confidence,
-        warmup=settings.warmup,
+        **{name: getattr(settings, name) for name in CONTROLS},
     )
 
 

@@ -17,14 +17,7 @@ from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_t
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
 from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch.experiments.distributed_eval import collected, share_of
-from bigbatch.experiments.models.bert import (
-    KEPT_AS,
-    bert,
-    example_rows,
-    kept,
-    load_tokenizer,
-    sequence_pair_of,
-)
+from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
@@ -49,8 +42,7 @@ def _loss(settings: Settings) -> LossOf:
 def _data(settings: Settings) -> Data:
     name = str(settings.task["glue_task"])
     train, dev = (read_task(Path(settings.data), name, part) for part in ("train", "dev"))
-    tokenizer = load_tokenizer(settings, lambda: (text for texts, _ in train for text in texts))
-    frame = sequence_pair_of(tokenizer, settings)
+    tokenizer, frame = load_tokenizer(settings, lambda: (t for texts, _ in train for t in texts))
 
     def columns(rows: Rows) -> InMemoryDataset:
         texts = [

@@ -5,22 +5,23 @@ import re
 from collections.abc import Callable
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.amounts import AMOUNT, NUMBER, Amount
+from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
 
 _NUMBER = rf"{NUMBER}(?:e-?\d+)?"
+_AMOUNT = amount_pattern("sample", "epoch")  # whose rate counts base batches, not steps
 
 _FORMS = {
     "constant": re.compile("constant"),
     "cosine": re.compile("cosine"),
     "polynomial POWER [over AMOUNT]": re.compile(
-        rf"polynomial (?P<power>{_NUMBER})(?: over {AMOUNT})?"
+        rf"polynomial (?P<power>{_NUMBER})(?: over {_AMOUNT})?"
     ),
     "xFACTOR at EPOCH [and EPOCH]... epochs": re.compile(
         rf"x(?P<factor>{_NUMBER}) at (?P<epochs>{_NUMBER}(?: and {_NUMBER})*) epochs?"
     ),
-    "xFACTOR every AMOUNT": re.compile(rf"x(?P<factor>{_NUMBER}) every {AMOUNT}"),
+    "xFACTOR every AMOUNT": re.compile(rf"x(?P<factor>{_NUMBER}) every {_AMOUNT}"),
 }
-_WARM_UP = re.compile(rf"warm-up {AMOUNT}(?: power (?P<power>{_NUMBER}))?")
+_WARM_UP = re.compile(rf"warm-up {_AMOUNT}(?: power (?P<power>{_NUMBER}))?")
 
 
 class LRSchedule:
@@ -63,22 +64,23 @@ class LRSchedule:
             )
         ((form, match),) = found.items()
         self.text = text
-        self._shape, self._form, self._warmup = match, form, warmup
+        self._shape, self._form, self._amount = match, form, _amount(match)
+        self._warmup = _amount(warmup) if warmup else None
+        self._warmup_power = float((warmup and warmup["power"]) or 1)
 
     def warmup(self, samples: int) -> float:
         """Samples of the warm-up, in epochs of so many; 0 for none."""
-        return _samples(self._warmup, samples) if self._warmup else 0.0
+        return self._warmup.in_samples(samples) if self._warmup else 0.0
 
     def reach(self, samples: int) -> float:
         """Samples that a training must have for all that the text says to happen.
 
         0 for what is as long as the training; epochs are of so many `samples`.
         """
-        found = self._shape.groupdict()
-        if self._form.startswith("polynomial") and found["unit"]:
-            return self.warmup(samples) + _samples(self._shape, samples)
+        if self._form.startswith("polynomial") and self._amount:
+            return self.warmup(samples) + self._amount.in_samples(samples)
         if self._form.startswith("xFACTOR at"):
-            return max(float(epoch) for epoch in found["epochs"].split(" and ")) * samples
+            return max(float(epoch) for epoch in self._shape["epochs"].split(" and ")) * samples
         return self.warmup(samples)
 
     def note(self, epochs: int, samples: int) -> str:
@@ -94,32 +96,33 @@ class LRSchedule:
     def over(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
         first = self.warmup(samples)
-        power = float((self._warmup and self._warmup["power"]) or 1)
         rule = self._rule(first, max(epochs * samples - first, 1.0), samples)
 
         def factor(seen: float) -> float:
-            warmed = min(1.0, seen / first) ** power if first else 1.0
+            warmed = min(1.0, seen / first) ** self._warmup_power if first else 1.0
             return warmed * rule(max(0.0, seen - first))
 
         return factor
 
     def _rule(self, first: float, rest: float, samples: int) -> Callable[[float], float]:
         found = self._shape.groupdict()
+        amount = self._amount.in_samples(samples) if self._amount else None
         if self._form == "cosine":
             return lambda seen: (1 + math.cos(math.pi * min(1.0, seen / rest))) / 2
         if self._form.startswith("polynomial"):
-            total = _samples(self._shape, samples) if found["unit"] else rest
-            power = float(found["power"])
+            total, power = amount or rest, float(found["power"])
             return lambda seen: float(max(0.0, 1 - seen / total) ** power)
         if self._form.startswith("xFACTOR at"):
             at = [float(epoch) * samples - first for epoch in found["epochs"].split(" and ")]
             drop = float(found["factor"])
             return lambda seen: float(drop ** sum(seen >= place for place in at))
-        if self._form.startswith("xFACTOR every"):
-            decay, every = float(found["factor"]), _samples(self._shape, samples)
-            return lambda seen: float(decay ** (seen / every))
+        if amount is not None:  # xFACTOR every AMOUNT
+            decay = float(found["factor"])
+            return lambda seen: float(decay ** (seen / amount))
         return lambda seen: 1.0
 
 
-def _samples(found: re.Match[str], epoch: int) -> float:
-    return Amount.of_match(found.groupdict()).in_samples(epoch)
+def _amount(found: re.Match[str]) -> Amount | None:
+    """That of a form, where it names one."""
+    groups = found.groupdict()
+    return Amount.of_match(groups) if groups.get("unit") else None

@@ -11,6 +11,7 @@ from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
+from bigbatch.policies.parse import arguments_of
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
 from bigbatch.runs.run_config import BEFORE
 from bigbatch.setting_types import (
@@ -223,11 +224,17 @@ class Settings:
         return cls(**values)
 
 
+CONTROLS = ("decide_every", "smoothing", "dead_band", "max_change", "confidence", "warmup")
 KINDS: Mapping[str, Any] = {one.name: one.type for one in fields(Settings)}
 HELP: Mapping[str, str] = {  # from the docstring
     name: text[0].upper() + " ".join(text[1:].split())
     for name, text in re.findall(r"(?m)^ {8}(\w+): (.+(?:\n {12}.+)*)", Settings.__doc__ or "")
 }
+
+
+def policy_settings(policy: str) -> dict[str, str]:
+    """The setting of each argument of the policy of that name."""
+    return {name: "batch_schedule" if name == "text" else name for name in arguments_of(policy)}
 
 
 def _kind_of(value: Value) -> Any:

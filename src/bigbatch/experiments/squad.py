@@ -21,14 +21,7 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.bert import (
-    KEPT_AS,
-    bert,
-    example_rows,
-    kept,
-    load_tokenizer,
-    sequence_pair_of,
-)
+from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.squad_metrics import scores_of
@@ -55,8 +48,7 @@ def _data(settings: Settings) -> Data:
     limit = int(settings.task["judged"])
     if 0 < limit < len(dev):
         dev = dev[:: len(dev) // limit][:limit]
-    tokenizer = load_tokenizer(settings, lambda: (q.text + "\n" + q.context for q in train))
-    frame = sequence_pair_of(tokenizer, settings)
+    tokenizer, frame = load_tokenizer(settings, lambda: (f"{q.text}\n{q.context}" for q in train))
 
     def windows(questions: list[Question]) -> SquadFeatures:
         asked = tokenizer.located(question.text for question in questions)

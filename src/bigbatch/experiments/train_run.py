@@ -25,7 +25,7 @@ from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.validate import CAST, require_trainable
 from bigbatch.gradients import is_of_network
 from bigbatch.policies.amounts import Amount
-from bigbatch.policies.parse import arguments_of
+from bigbatch.policies.parse import target_of
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.html_report import write_report
 from bigbatch.runs.metrics import Scores, history_of, row_of
@@ -163,8 +163,7 @@ class Training:
     def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[LogStep]:
         """Writes and shows each step with the scores after it."""
         train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
-        settings = self.settings
-        target = settings.target if "target" in arguments_of(settings.policy) else None
+        target = target_of(self.settings.policy, self.settings.target)
         with (
             TensorBoardLog(run, train.steps + train.skipped + 1) as events,
             view.training(label, total, train.samples, target) as shown,

@@ -1,9 +1,7 @@
 """Settings that have no effect on a training, because of others."""
 
-from bigbatch.experiments.settings import Settings
-from bigbatch.policies.parse import POLICIES, arguments_of
-
-_CONTROL = {"decide_every", "smoothing", "dead_band", "max_change", "confidence", "warmup"}
+from bigbatch.experiments.settings import CONTROLS, Settings, policy_settings
+from bigbatch.policies.parse import POLICIES
 
 
 def unused_in(settings: Settings) -> set[str]:
@@ -13,13 +11,11 @@ def unused_in(settings: Settings) -> set[str]:
 
 def unused_by_policy(policy: str) -> set[str]:
     """Those that the policy of this name does not have, or that cannot change what it decides."""
-    unused = {name for each in POLICIES for name in arguments_of(each)} - {"batch_size", "text"}
-    unused = (unused | {"batch_schedule"}) - arguments_of(policy).keys()
+    unused = {name for each in POLICIES for name in policy_settings(each).values()}
+    unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # whatever was measured
-        return (unused | {"smoothing", "dead_band", "confidence", "batch_size"}) - {
-            "batch_schedule"
-        }
-    return unused | (_CONTROL if policy == "fixed" else set())
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
+    return unused | set(CONTROLS if policy == "fixed" else ())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:

@@ -25,6 +25,10 @@ def require_trainable(recipe: Recipe, *asked: Settings) -> None:
     """
     for settings in asked:
         build_controller(settings)
+        if settings.engine == "deepspeed" and settings.confidence and not settings.smoothing:
+            raise SettingError(
+                "confidence with engine=deepspeed is that of a window; set smoothing"
+            )
         build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
     unlike = {repr((one.task, one.precision, one.engine)): one for one in asked}
     for settings in unlike.values():

@@ -9,9 +9,16 @@ from typing import Annotated
 from bigbatch.errors import SettingError
 
 NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,15})?"
-AMOUNT = rf"(?P<number>{NUMBER})(?P<suffix>[KMBTkmbt]?) ?(?P<unit>sample|token|epoch|step)s?"
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _EXAMPLES = {"step": '"16 steps"', "sample": '"4K samples"', "epoch": '"2 epochs"'}
+
+
+def amount_pattern(*units: str) -> str:
+    """A regular expression for an amount in one of these units, whose groups `Amount` reads."""
+    return rf"(?P<number>{NUMBER})(?P<suffix>[KMBTkmbt]?) ?(?P<unit>{'|'.join(units)})s?"
+
+
+_ANY = re.compile(amount_pattern("step", "sample", "epoch", "token"))
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,14 @@ class Amount:
         Raises:
             SettingError: it names none.
         """
-        found = re.fullmatch(AMOUNT, " ".join(text.split()))
+        found = _ANY.fullmatch(" ".join(text.split()))
         if found is None:
             raise SettingError(f"{text!r} is no amount such as 500 steps, 2M samples or 20 epochs")
         return cls.of_match(found.groupdict())
 
     @classmethod
     def of_match(cls, found: dict[str, str]) -> "Amount":
-        """The amount from the groups that a match of `AMOUNT` has.
+        """The amount from the groups that a match of `amount_pattern` has.
 
         Raises:
             SettingError: a part of a sample, token or step, or nothing at all.
@@ -80,7 +87,7 @@ class Amount:
 
     def in_samples(self, epoch: int) -> float:
         """The same in samples, for an amount of samples or epochs; an epoch has so many."""
-        return float(self.count * epoch if self.unit == "epoch" else self.count)
+        return float(self.count * {"sample": 1, "epoch": epoch}[self.unit])
 
 
 class AmountIn:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.amounts import AMOUNT, NUMBER, Amount
+from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
 from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.setting_types import Count, Positive, checked, setting
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -124,16 +124,17 @@ class _Parsed:
 # The grammar, as docs/policies.md has it in words.
 
 _SIZE = r"\d{1,15}"
+_AMOUNT = amount_pattern("step", "sample", "epoch", "token")
 _FIRST = {
     "SIZE": re.compile(rf"(?P<size>{_SIZE})"),
     "SIZE to SIZE over AMOUNT [in steps of SIZE]": re.compile(
-        rf"(?P<start>{_SIZE}) to (?P<size>{_SIZE}) over {AMOUNT}(?: in steps of (?P<by>{_SIZE}))?"
+        rf"(?P<start>{_SIZE}) to (?P<size>{_SIZE}) over {_AMOUNT}(?: in steps of (?P<by>{_SIZE}))?"
     ),
 }
 _LATER = {
-    "SIZE from AMOUNT": re.compile(rf"(?P<size>{_SIZE}) from {AMOUNT}"),
+    "SIZE from AMOUNT": re.compile(rf"(?P<size>{_SIZE}) from {_AMOUNT}"),
     "xFACTOR at|every AMOUNT [up to SIZE]": re.compile(
-        rf"x ?(?P<factor>{NUMBER}) (?P<when>at|every) {AMOUNT}(?: up to (?P<cap>{_SIZE}))?"
+        rf"x ?(?P<factor>{NUMBER}) (?P<when>at|every) {_AMOUNT}(?: up to (?P<cap>{_SIZE}))?"
     ),
 }
 _DECAY = "then decay"
@@ -239,7 +240,9 @@ def _amount(found: dict[str, str], tokens_per_sample: float | None) -> Amount:
 
 def _require_later(clause: _Clause, before: list[_Clause]) -> None:
     """Moments of one unit come in the order of time; "every" has no moment."""
+    counted = {"token": "sample"}  # tokens are samples by now
+    unit = counted.get(clause.amount.unit, clause.amount.unit)
     for one in before:
-        same_unit = one.amount.unit == clause.amount.unit
+        same_unit = unit == counted.get(one.amount.unit, one.amount.unit)
         if same_unit and not one.repeats and one.amount.count > clause.amount.count:
             raise SettingError(f"it comes before {one.text!r}; write clauses in order of time")

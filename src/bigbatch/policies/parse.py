@@ -61,6 +61,15 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
     return {field.name: field for field in fields(POLICIES[name])}
 
 
+def target_of(name: str, target: float | None) -> float | None:
+    """The similarity that the policy of that name holds, of this setting; None where it has none.
+
+    Raises:
+        SettingError: there is no such policy.
+    """
+    return target if "target" in arguments_of(name) else None
+
+
 def _usage(name: str) -> str:
     keys = list(arguments_of(name))
     if name == "schedule":

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.policies.parse import arguments_of
+from bigbatch.policies.parse import target_of
 from bigbatch.runs.divergence import divergence_of
 from bigbatch.runs.row_schema import SCHEMA, require_step
 from bigbatch.runs.run_config import BEFORE
@@ -153,7 +153,7 @@ def history_of(run: RunDirectory) -> History:
         require_step(f"{run.metrics}, line {number}", row, before)
     policy = settings.get("policy")
     try:
-        target = settings.get("target") if policy and "target" in arguments_of(policy) else None
+        target = target_of(policy, settings.get("target")) if policy else None
     except SettingError as error:
         raise RunError(f"{run.path / 'config.yaml'}: {error}") from None
     return History(run.path.resolve(), settings, target, rows)

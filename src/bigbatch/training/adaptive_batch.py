@@ -65,7 +65,6 @@ class AdaptiveBatch:
             another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which has the starting size and the base batch then.
-        options: `LoopOptions`, which follow as far as lr_scaling.
         batch_size: where it starts, in samples; default: that of a `Fixed` policy, or the loader's
             times the ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
@@ -79,6 +78,7 @@ class AdaptiveBatch:
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, where float16 needs one.
         meter: a GradientMeter of your own.
+        options: batch_size to lr_scaling above, as `LoopOptions` declares them.
     Raises:
         SettingError: a setting that cannot work, with the remedy.
         RankError: the ranks were given different settings.

@@ -52,24 +52,16 @@ class DistributedState:
         Raises:
             StateError: they are damaged, none of ours, of another version, or of other data.
         """
-        states = unpack_states(state)
+        packed = state.get(_KEY)
+        if not isinstance(packed, bytes):
+            raise StateError(
+                f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass "
+                "what its state_dict() gave"
+            )
+        states = _unpacked(packed)
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        self._train.load_state_dict(states[rank if len(states) == ranks else 0])
-
-
-def unpack_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of `AdaptiveBatch` on each rank, from what `DistributedState.state_dict` gave.
-
-    Raises:
-        StateError: they are damaged, or it did not give them.
-    """
-    packed = state.get(_KEY)
-    if not isinstance(packed, bytes):
-        raise StateError(
-            f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass "
-            "what its state_dict() gave"
-        )
-    return [_unpacked(own.numpy()) for own in _unpacked(packed)]
+        own = states[rank if len(states) == ranks else 0]
+        self._train.load_state_dict(_unpacked(own.numpy()))
 
 
 def _packed(state: Any) -> bytearray:

@@ -23,7 +23,7 @@ def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset,
             with .gz at its end, or without.
         origin: where they come from.
     Raises:
-        RunError: one is missing, is no IDX, or there are more images than labels, or less.
+        RunError: one is missing, is no IDX, or there are more images than labels, or fewer.
     """
     return _set(folder, origin, "train"), _set(folder, origin, "t10k")
 

@@ -1,7 +1,7 @@
 """Images that are decoded and cut when they are asked for.
 
-What a crop draws hangs on the seed, the epoch and the image's number alone: a training that goes
-on after a kill sees the same crops, whatever the number of its workers and ranks.
+What a crop draws depends on the seed, the epoch and the image's number alone: a training that
+resumes after a kill sees the same crops, whatever the number of its workers and ranks.
 """
 
 import io
@@ -70,5 +70,5 @@ def _decoded(stored: Stored, number: int) -> Image.Image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RunError(
-            f"{stored.name(number)} is no whole image ({error}); replace it by a good copy"
+            f"{stored.name(number)} is damaged ({error}); replace it by a good copy"
         ) from error

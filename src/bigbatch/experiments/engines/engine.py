@@ -1,7 +1,7 @@
-"""What a training asks of what joins its ranks.
+"""What a training asks of the engine that runs it on its ranks.
 
-An engine owns the loop. It runs micro-batches backward, ends steps, saves and continues; what a
-micro-batch's loss is, and what is logged, its caller says.
+An engine owns the loop: it runs micro-batches backward, ends steps, saves and resumes. Its caller
+says what the loss of a micro-batch is, and what is logged.
 """
 
 from collections.abc import Callable, Iterator

@@ -35,8 +35,10 @@ def bert(settings: Settings, head: str) -> nn.Module:
     return made
 
 
-def load_tokenizer(settings: Settings, texts: Callable[[], Iterable[str]]) -> "WordPieceTokenizer":
-    """The vocabulary of a training: the first that there is of these four.
+def load_tokenizer(
+    settings: Settings, texts: Callable[[], Iterable[str]]
+) -> tuple["WordPieceTokenizer", SequencePair]:
+    """The vocabulary of a training, and its rows: the first vocabulary that there is of these four.
 
     The file that the setting `vocab` names, which is the run's own where it resumes; the one in
     the run that this begins from; the one next to the data; one of at most `vocabulary` tokens,
@@ -44,11 +46,12 @@ def load_tokenizer(settings: Settings, texts: Callable[[], Iterable[str]]) -> "W
 
     Raises:
         RunError: `vocab` names no file.
-        SettingError: there are more tokens than the network has room for.
+        SettingError: there are more tokens than the network has room for, BERT has fewer positions
+            than `length`, or a pair does not fit.
     """
     from bigbatch.experiments.models.hf_bert import WordPieceTokenizer, train_wordpiece
 
-    room = int(settings.task["vocabulary"])
+    room, length = int(settings.task["vocabulary"]), _length(settings)
 
     def read() -> tuple[str, ...]:
         file = _file(settings)
@@ -62,7 +65,8 @@ def load_tokenizer(settings: Settings, texts: Callable[[], Iterable[str]]) -> "W
             )
         return vocabulary
 
-    return WordPieceTokenizer(from_leader(read))
+    tokenizer = WordPieceTokenizer(from_leader(read))
+    return tokenizer, SequencePair(tokenizer.begin, tokenizer.end, tokenizer.pad, length)
 
 
 def _file(settings: Settings) -> Path | None:
@@ -82,15 +86,6 @@ def kept(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
 
 
 KEPT_AS = {"vocab": VOCAB}  # of each recipe with tokens
-
-
-def sequence_pair_of(tokenizer: "WordPieceTokenizer", settings: Settings) -> SequencePair:
-    """Rows of the setting `length`.
-
-    Raises:
-        SettingError: BERT has fewer positions, or a pair does not fit.
-    """
-    return SequencePair(tokenizer.begin, tokenizer.end, tokenizer.pad, _length(settings))
 
 
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
