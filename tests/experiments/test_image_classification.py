@@ -16,19 +16,19 @@ from bigbatch.experiments.image_classification import (
 )
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 
-FIGURE_FORMATS = torch.arange(1, 2 * 3 * 6 * 5 + 1).to(torch.uint8).reshape(2, 3, 6, 5)
+IMAGES = torch.arange(1, 2 * 3 * 6 * 5 + 1).to(torch.uint8).reshape(2, 3, 6, 5)
 
 
 def test_a_network_sees_images_less_their_mean_in_units_of_their_deviation():
     network = OfBytes(nn.Identity(), (0.5, 0.4, 0.3), (0.25, 0.2, 0.1))
     expected = torch.stack(
         [
-            (FIGURE_FORMATS[:, plane] / 255 - mean) / std
+            (IMAGES[:, plane] / 255 - mean) / std
             for plane, (mean, std) in enumerate([(0.5, 0.25), (0.4, 0.2), (0.3, 0.1)])
         ],
         dim=1,
     )
-    assert torch.allclose(expected, network(FIGURE_FORMATS), atol=1e-6)
+    assert torch.allclose(expected, network(IMAGES), atol=1e-6)
     assert {} == network.state_dict()
 
 
@@ -58,10 +58,10 @@ def crops(image, padding):
 def test_each_shifted_image_is_one_of_the_crops_of_its_own_and_all_of_them_are_drawn():
     torch.manual_seed(0)
     samples = 400
-    found = shifted_and_flipped(FIGURE_FORMATS[[0, 1] * samples], padding=1)
+    found = shifted_and_flipped(IMAGES[[0, 1] * samples], padding=1)
     assert (2 * samples, 3, 6, 5) == found.shape
     for number in (0, 1):
-        wanted = torch.stack(list(crops(FIGURE_FORMATS[number], 1)))
+        wanted = torch.stack(list(crops(IMAGES[number], 1)))
         same = (found[number::2, None] == wanted).flatten(2).all(2)
         assert [1] * samples == same.sum(1).tolist()
         drawn = same.sum(0) / samples  # each with chance 1 / 18; four deviations of 400 draws
@@ -78,20 +78,20 @@ class Counted(nn.Module):
 
 
 def test_images_are_augmented_in_training_alone():
-    model, batch = Counted(), (FIGURE_FORMATS, torch.tensor([0, 4]))
+    model, batch = Counted(), (IMAGES, torch.tensor([0, 4]))
     loss_of = class_loss(augment=lambda x: 255 - x)
     loss_of(model, batch)
-    assert torch.equal(255 - FIGURE_FORMATS, model.given)
+    assert torch.equal(255 - IMAGES, model.given)
     loss_of(model.eval(), batch)
-    assert torch.equal(FIGURE_FORMATS, model.given)
+    assert torch.equal(IMAGES, model.given)
 
 
 def test_smoothed_labels_share_a_part_of_the_loss_among_all_classes():
     model, labels = Counted(), torch.tensor([0, 3])
-    logs = functional.log_softmax(FIGURE_FORMATS[:, 0, 0].float(), dim=1)
+    logs = functional.log_softmax(IMAGES[:, 0, 0].float(), dim=1)
     own = logs[[0, 1], labels].mean()
     expected = -(0.9 * own + 0.1 * logs.mean())
-    assert torch.allclose(expected, class_loss(0.1)(model, (FIGURE_FORMATS, labels)))
+    assert torch.allclose(expected, class_loss(0.1)(model, (IMAGES, labels)))
 
 
 def test_the_gap_is_the_train_accuracy_less_that_of_the_test():

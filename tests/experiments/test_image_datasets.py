@@ -119,18 +119,18 @@ def test_images_of_idx_have_one_channel(mnist):
 
 
 FASHION = RECIPES["fashion-mnist"].origin
-FIGURE_FORMATS = np.zeros((3, 4, 5))
+IMAGES = np.zeros((3, 4, 5))
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (idx_of(np.zeros(60)), "is no IDX of bytes in 3 dimensions .it begins with 00000801"),
-        (idx_of(FIGURE_FORMATS)[:-1], "and has 75 bytes"),
-        (idx_of(FIGURE_FORMATS) + b"0", "and has 77 bytes"),
+        (idx_of(IMAGES)[:-1], "and has 75 bytes"),
+        (idx_of(IMAGES) + b"0", "and has 77 bytes"),
         (b"", "and has 0 bytes"),
         (
-            gzip.compress(idx_of(FIGURE_FORMATS), mtime=0)[:-9],
+            gzip.compress(idx_of(IMAGES), mtime=0)[:-9],
             "cannot be read .EOFError: .*; fetch it again",
         ),
         (idx_of(np.zeros((2, 4, 5))), "has 2 images and 3 labels of train"),

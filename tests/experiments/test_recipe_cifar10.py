@@ -17,8 +17,8 @@ from real_data import needs
 from torchrun import torchrun
 
 RESNET18, RESNET56 = RECIPES["cifar10-resnet18"], RECIPES["cifar10-resnet56"]
-FIGURE_FORMATS = [RESNET18, RESNET56, RECIPES["fashion-mnist"]]
-NAMES = [recipe.name for recipe in FIGURE_FORMATS]
+IMAGE_RECIPES = [RESNET18, RESNET56, RECIPES["fashion-mnist"]]
+NAMES = [recipe.name for recipe in IMAGE_RECIPES]
 TINY = ("--set", "width=4", "--set", "samples=0", "--epochs", "3", "--quiet")
 TINY += ("--set", "lr_schedule=x0.1 at 2 and 3 epochs")
 
@@ -39,7 +39,7 @@ def test_the_full_network_is_that_of_the_paper(recipe, parameters):
 
 
 @pytest.mark.parametrize("paper_scale", [False, True])
-@pytest.mark.parametrize("recipe", FIGURE_FORMATS, ids=NAMES)
+@pytest.mark.parametrize("recipe", IMAGE_RECIPES, ids=NAMES)
 def test_every_arm_can_be_built_and_takes_a_batch(recipe, paper_scale):
     settings = recipe.settings(paper_scale=paper_scale)
     with torch.device("meta"):
@@ -101,7 +101,7 @@ def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", FIGURE_FORMATS[:2], ids=NAMES[:2])
+@pytest.mark.parametrize("recipe", IMAGE_RECIPES[:2], ids=NAMES[:2])
 def test_every_point_of_a_sweep_can_be_trained(recipe):
     for paper_scale, sweep in ((False, recipe.sweep), (True, recipe.paper_sweep)):
         for point in points_of(

@@ -262,7 +262,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks, 
 
 
 class Moody:
-    """A policy that is no function of (noise, now): after some steps, rank 1 has its own mind."""
+    """A policy that is no function of (statistics, now): rank 1 decides otherwise after a while."""
 
     def __init__(self, rank):
         self.rank, self.asked = rank, 0
@@ -295,7 +295,7 @@ def test_ranks_that_disagree_raise_on_every_rank(ranks, engine):
             in message
         )
         assert "controller.target_batch_size is 72 there and 64 on rank 0" in message
-        assert "(noise, now) alone" in message
+        assert "(statistics, now) alone" in message
 
 
 def added_up(rank, ranks):
