@@ -14,8 +14,8 @@ import extras
 from areas import report_areas
 from bigbatch.cli import main
 from bigbatch.kernels import native
-from compiled import compile_deepspeed, keep_compiled
-from properties import try_fewer
+from deepspeed_operations import compile_deepspeed, keep_compiled
+from property_tests import try_fewer
 from ranks import forking, ranks_of
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 

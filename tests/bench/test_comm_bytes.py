@@ -10,7 +10,7 @@ from bigbatch import GradientMeter
 from bigbatch.gradients.sharded import ShardedSource
 from bigbatch.statistics.second_moment import GradientMoments
 from counting_groups import ENGINES
-from parallel import EQUAL, accumulate, network
+from training_on_ranks import EQUAL, accumulate, network
 
 STEPS = 3
 FLOAT64 = 8

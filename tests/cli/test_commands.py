@@ -53,10 +53,7 @@ WRONG = [
     (["train", "--smoothing", "4000"], 'such as "16 steps" or "4K samples", or None'),
     (["train", "--warmup", "1.5 epochs"], "warmup='1.5 epochs' must be text such as"),
     (["train", "--checkpoint-every", "0 steps"], "checkpoint_every='0 steps' must be text such"),
-    (
-        ["train", "--seed", "4294967296"],
-        "seed=4294967296 must be a whole number",
-    ),
+    (["train", "--seed", "4294967296"], "seed=4294967296 must be a whole number"),
     (["train", "--seed", "1", "--set", "gamma=0.5"], "not go together with --set gamma"),
     (
         ["train", "--optimizer", "adam", "--set", "momentum=0.5"],

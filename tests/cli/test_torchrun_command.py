@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from noisy_digits import NAME
-from packed_states import states_of
+from distributed_states import states_of
+from dropout_digits import NAME
 from torchrun import alone, said, torchrun
 
 DIGITS = ["-m", "bigbatch", "train", "digits", "--policy", "simigrad"]
 TESTED = [
-    str(Path(__file__).parents[1] / "helpers" / "noisy_digits.py"),
+    str(Path(__file__).parents[1] / "helpers" / "dropout_digits.py"),
     "train",
 ]  # one that can be killed
 LENGTH = ["--epochs", "2", "--checkpoint-every", "5 steps"]

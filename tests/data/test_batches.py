@@ -21,7 +21,7 @@ import bigbatch as bb
 from bigbatch import Batches, BatchPlan
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError, SettingError, StateError
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)
 SEED = 20
@@ -509,11 +509,7 @@ def seed_all(seed: int) -> None:
 
 
 def interrupted(
-    make: Callable[[], Any],
-    plans: list[BatchPlan],
-    stop: int,
-    epoch: int = 0,
-    **more: Any,
+    make: Callable[[], Any], plans: list[BatchPlan], stop: int, epoch: int = 0, **more: Any
 ) -> tuple[Steps, Steps]:
     """(an uninterrupted epoch, the same one killed after `stop` steps and resumed elsewhere)."""
 

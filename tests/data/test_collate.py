@@ -21,7 +21,7 @@ from bigbatch.data.collate import (
     slice_samples,
 )
 from bigbatch.errors import BatchError
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.errors import SettingError
-from properties import property_test
+from property_tests import property_test
 
 often = property_test(120)
 SEED = 11

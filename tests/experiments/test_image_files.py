@@ -15,7 +15,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.datasets.crops import middle_of, part_of
 from bigbatch.experiments.datasets.image_files import ImageFiles
 from bigbatch.experiments.datasets.image_splits import splits_of
-from bigbatch.experiments.datasets.in_memory import as_it_is
+from bigbatch.experiments.datasets.in_memory import identity_collate
 from real_data import FOLDER, needs
 
 WHOLE = partial(middle_of, resize=8, size=8)
@@ -110,7 +110,7 @@ def test_workers_cut_what_one_process_cuts(tmp_path, context):
     data.set_epoch(2)
     expected = data.__getitems__(range(4))
     loader = DataLoader(
-        data, 1, collate_fn=as_it_is, num_workers=2, multiprocessing_context=context
+        data, 1, collate_fn=identity_collate, num_workers=2, multiprocessing_context=context
     )
     loaded = [torch.cat(column) for column in zip(*loader, strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(expected, loaded, strict=True))

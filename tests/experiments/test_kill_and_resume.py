@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from noisy_digits import NAME
-from packed_states import states_of
+from distributed_states import states_of
+from dropout_digits import NAME
 
 pytestmark = pytest.mark.thorough
 
-TRAIN = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "noisy_digits.py"), "train"]
+TRAIN = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "dropout_digits.py"), "train"]
 SETTINGS = [NAME, "--policy", "simigrad", "--optimizer", "vr-momentum", "--target", "0.2"]
 LENGTH = ["--epochs", "6", "--max-batch", "96", "--checkpoint-every", "9 steps", "--quiet"]
 

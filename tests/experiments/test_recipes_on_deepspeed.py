@@ -128,10 +128,7 @@ def refusal(rank, ranks, asked):
     ("changes", "said"),
     [
         ({"double": True}, "engine=deepspeed makes float32 of parameters, and torch.float64"),
-        (
-            {"precision": "float16"},
-            "engine=deepspeed with precision=float16: DeepSpeed's loss",
-        ),
+        ({"precision": "float16"}, "engine=deepspeed with precision=float16: DeepSpeed's loss"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused_in_one_line(deepspeed_ranks, changes, said):

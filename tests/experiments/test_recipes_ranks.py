@@ -9,7 +9,7 @@ from bigbatch.errors import RunError
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.process_group import from_leader, leads
 from bigbatch.experiments.train_run import Training
-from packed_states import states_of
+from distributed_states import states_of
 
 
 def refuse():

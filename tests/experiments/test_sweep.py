@@ -90,10 +90,9 @@ def test_values_with_commas_are_parted_by_bars_and_make_file_names():
     found = points(
         "policy=schedule", "batch_schedule=64, 128 from 1K samples|32, x2 every 5 epochs"
     )
-    assert [
-        "batch_schedule=64-128-from-1K-samples",
-        "batch_schedule=32-x2-every-5-epochs",
-    ] == [point.name for point in found]
+    assert ["batch_schedule=64-128-from-1K-samples", "batch_schedule=32-x2-every-5-epochs"] == [
+        point.name for point in found
+    ]
     alike = points("policy=schedule", "batch_schedule=64,128 from 9 steps|64, 128 from 9 steps")
     expected = "batch_schedule=64-128-from-9-steps"
     assert [expected, f"{expected}~2"] == [point.name for point in alike]

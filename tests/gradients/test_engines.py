@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError
-from parallel import (
+from training_on_ranks import (
     ENGINES,
     EQUAL,
     SAME_COUNT,
@@ -271,12 +271,7 @@ ROUNDED = {  # name: (network, engine, how the oracle computes, tolerance)
     # sums, before or after a rounding to bfloat16 (2^-9) of a few of some hundred elements.
     "ddp autocast": (made(Autocast), ddp(), in_own_precision, 2e-3),
     "fsdp2 bfloat16": (network, fsdp2(mp_policy=BFLOAT16), in_bfloat16, 2e-3),
-    "fsdp2 bfloat16 nested": (
-        made(Nested),
-        partial(nested, mp_policy=BFLOAT16),
-        in_bfloat16,
-        2e-3,
-    ),
+    "fsdp2 bfloat16 nested": (made(Nested), partial(nested, mp_policy=BFLOAT16), in_bfloat16, 2e-3),
     # Only what is sent is rounded, to 2^-11 of each element of the sum; the micro-batches are not.
     "ddp fp16 hook": (network, with_hook(fp16_compress_hook), in_float64, 2e-3),
 }

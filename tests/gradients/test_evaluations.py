@@ -10,7 +10,7 @@ import bigbatch as bb
 from bigbatch.errors import GradientError, SettingError
 from numbered_samples import Numbered, ledger_loader, network, whole
 from optimizer_table import MAKE
-from parallel import two_rows
+from training_on_ranks import two_rows
 
 MAKE = MAKE | {"SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)}
 
@@ -53,12 +53,7 @@ def trained(rank, ranks, sharded, name, evaluates):
     evaluate()
     loader = ledger_loader(rank, ranks)
     train = bb.AdaptiveBatch(
-        model,
-        optimizer,
-        loader,
-        policy=bb.Fixed(32 * ranks),
-        micro_batch=4,
-        meter=meter,
+        model, optimizer, loader, policy=bb.Fixed(32 * ranks), micro_batch=4, meter=meter
     )
     evaluate()
     for step in train:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import bigbatch as bb
 from numbered_samples import whole
-from parallel import two_rows
+from training_on_ranks import two_rows
 
 SAMPLES = 47  # no multiple of any number of ranks, and shared unevenly by the last steps
 

@@ -8,13 +8,20 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import alone
-from alone import RAGGED, data, mean_loss, network, right_or_refused, rows_of, same
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import VRSGD
 from oracles import noise as oracle
+from single_process_training import (
+    RAGGED,
+    data,
+    mean_loss,
+    network,
+    right_or_refused,
+    rows_of,
+    same,
+)
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 ALL = {
@@ -29,7 +36,7 @@ def share_of(y, loss="weighted"):
 
 
 def expected_of(model, loss="weighted", loss_of=mean_loss):
-    return alone.expected_of(model, data(), loss, loss_of)
+    return single_process_training.expected_of(model, data(), loss, loss_of)
 
 
 def accumulate(model, batches=None, loss="weighted"):

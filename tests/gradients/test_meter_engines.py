@@ -11,7 +11,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from alone import (
+from bigbatch import AdaptiveBatch, Fixed, GradientMeter
+from bigbatch.errors import BigbatchError, GradientError
+from bigbatch.statistics.norms import flattened, squared_norm
+from oracles import noise as oracle
+from single_process_training import (
     RAGGED,
     Experts,
     accumulate,
@@ -23,10 +27,6 @@ from alone import (
     rows_of,
     same,
 )
-from bigbatch import AdaptiveBatch, Fixed, GradientMeter
-from bigbatch.errors import BigbatchError, GradientError
-from bigbatch.statistics.norms import flattened, squared_norm
-from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to sum on")

@@ -7,7 +7,7 @@ from torch import nn
 from bigbatch import GradientMeter
 from bigbatch.gradients.shard_indices import indices_in_rows, indices_in_runs, places_in_memory
 from bigbatch.statistics.norms import flattened
-from recorded import Allocated
+from kernel_recorder import Allocated
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 COUNT = 256  # elements asked for

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from bigbatch.gradients import find_source
 from bigbatch.optim import VRSGD
-from parallel import batch, ddp, fsdp2, hsdp, network, synchronized
+from training_on_ranks import batch, ddp, fsdp2, hsdp, network, synchronized
 
 COUNT = 30  # elements asked for; the network's weights have 60, 84 and 21
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.bench import comm_bytes
-from parallel import sharded
+from training_on_ranks import sharded
 
 
 @cache  # torch takes one mesh for another where ranks and names are the same: hence names, too

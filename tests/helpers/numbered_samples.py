@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import bigbatch as bb
-from parallel import two_rows
+from training_on_ranks import two_rows
 
 SAMPLES = 1003  # no multiple of anything
 

@@ -21,10 +21,10 @@ from torch.utils.data import (
 from transformers import get_linear_schedule_with_warmup
 
 import bigbatch as bb
+from accelerate_process import launched
 from bigbatch.errors import SettingError
 from bigbatch.integrations.accelerate import adaptive_batch
 from bigbatch.optim import VRSGD
-from launched import launched
 from numbered_samples import each_step, steps_of
 
 SEED = 3

@@ -336,10 +336,7 @@ def test_micro_batches_of_any_size_add_up_to_the_true_gradient(deepspeed_ranks, 
             "'similarity_target', 'batch_size_lower_bound', 'batch_size_upper_bound', "
             "'max_micro_batch_size', 'verbose']",
         ),
-        (
-            {"enable_adjust": "yes"},
-            "enable_adjust='yes' must be True or False",
-        ),
+        ({"enable_adjust": "yes"}, "enable_adjust='yes' must be True or False"),
         ({"similarity_target": None}, "enable_adjust needs a similarity_target"),
         ({"similarity_target": "0.3"}, "similarity_target='0.3' must be a number in [-1, 1]"),
         ({"similarity_target": True}, "similarity_target=True must be a number in [-1, 1]"),
@@ -488,10 +485,7 @@ REFUSED = {
     "mpu": ({"mpu": Mpu()}, {}, "0", "tensor or model parallelism: it was not tried"),
     "ZenFlow": (
         BY_CONFIG,
-        {
-            **SGD,
-            "zero": {**OFFLOADED, "zenflow": ZENFLOW},
-        },
+        {**SGD, "zero": {**OFFLOADED, "zenflow": ZENFLOW}},
         "2",
         "ZenFlow: it was not tried",
     ),

@@ -17,7 +17,7 @@ LAUNCHER = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--mas
 SECONDS = 240  # far more than needed: a hang ends as a failure
 
 pytestmark = [
-    pytest.mark.usefixtures("deepspeed_ranks"),  # what it compiles once would count here
+    pytest.mark.usefixtures("deepspeed_ranks")  # what it compiles once would count here
 ]
 
 

@@ -94,10 +94,7 @@ def test_the_table_is_of_batches_that_grow_shrink_and_are_clipped():
 SMALL = {"reduce_bucket_size": 20, "allgather_bucket_size": 20}
 OPTIONS = {
     "0 two groups": ("0", {"groups": 2}),
-    "0 predivided": (
-        "0",
-        {"more": {"prescale_gradients": True, "gradient_predivide_factor": 2.0}},
-    ),
+    "0 predivided": ("0", {"more": {"prescale_gradients": True, "gradient_predivide_factor": 2.0}}),
     "1 two groups, small buckets": ("1", {"groups": 2, "more": {"zero": SMALL}}),
     "2 two groups, small buckets": ("2", {"groups": 2, "more": {"zero": SMALL}}),
     "2 overlapped": ("2", {"more": {"zero": {"overlap_comm": True, **SMALL}}}),

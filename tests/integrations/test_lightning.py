@@ -25,7 +25,7 @@ from lightning_training import (
     sgd,
     weights_of,
 )
-from remembering import Patient
+from stateful_policy import Patient
 
 pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 
@@ -328,10 +328,7 @@ def test_a_training_may_be_stopped_within_a_step():
 
 def test_a_limit_of_batches_is_where_an_epoch_ends():
     watch = fit(
-        adaptive(bb.Fixed(12), min_micro_batches=2),
-        loader(64),
-        limit_train_batches=5,
-        max_epochs=2,
+        adaptive(bb.Fixed(12), min_micro_batches=2), loader(64), limit_train_batches=5, max_epochs=2
     )
 
     assert [3, 2, 3, 2] == watch.backwards

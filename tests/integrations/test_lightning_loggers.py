@@ -31,11 +31,7 @@ GROWING = Scripted(8, 8, 16, 24)
 def train(logger, **options):
     """Four steps of 2, 2, 4 and 6 micro-batches."""
     options = {"log_every_n_steps": 1, "logger": logger, **options}
-    return fit(
-        adaptive(GROWING, batch_size=8, min_micro_batches=2),
-        loader(56),
-        **options,
-    )
+    return fit(adaptive(GROWING, batch_size=8, min_micro_batches=2), loader(56), **options)
 
 
 def expected_of(watch, name):

@@ -10,8 +10,8 @@ from bigbatch.errors import SettingError
 from bigbatch.integrations.transformers import AdaptiveTrainer
 from bigbatch.optim import VarianceReduced
 from lightning_training import Training, adaptive, data, fit, loader, network, plain_loop
-from own_optimizers import Lookahead, ScheduleFree
-from tiny import arguments, gpt, texts
+from third_party_optimizers import Lookahead, ScheduleFree
+from tiny_trainer import arguments, gpt, texts
 
 FIXED = {"policy": bb.Fixed(16), "min_micro_batches": 2}
 ROUNDING = {"rtol": 1e-10, "atol": 1e-12}  # float64, the loss divided and multiplied once

@@ -10,7 +10,7 @@ from transformers.optimization import GreedyLR
 import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.integrations.transformers import AdaptiveTrainer
-from tiny import arguments, gpt, logged, texts
+from tiny_trainer import arguments, gpt, logged, texts
 
 
 def build(folder, args=None, **others):

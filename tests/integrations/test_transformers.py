@@ -20,8 +20,8 @@ import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.integrations.transformers import AdaptiveMixin, AdaptiveTrainer
 from bigbatch.optim import VRAdam
-from remembering import Patient
-from tiny import LENGTH, WORDS, Gradients, arguments, gpt, logged, texts
+from stateful_policy import Patient
+from tiny_trainer import LENGTH, WORDS, Gradients, arguments, gpt, logged, texts
 
 GROWING = bb.Schedule("8, 16 from 48 samples, 24 from 80 samples")
 

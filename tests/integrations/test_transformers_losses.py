@@ -8,7 +8,7 @@ from torch.optim import SGD
 from transformers import BertConfig, BertForSequenceClassification
 
 import bigbatch as bb
-from tiny import gpt, texts
+from tiny_trainer import gpt, texts
 
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
 

@@ -5,11 +5,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import bigbatch as bb
+from accelerate_process import launched
 from bigbatch.errors import SettingError
 from bigbatch.integrations.transformers import AdaptiveTrainer
 from bigbatch.optim import VRAdam
-from launched import launched
-from tiny import Gradients, arguments, gpt, logged, texts
+from tiny_trainer import Gradients, arguments, gpt, logged, texts
 
 GROWING = bb.Schedule("8, 16 from 48 samples, 24 from 80 samples")
 

@@ -5,12 +5,12 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import bigbatch as bb
+from accelerate_process import launched
 from bigbatch.errors import StateError
 from bigbatch.integrations.transformers import AdaptiveTrainer
 from bigbatch.optim import VRAdam
-from launched import launched
 from ranks import RankError
-from tiny import arguments, gpt, logged, texts
+from tiny_trainer import arguments, gpt, logged, texts
 
 FIGURES = ("loss", "grad_norm", "learning_rate", "batch_size", "samples", "epoch", "similarity")
 POLICY = bb.SimiGrad(target=0.5, max_batch=32)

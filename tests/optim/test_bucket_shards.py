@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from bigbatch.gradients.sharded import ShardedSource
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import noise as oracle
-from parallel import batch, network, sharded
+from training_on_ranks import batch, network, sharded
 
 K, N = 5, 6
 

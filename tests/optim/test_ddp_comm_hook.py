@@ -26,9 +26,7 @@ from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.optim import VRSGD
 from optimizer_table import MAKE, VR, difference
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:k = :UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 
 STEPS = 4  # DDP makes its buckets again after the first, with a static graph after the second
 SMALL = 0.0005  # MiB of a bucket: several buckets, as large models have

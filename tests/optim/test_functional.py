@@ -16,7 +16,7 @@ from bigbatch.optim import functional
 from bigbatch.optim.apply_gsnr import GsnrOptions, Layer, apply_gsnr
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import vr
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 

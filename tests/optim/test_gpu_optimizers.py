@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW
 
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
-from recorded import Recorded, no_synchronization
+from kernel_recorder import Recorded, no_synchronization
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to step on")
 K = 8

@@ -31,7 +31,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced
 from optimizer_table import MAKE as TABLE
 from optimizer_table import VR, difference
-from parallel import sharded, two_rows
+from training_on_ranks import sharded, two_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:k = 5 micro-batches:UserWarning"),
@@ -659,10 +659,7 @@ def test_a_rank_without_any_weight_has_nothing_to_warn_of(ranks):
 # checkpoints
 
 HALF = 2  # steps before a checkpoint
-WAYS = {
-    "optimizer": {},
-    "flattened": {"flatten_optimizer_state_dict": True},
-}
+WAYS = {"optimizer": {}, "flattened": {"flatten_optimizer_state_dict": True}}
 
 
 def states_of(optimizer):

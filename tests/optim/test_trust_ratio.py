@@ -46,11 +46,7 @@ BASES = {
         {"lr": 1.0, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
     ),
     "LARS-no-momentum": (LARS, vr.LARS, {"lr": 3.0, "momentum": 0.0, "weight_decay": 0.1}),
-    "LARS-all": (
-        LARS,
-        vr.LARS,
-        {"lr": 1.0, "weight_decay": 0.1, "exclude_bias_and_norm": False},
-    ),
+    "LARS-all": (LARS, vr.LARS, {"lr": 1.0, "weight_decay": 0.1, "exclude_bias_and_norm": False}),
     "LAMB": (LAMB, vr.LAMB, {"lr": 0.02}),
     "LAMB-settings": (
         LAMB,
@@ -184,8 +180,7 @@ def test_twenty_steps_of_a_base_equal_the_oracle(rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "k"),
-    [(rule, k) for rule in SCALED for k in (2, 3, 8, 64) if k == 8 or rule in MAIN],
+    ("rule", "k"), [(rule, k) for rule in SCALED for k in (2, 3, 8, 64) if k == 8 or rule in MAIN]
 )
 @both_clips
 def test_twenty_steps_equal_the_oracle(rule: str, k: int, r_max: float) -> None:
@@ -568,8 +563,7 @@ def apart(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
 @needs_kernels
 @main_rules
 @pytest.mark.parametrize(
-    ("name", "excluded"),
-    [*((name, False) for name in ARRAYS), ("0-dim", True), ("three", True)],
+    ("name", "excluded"), [*((name, False) for name in ARRAYS), ("0-dim", True), ("three", True)]
 )
 def test_kernels_and_torch_agree_on_every_layout(rule: str, name: str, excluded: bool) -> None:
     own = {"exclude_bias_and_norm": excluded}

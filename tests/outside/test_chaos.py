@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noisy_digits import NAME
+from dropout_digits import NAME
 from torchrun import run
 
 DYING = Path(__file__).parent / "scripts" / "dying.py"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from edits import edited, typed
-from followed import Rule, assert_followed
+from script_edits import edited, typed
+from simigrad_rule import Rule, assert_followed
 from torchrun import alone
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_transformer.py"

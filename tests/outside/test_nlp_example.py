@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from edits import STEPS, edited, typed, updates_of
-from followed import Rule, assert_followed
+from script_edits import STEPS, edited, typed, updates_of
+from simigrad_rule import Rule, assert_followed
 from torchrun import alone, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "nlp_example.py"

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
-from edits import STEPS, edited, typed, updates_of
-from followed import Rule, assert_followed
+from script_edits import STEPS, edited, typed, updates_of
+from simigrad_rule import Rule, assert_followed
 from torchrun import alone
 
 SCRIPT = Path(__file__).parent / "scripts" / "peft_lora.py"

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("datasets")
 
-from edits import edited, typed
-from followed import Rule, assert_followed, rows_of
-from tiny_language import LENGTH, WORDS, write_language
+from script_edits import edited, typed
+from simigrad_rule import Rule, assert_followed, rows_of
+from tiny_language_files import LENGTH, WORDS, write_language
 from torchrun import alone, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "run_clm.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edits import edited, typed
+from script_edits import edited, typed
 from torchrun import torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "simigrad_cifar.py"

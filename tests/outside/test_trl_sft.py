@@ -13,9 +13,9 @@ pytest.importorskip("trl")
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from edits import edited, typed
-from followed import Rule, assert_followed, rows_of
-from tiny_language import write_language
+from script_edits import edited, typed
+from simigrad_rule import Rule, assert_followed, rows_of
+from tiny_language_files import write_language
 from torchrun import alone, torchrun
 
 SCRIPT = Path(find_spec("trl").origin).parent / "scripts" / "sft.py"

@@ -87,10 +87,7 @@ def test_a_ramp_may_fall_and_may_go_by_single_samples():
 
 
 @given(
-    start=st.integers(1, 5000),
-    end=st.integers(1, 5000),
-    over=st.integers(1, 10**9),
-    data=st.data(),
+    start=st.integers(1, 5000), end=st.integers(1, 5000), over=st.integers(1, 10**9), data=st.data()
 )
 def test_a_ramp_is_the_line_rounded_towards_its_start(start, end, over, data):
     at = data.draw(st.integers(0, 2 * over))

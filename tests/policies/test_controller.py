@@ -33,7 +33,7 @@ from bigbatch import (
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.statistics.confidence import Interval
-from properties import property_test
+from property_tests import property_test
 
 
 def low(samples=64):

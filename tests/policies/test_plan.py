@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bigbatch import BatchPlan, Controller, GradientStatistics, SimiGrad
 from bigbatch.errors import BigbatchError, SettingError
-from properties import property_test
+from property_tests import property_test
 
 LOW, HIGH = (
     GradientStatistics(-1.0, 80.0, 80, 8),

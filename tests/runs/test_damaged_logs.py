@@ -25,7 +25,7 @@ from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import Followed
 from bigbatch.runs.sweep_results import as_csv, as_json, read_swept
 from log_rows import row
-from properties import property_test
+from property_tests import property_test
 
 FACTORS = {"w": [0.5, 0.1, None, 1.0], "b": [1.0, 0.0, 0.2, 1.0]}
 ROWS = [row(step, accuracy=0.5 if step == 4 else None, factors=FACTORS) for step in range(1, 5)]
@@ -144,10 +144,7 @@ def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, foun
         ({"samples": 10**30}, "line 2: samples is 1000.*000, and must be a whole number"),
         ({"samples": 65}, "line 2: samples is 65, and must be 32 before the step and its"),
         ({"micro_batches": 33}, "line 2: micro_batches is 33, and must be at most the batch_size"),
-        (
-            {"gsnr": {"w": [1.0]}},
-            r"line 2: gsnr is .*, and must be names, each with \(a number",
-        ),
+        ({"gsnr": {"w": [1.0]}}, r"line 2: gsnr is .*, and must be names, each with \(a number"),
         ({"loss": math.nan}, "line 2 is damaged"),
         ({"loss": math.inf}, "line 2 is damaged"),
     ],

@@ -15,7 +15,7 @@ from bigbatch.experiments.init_from_run import init_from
 from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
 from numbered_samples import build
-from properties import property_test
+from property_tests import property_test
 
 STATE = {"model": {"w": torch.arange(40.0).reshape(8, 5)}, "train": [{"counts": [1, 2.5, "x"]}]}
 

@@ -171,10 +171,7 @@ def test_one_batch_size_is_all_time_per_sample():
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [
-        (lambda B: 0.002 * B - 0.01, "per sample"),
-        (lambda B: 1.0 - 0.001 * B, "fixed"),
-    ],
+    [(lambda B: 0.002 * B - 0.01, "per sample"), (lambda B: 1.0 - 0.001 * B, "fixed")],
 )
 def test_no_part_of_a_steps_time_is_negative(seconds, expected):
     batches = [10, 20, 30, 40, 50]

@@ -16,10 +16,19 @@ from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from alone import RAGGED, accumulate, data, expected_of, network, right_or_refused, same, shares
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError, SettingError
 from oracles import noise as oracle
+from single_process_training import (
+    RAGGED,
+    accumulate,
+    data,
+    expected_of,
+    network,
+    right_or_refused,
+    same,
+    shares,
+)
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 EQUAL = [4, 4, 4, 4]

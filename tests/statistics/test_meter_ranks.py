@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from bigbatch import GradientMeter
-from parallel import (
+from training_on_ranks import (
     ENGINES,
     EQUAL,
     RAGGED,

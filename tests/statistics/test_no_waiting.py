@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 from torch.nn.functional import mse_loss
 
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
-from recorded import Recorded, no_synchronization
+from kernel_recorder import Recorded, no_synchronization
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 SIZES = [4, 4, 4, 4]

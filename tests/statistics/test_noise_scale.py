@@ -11,7 +11,7 @@ from bigbatch import GradientStatistics
 from bigbatch.errors import GradientError
 from bigbatch.statistics.noise_scale import from_mean_losses, from_weighted_losses
 from oracles import noise as oracle
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 UNEQUAL = [3, 17, 8, 1, 11]

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from alone import RAGGED, Experts, accumulate, data
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import SettingError
 from oracles import noise as oracle
+from single_process_training import RAGGED, Experts, accumulate, data
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from bigbatch import GradientMeter
-from parallel import (
+from training_on_ranks import (
     ENGINES,
     EQUAL,
     RAGGED,

@@ -10,11 +10,10 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 
-import alone
-from alone import RAGGED
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
 from oracles import noise as oracle
+from single_process_training import RAGGED
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 ALL = {
@@ -25,9 +24,9 @@ ALL = {
 REL = 1e-4  # GradScaler wants float32 parameters: sums of 50 squares
 
 
-network = functools.partial(alone.network, torch.float32)
-data = functools.partial(alone.data, dtype=torch.float32)
-same = functools.partial(alone.same, rel=REL)
+network = functools.partial(single_process_training.network, torch.float32)
+data = functools.partial(single_process_training.data, dtype=torch.float32)
+same = functools.partial(single_process_training.same, rel=REL)
 
 
 def scaler_of(scale=1024.0):
@@ -70,10 +69,7 @@ def test_without_the_scaler_they_are_with_the_square_of_its_scale():
     expected = expected_of(model)
     assert pytest.approx(
         (expected.grad_sqnorm * 2**20, expected.grad_variance * 2**20), rel=REL
-    ) == (
-        actual.grad_sqnorm,
-        actual.grad_variance,
-    )
+    ) == (actual.grad_sqnorm, actual.grad_variance)
     assert pytest.approx(expected.similarity, rel=REL) == actual.similarity
 
 

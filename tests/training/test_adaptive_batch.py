@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import GradientError, LoopError, SettingError, StateError
 from bigbatch.optim import VRSGD, VRAdam
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)
 SEED = 7

@@ -208,9 +208,7 @@ def padded(rank, ranks, engine):
         (torch.randn(6, 3 + i % 2, 5, generator=draw).double(), torch.randint(3, (6,)), i)
         for i in range(10)
     ]
-    batches = bb.Batches(
-        [(x.flatten(2), y) for x, y, _ in loader],
-    )
+    batches = bb.Batches([(x.flatten(2), y) for x, y, _ in loader])
     train = build(
         rank, ranks, engine, None, batches, policy=bb.Fixed(16), batch_size=16, micro_batch=4
     )

@@ -18,11 +18,9 @@ import bigbatch as bb
 from bigbatch.gradients import SingleProcessSource
 from numbered_samples import Numbered, ledger_loader, network, whole
 from optimizer_table import MAKE
-from parallel import two_rows
+from training_on_ranks import two_rows
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:k = :UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 
 STEPS = 5
 ENGINES = {"one process": 1, "DDP": 2, "FSDP2": 2, "HSDP": 4}

@@ -22,7 +22,7 @@ from bigbatch import largest_micro_batch
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
 from bigbatch.training.oom_hints import OomHints, advise_size, is_out_of_memory
-from parallel import ENGINES
+from training_on_ranks import ENGINES
 
 TOO_MUCH = 1 << 46  # elements, which no machine has
 

@@ -20,7 +20,7 @@ from bigbatch.training.lr_scaling import (
     square_root,
     unscaled,
 )
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)
 often = property_test(200)

@@ -9,11 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -22,7 +18,7 @@ import bigbatch as bb
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import VRSGD
-from parallel import (
+from training_on_ranks import (
     ENGINES,
     EQUAL,
     RAGGED,

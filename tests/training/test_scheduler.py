@@ -36,7 +36,7 @@ import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim import VRSGD
 from bigbatch.training.scheduler import BaseBatchScheduler
-from properties import property_test
+from property_tests import property_test
 
 torch.set_num_threads(1)
 BASE, END = 8, 24  # samples of a base batch; base batches until the schedules below end

@@ -21,9 +21,7 @@ from numbered_samples import (
 )
 from optimizer_table import MAKE, VR
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:k = :UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 
 IN_CI = ("VRAdam", "VRLARS")  # by elements and by layers; GSNR scaling has tests of its own
 every_vr_optimizer = pytest.mark.parametrize(

@@ -145,8 +145,7 @@ def similarity_accuracy_(
     seed: Seed = 0,
     data: Data = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="A .png or .svg to draw. Replaces only what bigbatch wrote."),
+        Path | None, typer.Option(help="A .png or .svg to draw. Replaces only what bigbatch wrote.")
     ] = None,
 ) -> None:
     """Our similarity and SimiGrad's own cosine of the same steps, against the truth."""

@@ -54,8 +54,7 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[
-                    str | None,
-                    typer.Option(help=HELP.get(name, ""), metavar=_metavar(KINDS[name])),
+                    str | None, typer.Option(help=HELP.get(name, ""), metavar=_metavar(KINDS[name]))
                 ],
             )
             for name in names

@@ -195,11 +195,7 @@ def _require_given(recipe: Recipe, settings: Settings) -> None:
 
 
 def _train_one(
-    settings: Settings,
-    runs_dir: Path,
-    run_dir: Path | None,
-    launch: Launch,
-    view: LiveView,
+    settings: Settings, runs_dir: Path, run_dir: Path | None, launch: Launch, view: LiveView
 ) -> None:
     name = "-".join(
         [settings.recipe, settings.arm]

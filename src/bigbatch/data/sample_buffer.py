@@ -14,12 +14,7 @@ from bigbatch.data.collate import (
     slice_samples,
 )
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.rng_state import (
-    RandomReader,
-    RandomState,
-    restorable,
-    restore_random_state,
-)
+from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
 from bigbatch.errors import SettingError, StateError
 
 

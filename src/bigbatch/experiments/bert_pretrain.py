@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.masking import Masking
 from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs, spread
 from bigbatch.experiments.datasets.text import ORIGIN, corpus_of
@@ -48,7 +47,7 @@ def _data(settings: Settings) -> Data:
     judged = spread(held_out, int(task["judged"]))
     where = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=judged, settings=settings, where=where)
-    return Data(train, scores, as_it_is, kept(tokenizer))
+    return Data(train, scores, kept(tokenizer))
 
 
 BERT_PRETRAIN = Recipe(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from bigbatch.data.batches import Batches
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.experiments.build_optimizer import build_controller
+from bigbatch.experiments.datasets.in_memory import identity_collate
 from bigbatch.experiments.datasets.subset import Subset, chosen_indices
 from bigbatch.experiments.process_group import count
 from bigbatch.experiments.recipe import Data
@@ -67,7 +68,7 @@ def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
         part,
         min(settings.base_batch, settings.micro_batch),
         sampler=ElasticDistributedSampler(part, seed=settings.seed),  # type: ignore[arg-type]
-        collate_fn=data.collate,
+        collate_fn=identity_collate,
         num_workers=settings.workers,
     )
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from bigbatch.experiments.datasets.characters import CHARACTERS, first_and_rest, windows_of
 from bigbatch.experiments.datasets.files import text_of
-from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
 from bigbatch.experiments.distributed_eval import device_of, share_of, summed
@@ -60,7 +60,7 @@ def _data(settings: Settings) -> Data:
     train, test = (windows_of(codes, length) for codes in first_and_rest(documents, _TRAINED))
     text = "Shakespeare" if settings.data else "Python's texts"
     name = f"bits per character ({text})"  # held out
-    return Data(train, lambda model: {name: _bits(model, test, settings)}, as_it_is)
+    return Data(train, lambda model: {name: _bits(model, test, settings)})
 
 
 def _bits(model: nn.Module, test: InMemoryDataset, settings: Settings) -> float:

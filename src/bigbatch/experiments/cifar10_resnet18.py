@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.experiments.datasets import cifar10
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.image_classification import (
     OfBytes,
     accuracies,
@@ -43,7 +42,7 @@ def _loss(settings: Settings) -> LossOf:
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    return Data(train, accuracies(test, settings), as_it_is)
+    return Data(train, accuracies(test, settings))
 
 
 CIFAR10_RESNET18 = Recipe(

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.experiments.datasets import cifar10
-from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.subset import scored_indices
 from bigbatch.experiments.image_classification import (
     OfBytes,
@@ -80,9 +80,7 @@ def _model(settings: Settings) -> nn.Module:
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
     seen = scored_indices(len(train), settings.samples, len(test))
-    return Data(
-        train, accuracies(test, settings, InMemoryDataset(*train.__getitems__(seen))), as_it_is
-    )
+    return Data(train, accuracies(test, settings, InMemoryDataset(*train.__getitems__(seen))))
 
 
 CIFAR10_RESNET56 = Recipe(

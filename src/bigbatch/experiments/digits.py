@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.distributed_eval import share_right
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
@@ -69,7 +69,7 @@ def _data(settings: Settings) -> Data:
         )
     )
     right = partial(share_right, data=test, settings=settings)
-    return Data(train, lambda model: {"test accuracy, %": right(model)}, as_it_is)
+    return Data(train, lambda model: {"test accuracy, %": right(model)})
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, Tensor]:

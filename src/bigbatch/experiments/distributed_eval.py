@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.datasets.in_memory import as_it_is
+from bigbatch.experiments.datasets.in_memory import identity_collate
 from bigbatch.experiments.process_group import count, rank
 from bigbatch.experiments.recipe import Batch
 from bigbatch.experiments.settings import Settings
@@ -35,16 +35,14 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
 
 
-def share_of(
-    data: Dataset[Any], settings: Settings, collate: Callable[[Any], Batch] = as_it_is
-) -> Iterator[Batch]:
+def share_of(data: Dataset[Any], settings: Settings) -> Iterator[Batch]:
     """Micro-batches of this rank's share of a data set, on its device; each sample is in one."""
     local = Subset(data, range(rank(), len(data), count()))  # type: ignore[arg-type]
     own = torch.Generator()  # a loader draws one number, which training must not miss
     loader = DataLoader(
         local,
         settings.micro_batch,
-        collate_fn=collate,
+        collate_fn=identity_collate,
         num_workers=settings.workers,
         generator=own,
     )
@@ -92,15 +90,10 @@ def collected(values: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def share_right(
-    model: nn.Module,
-    data: Dataset[Any],
-    settings: Settings,
-    collate: Callable[[Any], Batch] = as_it_is,
-) -> float:
+def share_right(model: nn.Module, data: Dataset[Any], settings: Settings) -> float:
     """Percentage of samples (x, label) whose largest logit is the label's. Collective."""
     right = torch.zeros(2, device=device_of(settings))
-    for x, labels in share_of(data, settings, collate):
+    for x, labels in share_of(data, settings):
         right += torch.stack([(model(x).argmax(-1) == labels).sum(), right.new_tensor(len(labels))])
     hits, samples = summed(right).tolist()
     return 100 * float(hits) / float(samples)

@@ -13,7 +13,6 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.ctr_metrics import click_loss, click_scores
 from bigbatch.experiments.datasets.click_rows import CATEGORIES, NUMBERS, Batch, Clicks
 from bigbatch.experiments.datasets.criteo import CRITEO, read_criteo, split
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.synthetic_clicks import click_log
 from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
@@ -61,7 +60,7 @@ def _data(settings: Settings) -> Data:
     if settings.data:
         train, test = read_criteo(Path(settings.data), table_rows)
         of = f"of {len(train) + len(test):,} Criteo rows"
-        return Data(train, lambda model: click_scores(model, test, settings, of), as_it_is)
+        return Data(train, lambda model: click_scores(model, test, settings, of))
     metrics = required("sklearn.metrics", "experiments")  # two seconds
     log = click_log(_count(settings, "log_rows"))
     first, last = split(len(log.rows))
@@ -72,7 +71,7 @@ def _data(settings: Settings) -> Data:
         found = click_scores(model, drawn, settings, "generated log")
         return {**found, "best reachable AUC (generated log)": best}
 
-    return Data(Clicks([log.rows], table_rows, first), scores, as_it_is)
+    return Data(Clicks([log.rows], table_rows, first), scores)
 
 
 def _example(settings: Settings, samples: int) -> Batch:

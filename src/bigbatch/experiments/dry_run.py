@@ -8,7 +8,6 @@ from torch import nn
 
 from bigbatch.experiments.build_loop import loop_over
 from bigbatch.experiments.build_optimizer import build_optimizer
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.experiments.memory_estimate import MemoryEstimate, footprint
 from bigbatch.experiments.recipe import OURS, Data, Recipe
@@ -140,7 +139,7 @@ def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> Adapt
     """The loop itself, over samples that nobody reads and a model of one weight."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = build_optimizer(settings, model.named_parameters())
-    numbered = Data(range(samples), lambda _: {}, as_it_is)  # type: ignore[arg-type]
+    numbered = Data(range(samples), lambda _: {})  # type: ignore[arg-type]
     settings = settings.changed({"workers": 0})
     virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
     joins = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None

@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.experiments.datasets import idx_files
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.image_classification import OfBytes, accuracies, class_loss, examples
 from bigbatch.experiments.models.resnet import resnet_of_three_stages
@@ -40,7 +39,7 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     train, test = idx_files.read_images(Path(settings.data), _ORIGIN)
-    return Data(train, accuracies(test, settings), as_it_is)
+    return Data(train, accuracies(test, settings))
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:

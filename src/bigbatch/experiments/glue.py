@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
-from bigbatch.experiments.datasets.in_memory import InMemoryDataset, as_it_is
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch.experiments.distributed_eval import collected, share_of
 from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
@@ -52,10 +52,7 @@ def _data(settings: Settings) -> Data:
 
     judged = columns(dev)
     return Data(
-        columns(train),
-        lambda model: _scores(model, judged, name, settings),
-        as_it_is,
-        keeps=kept(tokenizer),
+        columns(train), lambda model: _scores(model, judged, name, settings), keeps=kept(tokenizer)
     )
 
 

@@ -13,7 +13,6 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.datasets.crops import middle_of, part_of
 from bigbatch.experiments.datasets.image_files import ImageFiles
 from bigbatch.experiments.datasets.image_splits import FILES, splits_of
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.subset import Subset, scored_indices
 from bigbatch.experiments.image_classification import (
@@ -58,7 +57,7 @@ def _data(settings: Settings) -> Data:
     def named(model: nn.Module) -> dict[str, float]:
         return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
 
-    return Data(ImageFiles(train, part, settings.seed), named, as_it_is)
+    return Data(ImageFiles(train, part, settings.seed), named)
 
 
 def _example(settings: Settings, samples: int) -> ImageBatch:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.settings import Settings, Value, require_choice
@@ -27,18 +27,15 @@ class Data:
     """What a model is trained and judged on.
 
     Args:
-        train: map-style data set; where it has `__getitems__`, that gives a whole batch, and
-            `collate` takes it.
+        train: map-style data set, whose `__getitems__` gives a whole batch.
         scores: of the model in its present state, by name, in the unit the name says; the first
             is the one that counts. Draws no random numbers. Collective: on several ranks all call
             it, and all get the same.
-        collate: makes a batch of samples.
         keeps: texts that the run directory keeps by file name, for a run that begins from it.
     """
 
     train: Dataset[Any]
     scores: Callable[[nn.Module], dict[str, float]]
-    collate: Callable[[Any], Batch] = default_collate
     keeps: Mapping[str, str] = field(default_factory=dict)
 
 

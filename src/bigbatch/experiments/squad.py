@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.experiments.datasets.in_memory import as_it_is
 from bigbatch.experiments.datasets.squad_features import SquadFeatures, windows_of
 from bigbatch.experiments.datasets.squad_questions import (
     ORIGIN,
@@ -59,7 +58,6 @@ def _data(settings: Settings) -> Data:
     return Data(
         windows(train).rows,
         lambda model: scores_of(model, judged, dev, settings, where),
-        as_it_is,
         keeps=kept(tokenizer),
     )
 

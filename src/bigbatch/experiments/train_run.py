@@ -97,10 +97,7 @@ class Training:
             sizes = {name: weights.numel() for name, weights in self.model.named_parameters()}
             share = mean_factor(Path(settings.lr_control_from), sizes)
         self.optimizer = build_optimizer(
-            settings,
-            self.model.named_parameters(),
-            recipe.without_vr(settings, self.model),
-            share,
+            settings, self.model.named_parameters(), recipe.without_vr(settings, self.model), share
         )
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)

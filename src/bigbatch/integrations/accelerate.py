@@ -30,11 +30,7 @@ from accelerate.data_loader import (
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import (
-    broadcast_object_list,
-    send_to_device,
-    synchronize_rng_states,
-)
+from accelerate.utils import broadcast_object_list, send_to_device, synchronize_rng_states
 
 # of a DataLoader, in addition to its data set and what samples from it
 _KEPT = (

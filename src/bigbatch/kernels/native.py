@@ -52,13 +52,7 @@ def library() -> ctypes.CDLL | None:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     loaded.welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
-    loaded.run.argtypes = [
-        *[ctypes.c_int] * 2,
-        *[pointer] * 2,
-        size,
-        *[pointer] * 4,
-        ctypes.c_int,
-    ]
+    loaded.run.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
     loaded.welford.restype = loaded.run.restype = None
     return loaded
 

@@ -167,11 +167,7 @@ class RunDirectory:
                 os.fsync(metrics.fileno())
             with replacing(self.path / "checkpoint.pt") as file:
                 save_state(
-                    {
-                        "metrics_bytes": self._metrics_bytes(),
-                        "kept": self._kept,
-                        "state": state,
-                    },
+                    {"metrics_bytes": self._metrics_bytes(), "kept": self._kept, "state": state},
                     file,
                 )
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own

@@ -29,7 +29,7 @@ def kill_before(folder: str, number: int):
 if __name__ == "__main__":
     folder, number, *sys.argv[1:] = sys.argv[1:]
     sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
-    from noisy_digits import main, register
+    from dropout_digits import main, register
 
     register()
     seen = kill_before(folder, int(number))

@@ -43,10 +43,7 @@ class Clicks(Dataset[Batch]):
     """
 
     def __init__(
-        self,
-        parts: Sequence[Packed],
-        table_rows: int,
-        chosen: NDArray[numpy.int64] | None = None,
+        self, parts: Sequence[Packed], table_rows: int, chosen: NDArray[numpy.int64] | None = None
     ) -> None:
         self._parts = parts
         self._ends = numpy.cumsum([len(part) for part in parts])

@@ -1,6 +1,7 @@
 """A data set in memory that gives whole batches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -37,6 +38,6 @@ class InMemoryDataset(Dataset[tuple[Tensor, ...]]):
         return tuple(column[list(indices)] for column in self.columns)
 
 
-def as_it_is(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The `collate` of a data set that gives whole batches."""
+def identity_collate(batch: Any) -> Any:
+    """The `collate_fn` of a data set whose `__getitems__` gives a whole batch."""
     return batch

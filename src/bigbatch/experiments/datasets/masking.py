@@ -48,9 +48,7 @@ class Masking:
         random = draw.choice(self.ordinary, count)
         hidden = tokens.copy()
         hidden[chosen] = numpy.where(
-            kind < _MASKED,
-            self.mask,
-            numpy.where(kind < _MASKED + _RANDOM, random, tokens[chosen]),
+            kind < _MASKED, self.mask, numpy.where(kind < _MASKED + _RANDOM, random, tokens[chosen])
         )
         places = numpy.zeros(self.most, dtype=numpy.int32)
         labels = numpy.full(self.most, IGNORED, dtype=numpy.int32)

@@ -33,12 +33,7 @@ class DLRM(nn.Module):
     """
 
     def __init__(
-        self,
-        numbers: int,
-        tables: int,
-        table_rows: int,
-        bottom: Sequence[int],
-        top: Sequence[int],
+        self, numbers: int, tables: int, table_rows: int, bottom: Sequence[int], top: Sequence[int]
     ) -> None:
         super().__init__()
         width, vectors = bottom[-1], tables + 1

@@ -53,9 +53,7 @@ def _read(bert: BertModel, tokens: Tensor, segments: Tensor, real: Tensor) -> Te
     whether anything is padded, which makes the CPU wait, and which meta tensors cannot answer.
     """
     states: Tensor = bert(
-        tokens.long(),
-        attention_mask=real[:, None, None, :],
-        token_type_ids=segments.long(),
+        tokens.long(), attention_mask=real[:, None, None, :], token_type_ids=segments.long()
     ).last_hidden_state
     return states
 

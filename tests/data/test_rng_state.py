@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bigbatch.data.rng_state import RandomReader, restorable, restore_random_state
 from bigbatch.errors import SettingError
-from properties import property_test
+from property_tests import property_test
 
 DRAWS = {
     "python": random.random,
