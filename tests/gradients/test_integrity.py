@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import single_process_training
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
 from bigbatch.gradients import SingleProcessSource

@@ -10,6 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 
+import single_process_training
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
 from bigbatch.errors import GradientError
 from oracles import noise as oracle
