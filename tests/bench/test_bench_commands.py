@@ -9,7 +9,7 @@ from typer import BadParameter
 
 from bigbatch import GradientMeter
 from bigbatch.bench import commands, loop_cost, meter_cost, sized_networks
-from bigbatch.bench.gloo_processes import bytes_sent
+from bigbatch.bench.gloo_processes import count_bytes_sent
 from bigbatch.bench.timing import COLUMNS, Cost, interleaved
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 
@@ -95,10 +95,10 @@ def failing_steps(wrap):
 
 
 def test_bytes_that_ranks_send_are_counted():
-    assert 4000 == bytes_sent(linear_steps)  # the gradient
-    assert 2 * 4000 + 8 * (3 + 22 + 2 * 7) == bytes_sent(metered_steps)
+    assert 4000 == count_bytes_sent(linear_steps)  # the gradient
+    assert 2 * 4000 + 8 * (3 + 22 + 2 * 7) == count_bytes_sent(metered_steps)
     with pytest.raises(RuntimeError, match="failed"):
-        bytes_sent(failing_steps)
+        count_bytes_sent(failing_steps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

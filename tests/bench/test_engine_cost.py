@@ -68,7 +68,7 @@ def test_variance_reduction_under_ddp_sends_a_plain_all_reduce_or_a_quarter_more
     quarter = scaling.vr_ddp(MODEL, ranks, accumulated=True)
     assert whole == handed(ranks, "DDP", "VR, k = ranks")
     assert quarter == handed(ranks, "DDP", "VR, a = 4, M2 in bfloat16")
-    plain = scaling.sent(scaling.plain_ddp(MODEL), ranks)
+    plain = scaling.bytes_sent(scaling.plain_ddp(MODEL), ranks)
     scalars = 2 * 8 * 3 * LAYERS + 40 * ranks
     assert plain <= counted(ranks, "DDP")["VR, k = ranks"].sent <= plain + scalars
     accumulated = counted(ranks, "DDP")["VR, a = 4, M2 in bfloat16"].sent
@@ -140,7 +140,7 @@ def test_re_creations_send_what_their_originals_do(ranks):
 
 
 def test_the_original_sends_twice_as_much_and_one_rank_more():
-    plain = scaling.sent(scaling.plain_ddp(MODEL), 8192)
+    plain = scaling.bytes_sent(scaling.plain_ddp(MODEL), 8192)
     of_ranks = [scaling.simigrad(MODEL, 8192, rank) / plain for rank in (0, 1)]
     assert pytest.approx([2.0, 2.5], rel=1e-3) == of_ranks
 

@@ -20,7 +20,7 @@ from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 ROOT = Path(__file__).parents[2]
 TRAINS = """
 import torch
-from bigbatch.bench.optimizer_cost import path
+from bigbatch.bench.optimizer_cost import implementation
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import LARS, VRLAMB
 torch.manual_seed(0)
@@ -33,7 +33,7 @@ try:
     LARS(model.parameters(), fused=True)
 except SettingError as error:
     print(error)
-print(path())
+print(implementation())
 print(model.weight.tolist())
 """
 

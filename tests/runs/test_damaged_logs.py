@@ -22,8 +22,8 @@ from bigbatch.runs.metrics import history_of, seeds_of, table_of
 from bigbatch.runs.replay import replay, table_of_replay
 from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.sweep_console import Followed
-from bigbatch.runs.sweep_results import as_csv, as_json, read_swept
+from bigbatch.runs.sweep_console import RunFollower
+from bigbatch.runs.sweep_results import as_csv, as_json, read_sweep_results
 from log_rows import row
 from property_tests import property_test
 
@@ -92,7 +92,7 @@ def read_all(run):
     """Everything that is shown of a run."""
     history = history_of(RunDirectory.open(run.path))
     LiveView(Console(file=io.StringIO())).table(table_of([history]), seeds_of([history]))
-    assert isinstance(Followed(run).progress(), str)
+    assert isinstance(RunFollower(run).progress(), str)
     if history.measured:
         table_of_replay(replay(history, {"fixed": Fixed(64)}))
     return history
@@ -102,7 +102,7 @@ def a_log_with_another_value(tmp_path_factory, rows, path):
     run = run_with(tmp_path_factory.mktemp("fuzz") / "run", ())
     write_log(run, rows)
     history, said = or_said(lambda: read_all(run))
-    assert Followed(run).ended()
+    assert RunFollower(run).outcome()
     if history is None:
         assert str(run.metrics) in said
         assert f"line {path[0] + 1}" in said or f"line {path[0] + 2}" in said
@@ -280,7 +280,7 @@ def test_a_sweep_with_another_value_is_read_or_refused(sweep, data):
 
 def read_sweep_whole(place):
     """Everything that is shown of a sweep, or begun in it."""
-    found = read_swept(place)
+    found = read_sweep_results(place)
     if found is not None:
         texts = found.table(), found.title, as_csv(found), json.dumps(as_json(found))
         assert all(texts)

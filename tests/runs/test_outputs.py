@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from bigbatch.errors import RunError
-from bigbatch.runs.atomic_files import made_whole, require_ours
+from bigbatch.runs.atomic_files import create_directory_atomically, require_ours
 from bigbatch.runs.curves import write_figure
 from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
@@ -17,9 +17,9 @@ SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
 def fill(place, pipe):
-    with made_whole(place) as making:
-        (making / "half").touch()
-        pipe.send(making)
+    with create_directory_atomically(place) as directory:
+        (directory / "half").touch()
+        pipe.send(directory)
         pipe.recv()
 
 
@@ -38,7 +38,7 @@ def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(
     killed.kill()
     killed.join()
     assert left.exists()
-    with made_whole(tmp_path / "third"):
+    with create_directory_atomically(tmp_path / "third"):
         pass
     assert (False, True) == (left.exists(), filled.exists())
     pipe.send("end")

@@ -88,7 +88,9 @@ def optim(
     for name in over or ():
         if name not in optimizer_cost.LISTS:
             raise typer.BadParameter(f"--over {name!r}: one of {', '.join(optimizer_cost.LISTS)}")
-    title = f"{optimizer_cost.path()}; median [least, most] of {rounds} interleaved rounds"
+    title = (
+        f"{optimizer_cost.implementation()}; median [least, most] of {rounds} interleaved rounds"
+    )
     lists = over or list(optimizer_cost.LISTS)
     rows = (row for name in lists for row in optimizer_cost.step_costs(name, rounds))
     total = len(lists) * sum(len(team) for team in optimizer_cost.teams())

@@ -80,7 +80,7 @@ def _serve(rank: int, count: int, store: Path, results: Connection, work: Work) 
     os._exit(0)  # gloo's threads and Python's finalization do not get along
 
 
-def bytes_sent(steps: Steps) -> int:
+def count_bytes_sent(steps: Steps) -> int:
     """Bytes that each of two processes hands over in the last step of a run under DDP.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.bench.gloo_processes import bytes_sent
+from bigbatch.bench.gloo_processes import count_bytes_sent
 from bigbatch.bench.sized_networks import count, random_batch, transformer, wide_layers
 from bigbatch.bench.timing import Cost, interleaved
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -180,7 +180,7 @@ def resources() -> Iterator[Resources]:
     """Memory in one process, and what each of two ranks sends under DDP."""
     plain = 0
     for kind in KINDS:
-        sent = bytes_sent(functools.partial(_steps, kind))
+        sent = count_bytes_sent(functools.partial(_steps, kind))
         plain = sent if kind == "plain" else plain
         code = f"from bigbatch.bench.meter_cost import peak; print(peak({kind!r}))"
         command = [sys.executable, "-c", code]

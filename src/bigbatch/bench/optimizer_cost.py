@@ -139,7 +139,7 @@ class MomentCost:
         )
 
 
-def path() -> str:
+def implementation() -> str:
     """Which code GSNR scaling, LARS and LAMB run through on this machine's CPU."""
     built = native.library() is not None
     kind = "compiled kernels" if built else "torch operations (no C compiler at installation)"
@@ -187,7 +187,7 @@ def _rivals(name: str, floor: int, settings: dict[str, Any]) -> list[Contestant]
     found = []
     for package, of, no_limit in (
         ("pytorch_optimizer", _pytorch_optimizers, 0.0),
-        ("timm", timms, None),
+        ("timm", timm_optimizer, None),
     ):
         with suppress(ImportError):
             make: Callable[..., Optimizer] = of(name)
@@ -205,7 +205,7 @@ def _pytorch_optimizers(name: str) -> type[Optimizer]:
     return made
 
 
-def timms(name: str) -> type[Optimizer]:
+def timm_optimizer(name: str) -> type[Optimizer]:
     """LARS or LAMB of timm, without importing the rest of it, which wants a torchvision that fits.
 
     Raises:

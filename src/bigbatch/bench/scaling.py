@@ -39,7 +39,7 @@ class Model:
     gathered: int = _FLOAT
 
 
-def sent(handed: Mapping[str, float], ranks: int) -> float:
+def bytes_sent(handed: Mapping[str, float], ranks: int) -> float:
     """Bytes that leave a rank, as `moved` counts them."""
     return sum(moved(collective, size, ranks) for collective, size in handed.items())
 
@@ -213,10 +213,10 @@ class Carried:
         """For a table under `COLUMNS`; what is added is over what is sent without."""
         model, ranks = self.model, self.ranks
         handed = plain_fsdp2(model, ranks, _ACCUMULATION) if self.sharded else plain_ddp(model)
-        plain = sent(handed, ranks)
+        plain = bytes_sent(handed, ranks)
 
         def more(handed: Handed, instead: float = 0.0) -> str:
-            return f"{(sent(handed, ranks) - instead) / plain:.2g}"
+            return f"{(bytes_sent(handed, ranks) - instead) / plain:.2g}"
 
         kept = memory_fsdp2(model, ranks, average=True)
         vr = ("-", more(vr_fsdp2(model)), "-", "-", "-")

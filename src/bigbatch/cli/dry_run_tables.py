@@ -63,11 +63,11 @@ def facts(run: DryRun) -> Rows:
         "samples an epoch": f"{run.samples:,}",
         "samples in all": f"{total:,}",
         "parameters": f"{keeps.parameters:,}",
-        **{f"memory: {name}": in_bytes(size) for name, size in memory.items() if size},
-        "memory: its activations": UNKNOWN if acts is None else in_bytes(acts),
-        "memory: in all": UNKNOWN if acts is None else in_bytes(sum(memory.values()) + acts),
+        **{f"memory: {name}": format_bytes(size) for name, size in memory.items() if size},
+        "memory: its activations": UNKNOWN if acts is None else format_bytes(acts),
+        "memory: in all": UNKNOWN if acts is None else format_bytes(sum(memory.values()) + acts),
         "operations a sample": UNKNOWN if keeps.flops is None else f"{keeps.flops:.3g}",
-        "inputs of the model, an epoch": in_bytes(keeps.sample * run.samples),
+        "inputs of the model, an epoch": format_bytes(keeps.sample * run.samples),
         **{
             f"{name}: {fact}": value
             for name, planned in run.plans.items()
@@ -76,7 +76,7 @@ def facts(run: DryRun) -> Rows:
     }
 
 
-def in_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """A number of bytes in the unit that fits, of 1,000s."""
     amount, unit = float(size), "bytes"
     for larger in ("KB", "MB", "GB", "TB"):
@@ -96,7 +96,7 @@ def _of_plan(planned: Planned, run: DryRun) -> Rows:
         "batch": f"{plan.batch_size:,} = {run.ranks} x {planned.accumulation} x {plan.micro}",
         "steps": f"{planned.steps:,}, {planned.steps // run.settings.epochs:,} an epoch",
         **{f"lr{when}": f"{lr:.4g}{more}" for when, lr in shown.items()},
-        **({"sent by a rank a step": in_bytes(planned.sent)} if run.ranks > 1 else {}),
+        **({"sent by a rank a step": format_bytes(planned.sent)} if run.ranks > 1 else {}),
     }
 
 

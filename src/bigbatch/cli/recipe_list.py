@@ -28,17 +28,17 @@ def recipes(
     """Lists what can be trained; of one, its arms, data and commands."""
     view = LiveView(plain_console())
     if name in EXPERIMENTS:
-        view.say(f"{name}: {EXPERIMENTS[name].summary}")
-        view.say(f"  bigbatch train {name}")
+        view.print(f"{name}: {EXPERIMENTS[name].summary}")
+        view.print(f"  bigbatch train {name}")
     elif name is not None:
         for line in _all_about(recipe_named(name), data):
-            view.say(line)
+            view.print(line)
     else:
         view.console.print(_table(data))
         for experiment in EXPERIMENTS.values():
-            view.say(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
-        view.say("Weights: of the small scale, and of the paper. Minutes: one training at the")
-        view.say("small scale on two cores. Arms, data and commands: bigbatch recipes NAME")
+            view.print(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
+        view.print("Weights: of the small scale, and of the paper. Minutes: one training at the")
+        view.print("small scale on two cores. Arms, data and commands: bigbatch recipes NAME")
 
 
 def _table(data: Path | None) -> Table:

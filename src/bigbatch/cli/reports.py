@@ -16,7 +16,7 @@ from bigbatch.runs.metrics import history_of, seeds_of, table_of
 from bigbatch.runs.replay import replay as replayed
 from bigbatch.runs.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.runs.run_directory import find_runs
-from bigbatch.runs.sweep_results import read_swept
+from bigbatch.runs.sweep_results import read_sweep_results
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
 
@@ -52,11 +52,11 @@ def report(
     place = paths[0] / "report.html" if out is None else out
     if out is not None:
         require_writable(out, (".html", *FIGURE_FORMATS))
-    swept = [(path, read_swept(path)) for path in paths]
+    swept = [(path, read_sweep_results(path)) for path in paths]
     runs = [run for path, sweep in swept for run in (sweep.drawn if sweep else find_runs(path))]
     sweeps = [sweep for _, sweep in swept if sweep is not None]
     write_report(runs, place, " and ".join(path.resolve().name for path in paths), sweeps)
-    LiveView(plain_console()).say(f"report: {place}")
+    LiveView(plain_console()).print(f"report: {place}")
 
 
 @with_settings(*CONTROLS)
@@ -84,11 +84,11 @@ def replay(
     measured = [history for history in histories if history.measured]
     for history in histories:
         if measured and not history.measured:
-            view.say(f"{history.path.name}: nothing is measured yet; left out")
+            view.print(f"{history.path.name}: nothing is measured yet; left out")
     found = [replayed(history, policies, **options) for history in measured or histories]
     for one in found:
         view.console.print(table_of_replay(one))
-        view.say(time_in_words(one))
+        view.print(time_in_words(one))
     if out is not None:
         save_figure(found, out)
-        view.say(f"figure: {out}")
+        view.print(f"figure: {out}")

@@ -119,9 +119,9 @@ def sweep(
 
 def _list(points: Sequence[Point], tuned: Sequence[str], seeds: int, view: LiveView) -> None:
     for point in points:
-        view.say(point.name)
+        view.print(point.name)
     of_best = f", of which each shows the best {' and '.join(tuned)}" if tuned else ""
-    view.say(
+    view.print(
         f"{len(points)} points{of_best}; {len(points) * seeds} trainings over {seeds} seeds each"
     )
 
@@ -131,8 +131,8 @@ def _train(place: Path, jobs: int | None, launch: Launch, view: LiveView) -> Non
     with launch.resumable(place, "sweep"):
         failed = train_side_by_side(place, jobs, view)
     for name, reason in failed.items():
-        view.say(f"{name} failed: {reason}")
+        view.print(f"{name} failed: {reason}")
     report_study(place, view)
     if failed:
-        view.say(f"`bigbatch sweep --resume {place}` tries the {len(failed)} failed again")
+        view.print(f"`bigbatch sweep --resume {place}` tries the {len(failed)} failed again")
         raise typer.Exit(1)

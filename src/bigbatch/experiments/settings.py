@@ -13,7 +13,7 @@ from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.parse import arguments_of
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
-from bigbatch.runs.run_config import BEFORE
+from bigbatch.runs.run_config import PREREQUISITES
 from bigbatch.setting_types import (
     Cosine,
     Count,
@@ -188,14 +188,14 @@ class Settings:
         Raises:
             SettingError: the text has another type.
         """
-        text = str(Path(text).resolve()) if name in BEFORE else text
+        text = str(Path(text).resolve()) if name in PREREQUISITES else text
         value: Value = parsed(name, text, KINDS[name])
         return value
 
     @property
     def before(self) -> dict[str, str]:
         """The runs that have to be finished before, by the settings that name them."""
-        return {name: run for name in BEFORE if (run := getattr(self, name))}
+        return {name: run for name in PREREQUISITES if (run := getattr(self, name))}
 
     def _unknown(self, name: str) -> SettingError:
         known = sorted((KINDS.keys() - {"task"}) | set(self.task))

@@ -23,7 +23,7 @@ _HEAD = 4096  # bytes of a file within which it does
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Replaces `path` as a whole: at any moment it holds the old bytes or the new ones."""
     new = path.with_name(f".{path.name}.new")
     try:
@@ -38,12 +38,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces `path` by these bytes."""
-    with replacing(path) as file:
+    with open_atomically(path) as file:
         file.write(data)
 
 
 @contextmanager
-def made_whole(path: Path) -> Iterator[Path]:
+def create_directory_atomically(path: Path) -> Iterator[Path]:
     """A directory to fill, which is at `path` afterwards; if that fails, nothing is there.
 
     What a process that was killed meanwhile left in the same folder is taken away.
@@ -54,18 +54,18 @@ def made_whole(path: Path) -> Iterator[Path]:
     require_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_left(path.parent)
-    making = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_MAKING}")
+    directory = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_MAKING}")
     lock = None
     try:
-        lock = _made(making)
-        yield making
+        lock = _made(directory)
+        yield directory
         try:
-            making.rename(path)
+            directory.rename(path)
         except OSError:
             require_free(path)
             raise
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 

@@ -44,7 +44,7 @@ class LiveView:
         self.console = console
         self._quiet = quiet
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """One line that stays."""
         self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -116,7 +116,7 @@ class TrainingView:
             numbers = self._numbers(record)
             self._bar.update(self._task, completed=record.samples, numbers=numbers)
         elif self._view.prints_lines and self._line_is_due(record.samples):
-            self._view.say(
+            self._view.print(
                 f"{self._name}  {record.samples:,}/{self._total:,}  {self._numbers(record)}"
             )
 

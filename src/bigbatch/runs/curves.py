@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.runs.atomic_files import MAKER, replacing, require_ours
-from bigbatch.runs.metrics import History, grouped
+from bigbatch.runs.atomic_files import MAKER, open_atomically, require_ours
+from bigbatch.runs.metrics import History, group_seeds
 from bigbatch.runs.run_directory import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -62,7 +62,7 @@ def write_figure(figure: Figure, out: Path, dpi: int = 130) -> None:
     kind = out.suffix.removeprefix(".")
     said = {"Software": MAKER} if kind == "png" else {"Title": MAKER, "Date": None}
     try:
-        with replacing(out) as file:
+        with open_atomically(out) as file:
             figure.savefig(file, format=kind, dpi=dpi, metadata=said)
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
@@ -78,8 +78,9 @@ def curves(histories: list[History], x: str) -> Figure:
     figure = Figure(figsize=_SIZE)
     panels = figure.subplots(2, 3, gridspec_kw=_SPACES).flat
     names = dict.fromkeys(history.score or _SCORE for history in histories)
+    groups = group_seeds(histories)
     for axes, (title, draw, base) in zip(panels, _PANELS, strict=True):
-        for color, (group, runs) in zip(cycle(COLORS), grouped(histories).items(), strict=False):
+        for color, (group, runs) in zip(cycle(COLORS), groups.items(), strict=False):
             for number, history in enumerate(runs):
                 xs, ys = draw(history, x)
                 label = group if number == 0 else None
@@ -131,7 +132,7 @@ def _averaged(value: str) -> Draw:
 
 
 def _score(history: History, x: str) -> Points:
-    rows = [row for row in history.scored() if row["metrics"].get(history.score) is not None]
+    rows = [row for row in history.scored_rows if row["metrics"].get(history.score) is not None]
     return [row[x] for row in rows], [row["metrics"][history.score] for row in rows]
 
 

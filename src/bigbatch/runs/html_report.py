@@ -13,14 +13,14 @@ from bigbatch.errors import RunError
 from bigbatch.runs.atomic_files import MAKER, write_atomically
 from bigbatch.runs.curves import AXES, FIGURE_FORMATS, as_svg, curves, require_ending, write_figure
 from bigbatch.runs.gsnr_heatmap import heat_maps
-from bigbatch.runs.metrics import History, grouped, history_of, seeds_of, table_of
+from bigbatch.runs.metrics import History, group_seeds, history_of, seeds_of, table_of
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_figure import sweep_figure
-from bigbatch.runs.sweep_results import Swept, as_csv, as_json
+from bigbatch.runs.sweep_results import SweepResults, as_csv, as_json
 
 
 def write_report(
-    runs: list[RunDirectory], out: Path, title: str, sweeps: Sequence[Swept] = ()
+    runs: list[RunDirectory], out: Path, title: str, sweeps: Sequence[SweepResults] = ()
 ) -> None:
     """Writes the report of runs side by side.
 
@@ -66,7 +66,7 @@ def write_report(
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def write_swept(sweep: Swept, folder: Path) -> None:
+def write_sweep_files(sweep: SweepResults, folder: Path) -> None:
     """Writes sweep.png, sweep.json and sweep.csv; the last has one row a run."""
     write_figure(sweep_figure(sweep), folder / "sweep.png")
     write_atomically(folder / "sweep.json", json.dumps(as_json(sweep), indent=1).encode())
@@ -75,5 +75,5 @@ def write_swept(sweep: Swept, folder: Path) -> None:
 
 def _heat_maps(histories: list[History]) -> list[Figure]:
     """Of the first of each group of runs that differ in their seed only."""
-    drawn = [heat_maps(runs[0]) for runs in grouped(histories).values()]
+    drawn = [heat_maps(runs[0]) for runs in group_seeds(histories).values()]
     return [figure for figure in drawn if figure is not None]

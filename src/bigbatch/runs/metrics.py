@@ -11,7 +11,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.parse import target_of
 from bigbatch.runs.divergence import divergence_of
 from bigbatch.runs.row_schema import SCHEMA, require_step
-from bigbatch.runs.run_config import BEFORE
+from bigbatch.runs.run_config import PREREQUISITES
 from bigbatch.runs.run_directory import Row, RunDirectory
 from bigbatch.runs.seed_summary import SeedSummary
 from bigbatch.training.step_record import StepRecord
@@ -87,7 +87,7 @@ class History:
         """The same for runs that differ in their seed only."""
         settings = {name: value for name, value in self.settings.items() if name != "seed"}
         own = f"-seed{self.settings.get('seed')}"
-        before = {name: str(settings.get(name, "")).removesuffix(own) for name in BEFORE}
+        before = {name: str(settings.get(name, "")).removesuffix(own) for name in PREREQUISITES}
         return repr({**settings, **before})
 
     @property
@@ -127,18 +127,19 @@ class History:
         """How it diverged, in words; "" where it did not."""
         return divergence_of(self.rows)
 
-    def scored(self) -> list[Row]:
+    @property
+    def scored_rows(self) -> list[Row]:
         """The steps after which scores were measured."""
         return [row for row in self.rows if row["metrics"] is not None]
 
     @property
     def score(self) -> str | None:
         """The name of the one that counts, where one is measured yet: the first."""
-        return next((name for row in self.scored() for name in row["metrics"]), None)
+        return next((name for row in self.scored_rows for name in row["metrics"]), None)
 
     def last(self, score: str) -> float | None:
         """The score when it was measured last; None where it never was, or was no finite number."""
-        rows = self.scored()
+        rows = self.scored_rows
         return rows[-1]["metrics"].get(score) if rows else None
 
 
@@ -159,7 +160,7 @@ def history_of(run: RunDirectory) -> History:
     return History(run.path.resolve(), settings, target, rows)
 
 
-def grouped(histories: list[History]) -> dict[str, list[History]]:
+def group_seeds(histories: list[History]) -> dict[str, list[History]]:
     """Runs that differ in their seed only, under a name for each group, in the order they come.
 
     A run given twice counts once. Groups of one label are distinguished by their folder.
@@ -179,7 +180,7 @@ def grouped(histories: list[History]) -> dict[str, list[History]]:
 
 def seeds_of(histories: list[History]) -> str:
     """How many runs a row of the table stands for, in words."""
-    groups = grouped(histories).values()
+    groups = group_seeds(histories).values()
     runs = _ends([len(group) for group in groups])
     if runs == "1":
         return "one run a row"
@@ -209,11 +210,11 @@ def table_of(histories: list[History]) -> Table:
     """One row per group: its last scores and what they took, summed up over seeds."""
     scores = tuple(
         dict.fromkeys(
-            name for run in histories for row in run.scored()[-1:] for name in row["metrics"]
+            name for run in histories for row in run.scored_rows[-1:] for name in row["metrics"]
         )
     )
     summary = _summary_of(histories)
-    rows = [_row(name, runs, scores, summary) for name, runs in grouped(histories).items()]
+    rows = [_row(name, runs, scores, summary) for name, runs in group_seeds(histories).items()]
     return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
 
 

@@ -12,7 +12,7 @@ import yaml
 from bigbatch.errors import RunError
 from bigbatch.runs.row_schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
 
-BEFORE = (
+PREREQUISITES = (
     "init_from",
     "lr_control_from",
 )  # settings that name a run which has to be finished before
@@ -25,7 +25,7 @@ _UNREADABLE = (
 )
 
 
-def describe(
+def config_yaml(
     kind: Literal["run", "study"], settings: dict[str, Any], launch: str | None = None
 ) -> bytes:
     """A config file: what it is, the settings, what they ran on, and which launch began it."""

@@ -25,8 +25,12 @@ from filelock import FileLock, Timeout
 
 from bigbatch.digest import digest_of, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
-from bigbatch.runs.atomic_files import made_whole, replacing, write_atomically
-from bigbatch.runs.run_config import describe, read_config, read_trainings
+from bigbatch.runs.atomic_files import (
+    create_directory_atomically,
+    open_atomically,
+    write_atomically,
+)
+from bigbatch.runs.run_config import config_yaml, read_config, read_trainings
 
 Row = dict[str, Any]
 
@@ -56,8 +60,8 @@ class RunDirectory:
         Raises:
             RunError: there is something at `path` already.
         """
-        with made_whole(path) as making:
-            write_atomically(making / "config.yaml", describe("run", settings, launch))
+        with create_directory_atomically(path) as directory:
+            write_atomically(directory / "config.yaml", config_yaml("run", settings, launch))
         return cls(path, settings)
 
     @classmethod
@@ -86,14 +90,14 @@ class RunDirectory:
         """The folder for TensorBoard."""
         return self.path / "events"
 
-    def keep(self, texts: Mapping[str, str]) -> None:
+    def save_texts(self, texts: Mapping[str, str]) -> None:
         """Writes texts that a later run needs, by file name."""
         for name, text in texts.items():
             write_atomically(self.path / name, text.encode())
             self._kept[name] = digest_of(self.path / name)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Holds the directory for one process; the system lets go when the process ends.
 
         Raises:
@@ -127,7 +131,7 @@ class RunDirectory:
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.metrics, length)  # no half line
-            self.say_lost("metrics", "metrics are not being written", error)
+            self.warn_not_written("metrics", "metrics are not being written", error)
         else:
             self._lost.pop("metrics", None)
         return not self._unwritten
@@ -160,28 +164,28 @@ class RunDirectory:
             Whether it could be written, and the metrics before it.
         """
         if not self._write_rows():
-            self.say_unsaved(self._lost["metrics"])
+            self.warn_checkpoint_not_written(self._lost["metrics"])
             return False
         try:
             with self.metrics.open("a") as metrics:
                 os.fsync(metrics.fileno())
-            with replacing(self.path / "checkpoint.pt") as file:
+            with open_atomically(self.path / "checkpoint.pt") as file:
                 save_state(
                     {"metrics_bytes": self._metrics_bytes(), "kept": self._kept, "state": state},
                     file,
                 )
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            self.say_unsaved(error)
+            self.warn_checkpoint_not_written(error)
             return False
         self._lost.pop("checkpoint", None)
         return True
 
-    def say_unsaved(self, error: Exception) -> None:
+    def warn_checkpoint_not_written(self, error: Exception) -> None:
         """Says, once, that a checkpoint could not be written and why."""
-        self.say_lost("checkpoint", "the checkpoint could not be written", error)
+        self.warn_not_written("checkpoint", "the checkpoint could not be written", error)
 
-    def say_lost(self, name: str, what: str, error: Exception) -> None:
-        """Says, once, what could not be written and why; `require_whole` says it at the end.
+    def warn_not_written(self, name: str, what: str, error: Exception) -> None:
+        """Says, once, what could not be written and why; `require_all_written` says it at the end.
 
         Args:
             name: of the file or folder.
@@ -193,7 +197,7 @@ class RunDirectory:
             self._said.add(what)
             warnings.warn(f"{what} ({error}); training continues", stacklevel=4)
 
-    def require_whole(self) -> None:
+    def require_all_written(self) -> None:
         """Does nothing where all that was to be written at last was.
 
         Raises:

@@ -16,7 +16,7 @@ from bigbatch.runs.run_directory import Row, RunDirectory, parse_row
 
 
 @dataclass
-class Counts:
+class TrainingCounts:
     """How many trainings are in which state."""
 
     finished: int
@@ -33,7 +33,7 @@ class Counts:
         )
 
 
-class Followed:
+class RunFollower:
     """A run's log, read on as another process writes it.
 
     Args:
@@ -55,21 +55,21 @@ class Followed:
         loss = "" if last["loss"] is None else f"  loss {last['loss']:.3f}"
         return (
             f"epoch {last['epoch'] + 1}/{epochs}  {last['samples']:,} samples  "
-            f"batch {last['batch_size']}{loss}{self.scored()}"
+            f"batch {last['batch_size']}{loss}{self.scores_text()}"
         )
 
-    def scored(self) -> str:
+    def scores_text(self) -> str:
         """The scores so far, in words."""
         self._read_on()
         shown = {name: "nan" if s is None else f"{s:.4g}" for name, s in self.scores.items()}
         return "".join(f"  {name} {score}" for name, score in shown.items())
 
-    def ended(self) -> str:
+    def outcome(self) -> str:
         """How it ended, and with which scores."""
         how = "finished"
         with suppress(RunError):  # a damaged log stops no sweep: who reads it next says so
             how = "diverged" if history_of(self._run).divergence else how
-        return how + self.scored()
+        return how + self.scores_text()
 
     def _read_on(self) -> None:
         metrics = self._run.metrics
@@ -106,7 +106,7 @@ class SweepConsole:
         self._live: Live | None = None
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def live(self) -> Iterator[None]:
         """Redraws in here, where there is a terminal."""
         if not self._view.redraws:
             yield
@@ -114,7 +114,7 @@ class SweepConsole:
         with Live(console=self._view.console, refresh_per_second=4, transient=True) as self._live:
             yield
 
-    def update(self, running: Mapping[str, Followed], counts: Counts) -> None:
+    def update(self, running: Mapping[str, RunFollower], counts: TrainingCounts) -> None:
         """Redraws the line of each running training."""
         if self._live is None:
             return
@@ -124,7 +124,7 @@ class SweepConsole:
             table.add_row(Text(name, "cyan"), followed.progress())
         self._live.update(table)
 
-    def ended(self, line: str, counts: Counts) -> None:
+    def print_ended(self, line: str, counts: TrainingCounts) -> None:
         """One line that stays, for a training that ended."""
         if self._live is not None or self._view.prints_lines:
-            self._view.say(f"{line}  ({counts})")
+            self._view.print(f"{line}  ({counts})")

@@ -8,18 +8,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bigbatch.runs.curves import COLORS
-from bigbatch.runs.sweep_results import Swept, SweptPoint, keys_of, shown_text
+from bigbatch.runs.sweep_results import SweepPoint, SweepResults, keys_of, shown_text
 
 _MARKERS = "osD^vPX"
 _LABELLED = 30  # points at most that are labelled; more would hide each other
 _NARROW = 8  # a range of batches that powers of 2 are too few ticks for
 
 
-def sweep_figure(sweep: Swept) -> Figure:
+def sweep_figure(sweep: SweepResults) -> Figure:
     """Score against average batch, one colour for each combination of words, and the front."""
     figure = Figure(figsize=(9.5, 5.6), layout="constrained")
     axes = figure.subplots()
-    groups: dict[str, list[SweptPoint]] = {}
+    groups: dict[str, list[SweepPoint]] = {}
     for point in sweep.measured:
         groups.setdefault(_group(point, sweep), []).append(point)
     labelled = len(sweep.measured) <= _LABELLED
@@ -46,14 +46,14 @@ def sweep_figure(sweep: Swept) -> Figure:
 
 def _draw_group(
     axes: Axes,
-    sweep: Swept,
+    sweep: SweepResults,
     name: str,
-    points: list[SweptPoint],
+    points: list[SweepPoint],
     color: str,
     marker: str,
     labelled: bool,
 ) -> None:
-    keys = keys_of([SweptPoint("", _numeric(point, sweep), 0, []) for point in points])
+    keys = keys_of([SweepPoint("", _numeric(point, sweep), 0, []) for point in points])
     varied = [key for key in keys if len({_numeric(point, sweep).get(key) for point in points}) > 1]
     scores = [point.scores(sweep.score) for point in points]
     axes.errorbar(
@@ -84,7 +84,7 @@ def _draw_group(
         )
 
 
-def _draw_front(axes: Axes, sweep: Swept) -> None:
+def _draw_front(axes: Axes, sweep: SweepResults) -> None:
     front = sweep.front
     axes.step(
         [point.average_batch for point in front],
@@ -98,7 +98,7 @@ def _draw_front(axes: Axes, sweep: Swept) -> None:
     )
 
 
-def _group(point: SweptPoint, sweep: Swept) -> str:
+def _group(point: SweepPoint, sweep: SweepResults) -> str:
     """What gives the colour: words."""
     words = {
         key: value
@@ -108,7 +108,7 @@ def _group(point: SweptPoint, sweep: Swept) -> str:
     return ", ".join(f"{key} {shown_text(value)}" for key, value in words.items()) or "every point"
 
 
-def _numeric(point: SweptPoint, sweep: Swept) -> dict[str, Any]:
+def _numeric(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
     """What gives the place within a colour."""
     return {
         key: value

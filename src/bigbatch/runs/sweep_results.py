@@ -21,7 +21,7 @@ _DRAWN = 60  # runs at most whose curves are on one page; more would hide each o
 
 
 @dataclass(frozen=True)
-class SweptRun:
+class SweepRun:
     """What a finished run came to, without the rows of its log.
 
     Args:
@@ -44,7 +44,7 @@ class SweptRun:
 
 
 @dataclass(frozen=True)
-class SweptPoint:
+class SweepPoint:
     """One combination of values with its runs.
 
     Args:
@@ -57,7 +57,7 @@ class SweptPoint:
     name: str
     values: Mapping[str, Any]
     planned: int
-    runs: list[SweptRun]
+    runs: list[SweepRun]
 
     def scores(self, score: str) -> list[float]:
         """Of its runs; those without the score, or with none that is finite, are left out."""
@@ -79,7 +79,7 @@ class SweptPoint:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResults:
     """What there is of a sweep.
 
     Args:
@@ -93,7 +93,7 @@ class Swept:
 
     path: Path
     begun: list[RunDirectory]
-    points: list[SweptPoint]
+    points: list[SweepPoint]
     tuned: tuple[str, ...]
     higher_is_better: bool
     summary: SeedSummary
@@ -115,23 +115,23 @@ class Swept:
         return next(iter(self.score_names), "score")
 
     @cached_property
-    def shown(self) -> list[SweptPoint]:
+    def shown(self) -> list[SweepPoint]:
         """A point for each combination of what is not tuned: the one of the best score over seeds.
 
         A point of which a run failed, diverged or has no score is behind all of which none did.
         """
-        groups: dict[str, list[SweptPoint]] = {}
+        groups: dict[str, list[SweepPoint]] = {}
         for point in self.points:
             kept = {key: value for key, value in point.values.items() if key not in self.tuned}
             groups.setdefault(repr(kept), []).append(point)
         return [max(points, key=self._merit_on(points)) for points in groups.values()]
 
-    def _merit_on(self, points: list[SweptPoint]) -> Callable[[SweptPoint], tuple[int, float]]:
+    def _merit_on(self, points: list[SweepPoint]) -> Callable[[SweepPoint], tuple[int, float]]:
         """By the score that counts for these points: another task of a sweep has another."""
         names = (name for point in points for run in point.runs for name in run.scores)
         return partial(self._merit, next(names, self.score))
 
-    def _merit(self, score: str, point: SweptPoint) -> tuple[int, float]:
+    def _merit(self, score: str, point: SweepPoint) -> tuple[int, float]:
         scores = point.scores(score)
         if not scores:
             return -point.planned, -math.inf
@@ -139,7 +139,7 @@ class Swept:
         return point.sound(score) - point.planned, sign * self.summary.middle(scores)
 
     @property
-    def measured(self) -> list[SweptPoint]:
+    def measured(self) -> list[SweepPoint]:
         """The shown points that have a score, by average batch, of one batch by merit."""
         found = [
             point
@@ -149,12 +149,12 @@ class Swept:
         return sorted(found, key=lambda one: (one.average_batch, self._merit(self.score, one)))
 
     @property
-    def front(self) -> list[SweptPoint]:
+    def front(self) -> list[SweepPoint]:
         """Points that no other beats: none has as large a batch and as good a score, or better.
 
         A point of which a run failed or diverged is not among them: its mean is that of the others.
         """
-        front: list[SweptPoint] = []
+        front: list[SweepPoint] = []
         best = -math.inf
         for point in reversed([one for one in self.measured if one.complete(self.score)]):
             _, merit = self._merit(self.score, point)
@@ -202,7 +202,7 @@ class Swept:
         return Table(columns, rows)
 
 
-def read_swept(path: Path) -> Swept | None:
+def read_sweep_results(path: Path) -> SweepResults | None:
     """What there is of the sweep at `path`; None for another study, or a run.
 
     A run that is damaged is left out, and a note says so.
@@ -215,7 +215,7 @@ def read_swept(path: Path) -> Swept | None:
         return None
     trainings = read_trainings(path)
     begun: list[RunDirectory] = []
-    ended: dict[str, list[SweptRun]] = {name: [] for name in about["points"]}
+    ended: dict[str, list[SweepRun]] = {name: [] for name in about["points"]}
     for name, settings in trainings.items():
         history = _history(path / name)
         if history is not None and history.rows:
@@ -224,10 +224,10 @@ def read_swept(path: Path) -> Swept | None:
                 ended[settings["arm"]].append(_came_to(history, settings["seed"], begun[-1]))
     planned = [settings["arm"] for settings in trainings.values()]
     points = [
-        SweptPoint(name, values, planned.count(name), ended[name])
+        SweepPoint(name, values, planned.count(name), ended[name])
         for name, values in about["points"].items()
     ]
-    return Swept(
+    return SweepResults(
         path,
         begun,
         points,
@@ -248,11 +248,11 @@ def _history(place: Path) -> History | None:
         return None
 
 
-def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
-    return SweptRun(
+def _came_to(history: History, seed: int, directory: RunDirectory) -> SweepRun:
+    return SweepRun(
         directory,
         seed,
-        history.scored()[-1]["metrics"],
+        history.scored_rows[-1]["metrics"],
         history.average_batch,
         history.steps,
         history.skipped,
@@ -261,7 +261,7 @@ def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
     )
 
 
-def keys_of(points: Iterable[SweptPoint]) -> list[str]:
+def keys_of(points: Iterable[SweepPoint]) -> list[str]:
     """What varies in any of the points."""
     return list(dict.fromkeys(key for point in points for key in point.values))
 
@@ -273,7 +273,7 @@ def shown_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(point: SweptPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
+def _numbers(point: SweepPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
     """What was measured at a point, as the table has it."""
     runs = point.runs
     count = f"{len(runs)} of {point.planned}" if len(runs) < point.planned else str(len(runs))
@@ -289,7 +289,7 @@ def _numbers(point: SweptPoint, scores: list[str], summary: SeedSummary) -> tupl
     )
 
 
-def as_json(sweep: Swept) -> dict[str, Any]:
+def as_json(sweep: SweepResults) -> dict[str, Any]:
     """Every point with its runs, and whether it is shown and on the front."""
     front, shown = sweep.front, sweep.shown
     return {
@@ -311,7 +311,7 @@ def as_json(sweep: Swept) -> dict[str, Any]:
     }
 
 
-def _of_run(run: SweptRun) -> dict[str, Any]:
+def _of_run(run: SweepRun) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "metrics": dict(run.scores),
@@ -326,7 +326,7 @@ def _of_run(run: SweptRun) -> dict[str, Any]:
 _NUMBERS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
 
 
-def as_csv(sweep: Swept) -> str:
+def as_csv(sweep: SweepResults) -> str:
     """One row a run."""
     keys, scores = keys_of(sweep.points), sweep.score_names
     text = io.StringIO()

@@ -48,7 +48,7 @@ class TensorBoardLog:
             yield
         except Exception as error:
             self._writer = None
-            self._run.say_lost("events", "TensorBoard events are not being written", error)
+            self._run.warn_not_written("events", "TensorBoard events are not being written", error)
 
 
 def _write(writer: SummaryWriter, row: Row) -> None:
