@@ -13,14 +13,14 @@ from bigbatch import GradientMeter
 from bigbatch.bench.synthetic_gradients import (
     Elliptical,
     Recorded,
-    elliptical,
-    images,
-    measured,
+    measure_step,
     network,
-    of_each,
+    per_sample_gradients,
     populations,
-    recorded,
+    read_images,
+    recorded_stages,
     spectrum,
+    synthetic,
 )
 from oracles import noise as noise_oracle
 from oracles import populations as oracle
@@ -66,7 +66,7 @@ def within(expected, values):
 
 @pytest.mark.parametrize("freedom", [None, 3])
 def test_what_is_made_up_has_the_noise_scale_and_effective_dimension_promised(freedom):
-    population = elliptical("made up", freedom, seed=0)
+    population = synthetic("made up", freedom, seed=0)
     # 20,000 float32 are summed: their rounding, 6e-8 each, adds up to less than 1e-5
     assert pytest.approx((1.0, 1e-3, 1000), rel=1e-5) == (
         population.grad_variance,
@@ -95,7 +95,7 @@ def test_the_truth_of_recorded_gradients_is_that_of_all_of_them_one_by_one():
 
 
 def test_the_made_up_mean_leans_to_the_noisy_elements_and_lies_in_all():
-    population = elliptical("made up", None, seed=0)
+    population = synthetic("made up", None, seed=0)
     variances = (population.gradients([1] * 100) - population.mean).square().mean(0)
     noisy = variances.argsort(descending=True)[:100]
     roots = spectrum(20_000, 100).sqrt()
@@ -178,7 +178,7 @@ def test_heavy_tails_are_heavy():
 
 def test_a_pull_moves_the_mean_alone():
     pulled, plain = small(seed=14), small(seed=14)
-    difference = pulled.gradients([2, 3], pull=4.0) - plain.gradients([2, 3])
+    difference = pulled.gradients([2, 3], signal_factor=4.0) - plain.gradients([2, 3])
     # sqrt(4) - 1 = 1 mean more; the rounding of float32 at sizes below 16
     assert torch.allclose(plain.mean.expand(2, 12), difference, atol=1e-5)
 
@@ -197,7 +197,7 @@ def test_a_measured_step_is_that_of_the_gradients_drawn(sizes):
     population, replica = kept(30, seed=17), kept(30, seed=17)
     with GradientMeter(population.parameters()) as meter:
         for pull in (1.0, 0.5):
-            step = measured(meter, population, sizes, pull)
+            step = measure_step(meter, population, sizes, pull)
             expected = noise_oracle.weighted(replica.gradients(sizes, pull), sizes)
             # float32 gradients; the noise is what a difference of two larger sums leaves
             assert pytest.approx(expected.grad_sqnorm, rel=1e-4) == step.grad_sqnorm
@@ -224,7 +224,7 @@ def test_gradients_of_each_are_those_of_one_backward_each():
     torch.manual_seed(19)
     model = network()
     x, y = random_images(503, seed=20)  # more than one chunk
-    found = of_each(model, x, y)
+    found = per_sample_gradients(model, x, y)
     assert (503, 6162) == found.shape
     for number in (0, 3, 500, 502):
         expected = oracle.gradient(model, x[number], y[number])
@@ -234,7 +234,7 @@ def test_gradients_of_each_are_those_of_one_backward_each():
 
 def test_the_first_stage_is_the_network_before_training():
     x, y = random_images(40, seed=21)
-    population = next(recorded(x, y, seed=22))
+    population = next(recorded_stages(x, y, seed=22))
     torch.manual_seed(22)
     model = network()
     expected = oracle.truth(
@@ -250,7 +250,7 @@ def test_the_first_stage_is_the_network_before_training():
 @pytest.mark.thorough
 def test_training_does_not_depend_on_what_was_drawn_between():
     x, y = random_images(70, seed=23)
-    plain, interrupted = recorded(x, y, seed=24), recorded(x, y, seed=24)
+    plain, interrupted = recorded_stages(x, y, seed=24), recorded_stages(x, y, seed=24)
     before = next(plain).grad_sqnorm
     torch.manual_seed(25)
     next(interrupted).gradients([5, 5])
@@ -271,7 +271,7 @@ def test_images_and_labels_are_read_from_the_publishers_files(tmp_path):
         file.write(header + x.tobytes())
     with gzip.open(tmp_path / "train-labels-idx1-ubyte.gz", "wb") as file:
         file.write(header[:8] + bytes([7, 0, 9]))
-    found, labels = images(tmp_path)
+    found, labels = read_images(tmp_path)
     expected = (torch.tensor(x / 255) - 0.286) / 0.353
     assert torch.allclose(expected.float()[:, None], found, atol=1e-5)  # float32
     assert [7, 0, 9] == labels.tolist()

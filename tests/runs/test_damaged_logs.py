@@ -18,7 +18,7 @@ from bigbatch.experiments.study import settings_in
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
 from bigbatch.policies.policy import Fixed
 from bigbatch.runs.console import LiveView
-from bigbatch.runs.metrics import history_of, seeds_of, table_of
+from bigbatch.runs.metrics import history_of, measured_rows, seeds_of, table_of
 from bigbatch.runs.replay import replay, table_of_replay
 from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
@@ -93,7 +93,7 @@ def read_all(run):
     history = history_of(RunDirectory.open(run.path))
     LiveView(Console(file=io.StringIO())).table(table_of([history]), seeds_of([history]))
     assert isinstance(RunFollower(run).progress(), str)
-    if history.measured:
+    if measured_rows(history.rows):
         table_of_replay(replay(history, {"fixed": Fixed(64)}))
     return history
 

@@ -1,4 +1,4 @@
-"""Networks of known size to measure on: a transformer, layers of any width."""
+"""Networks of known size for benchmarks: a transformer, wide layers."""
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ class _Transformer(nn.Module):
         self.head = nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(self.tokens(x))).flatten(0, 1)
-        return out
+        logits: Tensor = self.head(self.body(self.tokens(x))).flatten(0, 1)
+        return logits
 
 
 def transformer() -> nn.Module:
@@ -27,14 +27,14 @@ def transformer() -> nn.Module:
 
 
 def wide_layers() -> nn.Module:
-    """Three square layers of width 1,280, 4.9 million parameters, one position a sample."""
+    """Three square layers of width 1,280, 4.9 million parameters."""
     return nn.Sequential(
         nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 1280)
     )
 
 
 def count(model: nn.Module) -> int:
-    """Parameters of a model."""
+    """Number of parameters of a model."""
     return sum(p.numel() for p in model.parameters())
 
 

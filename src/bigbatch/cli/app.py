@@ -30,7 +30,7 @@ _COMMANDS = {  # where each is, and the first line of its help
         "bigbatch.cli.recipe_list",
         "Lists what can be trained; of one, its arms, data and commands.",
     ),
-    "bench": ("bigbatch.bench.commands", "Measure what things cost on this machine, as ratios."),
+    "bench": ("bigbatch.bench.commands", "Measures costs on this machine, as ratios."),
 }
 
 

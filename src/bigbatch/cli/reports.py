@@ -12,8 +12,8 @@ from bigbatch.policies.parse import policy_named
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 from bigbatch.runs.html_report import write_report
-from bigbatch.runs.metrics import history_of, seeds_of, table_of
-from bigbatch.runs.replay import replay as replayed
+from bigbatch.runs.metrics import history_of, measured_rows, seeds_of, table_of
+from bigbatch.runs.replay import replay as replay_policies
 from bigbatch.runs.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.runs.run_directory import find_runs
 from bigbatch.runs.sweep_results import read_sweep_results
@@ -81,14 +81,14 @@ def replay(
         require_writable(out, FIGURE_FORMATS)
     view = LiveView(plain_console())
     histories = [history_of(run) for path in paths for run in find_runs(path)]
-    measured = [history for history in histories if history.measured]
+    measured = [history for history in histories if measured_rows(history.rows)]
     for history in histories:
-        if measured and not history.measured:
+        if measured and not measured_rows(history.rows):
             view.print(f"{history.path.name}: nothing is measured yet; left out")
-    found = [replayed(history, policies, **options) for history in measured or histories]
-    for one in found:
-        view.console.print(table_of_replay(one))
+    replays = [replay_policies(history, policies, **options) for history in measured or histories]
+    for one in replays:
+        view.table(table_of_replay(one), f"{one.history.label}: {one.trace.samples:,} samples")
         view.print(time_in_words(one))
     if out is not None:
-        save_figure(found, out)
+        save_figure(replays, out)
         view.print(f"figure: {out}")
