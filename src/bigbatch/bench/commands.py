@@ -59,9 +59,10 @@ def measure_(
     """Cost per step of similarity, interval and second moment, by network and micro-batch."""
     if device != "cpu" and not torch.cuda.is_available():
         raise typer.BadParameter(f"torch sees no GPU here, so --device {device} cannot be timed")
-    costs = (cost.row() for cost in meter_cost.costs(rounds, device))
+    shapes = meter_cost.SHAPES
+    costs = (cost for shape in shapes for cost in meter_cost.shape_costs(shape, rounds, device))
     title = f"a step with / without; median of {rounds} interleaved rounds"
-    _show(title, costs, total=4 * len(meter_cost.SHAPES))
+    _show(title, (cost.row() for cost in costs), total=4 * len(shapes))
     total = len(meter_cost.METER_OPTIONS)
     _show("memory and bytes sent", meter_cost.memory_and_bytes_sent(), total=total)
 
@@ -82,8 +83,9 @@ def optim(
     implementation = optimizer_cost.implementation()
     title = f"{implementation}; median [least, most] of {rounds} interleaved rounds"
     lists = over or names
-    rows = (row for name in lists for row in optimizer_cost.step_costs(name, rounds))
-    _show(title, rows, total=len(lists) * sum(len(team) for team in optimizer_cost.teams()))
+    teams = [(name, team) for name in lists for team in optimizer_cost.teams()]
+    rows = (row for name, team in teams for row in optimizer_cost.step_costs(name, team, rounds))
+    _show(title, rows, total=sum(len(team) for _, team in teams))
     _show(title, optimizer_cost.moment_costs(rounds), total=3)
     _show("median of 3 rounds", [optimizer_cost.import_cost(rounds=3).row()])
 

@@ -49,16 +49,11 @@ SHAPES = [
 ]
 
 
-def costs(rounds: int, device: str) -> Iterator[Cost]:
-    """Time of a step of k = 8 micro-batches with each measurement over the step without."""
-    for shape in SHAPES:
-        yield from shape_costs(shape, rounds, device)
-
-
 def shape_costs(shape: Shape, rounds: int, device: str) -> Iterator[Cost]:
-    """Costs of nothing (one plain step over the other), similarity, interval, second moment.
+    """Time of a step of k = 8 micro-batches with each measurement over the step without.
 
-    All are timed on one network, between two plain steps, whose mean is the baseline.
+    The kinds are nothing (one plain step over the other), similarity, interval, second moment. All
+    are timed on one network, between two plain steps, whose mean is the baseline.
     """
     torch.manual_seed(0)
     model = shape.build()

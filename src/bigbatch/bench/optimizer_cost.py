@@ -147,10 +147,8 @@ def _rivals(name: str, floor: int, settings: dict[str, Any]) -> list[Contestant]
     return rivals
 
 
-def _pytorch_optimizer(name: str) -> type[Optimizer]:
-    module = importlib.import_module("pytorch_optimizer")
-    optimizer: type[Optimizer] = module.load_optimizer(name)
-    return optimizer
+def _pytorch_optimizer(name: str) -> Any:
+    return importlib.import_module("pytorch_optimizer").load_optimizer(name)
 
 
 def timm_optimizer(name: str) -> type[Optimizer]:
@@ -170,13 +168,8 @@ def timm_optimizer(name: str) -> type[Optimizer]:
     return optimizer
 
 
-def step_costs(list_name: str, rounds: int) -> Iterator[Row]:
-    """Costs of `step()` alone, of every optimizer, on one of `PARAMETER_LISTS`."""
-    for team in teams():
-        yield from _team_costs(list_name, team, rounds)
-
-
-def _team_costs(list_name: str, team: list[Contestant], rounds: int) -> list[Row]:
+def step_costs(list_name: str, team: list[Contestant], rounds: int) -> list[Row]:
+    """Costs of `step()` alone, of optimizers timed in turn, on one of `PARAMETER_LISTS`."""
     torch.manual_seed(0)
     shapes = PARAMETER_LISTS[list_name]
     gradients = [torch.randn(shape) for shape in shapes]
@@ -220,41 +213,37 @@ def moment_costs(rounds: int) -> Iterator[Row]:
         "nothing: how far two equal runs differ": lambda p: SGD(p, 0.0),
     }
     x = torch.zeros(_MIN_ELEMENTS)
-    plain = _Backwards(lambda p: SGD(p, 0.0))
+    plain, parameters = _timed_backwards(lambda p: SGD(p, 0.0))
     for kind, make in kinds.items():
-        with_moment, extra_bytes = _Backwards(make), []
+        (with_moment, _), extra_bytes = _timed_backwards(make), []
         for number in range(rounds + _WARMUP):
             speed = 2 * x.nbytes / seconds(lambda: x.add_(1))
-            first, seconds_with, last = (run.seconds() for run in (plain, with_moment, plain))
+            first, seconds_with, last = plain(), with_moment(), plain()
             if number >= _WARMUP:
                 extra_seconds = seconds_with - (first + last) / 2
-                extra_bytes.append(extra_seconds * speed / (8 * plain.parameters))
+                extra_bytes.append(extra_seconds * speed / (8 * parameters))
         yield {
             "second moment, in a real backward": kind,
             "bytes a parameter and micro-batch": median_and_range(extra_bytes, digits=1),
         }
 
 
-class _Backwards:
-    """Eight backwards of a network over 64 tokens each."""
+def _timed_backwards(make: Make) -> tuple[Callable[[], float], int]:
+    """(a step that returns the seconds of its 8 backwards of 64 tokens, number of parameters)."""
+    torch.manual_seed(0)
+    model = transformer()
+    (x, y), optimizer = random_batch(model, 1, 64), make(list(model.parameters()))
 
-    def __init__(self, make: Make) -> None:
-        torch.manual_seed(0)
-        self._model = transformer()
-        self._batch = random_batch(self._model, 1, 64)
-        self._optimizer = make(list(self._model.parameters()))
-        self.parameters = count(self._model)
-
-    def seconds(self) -> float:
-        """Seconds of the backwards alone; the step after them is not timed."""
-        x, y = self._batch
+    def step() -> float:
         total = 0.0
         for _ in range(8):
-            loss = nn.functional.cross_entropy(self._model(x), y) / 8
+            loss = nn.functional.cross_entropy(model(x), y) / 8
             total += seconds(loss.backward)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return total
+
+    return step, count(model)
 
 
 def import_cost(rounds: int) -> Cost:
