@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from bigbatch.bench.sized_networks import random_batch
+from bigbatch.bench.sized_networks import MicroBatches, random_batch
 from bigbatch.bench.timing import Row, interleaved
 from bigbatch.data.batches import Batches
 from bigbatch.experiments.digits import network
@@ -25,8 +25,6 @@ ROWS = 15
 _ACCUMULATION = 8  # micro-batches of a step
 _NEVER = 10**9  # interval of a meter that measures its first step alone, which is not timed
 _MICRO_BATCHES = 1280  # micro-batches of the tiny network in one timing
-
-_Batches = list[tuple[Tensor, Tensor]]
 
 _IMAGE_MODELS: tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
     ("ResNet-18", resnet_of_basic_blocks, (3, 32, 32)),
@@ -105,7 +103,7 @@ def _python_overhead(rounds: int) -> Iterator[Row]:
             yield _row(f"Python a micro-batch, k = {k}, {kind}", extra, " us", goal)
 
 
-def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
+def _plain(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None]:
     model = copy.deepcopy(model)  # without the hooks of a meter
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
@@ -120,7 +118,7 @@ def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
     return run
 
 
-def _adaptive(model: nn.Module, batches: _Batches, every: int, k: int) -> Callable[[], None]:
+def _adaptive(model: nn.Module, batches: MicroBatches, every: int, k: int) -> Callable[[], None]:
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
@@ -163,7 +161,7 @@ def _changing_size_ratios(rounds: int) -> Iterator[Row]:
 
 
 def _forward_backward(
-    forward: Callable[[Tensor], Tensor], model: nn.Module, batches: _Batches
+    forward: Callable[[Tensor], Tensor], model: nn.Module, batches: MicroBatches
 ) -> Callable[[], None]:
     def run() -> None:
         model.zero_grad()

@@ -10,11 +10,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from bigbatch.bench.gloo_processes import count_bytes_sent
-from bigbatch.bench.sized_networks import count, random_batch, transformer, wide_layers
+from bigbatch.bench.sized_networks import (
+    MicroBatches,
+    count,
+    random_batch,
+    transformer,
+    wide_layers,
+)
 from bigbatch.bench.timing import Cost, Row, interleaved
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 from bigbatch.gradients import SingleProcessSource
@@ -22,6 +28,8 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.second_moment import GradientMoments
 
 _K = 8
+
+Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def shape_costs(shape: Shape, rounds: int, device: str) -> Iterator[Cost]:
     def plain() -> None:
         _accumulate(model, batches)
 
-    runs: list[Callable[[], None]] = [
+    runs: list[Run] = [
         plain,
         *(_metered(model, batches, confidence) for confidence in (None, 0.9)),
         _with_moments(model, batches),
@@ -90,10 +98,9 @@ def shape_costs(shape: Shape, rounds: int, device: str) -> Iterator[Cost]:
         yield Cost(f"{shape.name}, {count(model) / 1e6:.1f} M: {kind}", ratios, floor)
 
 
-_Batches = list[tuple[Tensor, Tensor]]
-
-
-def _metered(model: nn.Module, batches: _Batches, confidence: float | None) -> Callable[[], None]:
+def _metered(
+    model: nn.Module, batches: MicroBatches, confidence: float | None
+) -> Callable[[], None]:
     """A step that a meter measures; between such steps its hooks are off."""
     meter = GradientMeter(model, confidence=confidence, every=2)
     meter.next_step()
@@ -106,7 +113,7 @@ def _metered(model: nn.Module, batches: _Batches, confidence: float | None) -> C
     return run
 
 
-def _with_moments(model: nn.Module, batches: _Batches) -> Callable[[], None]:
+def _with_moments(model: nn.Module, batches: MicroBatches) -> Run:
     """A step whose second moments are accumulated; between such steps the hooks are off."""
     source, moments = SingleProcessSource(model.parameters()), GradientMoments()
 
@@ -119,7 +126,7 @@ def _with_moments(model: nn.Module, batches: _Batches) -> Callable[[], None]:
     return run
 
 
-def _accumulate(model: nn.Module, batches: _Batches) -> None:
+def _accumulate(model: nn.Module, batches: MicroBatches) -> None:
     model.zero_grad()
     for x, y in batches:
         (functional.cross_entropy(model(x), y) / _K).backward()  # type: ignore[no-untyped-call]

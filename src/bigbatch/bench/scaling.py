@@ -1,13 +1,13 @@
 """Bytes that ranks send and keep, by formula; tests/bench/test_engine_cost.py compares counts."""
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from bigbatch.bench.comm_bytes import ring_bytes
-from bigbatch.bench.timing import Row
+from bigbatch.bench.timing import Row, seconds
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.sanity_checks import SanityChecks
 from bigbatch.statistics.second_moment import join
@@ -136,33 +136,29 @@ def memory_fsdp2(model: Model, ranks: int) -> float:
     return 3 * _FLOAT * model.parameters / ranks
 
 
-def host_seconds(ranks: int, repeats: int = 5) -> float:
-    """Seconds that Python takes for one step's numbers of all ranks on the host; the least."""
+def host_seconds(ranks: int) -> float:
+    """Seconds that Python takes for one step's numbers of all ranks on the host; least of 5."""
     lengths = {"over_sizes": 1, "squares": 1, "total_sqnorm": 1, "inverse_sizes": 1, "slope": 2}
     lengths |= {"seen": 8, "in_grad": 8, "probed": 1, "of_ranks": FIELDS * ranks, "scale": 1}
     slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
     values = [1.0] * 23 + slots + [1.0]
-    health, times = SanityChecks("weighted"), []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    checks = SanityChecks("weighted")
+
+    def read_totals() -> None:
         totals = StepTotals(unpack(values, lengths))
         totals.require_all_took_part()
-        health.examine(totals, speak=False, may_overflow=False)
+        checks.examine(totals, speak=False, may_overflow=False)
         totals.reduction(1.0, replicated=True)
-        times.append(time.perf_counter() - start)
-    return min(times)
+
+    return min(seconds(read_totals) for _ in range(5))
 
 
-def join_seconds(ranks: int, repeats: int = 3) -> float:
-    """Seconds of joining the shards of one scattered chunk, one row per rank; the least."""
+def join_seconds(ranks: int) -> float:
+    """Seconds of joining the shards of one scattered chunk, one row per rank; least of 3."""
     size = CHUNK_BYTES // _FLOAT // ranks
     rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        join(rows, (), [1.0] * ranks, total, m2, fused=True)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    run = partial(join, rows, (), [1.0] * ranks, total, m2, fused=True)
+    return min(seconds(run) for _ in range(3))
 
 
 TITLE = "by formula: bytes that are added to those of a plain step, as a share of them"

@@ -28,6 +28,10 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+MicroBatches = list[tuple[Tensor, Tensor]]
+"""Inputs and labels of micro-batches."""
+
+
 def random_batch(model: nn.Module, samples: int, length: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels that fit one of these networks."""
     layers = {type(layer) for layer in model.modules()}

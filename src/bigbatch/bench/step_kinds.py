@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +23,7 @@ from torch.optim import SGD, Optimizer
 
 from bigbatch.bench import baselines
 from bigbatch.bench.scaling import Model
+from bigbatch.bench.sized_networks import MicroBatches
 from bigbatch.optim import VRSGD
 from bigbatch.policies.policy import Fixed
 from bigbatch.statistics.meter import GradientMeter
@@ -33,8 +34,6 @@ _SAMPLES = 64  # samples of a micro-batch on a rank
 _BUCKET = 4  # MB of a DDP bucket; there are several
 _NODE = 2  # ranks of a simulated node
 _LR, _MOMENTUM = 1e-3, 0.9
-
-_Batches = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,10 @@ def step_of(kind: Kind) -> Callable[[], None]:
     finish = None if kind.peer is None else getattr(baselines, kind.peer)(model)
 
     def step() -> None:
-        for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
-            with _sync_context(model, kind, last=last):
-                _backward(model, batch, kind.micro_batches)
+        for number, (x, y) in enumerate(batches, start=1):
+            with _sync_context(model, kind, last=number == len(batches)):
+                loss = cross_entropy(model(x), y) / len(batches)
+                loss.backward()  # type: ignore[no-untyped-call]
         if meter is not None:
             meter.read([_SAMPLES] * kind.micro_batches)
         if finish is not None:
@@ -156,7 +155,7 @@ def deepspeed_is_available() -> bool:
     return find_spec("deepspeed") is not None and compiler is not None
 
 
-def _deepspeed_step(kind: Kind, batches: _Batches) -> Callable[[], None]:
+def _deepspeed_step(kind: Kind, batches: MicroBatches) -> Callable[[], None]:
     """A function that runs one step under DeepSpeed; a policy measures the similarity."""
     from bigbatch.integrations import deepspeed
 
@@ -232,8 +231,3 @@ def _sync_context(model: Any, kind: Kind, *, last: bool) -> contextlib.AbstractC
         context: contextlib.AbstractContextManager[None] = model.no_sync()
         return context
     return contextlib.nullcontext()
-
-
-def _backward(model: Any, batch: tuple[Tensor, Tensor], micro_batches: int) -> None:
-    x, y = batch
-    (cross_entropy(model(x), y) / micro_batches).backward()  # type: ignore[no-untyped-call]

@@ -21,20 +21,11 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of all runs. May be repeated."),
 ]
 Seeds = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Seeds of each arm or point [3; with --paper-scale, those of the paper]."
-    ),
+    int | None, typer.Option(min=1, help="Runs of each arm or point [3, or the paper's].")
 ]
-PaperScale = Annotated[
-    bool, typer.Option("--paper-scale", help="Use the paper's settings instead of the small ones.")
-]
-Result = Annotated[
-    str | None, typer.Option(help="One table or figure of the paper, with --paper-scale.")
-]
-Data = Annotated[
-    Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
-]
+PaperScale = Annotated[bool, typer.Option("--paper-scale", help="Use the paper's settings.")]
+Result = Annotated[str | None, typer.Option(help="With --paper-scale, one table or figure.")]
+Data = Annotated[Path | None, typer.Option(help="Folder with data, or with data folders [data].")]
 RunsDir = Annotated[Path | None, typer.Option(help="Folder for new directories [runs].")]
 RunDir = Annotated[Path | None, typer.Option(help="Directory to write to; must be new or empty.")]
 Resume = Annotated[Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")]

@@ -224,14 +224,12 @@ def table_of_replay(replay: Replay) -> Table:
 def time_in_words(replay: Replay) -> str:
     """The fitted time of a step, and the time that the run took."""
     fixed, per_sample = 1000 * replay.time.fixed, 1000 * replay.time.per_sample
-    note = "" if replay.time.sizes_vary else _NOTE
+    note = ", whose batch sizes are nearly equal: all time counts as per sample"
     return (
-        f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log{note}; "
-        f"the run itself took {replay.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
+        f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
+        f"{'' if replay.time.sizes_vary else note}; the run itself took "
+        f"{replay.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
     )
-
-
-_NOTE = ", whose batch sizes are nearly equal: all time counts as per sample"
 
 
 def save_figure(replays: list[Replay], out: Path) -> None:
