@@ -165,9 +165,9 @@ def test_a_comparison_has_both_estimates_of_the_same_steps():
 
 def test_settings_with_less_than_one_sample_a_micro_batch_are_left_out():
     rows = list(similarity_accuracy.compare(population(seed=7), trials=2))
-    found = {near: [row.micro_batches for row in rows if row.near == near] for near in (0.1, 0.7)}
+    counts = {near: [row.micro_batches for row in rows if row.near == near] for near in (0.1, 0.7)}
     # B_simple = 30: phi = 0.1 is at 6.7 samples, which 8 micro-batches share nearly, 16 cannot
-    assert {0.1: [2, 4, 8], 0.7: [2, 4, 8, 16, 32, 64]} == found
+    assert {0.1: [2, 4, 8], 0.7: [2, 4, 8, 16, 32, 64]} == counts
     for row in rows:
         assert pytest.approx(1 / (1 + 2 * 30 / row.samples)) == row.truth
         assert 0 == row.samples % row.micro_batches

@@ -139,10 +139,10 @@ def test_no_batch_exceeds_an_epoch(logged):
 
 def test_a_controllers_options_are_every_policys(logged):
     history = logged(log([100] * 100))
-    found = replay(
+    result = replay(
         history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warmup="500 samples", max_change=1.5
     )
-    for walk in found.replayed:
+    for walk in result.replayed:
         assert [100] * 5 == walk.batch_sizes[:5]
         assert walk.batch_sizes[5] > 100
         assert max(walk.batch_sizes[5:7]) <= 150 * 1.5
@@ -204,30 +204,30 @@ def test_a_log_of_one_step_has_its_time_too():
 @pytest.mark.parametrize("batch", [10, 100, 1000])
 def test_progress_is_mccandlishs(logged, batch):
     history = logged(log([100] * 100))  # B_simple is 1,000 throughout
-    found = replay(history, {"it": Fixed(batch)})
+    result = replay(history, {"it": Fixed(batch)})
     steps = 10_000 / batch
-    assert pytest.approx(steps / (1 + 1000 / batch)) == found.replayed[0].progress(found.trace)
+    assert pytest.approx(steps / (1 + 1000 / batch)) == result.replayed[0].progress(result.trace)
     # samples to equal progress grow as 1 + B / B_simple, steps as 1 + B_simple / B
-    share = found.logged.progress(found.trace) / found.replayed[0].progress(found.trace)
+    share = result.logged.progress(result.trace) / result.replayed[0].progress(result.trace)
     assert pytest.approx((1 + batch / 1000) / (1 + 100 / 1000)) == share
     assert pytest.approx(100 * (1 + 1000 / batch) / (1 + 1000 / 100)) == share * steps
 
 
 def test_a_steps_progress_is_by_the_noise_of_where_it_lies(logged):
     history = logged(log([100] * 100, lambda samples: (1.0, 1000.0 if samples < 5000 else 4000.0)))
-    found = replay(history, {"it": Fixed(200), "across": Fixed(600)})
-    it, across = found.replayed
-    assert pytest.approx(50 / 11 + 50 / 41) == found.logged.progress(found.trace)
-    assert pytest.approx(25 / 6 + 25 / 21) == it.progress(found.trace)
+    result = replay(history, {"it": Fixed(200), "across": Fixed(600)})
+    it, across = result.replayed
+    assert pytest.approx(50 / 11 + 50 / 41) == result.logged.progress(result.trace)
+    assert pytest.approx(25 / 6 + 25 / 21) == it.progress(result.trace)
     # the ninth step's middle is sample 5,100; the last step has 400
-    assert pytest.approx(8 * 3 / 8 + 8 * 3 / 23 + 1 / 11) == across.progress(found.trace)
+    assert pytest.approx(8 * 3 / 8 + 8 * 3 / 23 + 1 / 11) == across.progress(result.trace)
 
 
 def test_without_any_signal_there_is_no_progress_and_none_to_equal(bigbatch, logged):
     history = logged(log([100] * 10, lambda _: (-1.0, 1000.0)))
-    found = replay(history, {"it": Fixed(50)})
-    assert 0 == found.logged.progress(found.trace)
-    assert 0 == found.replayed[0].progress(found.trace)
+    result = replay(history, {"it": Fixed(50)})
+    assert 0 == result.logged.progress(result.trace)
+    assert 0 == result.replayed[0].progress(result.trace)
     _, out, _ = bigbatch("replay", history.path, "--policy", "fixed:50")
     cells = next(line for line in out.splitlines() if "fixed:50" in line).split()
     assert ["0.0", "-", "-"] == cells[-3:]
@@ -237,8 +237,8 @@ def test_progress_uses_averages_since_one_step_is_often_without_signal(logged):
     def noise(samples):
         return (9.0 if samples % 200 else -7.0), 1000.0  # 1 on average
 
-    found = replay(logged(log([100] * 800, noise)), {"it": Fixed(100)})
-    assert pytest.approx(800 / 11) == found.replayed[0].progress(found.trace)
+    result = replay(logged(log([100] * 800, noise)), {"it": Fixed(100)})
+    assert pytest.approx(800 / 11) == result.replayed[0].progress(result.trace)
 
 
 # names
@@ -322,16 +322,16 @@ def test_skipped_steps_are_no_part_of_a_replay(logged):
     rows = log([100] * 10)
     for row in rows[1::2]:
         row |= {"skipped": True, "grad_sqnorm": None, "grad_variance": None}
-    found = replay(logged(rows), {"same": Fixed(100)})
-    assert [100] * 5 == found.logged.batch_sizes == found.replayed[0].batch_sizes
-    assert found.logged.progress(found.trace) == found.replayed[0].progress(found.trace)
+    result = replay(logged(rows), {"same": Fixed(100)})
+    assert [100] * 5 == result.logged.batch_sizes == result.replayed[0].batch_sizes
+    assert result.logged.progress(result.trace) == result.replayed[0].progress(result.trace)
 
 
 def test_steps_without_a_gradient_make_no_progress(logged):
     alive = replay(logged(log([100] * 90), "alive"), {})
     dead = log([100] * 100, lambda samples: (1.0, 1000.0) if samples < 9000 else (0.0, 0.0))
-    found = replay(logged(dead, "dead"), {})
-    progress = found.logged.progress(found.trace)
+    result = replay(logged(dead, "dead"), {})
+    progress = result.logged.progress(result.trace)
     assert pytest.approx(alive.logged.progress(alive.trace), rel=0.03) == progress
 
 

@@ -33,17 +33,13 @@ def show_dry_run(
         paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
         for paper_scale, each in settings.items()
     }
-    stated = {
-        paper_scale: sources(recipe, each, paper_scale=paper_scale)
-        for paper_scale, each in settings.items()
-    }
-    values = {
-        scale: {name: _value_text(one) for name, one in by_name.items()}
-        for scale, by_name in stated.items()
-    }
-    last_sources = {name: one.source for name, one in stated[max(stated)].items()}
+    values: dict[bool, Rows] = {}
+    for paper_scale, each in sorted(settings.items()):
+        sourced = sources(recipe, each, paper_scale=paper_scale)
+        values[paper_scale] = {name: _value_text(one) for name, one in sourced.items()}
+        value_sources = {name: one.source for name, one in sourced.items()}  # of the last scale
     console.print(f"{recipe.name}: {recipe.summary} ({recipe.paper})")
-    console.print(_table("setting", values, last_sources))
+    console.print(_table("setting", values, value_sources))
     console.print(_table("fact", {scale: facts(run) for scale, run in runs.items()}))
     for line in _notes(recipe, settings, runs):
         console.print(line)

@@ -46,8 +46,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        options = [
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters += [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
@@ -58,9 +58,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
             )
             for name in names
         ]
-        parameters = [*own, *options]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
 
     return decorate

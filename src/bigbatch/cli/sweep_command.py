@@ -63,15 +63,15 @@ def sweep(
     view = LiveView(plain_console(), quiet=quiet)
     if not alone():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
-    given = options.names_on_command_line(context)
+    option_names = options.names_on_command_line(context)
     if resume is not None:
-        refuse_options("--resume", given - {"resume", "jobs", "quiet"})
+        refuse_options("--resume", option_names - {"resume", "jobs", "quiet"})
         if read_sweep(resume) is None:
             raise RunError(f"{resume} holds no sweep; name a directory that `bigbatch sweep` made")
         _train(resume, jobs, context.obj, view)
         return
     if run_dir is not None:
-        refuse_options("--run-dir", given & {"runs_dir"})
+        refuse_options("--run-dir", option_names & {"runs_dir"})
     chosen = options.select_recipe(recipe, result, paper_scale=paper_scale)
     seeds = seeds or chosen.seeds_at(paper_scale=paper_scale)
     settings = chosen.settings(paper_scale=paper_scale)

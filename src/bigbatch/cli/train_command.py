@@ -68,18 +68,18 @@ def train(
     """
     launch: Launch = context.obj
     view = LiveView(plain_console(), quiet=quiet)
-    given = options.names_on_command_line(context) - {"quiet"}
+    option_names = options.names_on_command_line(context) - {"quiet"}
     if resume is not None:
-        refuse_options("--resume", given - {"resume"})
+        refuse_options("--resume", option_names - {"resume"})
         with launch.resumable(resume):
             resume_at(resume, view)
         return
     if run_dir is not None:
-        refuse_options("--run-dir", given & {"runs_dir"})
+        refuse_options("--run-dir", option_names & {"runs_dir"})
     folder = runs_dir or Path("runs")
     if recipe in EXPERIMENTS:
         allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
-        refuse_options(f"recipe {recipe}, which is one fixed experiment,", given - allowed)
+        refuse_options(f"recipe {recipe}, which is one fixed experiment,", option_names - allowed)
         _require_one_rank(recipe)
         path = run_dir or reserve(folder, recipe)
         try:
@@ -93,7 +93,7 @@ def train(
     changes |= {"arm": arm} if arm is not None else {}
     settings_at = partial(_settings, chosen, epochs, set_ or [], changes)
     if dry_run:
-        unused = given & {"seeds", "data", "runs_dir", "run_dir"}
+        unused = option_names & {"seeds", "data", "runs_dir", "run_dir"}
         refuse_options("--dry-run, which trains nothing,", unused)
         _require_one_rank("a dry run")
         scales = sorted({paper_scale, True})
@@ -107,7 +107,7 @@ def train(
     settings = settings_at(paper_scale=paper_scale)
     if changes:
         single = f"{options.format_options(changes)}, of a single training,"
-        refuse_options(single, given & {"seeds"})
+        refuse_options(single, option_names & {"seeds"})
     settings = settings.changed({"data": options.find_data(chosen, data)})
     if changes:
         _require_runs(chosen, settings)

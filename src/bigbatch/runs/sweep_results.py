@@ -222,7 +222,7 @@ def read_sweep_results(path: Path) -> SweepResults | None:
     for name, settings in trainings.items():
         history = _read_history(path / name)
         if history is not None and history.rows:
-            begun.append(RunDirectory.open(path / name))
+            begun.append(RunDirectory(path / name, history.settings))
             if history.finished:
                 finished[settings["arm"]].append(_sweep_run(history, settings["seed"], begun[-1]))
     arms = [settings["arm"] for settings in trainings.values()]
