@@ -366,7 +366,7 @@ def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
     [
         (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
         (["--dry-run", "--policy", "fixed", "--target", "0.2"], "--policy fixed does not go"),
-        (["--dry-run-ranks", "2"], "--dry-run-ranks needs --dry-run"),
+        (["--dry-run-ranks", "2"], "--dry-run-ranks is for dry runs"),
         (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must be a number of at least 0"),
     ],
 )

@@ -102,7 +102,7 @@ def train(
         return
     if dry_run_ranks is not None:
         raise SettingError(
-            "--dry-run-ranks needs --dry-run; to train on ranks, use torchrun --nproc_per_node"
+            "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
         )
     settings = settings_at(paper_scale=paper_scale)
     if changes:
