@@ -26,11 +26,6 @@ from bigbatch.training.step import share_of
 
 _STATE_KEY = "bigbatch"  # in the client state of a checkpoint
 
-_NO_STEP = (
-    "the accumulation is complete and engine.step() was not called; call it after every "
-    "engine.backward(loss)"
-)
-
 
 class AdaptiveEngine(DeepSpeedEngine):
     """DeepSpeed's engine whose `backward`, `step` and checkpoints follow an adaptive batch size.
@@ -280,7 +275,10 @@ class AdaptiveEngine(DeepSpeedEngine):
 
     def _require_stepped(self) -> None:
         if self._micro_batches and self._loop.step.complete:
-            raise LoopError(_NO_STEP)
+            raise LoopError(
+                "the accumulation is complete and engine.step() was not called; call it after "
+                "every engine.backward(loss)"
+            )
 
     def _require_between_steps(self, call: str) -> None:
         if self._micro_batches:
