@@ -257,7 +257,7 @@ class AdaptiveEngine(DeepSpeedEngine):
             super().step(lr_kwargs)
         finally:
             self.lr_scheduler = scheduler
-        if not (finite or skips_by_itself):  # no boundary, where DeepSpeed would step
+        if not (finite or skips_by_itself):  # no boundary: DeepSpeed would apply the gradient
             self.global_steps += 1
             self.skipped_steps += 1
         if finite and not self.was_step_applied():
