@@ -110,18 +110,18 @@ class DDPCommHook(ReducedShards):
 
     # where gradients are scaled
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """This hook, for weights; the moments too, where a rank has several micro-batches."""
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """This hook subscribes, for the weights; the moments too, unless ranks are compared.
+
+        Under no_sync `.grad` is this rank's sum, which the moments read.
+        """
+        self._state.moments.lender = source
         return [self] if self.by_ranks else [self, self._state.moments]
 
-    def bind(self, source: GradientSource) -> None:
-        """Under no_sync `.grad` is this rank's sum, which the moments read."""
-        self._state.moments.lender = source
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
-        return source.micro_batches > 0 or (self.done and not self._taken)
+    @property
+    def has_untaken_step(self) -> bool:
+        """Whether `.grad` is r g, and no `step()` has used it."""
+        return self.done and not self._taken
 
     def keeps(self, parameter: Tensor) -> bool:
         """Whether p of it is spread over the ranks."""

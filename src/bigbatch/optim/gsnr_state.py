@@ -40,12 +40,12 @@ class GsnrState:
         self.scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
         self.moments = GradientMoments(self.scaled.keys(), fused=fused is not False)
         self.warnings = GsnrWarnings()
-        self._base = base
+        self.base = base
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The base optimizer's groups."""
-        return self._base.param_groups
+        return self.base.param_groups
 
     def options(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
         """The options of a group, in a step of k micro-batches of this total weight."""
@@ -65,15 +65,8 @@ class GsnrState:
 class GradientScaling(Protocol):
     """Where in a step the gradients are multiplied by r."""
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """What reads the micro-batches."""
-
-    def bind(self, source: GradientSource) -> None:
-        """Steps come from this source from now on."""
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """Prepares for steps of this source; returns what has to subscribe to it."""
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
         """Puts r g, or p_hat g with momentum, in the place of g; once a step."""

@@ -26,18 +26,10 @@ class LocalStep:
         self._state = state
         self._aliasing = GradAliasing(state.moments)
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """The moments."""
-        return [self._state.moments]
-
-    def bind(self, source: GradientSource) -> None:
-        """The next step keeps sums of its own."""
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """The moments subscribe; in the next step they keep sums of their own."""
         self._aliasing.stop()
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
-        return source.micro_batches > 0
+        return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
         """Puts r g, or p_hat g with momentum, in the place of g.

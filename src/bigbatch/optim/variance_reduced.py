@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
-from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
+from bigbatch.optim.apply_gsnr import AppliedGsnr
 from bigbatch.optim.base_optimizers import require_base
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
@@ -26,7 +26,6 @@ from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Share, checked, setting
-from bigbatch.statistics.second_moment import GradientMoments
 
 
 class VarianceReduced(Optimizer):
@@ -106,7 +105,7 @@ class VarianceReduced(Optimizer):
         self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
         require_base(base, self._own)
         self.attached: DDPCommHook | None = None  # to a DDP model
-        self._state = GsnrState(
+        self.gsnr_state = GsnrState(
             base, type(self).__name__, factor=factor, watch=watch, fused=fused, compiled=compiled
         )
         self._step_base = BaseStep(base, warns=not self._chooses_fused)
@@ -115,23 +114,23 @@ class VarianceReduced(Optimizer):
         for group in base.param_groups:
             self._adopt(group)
         self._subscribers: list[Subscriber] = []
-        self._source: GradientSource = source_of(self._state.scaled, type(self).__name__)
-        self._scaling: GradientScaling = LocalStep(self._state)
+        self._source: GradientSource = source_of(self.gsnr_state.scaled, type(self).__name__)
+        self._scaling: GradientScaling = LocalStep(self.gsnr_state)
         self.bind(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self._own.items() if name != "vr"}
         names = ("factor", "watch", "fused", "compiled")
-        options = own | {name: getattr(self._state, name) for name in names}
+        options = own | {name: getattr(self.gsnr_state, name) for name in names}
         self._require_consolidated()
-        return {"base": self.base, "options": options, "momentum": self._state.momentum}
+        return {"base": self.base, "options": options, "momentum": self.gsnr_state.momentum}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "base" not in state:
             super().__setstate__(state)
             return
         VarianceReduced.__init__(self, state["base"], **state["options"])
-        self._state.momentum = state["momentum"]
+        self.gsnr_state.momentum = state["momentum"]
 
     # the base optimizer's, under our name
 
@@ -147,7 +146,7 @@ class VarianceReduced(Optimizer):
         if not averaging:
             return self.base.state
         averaged = {p for group in averaging for p in group["params"]}
-        return StateWithGsnrMomentum(self.base.state, self._state.momentum, averaged)
+        return StateWithGsnrMomentum(self.base.state, self.gsnr_state.momentum, averaged)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer and watches its gradients."""
@@ -157,7 +156,7 @@ class VarianceReduced(Optimizer):
         except SettingError:
             self.base.param_groups.pop()
             raise
-        self._source.add(self._state.scaled)
+        self._source.add(self.gsnr_state.scaled)
 
     # one step
 
@@ -191,11 +190,11 @@ class VarianceReduced(Optimizer):
         Source:
             docs/decisions/0009.
         """
-        scaled = self._state.scaled
+        scaled = self.gsnr_state.scaled
         require_attachable(ddp, list(scaled), groups, m2_dtype)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self._state, groups, m2_dtype, node_group)
+        self.attached = DDPCommHook(ddp, self.gsnr_state, groups, m2_dtype, node_group)
         weakref.finalize(self, self.attached.release).atexit = False
         self.bind(DDPSource(ddp, scaled), self.attached)
         return self.attached
@@ -234,8 +233,7 @@ class VarianceReduced(Optimizer):
             self._source.unsubscribe(subscriber)
         self._source = source
         self._scaling = scaling or self._scaling
-        self._scaling.bind(source)
-        self._subscribers = self._scaling.subscribers
+        self._subscribers = self._scaling.bind(source)
         for subscriber in self._subscribers:
             source.subscribe(subscriber)
 
@@ -272,8 +270,9 @@ class VarianceReduced(Optimizer):
             if all(parameter.grad is None for parameter in self._parameters()):
                 self._source.restart()
                 return loss
-        pending = self._scaling.is_pending(self._source)
-        if self._state.scaled and (pending or not self._changes_nothing()):
+        attached = self.attached
+        pending = self._source.micro_batches or (attached is not None and attached.has_untaken_step)
+        if self.gsnr_state.scaled and (pending or not self._changes_nothing()):
             self.scale_gradients()
         else:
             self._make_state()
@@ -291,12 +290,12 @@ class VarianceReduced(Optimizer):
             for parameter in group["params"] if group["vr"] else ():
                 kept = self.attached is not None and self.attached.keeps(parameter)
                 if group["beta3"] is not None and parameter.grad is not None and not kept:
-                    self._state.momentum.make(parameter)
+                    self.gsnr_state.momentum.make(parameter)
 
     def _report(self, done: AppliedGsnr) -> None:
         """Warns of what makes r doubtful, and keeps what it did to each layer."""
-        self._state.warnings.warn(done, self._named)
-        if self._state.watch:
+        self.gsnr_state.warnings.warn(done, self._named)
+        if self.gsnr_state.watch:
             named = [(name, p) for name, p in self._named() if p in done.layers]
             rows = [done.layers[p].to(done.layers[named[0][1]]) for _, p in named]
             self.gsnr = LayerGsnr(
@@ -306,23 +305,9 @@ class VarianceReduced(Optimizer):
                 done.k,
             )
 
-    @property
-    def moments(self) -> GradientMoments:
-        """Of this rank's micro-batches."""
-        return self._state.moments
-
-    def options(self, group: dict[str, Any]) -> GsnrOptions:
-        """How the gradients of a group are scaled in this step."""
-        return self._state.options(group, self.moments.weight, self.moments.micro_batches)
-
-    @property
-    def watch(self) -> bool:
-        """Whether `gsnr` is kept."""
-        return self._state.watch
-
     def describe(self) -> str:
         """Class, base optimizer and factor: what must be equal on all ranks."""
-        factor = self._state.factor
+        factor = self.gsnr_state.factor
         return f"{type(self).__name__} of {type(self.base).__name__}, factor={factor!r}"
 
     def train(self) -> None:
@@ -361,7 +346,7 @@ class VarianceReduced(Optimizer):
             index: dict(state) if isinstance(state, dict) else state  # some count steps there
             for index, state in packed["state"].items()
         }
-        self._state.momentum.add_to(packed, self._parameters())
+        self.gsnr_state.momentum.add_to(packed, self._parameters())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -381,7 +366,7 @@ class VarianceReduced(Optimizer):
         for group, options in zip(self.base.param_groups, own, strict=True):
             for name, value in options.items():
                 group.setdefault(name, value)
-        self._state.momentum = momentum
+        self.gsnr_state.momentum = momentum
         if self.attached is not None:
             self.attached.forget()
         self._source.restart()
@@ -415,6 +400,6 @@ class VarianceReduced(Optimizer):
             group.setdefault(name, default)
         require_kinds(group, type(self))
         setting("vr", group["vr"], bool)
-        require_valid(group, self._state.factor)
+        require_valid(group, self.gsnr_state.factor)
         if group["vr"]:
-            self._state.scaled.update(dict.fromkeys(group["params"]))
+            self.gsnr_state.scaled.update(dict.fromkeys(group["params"]))

@@ -14,7 +14,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
-from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optional_packages import required
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan_constraints import Least
@@ -99,11 +99,11 @@ def initialize(
         SimiGrad (Qin et al., NeurIPS 2021).
     """
     params = AdaptiveBatchParams.of(adaptive_batch_params)
-    reduced = optimizer if isinstance(optimizer, VarianceReduced) else None
-    base = optimizer if reduced is None else reduced.base
+    reader = micro_batch_optimizer(optimizer)
+    base = optimizer if reader is None else reader.base
     given = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
     given |= {"model_parameters": model_parameters, **more}
-    if policy is None and not params.enable_adjust and reduced is None:
+    if policy is None and not params.enable_adjust and reader is None:
         plain: tuple[Any, Any, Any, Any]
         plain = deepspeed.initialize(training_data=training_data, **given)
         require_not_made(plain[0])
@@ -117,13 +117,14 @@ def initialize(
     require_not_made(engine)
     if engine.global_rank == 0:
         warn_of_number(adaptive_batch_params)
-    source, batch = _source(engine, reduced), int(engine.train_batch_size())
+    source, batch = _source(engine, reader), int(engine.train_batch_size())
     own_micro, micro = int(engine.train_micro_batch_size_per_gpu()), params.max_micro_batch_size
     announces = training_data is None
+    stepped: Any = engine.basic_optimizer if reader is None else optimizer
     loader = ExternalBatches(own_micro) if announces else _loader(engine, training_data)
     train = AdaptiveBatch(
         engine,
-        reduced or engine.basic_optimizer,
+        stepped,
         loader,
         policy=policy or (params.policy() if params.enable_adjust else Fixed(batch)),
         batch_size=None if isinstance(policy, Controller) else batch,
@@ -159,13 +160,13 @@ class EngineLoader:
         return self._engine.batches()
 
 
-def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
+def _source(engine: Any, reader: MicroBatchOptimizer | None) -> ZeroSource:
     """Of the engine's gradients; its optimizers learn where ZeRO has laid them."""
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
     tell_layers(engine.basic_optimizer, layout)
-    if reduced is not None:
-        bind_to_zero(reduced, source, vr_layout_of(engine, reduced, layout))
+    if reader is not None:
+        bind_to_zero(reader, source, vr_layout_of(engine, reader.gsnr_state, layout))
     return source
 
 

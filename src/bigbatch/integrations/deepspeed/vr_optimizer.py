@@ -27,16 +27,16 @@ from bigbatch.integrations.deepspeed.zero_layout import (
     VRLayout,
 )
 from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.gsnr_state import GsnrState
+from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optim.trust_ratio import TrustRatioOptimizer
-from bigbatch.optim.variance_reduced import VarianceReduced
 
 _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
 
 
-def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayout) -> None:
+def bind_to_zero(optimizer: MicroBatchOptimizer, source: ZeroSource, layout: VRLayout) -> None:
     """Scales gradients over the tensors that ZeRO gives the base optimizer, before each step."""
-    optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer, layout))
+    optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer.gsnr_state, layout))
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
 
@@ -134,33 +134,25 @@ class ZeroScaling:
     optimizer's state, so DeepSpeed saves and loads it.
 
     Args:
-        optimizer: whose base optimizer the engine steps.
+        state: of the optimizer whose base optimizer the engine steps.
         layout: of the gradients.
     """
 
-    def __init__(self, optimizer: VarianceReduced, layout: VRLayout) -> None:
-        self._optimizer, self._layout = optimizer, layout
+    def __init__(self, state: GsnrState, layout: VRLayout) -> None:
+        self._state, self._layout = state, layout
         self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
-        optimizer.base.register_step_post_hook(self._keep)
+        state.base.register_step_post_hook(self._keep)
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """The moments."""
-        return [self._optimizer.moments]
-
-    def bind(self, source: GradientSource) -> None:
-        """The source has the sums too."""
-        self._optimizer.moments.lender = source
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
-        return source.micro_batches > 0
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """The moments subscribe, and read the sums that the source has."""
+        self._state.moments.lender = source
+        return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
         """Scales the gradients that the base optimizer has now: all, or one sub-group's."""
-        moments = self._optimizer.moments
-        for group in self._optimizer.param_groups:
-            options = self._optimizer.options(group)
+        moments = self._state.moments
+        for group in self._state.param_groups:
+            options = self._state.options(group, moments.weight, moments.micro_batches)
             layers = [
                 layer
                 for flat in (group["params"] if group["vr"] else ())
@@ -177,11 +169,11 @@ class ZeroScaling:
         cut = self._layout.cut(flat, flat.grad)
         averages = [None] * len(cut) if average is None else self._layout.cut(flat, average)
         for (parameter, gradient), stored in zip(cut, averages, strict=True):
-            total, m2 = self._optimizer.moments.of(parameter, gradient)
+            total, m2 = self._state.moments.of(parameter, gradient)
             yield Layer(total, m2, gradient, None if stored is None else stored[1], corrected)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
-        state = self._optimizer.base.state.get(flat, {})
+        state = self._state.base.state.get(flat, {})
         average = state.get(_AVERAGE)
         if average is None:
             average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
@@ -192,7 +184,7 @@ class ZeroScaling:
     def _keep(self, *_: Any) -> None:
         """Once the base optimizer has state of its own, which it makes where there is none."""
         for flat, (average, steps) in self._made.items():
-            self._optimizer.base.state[flat].update(
+            self._state.base.state[flat].update(
                 {_AVERAGE: average, _STEPS: torch.tensor(float(steps), dtype=torch.float32)}
             )
         self._made.clear()
@@ -245,24 +237,25 @@ def require_not_made(engine: Any) -> None:
         )
 
 
-def vr_layout_of(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
+def vr_layout_of(engine: Any, state: GsnrState, layout: Layout) -> VRLayout:
     """The layout, if a variance-reduced optimizer can work there.
 
     Raises:
         SettingError: r would not be right, or was not tried.
     """
-    name, stage = type(optimizer).__name__, engine.zero_optimization_stage()
+    stage = engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
         why = "with the optimizer offloaded to the CPU gradients are not where they are joined"
     elif isinstance(layout, Accumulated):
         why = "with bf16 at stage 1 and float32 accumulation gradients are added up outside .grad"
     elif isinstance(layout, Replicated) and engine.bfloat16_enabled():
         why = "with bf16 at stage 0 the optimizer steps float32 copies of the parameters"
-    elif optimizer.watch:
+    elif state.watch:
         why = "watch=True would name partitions and not layers; leave it out"
     else:
         assert isinstance(layout, Replicated | Partitioned | Sharded)
         return layout
     raise SettingError(
-        f"{name} at stage {stage}: {why}; docs/deepspeed.md has the stages and types that work"
+        f"{state.name} at stage {stage}: {why}; docs/deepspeed.md has the stages and types that "
+        "work"
     )
