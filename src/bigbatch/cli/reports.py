@@ -8,7 +8,7 @@ import typer
 from bigbatch.cli.options import POLICY, settings_of, with_settings
 from bigbatch.errors import SettingError
 from bigbatch.experiments.settings import CONTROLS
-from bigbatch.policies.parse import policy_named
+from bigbatch.policies.parse import parse_policy
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 from bigbatch.runs.html_report import write_report
@@ -76,7 +76,7 @@ def replay(
     The log's signal and noise are taken as they are: docs/policies.md says what that leaves out.
     """
     options = settings_of(texts)
-    policies = {text: policy_named(text) for text in policy}
+    policies = {text: parse_policy(text) for text in policy}
     if out is not None:
         require_writable(out, FIGURE_FORMATS)
     view = LiveView(plain_console())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.sharding import Join
+from bigbatch.optim.sharding import AllReduce
 from bigbatch.optim.two_pass import TwoPass
 
 _CHUNK = 1 << 16  # elements, of 256 KB in float32
@@ -91,7 +91,9 @@ def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list
     return [p for p, share in zip(parameters, values, strict=True) if share > _FEW]
 
 
-def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
+def apply_gsnr(
+    options: GsnrOptions, layers: Sequence[Layer], all_reduce: AllReduce | None = None
+) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
         r = FACTORS[factor];   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
@@ -99,7 +101,8 @@ def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None 
     Args:
         options: the settings.
         layers: what this process has of them.
-        join: adds up numbers of layers over the ranks that hold the rest; None: this rank has all.
+        all_reduce: sums values of layers over the ranks that have the rest of them, in place; None
+            where this rank has them whole.
     Returns:
         Where `options.watch`, of this rank's elements: the sum of r, elements at gamma, elements
         at r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
@@ -114,7 +117,7 @@ def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None 
         first=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
         second=lambda i, sums: _scale(o, layers[i], sums),
         watch=o.watch,
-    ).run(fused=o.fused, join=join)
+    ).run(fused=o.fused, all_reduce=all_reduce)
 
 
 # by torch

@@ -12,7 +12,7 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr, out_of_ran
 from bigbatch.optim.functional import ratio, share_out_of_range
 from bigbatch.optim.grad_aliasing import GradAliasing
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.sharding import join_of, local
+from bigbatch.optim.sharding import all_reduce_of, local
 
 
 class LocalStep:
@@ -75,16 +75,16 @@ class LocalStep:
         chosen = [
             [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
         ]
-        joins = [join_of(parameters) for parameters in chosen]
+        all_reduces = [all_reduce_of(parameters) for parameters in chosen]
         for parameter in () if all_reached else chain.from_iterable(chosen):
             self._require_counted(parameter)
         layers: dict[Tensor, Tensor] = {}  # nothing is refused from here on
-        for group, parameters, join in zip(groups, chosen, joins, strict=True):
+        for group, parameters, all_reduce in zip(groups, chosen, all_reduces, strict=True):
             options = self._state.options(group, moments.weight, moments.micro_batches)
-            rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], join)
+            rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], all_reduce)
             if options.watch:
-                if join is not None:
-                    join(rows)
+                if all_reduce is not None:
+                    all_reduce(rows)
                 layers.update(zip(parameters, rows, strict=True))
         return layers
 

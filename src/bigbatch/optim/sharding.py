@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
 
-Join = Callable[[Tensor], None]
+AllReduce = Callable[[Tensor], None]
 
 _UNSHARED = (
     "on {ranks} ranks does not know who shares the gradients, so weights would drift apart: under "
@@ -74,8 +74,8 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
     return whole
 
 
-def join_of(parameters: list[Any]) -> Join | None:
-    """Adds numbers of layers up over the ranks that hold the rest of them; None: this rank has all.
+def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
+    """Sums values over the ranks that hold shards of the parameters; None if they are not sharded.
 
     Raises:
         SettingError: some are sharded and some are not, or over another mesh.
@@ -95,8 +95,8 @@ def join_of(parameters: list[Any]) -> Join | None:
         if placement.is_shard()
     ]
 
-    def join(numbers: Tensor) -> None:
+    def all_reduce(values: Tensor) -> None:
         for group in groups:
-            dist.all_reduce(numbers, group=group)
+            dist.all_reduce(values, group=group)
 
-    return join
+    return all_reduce

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.dtypes import FULL
 from bigbatch.optim.gsnr_options import require_kinds, require_once
-from bigbatch.optim.sharding import Join, join_of, local
+from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -47,7 +47,7 @@ class ShardedParameters(Protocol):
         """
 
     @property
-    def join(self) -> Join | None:
+    def all_reduce(self) -> AllReduce | None:
         """Adds up numbers of layers over the ranks; None where every rank has all."""
 
 
@@ -96,7 +96,9 @@ class TrustRatioOptimizer(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 chosen = [p for p in group["params"] if p.grad is not None]
-                join = join_of(chosen) if self.partition is None else self.partition.join
+                all_reduce = (
+                    all_reduce_of(chosen) if self.partition is None else self.partition.all_reduce
+                )
                 parts = [part for p in chosen for part in self._parts(p)]
                 least = 2 if group["exclude_bias_and_norm"] else 0
                 for adapts in (True, False):
@@ -104,7 +106,7 @@ class TrustRatioOptimizer(Optimizer):
                     if these:
                         passes = self._passes(these, group, adapts=adapts)
                         fused = group["fused"] is not False
-                        passes.run(fused=fused, join=join if adapts else None)
+                        passes.run(fused=fused, all_reduce=all_reduce if adapts else None)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

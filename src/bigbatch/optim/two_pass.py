@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.errors import SettingError
 from bigbatch.gradients.dtypes import wide
 from bigbatch.kernels import native
-from bigbatch.optim.sharding import Join
+from bigbatch.optim.sharding import AllReduce
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class TwoPass:
     second: Callable[[int, Tensor], Tensor | None]
     watch: bool = False
 
-    def run(self, *, fused: bool, join: Join | None) -> Tensor:
+    def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
         """Does it.
 
         Args:
             fused: whether kernels may be used.
-            join: adds up (layers, 2) sums over the ranks that have the rest; None: one rank.
+            all_reduce: sums (layers, 2) values over the ranks that have the rest, in place;
+                None where this rank has them whole.
         Returns:
             What the second pass returned of each layer, (layers, 5); else zeros.
         """
@@ -50,14 +51,14 @@ class TwoPass:
         others = [i for i, fit in enumerate(fits) if not fit]
         sums, rows = self._zeros(2), self._zeros(5)
         if self.first is not None:
-            if kernels and join is not None:
+            if kernels and all_reduce is not None:
                 sums[kernels], _ = self._kernel(kernels, native.Which.FIRST)
             for i in others:
                 sums[i] = self.first(i)
-            if join is not None:
-                join(sums)
+            if all_reduce is not None:
+                all_reduce(sums)
         if kernels:
-            both = self.first is not None and join is None
+            both = self.first is not None and all_reduce is None
             passes = native.Which.BOTH if both else native.Which.SECOND
             _, rows[kernels] = self._kernel(kernels, passes, None if both else sums[kernels])
         for i in others:

@@ -46,10 +46,10 @@ class Amount:
         found = _ANY.fullmatch(" ".join(text.split()))
         if found is None:
             raise SettingError(f"{text!r} is no amount such as 500 steps, 2M samples or 20 epochs")
-        return cls.of_match(found.groupdict())
+        return cls.from_match(found.groupdict())
 
     @classmethod
-    def of_match(cls, found: dict[str, str]) -> "Amount":
+    def from_match(cls, found: dict[str, str]) -> "Amount":
         """The amount from the groups that a match of `amount_pattern` has.
 
         Raises:

@@ -228,7 +228,7 @@ def _size(text: str) -> int:
 
 
 def _amount(found: dict[str, str], tokens_per_sample: float | None) -> Amount:
-    amount = Amount.of_match(found)
+    amount = Amount.from_match(found)
     if amount.count.denominator > 1:
         raise SettingError(f"{amount} must be a whole number")
     if amount.unit != "token":

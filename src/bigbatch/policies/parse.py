@@ -17,7 +17,7 @@ POLICIES: dict[str, type[Any]] = {
 }
 
 
-def policy_named(text: str) -> Policy:
+def parse_policy(text: str) -> Policy:
     """The policy that a text names: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
     A value without a key is that of the first argument. A schedule is free text with commas of its
@@ -27,9 +27,9 @@ def policy_named(text: str) -> Policy:
         SettingError: an unknown name or key, a value that is no number or out of range, or one is
             missing or given twice.
     Example:
-        >>> policy_named("simigrad:target=0.3,max_batch=512")
+        >>> parse_policy("simigrad:target=0.3,max_batch=512")
         SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
-        >>> policy_named("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
+        >>> parse_policy("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
     """
     name, _, rest = (part.strip() for part in text.partition(":"))

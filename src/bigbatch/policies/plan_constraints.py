@@ -10,7 +10,7 @@ from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import In
 
-Least = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]  # micro-batches of a step
+MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class PlanConstraints:
 
     Args:
         ranks: that share a step; virtual ones, where there are.
-        micro: most samples in one backward.
-        fixed: whether every backward has that many.
-        least: fewest micro-batches over all ranks of a step that is measured.
+        micro_batch: most samples in one backward.
+        fixed_micro_batch: whether every backward has that many.
+        min_micro_batches: fewest micro-batches over all ranks of a step that is measured.
     """
 
     ranks: int
-    micro: int
-    fixed: bool
-    least: int
+    micro_batch: int
+    fixed_micro_batch: bool
+    min_micro_batches: int
 
     def plan(
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
@@ -36,11 +36,11 @@ class PlanConstraints:
         return BatchPlan.fit(
             batch_size,
             self.ranks,
-            max_micro=self.micro,
-            min_micro_batches=self.least if compared else 1,
+            max_micro=self.micro_batch,
+            min_micro_batches=self.min_micro_batches if compared else 1,
             min_batch=min_batch,
             max_batch=max_batch,
-            micro=self.micro if self.fixed else None,
+            micro=self.micro_batch if self.fixed_micro_batch else None,
         )
 
     def controller(
@@ -82,7 +82,7 @@ class PlanConstraints:
         if 1 < asked < smallest:
             warnings.warn(
                 f"min_batch={asked} is raised to {smallest}, the smallest step that can be cut "
-                f"into {self.least} micro-batches",
+                f"into {self.min_micro_batches} micro-batches",
                 stacklevel=4,
             )
         controller.limit(min_batch=smallest)

@@ -17,7 +17,7 @@ from bigbatch.errors import SettingError
 from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optional_packages import required
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.plan_constraints import Least
+from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
@@ -55,7 +55,7 @@ def initialize(
     adaptive_batch_params: Mapping[str, Any] | None = None,
     policy: Policy | Controller | None = None,
     lr_scaling: LRScaling = "sqrt",
-    min_micro_batches: Least | None = None,
+    min_micro_batches: MinMicroBatches | None = None,
     **more: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize`, and the batch adapts.

@@ -159,7 +159,7 @@ class ZeroScaling:
                 for layer in self._layers(flat, group["beta3"])
             ]
             if layers:
-                apply_gsnr(options, layers, self._layout.join)
+                apply_gsnr(options, layers, self._layout.all_reduce)
         return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
@@ -198,7 +198,7 @@ class Layers:
     """
 
     def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
-        self.join = layout.join
+        self.all_reduce = layout.all_reduce
         self._layout = layout
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.optim.sharding import Join
+from bigbatch.optim.sharding import AllReduce
 
 Shards = Mapping[Tensor, Tensor]
 
@@ -52,7 +52,7 @@ class VRLayout(Layout, Protocol):
         """
 
     @property
-    def join(self) -> Join | None:
+    def all_reduce(self) -> AllReduce | None:
         """Adds up numbers over the ranks that have shards; None where every rank has all."""
 
 
@@ -72,7 +72,7 @@ class _Kept:
 class _Whole(_Kept):
     """The stages at which every rank has all."""
 
-    whole, join = True, None
+    whole, all_reduce = True, None
 
     def place(self, parameter: Tensor) -> tuple[int, int]:
         """All of it."""
@@ -125,7 +125,7 @@ class _Divided(_Kept):
         self._optimizer, self._ranks = optimizer, ranks
         self._rank = dist.get_rank(ranks)
 
-    def join(self, numbers: Tensor) -> None:
+    def all_reduce(self, numbers: Tensor) -> None:
         """Adds them up."""
         dist.all_reduce(numbers, group=self._ranks)
 
@@ -226,7 +226,7 @@ class Offloaded:
 
     def __init__(self, kept: "Partitioned | Sharded", optimizer: Any, flats: list[Tensor]) -> None:
         self.parameters, self.place = kept.parameters, kept.place
-        self.cut, self.join = kept.cut, kept.join
+        self.cut, self.all_reduce = kept.cut, kept.all_reduce
         self._kept, self._optimizer, self._flats = kept, optimizer, flats
 
     def shards(self) -> Shards:
