@@ -1,5 +1,6 @@
 """Moments, momentum and options of a variance-reduced optimizer: what scaling a gradient needs."""
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,35 +13,32 @@ from bigbatch.optim.gsnr_warnings import GsnrWarnings
 from bigbatch.statistics.second_moment import GradientMoments
 
 
+@dataclass(eq=False)
 class GsnrState:
-    """The state of one optimizer.
+    """The state of one variance-reduced optimizer.
 
     Args:
         base: the base optimizer, whose groups have gamma, r_max, beta3 and vr.
-        name: of the optimizer, for messages.
-        factor: which r, a name of `functional.FACTORS`.
-        watch: whether to keep what r did to each layer.
+        name: the name of the optimizer, for messages.
+        factor: the rule for r, a name of `functional.FACTORS`.
+        watch: whether to record what r did to each layer.
         fused: whether compiled kernels may be used; None: where they fit.
-        compiled: whether `torch.compile` is given the rest.
+        compiled: whether `torch.compile` compiles the rest.
+        vr_parameters: the parameters of the groups with vr, in order.
     """
 
-    def __init__(
-        self,
-        base: Optimizer,
-        name: str,
-        *,
-        factor: str,
-        watch: bool,
-        fused: bool | None,
-        compiled: bool,
-    ) -> None:
-        self.name, self.watch = name, watch
-        self.factor, self.fused, self.compiled = factor, fused, compiled
+    base: Optimizer
+    name: str
+    factor: str
+    watch: bool
+    fused: bool | None
+    compiled: bool
+    vr_parameters: dict[Tensor, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.momentum = GsnrMomentum()
-        self.scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
-        self.moments = GradientMoments(self.scaled.keys(), fused=fused is not False)
+        self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
         self.warnings = GsnrWarnings()
-        self.base = base
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -63,10 +61,10 @@ class GsnrState:
 
 
 class GradientScaling(Protocol):
-    """Where in a step the gradients are multiplied by r."""
+    """Multiplies gradients by r at one point of a step: in `step()`, or inside the all-reduce."""
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """Prepares for steps of this source; returns what has to subscribe to it."""
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Puts r g, or p_hat g with momentum, in the place of g; once a step."""
+        """Replaces g by r g, or by p_hat g with momentum; once a step."""

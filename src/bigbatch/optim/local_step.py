@@ -1,4 +1,4 @@
-"""Scales gradients by GSNR in `step()`, where this process has them, or its shards of them."""
+"""Scales gradients by GSNR in `step()`: those of one process, or its shards under fully_shard."""
 
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ class LocalStep:
     """Multiplies `.grad` by r, from the moments of the source's micro-batches.
 
     Args:
-        state: of the optimizer.
+        state: the optimizer's moments, momentum and options.
     """
 
     def __init__(self, state: GsnrState) -> None:
@@ -27,15 +27,15 @@ class LocalStep:
         self._aliasing = GradAliasing(state.moments)
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
-        """The moments subscribe; in the next step they keep sums of their own."""
+        """The moments subscribe; in the next step they keep their own sums."""
         self._aliasing.stop()
         return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Puts r g, or p_hat g with momentum, in the place of g.
+        """Replaces g by r g, or by p_hat g with momentum.
 
         Raises:
-            GradientError: fewer than two micro-batches, or a gradient that none of them gave.
+            GradientError: fewer than two micro-batches, or a gradient that none of them computed.
         """
         moments, checks = self._state.moments, self._state.warnings
         if source.micro_batches < 2:
@@ -47,16 +47,16 @@ class LocalStep:
             )
         agree = checks.checks_agreement and self._all_agree()
         bad_layers = self._out_of_range() if checks.checks_range else []
-        all_reached = self._aliasing.check(source, self._state.scaled.keys())
+        all_reached = self._aliasing.check(source, self._state.vr_parameters.keys())
         with torch.no_grad():
             layers = self._scale(all_reached=all_reached)
-        self._aliasing.renew(source, self._state.scaled.keys())
+        self._aliasing.choose_sums(source, self._state.vr_parameters.keys())
         return AppliedGsnr(moments.micro_batches, layers, agree, bad_layers)
 
     def _all_agree(self) -> bool:
-        """Whether there are gradients and none of their elements varied."""
+        """Whether there are gradients, and every element is the same in all micro-batches."""
         agree, moments = False, self._state.moments
-        for parameter in filter(moments.reached, self._state.scaled):
+        for parameter in filter(moments.reached, self._state.vr_parameters):
             total, m2 = moments.of(parameter)
             q = ratio(total, m2, moments.weight)
             if (q.isfinite() | ~total.isfinite()).any():
@@ -66,20 +66,22 @@ class LocalStep:
 
     def _out_of_range(self) -> list[Tensor]:
         moments = self._state.moments
-        reached = [p for p in self._state.scaled if moments.reached(p)]
+        reached = [p for p in self._state.vr_parameters if moments.reached(p)]
         shares = [share_out_of_range(*moments.of(p), moments.weight) for p in reached]
         return out_of_range(reached, shares)
 
     def _scale(self, *, all_reached: bool) -> dict[Tensor, Tensor]:
         groups, moments = self._state.param_groups, self._state.moments
-        chosen = [
+        group_parameters = [
             [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
         ]
-        all_reduces = [all_reduce_of(parameters) for parameters in chosen]
-        for parameter in () if all_reached else chain.from_iterable(chosen):
-            self._require_counted(parameter)
-        layers: dict[Tensor, Tensor] = {}  # nothing is refused from here on
-        for group, parameters, all_reduce in zip(groups, chosen, all_reduces, strict=True):
+        all_reduces = [all_reduce_of(parameters) for parameters in group_parameters]
+        for parameter in () if all_reached else chain.from_iterable(group_parameters):
+            self._require_reached(parameter)
+        layers: dict[Tensor, Tensor] = {}  # no error is raised after this line
+        for group, parameters, all_reduce in zip(
+            groups, group_parameters, all_reduces, strict=True
+        ):
             options = self._state.options(group, moments.weight, moments.micro_batches)
             rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], all_reduce)
             if options.watch:
@@ -88,7 +90,7 @@ class LocalStep:
                 layers.update(zip(parameters, rows, strict=True))
         return layers
 
-    def _require_counted(self, parameter: Tensor) -> None:
+    def _require_reached(self, parameter: Tensor) -> None:
         if not self._state.moments.reached(parameter) and local(parameter.grad).any():
             raise GradientError(
                 "a parameter has a gradient that no counted backward gave it; let every gradient "

@@ -1,6 +1,6 @@
-"""What an optimizer needs to know of ranks: whose gradients it sees, and who has the rest.
+"""Sharded parameters: their gradient source, their local shards, and sums over their ranks.
 
-Nothing here imports DTensor before somebody else has: without it there is nothing sharded.
+This module never imports DTensor first: no parameter is sharded unless it is imported already.
 """
 
 import sys
@@ -24,10 +24,10 @@ _UNSHARED = (
 
 
 def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
-    """The source of an optimizer's own gradients, by how its parameters are held.
+    """The gradient source of an optimizer, for whole parameters or for shards of fully_shard.
 
     Raises:
-        SettingError: some are sharded and some are not, or otherwise than by fully_shard.
+        SettingError: only some parameters are sharded, or they are not sharded by fully_shard.
     """
     parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
@@ -46,7 +46,7 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Whether a tensor is a DTensor."""
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -60,7 +60,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
-    """The tensor, sharded as its parameter is, of which every rank has this shard."""
+    """A tensor sharded like a parameter, from this rank's shard of it."""
     if not is_sharded(parameter):
         return shard
     whole: Tensor = type(parameter).from_local(
@@ -78,7 +78,7 @@ def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
     """Sums values over the ranks that hold shards of the parameters; None if they are not sharded.
 
     Raises:
-        SettingError: some are sharded and some are not, or over another mesh.
+        SettingError: only some are sharded, or they are not over one mesh.
     """
     sharded = [is_sharded(parameter) for parameter in parameters]
     if not any(sharded):
@@ -87,7 +87,7 @@ def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
     if not all(sharded) or any(parameter.device_mesh != mesh for parameter in parameters):
         raise SettingError(
             f"{sum(sharded)} of {len(parameters)} parameters are sharded, or not over one mesh; "
-            "give the others to a group, or an optimizer, of their own"
+            "put the others into another group, or into another optimizer"
         )
     groups = [
         mesh.get_group(dim)
