@@ -44,14 +44,10 @@ class GsnrOptions:
     """The options of all layers of a parameter group in one step.
 
     Args:
-        factor: the rule for r, a name of `functional.FACTORS`.
-        gamma, r_max: the bounds of r.
-        beta3: momentum of r, for layers that have an average.
+        factor, gamma, r_max, beta3, watch, compiled: see `VarianceReduced`.
         weight: N, the sum of the micro-batches' weights.
         k: number of micro-batches.
-        watch: whether to return what r did to each layer.
         fused: whether kernels may be used; torch does the layers that do not fit them.
-        compiled: whether `torch.compile` compiles the torch operations.
     """
 
     factor: str

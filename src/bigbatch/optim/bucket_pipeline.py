@@ -5,6 +5,7 @@ all ranks. A bucket is scattered when it is ready, scaled when the next one is r
 after that. So two buckets are in flight while the backward continues.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened, squared_norm
 
 
+@dataclass(eq=False)
 class BucketPipeline:
     """The reduction of one step.
 
@@ -41,33 +43,28 @@ class BucketPipeline:
         m2_dtype: the type in which M2 is sent; None: see `Bucket`.
     """
 
-    def __init__(
-        self,
-        state: GsnrState,
-        group: dist.ProcessGroup,
-        weights: list[float],
-        k: int,
-        *,
-        sends_m2: bool,
-        m2_dtype: torch.dtype | None,
-    ) -> None:
+    state: GsnrState
+    group: dist.ProcessGroup
+    weights: list[float]
+    k: int
+    sends_m2: bool
+    m2_dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
         self.done = False
-        self.k = k
         self.layers: dict[Tensor, Tensor] = {}
         self.squares: dict[Tensor, Tensor] = {}
         self.out_of_range: list[tuple[Tensor, Tensor]] = []
         self.live = torch.zeros(())
-        self._state, self._group, self._weights = state, group, weights
-        self._sends_m2, self._m2_dtype = sends_m2, m2_dtype
         self._groups = {  # of the parameters with vr
-            p: group for group in state.param_groups if group["vr"] for p in group["params"]
+            p: group for group in self.state.param_groups if group["vr"] for p in group["params"]
         }
         self._in_flight: list[Bucket] = []
 
     def take(self, shard: Shard, buffer: Tensor) -> Future[Tensor]:
         """Scatters a bucket, and moves the buckets before it to their next stage."""
-        m2 = self._m2_of if self._sends_m2 else None
-        self._in_flight.append(Bucket(shard, buffer, m2, self._m2_dtype))
+        m2 = self._m2_of if self.sends_m2 else None
+        self._in_flight.append(Bucket(shard, buffer, m2, self.m2_dtype))
         future = self._in_flight[-1].future
         self._advance(unscaled=1, in_flight=2)
         return future
@@ -78,13 +75,13 @@ class BucketPipeline:
         device = parameters[0].device
         zero = torch.zeros((), dtype=wide(device), device=device)
         squares = torch.stack([self.squares.get(p, zero).to(zero) for p in parameters])
-        dist.all_reduce(squares, group=self._group)
+        dist.all_reduce(squares, group=self.group)
         self.squares = dict(zip(parameters, squares, strict=True))
         self.done = True
 
     def require_all_reduced(self) -> None:
         """Raises GradientError if a gradient was not reduced, or was changed after it was read."""
-        for group in self._state.param_groups:
+        for group in self.state.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self.squares:
                     raise GradientError(
@@ -92,7 +89,7 @@ class BucketPipeline:
                         "did not reduce (unfrozen, or given to the optimizer, after the model was "
                         "wrapped?); wrap the model again, and attach the optimizer to that"
                     )
-                if self._sends_m2 and parameter in self._groups and changed_later(parameter):
+                if self.sends_m2 and parameter in self._groups and changed_later(parameter):
                     raise GradientError(
                         "a hook that was registered on a parameter after attach() changes its "
                         "gradient after it was seen; register it before"
@@ -110,17 +107,17 @@ class BucketPipeline:
         """M2 of this rank's micro-batches, flat as in the bucket; None if the group has no vr."""
         if parameter not in self._groups:
             return None
-        _, m2 = self._state.moments.of(parameter)
+        _, m2 = self.state.moments.of(parameter)
         return flattened(m2, parameter.stride())
 
     def _scale(self, bucket: Bucket) -> None:
         """Computes r g on this rank's shard, and begins to gather it."""
-        shard, ranks = bucket.shard, len(self._weights)
-        m2 = bucket.receive(self._weights, fused=self._state.fused is not False)
+        shard, ranks = bucket.shard, len(self.weights)
+        m2 = bucket.receive(self.weights, fused=self.state.fused is not False)
         shard.mean.div_(ranks)
         scaled = shard.mean.clone()
-        shard.begin(self._groups, self._state.momentum)
-        for group in self._state.param_groups:
+        shard.begin(self._groups, self.state.momentum)
+        for group in self.state.param_groups:
             parameters = [p for p in shard.parameters if self._groups.get(p) is group]
             if parameters:
                 self._scale_group(group, parameters, shard, m2, scaled)
@@ -150,16 +147,16 @@ class BucketPipeline:
             for s in spans
         ]
         layer_numbers = [numbers[span.parameter] for span in spans]
-        all_reduce = _SpanAllReduce(layer_numbers, len(parameters), self._group, scaled.device)
-        weight = sum(self._weights) / len(self._weights) ** 2  # the means are S / ranks
-        if self._state.warnings.checks_range:
+        all_reduce = _SpanAllReduce(layer_numbers, len(parameters), self.group, scaled.device)
+        weight = sum(self.weights) / len(self.weights) ** 2  # the means are S / ranks
+        if self.state.warnings.checks_range:
             self.out_of_range += [
                 (span.parameter, share_out_of_range(layer.total, layer.m2, weight))
                 for span, layer in zip(spans, layers, strict=True)
             ]
-        rows = apply_gsnr(self._state.options(group, weight, self.k), layers, all_reduce)
+        rows = apply_gsnr(self.state.options(group, weight, self.k), layers, all_reduce)
         self.live = self.live + (1 if all_reduce.sums is None else all_reduce.sums[:, 1].sum())
-        if self._state.watch:
+        if self.state.watch:
             all_reduce(rows)
             assert all_reduce.sums is not None
             self.layers.update(zip(parameters, all_reduce.sums, strict=True))

@@ -58,8 +58,11 @@ class DDPCommHook(ReducedShards):
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
         self._spans: dict[Tensor, list[tuple[Shard, Span]]] = {}  # this rank's, by parameter
         self._pipeline: BucketPipeline | None = None  # of the current step
-        self._host_group = _host_group(ddp)
-        ddp.register_comm_hook(self, gsnr_hook)
+        self._host_group = self._group  # for messages during a backward without a device wait
+        if not next(ddp.parameters()).is_cpu:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._host_group = new_group(self._group, [ranks], "gloo")
+        ddp.register_comm_hook(self, DDPCommHook.reduce)
 
     def release(self) -> None:
         """Refuses all further steps, since the optimizer no longer exists."""
@@ -216,8 +219,8 @@ class DDPCommHook(ReducedShards):
     # reduction
 
     @torch.no_grad()
-    def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Reduces and scales DDP's next bucket."""
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Reduces and scales DDP's next bucket; as the communication hook, with `self` as state."""
         if bucket.index() == 0 and not self.unreduced:
             self._start()
         if self.unreduced or self._pipeline is None:
@@ -251,13 +254,9 @@ class DDPCommHook(ReducedShards):
         k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
         self._pipeline, self._refusal = None, self._refusal_reason(k, *map(any, faults))
         if state is not None and not self._refusal:
+            sends_m2 = not self.by_ranks and max(counts) > 1
             self._pipeline = BucketPipeline(
-                state,
-                self._group,
-                weights,
-                k,
-                sends_m2=not self.by_ranks and max(counts) > 1,
-                m2_dtype=self._m2_dtype,
+                state, self._group, weights, k, sends_m2, self._m2_dtype
             )
 
     def _refusal_reason(self, k: int, is_repeated: bool, joins: bool, is_released: bool) -> str:
@@ -317,19 +316,6 @@ class DDPCommHook(ReducedShards):
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._state.param_groups for p in group["params"]]
-
-
-def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    """A group for messages between hosts during a backward, without waiting for a device."""
-    group: dist.ProcessGroup = ddp.process_group
-    if next(ddp.parameters()).is_cpu:
-        return group
-    return new_group(group, [dist.get_process_group_ranks(group)], "gloo")
-
-
-def gsnr_hook(state: DDPCommHook, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """The communication hook, called by DDP for each bucket."""
-    return state.reduce(bucket)
 
 
 def require_attachable(

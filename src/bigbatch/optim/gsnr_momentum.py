@@ -2,6 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,15 +62,22 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
         base_states = {}
         for key, state in saved.items():
             if key in by_key:
-                state = _without_empty(state)
+                # distributed checkpoints load an empty dict for a missing value
+                state = {name: x for name, x in state.items() if not isinstance(x, dict) or x}
                 if state.get(_AVERAGE) is not None:
                     self[by_key[key]] = _loaded_entry(state, by_key[key])
                 state = _base_part(state)
             base_states[key] = state
         for group in groups:
             own = [(key, by_key[key]) for key in group["params"] if base_states.get(key)]
-            if group.get("beta3") is not None and group["vr"]:
-                _require_present([key for key, parameter in own if parameter not in self])
+            missing = [key for key, parameter in own if parameter not in self]
+            if group.get("beta3") is not None and group["vr"] and missing:
+                raise StateError(
+                    f"the state of {len(missing)} parameters, {missing[0]!r} the first, was saved "
+                    f"with a beta3 and holds no {_AVERAGE}, the average of r: something between "
+                    "state_dict() and load_state_dict() left it out; save all that state_dict() "
+                    "gives"
+                )
             if group.get("fused"):  # torch's fused steps write past the end of a smaller state
                 for key, parameter in own:
                     _require_shape(base_states[key], parameter)
@@ -77,6 +85,7 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
         return {**state_dict, "state": non_empty}
 
 
+@dataclass(eq=False, repr=False)
 class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
     """A base optimizer's `state`, with the entries of p in the state of each parameter.
 
@@ -88,37 +97,33 @@ class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
         parameters: the parameters that have p, or will have it.
     """
 
-    def __init__(
-        self,
-        base: MutableMapping[Tensor, Any],
-        momentum: GsnrMomentum,
-        parameters: Collection[Tensor],
-    ) -> None:
-        self._base, self._momentum, self._parameters = base, momentum, parameters
+    base: MutableMapping[Tensor, Any]
+    momentum: GsnrMomentum
+    parameters: Collection[Tensor]
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        state = self._base[parameter]
-        if parameter not in self._parameters:
+        state = self.base[parameter]
+        if parameter not in self.parameters:
             return state
-        return ChainMap(state, self._momentum.entries(parameter))
+        return ChainMap(state, self.momentum.entries(parameter))
 
     def __setitem__(self, parameter: Tensor, state: Any) -> None:
-        self._base[parameter] = _base_part(state)
+        self.base[parameter] = _base_part(state)
         if state.get(_AVERAGE) is not None:
-            self._momentum[parameter] = local(state[_AVERAGE]), int(state[_STEPS])
+            self.momentum[parameter] = local(state[_AVERAGE]), int(state[_STEPS])
 
     def __delitem__(self, parameter: Tensor) -> None:
-        self._base.pop(parameter, None)
-        self._momentum.pop(parameter, None)
+        self.base.pop(parameter, None)
+        self.momentum.pop(parameter, None)
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._base or parameter in self._momentum
+        return parameter in self.base or parameter in self.momentum
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(dict.fromkeys([*self._base, *self._momentum]))
+        return iter(dict.fromkeys([*self.base, *self.momentum]))
 
     def __len__(self) -> int:
-        return len(self._base.keys() | self._momentum.keys())
+        return len(self.base.keys() | self.momentum.keys())
 
 
 def _base_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -126,24 +131,10 @@ def _base_part(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
 
 
-def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
-    """The state without the empty dicts that distributed checkpoints load for missing values."""
-    return {name: value for name, value in state.items() if not isinstance(value, dict) or value}
-
-
 def _loaded_entry(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
     _require_shape({_AVERAGE: state[_AVERAGE]}, parameter)
     average = local(state[_AVERAGE])
     return average.to(parameter.device, full(parameter.dtype), copy=True), int(state[_STEPS])
-
-
-def _require_present(missing_keys: list[Any]) -> None:
-    if missing_keys:
-        raise StateError(
-            f"the state of {len(missing_keys)} parameters, {missing_keys[0]!r} the first, was "
-            f"saved with a beta3 and holds no {_AVERAGE}, the average of r: something between "
-            "state_dict() and load_state_dict() left it out; save all that state_dict() gives"
-        )
 
 
 def _require_shape(state: dict[str, Any], parameter: Tensor) -> None:

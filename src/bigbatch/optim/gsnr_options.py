@@ -82,8 +82,10 @@ def require_kinds(group: dict[str, Any], optimizer: type) -> None:
         group[name] = setting(name, group[name], kinds[name])
 
 
-def require_valid(group: dict[str, Any], factor: str) -> None:
-    """Raises SettingError if the options or parameters of a group do not suit the factor."""
+def require_valid(group: dict[str, Any], optimizer: type, factor: str) -> None:
+    """Raises SettingError if a variance-reduced optimizer refuses a group."""
+    require_kinds(group, optimizer)
+    setting("vr", group["vr"], bool)
     require_unique(group["params"])
     if group["gamma"] == 0 and factor == "gsnr":
         raise SettingError(

@@ -20,10 +20,7 @@ class GsnrState:
     Args:
         base: the base optimizer, whose groups have gamma, r_max, beta3 and vr.
         name: the name of the optimizer, for messages.
-        factor: the rule for r, a name of `functional.FACTORS`.
-        watch: whether to record what r did to each layer.
-        fused: whether compiled kernels may be used; None: where they fit.
-        compiled: whether `torch.compile` compiles the rest.
+        factor, watch, fused, compiled: see `VarianceReduced`.
         vr_parameters: the parameters of the groups with vr, in order.
     """
 

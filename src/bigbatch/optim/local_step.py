@@ -76,8 +76,12 @@ class LocalStep:
             [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
         ]
         all_reduces = [all_reduce_of(parameters) for parameters in group_parameters]
-        for parameter in () if all_reached else chain.from_iterable(group_parameters):
-            self._require_reached(parameter)
+        for p in () if all_reached else chain.from_iterable(group_parameters):
+            if not moments.reached(p) and local(p.grad).any():
+                raise GradientError(
+                    "a parameter has a gradient that no counted backward gave it; let every "
+                    "gradient come from backward() after zero_grad()"
+                )
         layers: dict[Tensor, Tensor] = {}  # no error is raised after this line
         for group, parameters, all_reduce in zip(
             groups, group_parameters, all_reduces, strict=True
@@ -89,13 +93,6 @@ class LocalStep:
                     all_reduce(rows)
                 layers.update(zip(parameters, rows, strict=True))
         return layers
-
-    def _require_reached(self, parameter: Tensor) -> None:
-        if not self._state.moments.reached(parameter) and local(parameter.grad).any():
-            raise GradientError(
-                "a parameter has a gradient that no counted backward gave it; let every gradient "
-                "come from backward() after zero_grad()"
-            )
 
     def _layer(self, parameter: Tensor, group: dict[str, Any]) -> Layer:
         gradient = local(parameter.grad)

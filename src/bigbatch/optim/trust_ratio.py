@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,14 +79,8 @@ class TrustRatioOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @_disable_dynamo  # torch.compiler.disable would import the compiler
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Takes a step; `closure` computes the loss, calls `backward()` and returns the loss."""
         loss = None
         if closure is not None:

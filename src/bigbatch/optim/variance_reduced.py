@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from itertools import repeat
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,13 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
-from bigbatch.optim.gsnr_options import (
-    Factor,
-    Gamma,
-    RMax,
-    require_base,
-    require_kinds,
-    require_valid,
-)
+from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
-from bigbatch.setting_types import Share, checked, setting
+from bigbatch.setting_types import Share, checked
 
 
 class VarianceReduced(Optimizer):
@@ -258,14 +251,8 @@ class VarianceReduced(Optimizer):
         self.base.zero_grad(set_to_none)
         self._source.restart()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @_disable_dynamo  # torch.compiler.disable would import the compiler
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Multiplies the gradients by r, and steps the base optimizer.
 
         Args:
@@ -403,8 +390,6 @@ class VarianceReduced(Optimizer):
     def _prepare_group(self, group: dict[str, Any]) -> None:
         for name, default in self._group_defaults.items():
             group.setdefault(name, default)
-        require_kinds(group, type(self))
-        setting("vr", group["vr"], bool)
-        require_valid(group, self.gsnr_state.factor)
+        require_valid(group, type(self), self.gsnr_state.factor)
         if group["vr"]:
             self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))

@@ -141,8 +141,9 @@ class Controller:
         if self._average is not None:
             statistics = self._average.update(statistics)
         self._hysteresis.require_interval(self._ask_policy, statistics, now)
-        if self._is_warming_up(now):
-            self.decision = self._keep(f"held: warm-up of {self._warmup}")
+        warmup = self._warmup
+        if warmup is not None and warmup.times(now.samples, now.steps, now.epoch) < 1:
+            self.decision = self._keep(f"held: warm-up of {warmup}")
         elif self._steps % self._decide_every:
             self.decision = self._keep(f"held: decides every {self._decide_every} steps")
         else:
@@ -220,11 +221,6 @@ class Controller:
             return decision
         reason = f"{decision.reason}; at most x{factor:g} a decision"
         return replace(decision, batch_size=nearest, reason=reason)
-
-    def _is_warming_up(self, now: TrainingState) -> bool:
-        return (
-            self._warmup is not None and self._warmup.times(now.samples, now.steps, now.epoch) < 1
-        )
 
     def _keep(self, reason: str) -> Decision:
         return Decision(self.decision.batch_size, reason, self.decision.lr_factor)
