@@ -79,10 +79,10 @@ class AppliedGsnr:
     out_of_range: Sequence[Tensor] = ()
 
 
-def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
+def out_of_range(shares: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The parameters with a large share of elements whose M2 is out of range; waits once."""
-    values = torch.stack(list(shares)).tolist() if shares else []
-    return [p for p, share in zip(parameters, values, strict=True) if share > _MAX_SHARE]
+    values = torch.stack([share for _, share in shares]).tolist() if shares else []
+    return [p for (p, _), share in zip(shares, values, strict=True) if share > _MAX_SHARE]
 
 
 def apply_gsnr(

@@ -56,9 +56,8 @@ class BucketPipeline:
         self.squares: dict[Tensor, Tensor] = {}
         self.out_of_range: list[tuple[Tensor, Tensor]] = []
         self.live = torch.zeros(())
-        self._groups = {  # of the parameters with vr
-            p: group for group in self.state.param_groups if group["vr"] for p in group["params"]
-        }
+        vr_groups = [group for group in self.state.base.param_groups if group["vr"]]
+        self._groups = {p: group for group in vr_groups for p in group["params"]}
         self._in_flight: list[Bucket] = []
 
     def take(self, shard: Shard, buffer: Tensor) -> Future[Tensor]:
@@ -81,7 +80,7 @@ class BucketPipeline:
 
     def require_all_reduced(self) -> None:
         """Raises GradientError if a gradient was not reduced, or was changed after it was read."""
-        for group in self.state.param_groups:
+        for group in self.state.base.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self.squares:
                     raise GradientError(
@@ -117,24 +116,18 @@ class BucketPipeline:
         shard.mean.div_(ranks)
         scaled = shard.mean.clone()
         shard.begin(self._groups, self.state.momentum)
-        for group in self.state.param_groups:
-            parameters = [p for p in shard.parameters if self._groups.get(p) is group]
-            if parameters:
-                self._scale_group(group, parameters, shard, m2, scaled)
+        for group in self.state.base.param_groups:
+            self._scale_group(group, shard, m2, scaled)
         for span in shard.spans:
             square = squared_norm(shard.mean[span.shard_slice])
             self.squares[span.parameter] = square + self.squares.get(span.parameter, 0)
         bucket.send_back(scaled)
 
-    def _scale_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        shard: Shard,
-        m2: Tensor,
-        scaled: Tensor,
-    ) -> None:
+    def _scale_group(self, group: dict[str, Any], shard: Shard, m2: Tensor, scaled: Tensor) -> None:
         """Scales the parameters of a bucket that are in one parameter group."""
+        parameters = [p for p in shard.parameters if self._groups.get(p) is group]
+        if not parameters:
+            return
         numbers = {p: number for number, p in enumerate(parameters)}
         spans = [span for span in shard.spans if span.parameter in numbers]
         layers = [

@@ -116,9 +116,8 @@ class Shard:
         beta3 = group["beta3"]
         if beta3 is None or self._next_average is None:
             return None, 1.0
-        return self._next_average[span.shard_slice], 1 / (
-            1 - beta3 ** (self._steps[span.parameter] + 1)
-        )
+        t = self._steps[span.parameter] + 1
+        return self._next_average[span.shard_slice], 1 / (1 - beta3**t)
 
     def commit(self, momentum: GsnrMomentum) -> None:
         """Makes the next p the present one, for the parameters that have a gradient."""

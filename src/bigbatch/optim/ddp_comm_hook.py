@@ -148,8 +148,7 @@ class DDPCommHook(ReducedShards):
             shard.commit(self._state.momentum)
         checks = self._state.warnings.checks_agreement
         agree = checks and not pipeline.live.any() and bool(self.grad_norm)
-        shares = pipeline.out_of_range
-        bad_layers = out_of_range([p for p, _ in shares], [share for _, share in shares])
+        bad_layers = out_of_range(pipeline.out_of_range)
         return AppliedGsnr(pipeline.k, pipeline.layers, agree, bad_layers)
 
     def clear(self) -> None:
@@ -315,7 +314,7 @@ class DDPCommHook(ReducedShards):
         return self._live_state
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self._state.param_groups for p in group["params"]]
+        return [p for group in self._state.base.param_groups for p in group["params"]]
 
 
 def require_attachable(

@@ -37,11 +37,6 @@ class GsnrState:
         self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
         self.warnings = GsnrWarnings()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base optimizer's groups."""
-        return self.base.param_groups
-
     def options(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
         """The options of a group, in a step of k micro-batches of this total weight."""
         return GsnrOptions(

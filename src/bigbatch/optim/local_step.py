@@ -66,26 +66,24 @@ class LocalStep:
 
     def _out_of_range(self) -> list[Tensor]:
         moments = self._state.moments
-        reached = [p for p in self._state.vr_parameters if moments.reached(p)]
-        shares = [share_out_of_range(*moments.of(p), moments.weight) for p in reached]
-        return out_of_range(reached, shares)
+        reached = filter(moments.reached, self._state.vr_parameters)
+        return out_of_range(
+            [(p, share_out_of_range(*moments.of(p), moments.weight)) for p in reached]
+        )
 
     def _scale(self, *, all_reached: bool) -> dict[Tensor, Tensor]:
-        groups, moments = self._state.param_groups, self._state.moments
-        group_parameters = [
-            [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
-        ]
-        all_reduces = [all_reduce_of(parameters) for parameters in group_parameters]
-        for p in () if all_reached else chain.from_iterable(group_parameters):
+        moments, parts = self._state.moments, []
+        for group in self._state.base.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None and group["vr"]]
+            parts.append((group, parameters, all_reduce_of(parameters)))
+        for p in () if all_reached else chain.from_iterable(part[1] for part in parts):
             if not moments.reached(p) and local(p.grad).any():
                 raise GradientError(
                     "a parameter has a gradient that no counted backward gave it; let every "
                     "gradient come from backward() after zero_grad()"
                 )
         layers: dict[Tensor, Tensor] = {}  # no error is raised after this line
-        for group, parameters, all_reduce in zip(
-            groups, group_parameters, all_reduces, strict=True
-        ):
+        for group, parameters, all_reduce in parts:
             options = self._state.options(group, moments.weight, moments.micro_batches)
             rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], all_reduce)
             if options.watch:

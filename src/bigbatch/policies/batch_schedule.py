@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
@@ -67,9 +66,9 @@ class Schedule:
         parsed = self._parsed
         size, reason = float(parsed.start), f"{parsed.start}"
         for clause in parsed.clauses:
-            times = clause.amount.times(now.samples, now.steps, now.epoch)
-            if clause.at_once or times >= 1:
-                size, reason = min(clause.next_size(size, times), _MAX_SIZE), clause.text
+            next_size = clause.next_size(size, now)
+            if next_size is not None:
+                size, reason = min(next_size, _MAX_SIZE), clause.text
         bound = math.inf if now.max_batch is None else now.max_batch
         capped = min(size, parsed.cap)
         factor = min(capped, bound) / size if parsed.decays else 1.0
@@ -92,19 +91,35 @@ class _Clause:
     Args:
         text: the clause as it is written.
         amount: the training before the change, or between two changes.
-        next_size: the size after the clause, from the size before it and from how many times the
-            amount fits into the training.
         size: the size in the text, 0 without one.
-        at_once: whether the change begins with the training.
-        repeats: whether it has several moments.
+        factor: multiplies the size before, 0 without one.
+        repeats: whether the factor applies after every `amount`.
+        start: the first size of a ramp, which begins with the training; 0 without a ramp.
+        increment: the samples of one step of the ramp.
     """
 
     text: str
     amount: Amount
-    next_size: Callable[[float, Fraction], float]
     size: int = 0
-    at_once: bool = False
+    factor: float = 0.0
     repeats: bool = False
+    start: int = 0
+    increment: int = 1
+
+    def next_size(self, size: float, now: TrainingState) -> float | None:
+        """The size after the clause, from the size before it; None before its moment."""
+        times = self.amount.times(now.samples, now.steps, now.epoch)
+        if self.start:  # 64 to 512 over 4M samples in steps of 64, which take equally long
+            difference = self.size - self.start
+            steps = math.floor(min(times, Fraction(1)) * (abs(difference) // self.increment))
+            return self.start + math.copysign(steps * self.increment, difference)
+        if times < 1:
+            return None
+        if not self.factor:  # 256 from 8M samples
+            return self.size
+        # x2 every 20 epochs, or x5 at 60 epochs
+        power = min(math.floor(times) if self.repeats else 1, math.log(_MAX_SIZE, self.factor))
+        return size * float(self.factor**power)
 
 
 @dataclass(frozen=True)
@@ -188,35 +203,18 @@ def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, str]:
 
 def _clause(text: str, groups: dict[str, str], amount: Amount) -> _Clause:
     if "factor" in groups:
-        factor, repeats = float(groups["factor"]), groups["when"] == "every"
+        factor = float(groups["factor"])
         if factor <= 1:
             raise SettingError(f"the factor {factor:g} must be above 1")
-        return _Clause(text, amount, partial(_multiply, factor, repeats), repeats=repeats)
+        return _Clause(text, amount, factor=factor, repeats=groups["when"] == "every")
     size = _size(groups["size"])
     if "start" not in groups:
-        return _Clause(text, amount, partial(_replace, size), size)
+        return _Clause(text, amount, size)
     start, increment = _size(groups["start"]), _size(groups.get("by", "1"))
     difference = abs(size - start)
     if difference % increment:
         raise SettingError(f"{difference} samples are no whole number of steps of {increment}")
-    return _Clause(text, amount, partial(_ramp, start, size, increment), size, at_once=True)
-
-
-def _replace(size: int, previous: float, times: Fraction) -> float:
-    """256 from 8M samples."""
-    return size
-
-
-def _multiply(factor: float, repeats: bool, previous: float, times: Fraction) -> float:
-    """x2 every 20 epochs, or x5 at 60 epochs."""
-    power = min(math.floor(times) if repeats else 1, math.log(_MAX_SIZE, factor))
-    return previous * float(factor**power)
-
-
-def _ramp(start: int, size: int, increment: int, previous: float, times: Fraction) -> float:
-    """64 to 512 over 4M samples in steps of 64, all of which take equally long."""
-    steps = math.floor(min(times, Fraction(1)) * (abs(size - start) // increment))
-    return start + math.copysign(steps * increment, size - start)
+    return _Clause(text, amount, size, start=start, increment=increment)
 
 
 def _size(text: str) -> int:

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, SmoothingWindow, WarmupLength
@@ -14,18 +14,6 @@ from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, re
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
-
-
-class ControllerState(TypedDict):
-    """The state that a controller resumes from."""
-
-    target_batch_size: int
-    lr_factor: float
-    samples: float
-    steps: int
-    average: dict[str, Any] | None
-    policy: Any
-    settings: dict[str, str]
 
 
 class Controller:
@@ -171,7 +159,7 @@ class Controller:
         """Everything that must be equal on all ranks, by name."""
         return {**self.state_dict(), "min_batch": self.min_batch, "max_batch": self.max_batch}
 
-    def state_dict(self) -> ControllerState:
+    def state_dict(self) -> dict[str, Any]:
         """The state for `load_state_dict`: numbers and text only."""
         return {
             "target_batch_size": self.decision.batch_size,
@@ -183,7 +171,7 @@ class Controller:
             "settings": dict(self._settings),
         }
 
-    def load_state_dict(self, state: ControllerState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state, with the policy, options and bounds of the constructor.
 
         One warning names the settings that had other values when the state was saved.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.setting_types import MOST_FACTOR, Coverage, In, checked
+from bigbatch.setting_types import MOST_FACTOR, Coverage, In
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 Decide = Callable[[GradientStatistics, TrainingState], Decision]
@@ -17,7 +17,6 @@ DeadBand = Annotated[float, In(f"[0, {MOST_FACTOR:g}]")]
 _MAX_X = 30.0  # of x = ln(1 + N signal / noise): beyond it signal or noise is negligible
 
 
-@checked
 @dataclass(frozen=True)
 class Hysteresis:
     """Decides whether a change of the batch size is held back.
@@ -29,8 +28,6 @@ class Hysteresis:
             batch were 1 + d times as large (small).
         confidence: coverage of an interval for x = ln(1 + N |mu|^2 / tr); a change is held unless
             the policy makes one in the same direction at both ends of the interval.
-    Raises:
-        SettingError: a value outside its range.
     """
 
     dead_band: DeadBand = 0.0

@@ -151,7 +151,7 @@ class ZeroScaling:
     def apply(self, source: GradientSource) -> AppliedGsnr:
         """Scales the gradients that the base optimizer has now: all, or one sub-group's."""
         moments = self._state.moments
-        for group in self._state.param_groups:
+        for group in self._state.base.param_groups:
             options = self._state.options(group, moments.weight, moments.micro_batches)
             layers = [
                 layer
