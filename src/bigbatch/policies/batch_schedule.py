@@ -153,8 +153,6 @@ _DECAY = "then decay"
 
 def _parse(text: str, tokens_per_sample: float | None) -> _Parsed:
     """Parses the text clause by clause."""
-    if not isinstance(text, str):
-        raise SettingError(f"schedule={text!r} must be a text")
     clauses = [" ".join(clause.split()) for clause in text.split(",")]
     decays = len(clauses) > 1 and clauses[-1].lower() == _DECAY
     parsed = _Parsed(0, [])

@@ -70,50 +70,23 @@ class BatchPlan:
         require_bounds(min_batch, max_batch)
         if micro is not None and micro > max_micro:
             raise SettingError(f"micro={micro} exceeds max_micro={max_micro}; raise max_micro")
-        target = clamp(batch_size, min_batch, max_batch)
+        target, bounds = clamp(batch_size, min_batch, max_batch), (min_batch, max_batch)
         lowest = max(min_accumulation, -(-min_micro_batches // ranks))
         if micro is None:
             lowest = max(lowest, -(-target // (ranks * max_micro)))
-            plan = cls._free_micro(target, ranks, max_micro, lowest, min_batch, max_batch)
+            for accumulation in range(lowest, max(lowest, (max_batch or target) // ranks) + 1):
+                chosen = _nearest_factor(target, ranks * accumulation, 1, max_micro, *bounds)
+                if chosen is not None:
+                    return cls(ranks, chosen, accumulation)
         else:
-            plan = cls._fixed_micro(target, ranks, micro, lowest, min_batch, max_batch)
-        if plan is None:
-            raise SettingError(
-                f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
-                f"into ranks={ranks} x at least {lowest} micro-batches of "
-                f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds"
-            )
-        return plan
-
-    @classmethod
-    def _free_micro(
-        cls,
-        target: int,
-        ranks: int,
-        max_micro: int,
-        lowest: int,
-        min_batch: int,
-        max_batch: int | None,
-    ) -> "BatchPlan | None":
-        highest = max(lowest, (max_batch or target) // ranks)
-        for accumulation in range(lowest, highest + 1):
-            quantum = ranks * accumulation
-            min_micro = max(1, -(-min_batch // quantum))
-            largest = min(max_micro, max_batch // quantum) if max_batch else max_micro
-            if min_micro <= largest:
-                micro = clamp(_rounded_quotient(target, quantum), min_micro, largest)
-                return cls(ranks, micro, accumulation)
-        return None
-
-    @classmethod
-    def _fixed_micro(
-        cls, target: int, ranks: int, micro: int, lowest: int, min_batch: int, max_batch: int | None
-    ) -> "BatchPlan | None":
-        quantum = ranks * micro
-        lowest = max(lowest, -(-min_batch // quantum))
-        highest = None if max_batch is None else max_batch // quantum
-        accumulation = clamp(_rounded_quotient(target, quantum), lowest, highest)
-        return cls(ranks, micro, accumulation) if accumulation >= lowest else None
+            chosen = _nearest_factor(target, ranks * micro, lowest, None, *bounds)
+            if chosen is not None:
+                return cls(ranks, micro, chosen)
+        raise SettingError(
+            f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
+            f"into ranks={ranks} x at least {lowest} micro-batches of "
+            f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds"
+        )
 
 
 def require_bounds(min_batch: int, max_batch: int | None) -> None:
@@ -130,6 +103,15 @@ def clamp(number: int, low: int, high: int | None) -> int:
     return number if high is None else min(number, high)
 
 
-def _rounded_quotient(number: int, divisor: int) -> int:
-    """number / divisor, rounded to the nearest whole number, halves down."""
-    return -((divisor - 2 * number) // (2 * divisor))
+def _nearest_factor(
+    target: int, quantum: int, low: int, high: int | None, min_batch: int, max_batch: int | None
+) -> int | None:
+    """The factor in [low, high] with quantum x factor nearest to the target, halves down.
+
+    None if no product of such a factor is within [min_batch, max_batch].
+    """
+    low = max(low, -(-min_batch // quantum))
+    if max_batch is not None:
+        high = clamp(max_batch // quantum, 0, high)
+    factor = clamp(-((quantum - 2 * target) // (2 * quantum)), low, high)
+    return factor if factor >= low else None
