@@ -108,8 +108,8 @@ def apply_gsnr(
         layers=[layer.arrays for layer in layers],
         layer_values=[(layer.correction, 0.0) for layer in layers],
         group_values=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],
-        first=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
-        second=lambda i, sums: _scale(o, layers[i], sums),
+        first_pass=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
+        second_pass=lambda i, sums: _scale(o, layers[i], sums),
         watch=o.watch,
     ).run(fused=o.fused, all_reduce=all_reduce)
 

@@ -142,9 +142,10 @@ class Shard:
             chunk.gather(self._average[shard_slice], flat[chunk.start : chunk.stop])()
         for parameter, start in self._offsets:
             if parameter in self._steps:
-                whole = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
-                flattened(whole, parameter.stride()).copy_(flat[start : start + whole.numel()])
-                momentum[parameter] = whole, self._steps[parameter]
+                average = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
+                values = flat[start : start + average.numel()]
+                flattened(average, parameter.stride()).copy_(values)
+                momentum[parameter] = average, self._steps[parameter]
 
 
 class Bucket:
@@ -186,8 +187,8 @@ class Bucket:
         """Begins to gather the scaled gradients of all shards in the buffer."""
         scaled = scaled.to(self._buffer.dtype)
         for chunk, shard_slice in zip(self.shard.chunks, self.shard.chunk_slices, strict=True):
-            whole = self._buffer[chunk.start : chunk.stop]
-            self._gathering.append(chunk.gather(scaled[shard_slice], whole))
+            out = self._buffer[chunk.start : chunk.stop]
+            self._gathering.append(chunk.gather(scaled[shard_slice], out))
         self.scaled = True
 
     def finish(self) -> None:

@@ -50,10 +50,10 @@ class Chunk:
         self._sizes: list[list[int]] = []  # elements of each rank, by level
         for level in levels:
             length = self.shard.stop - self.shard.start
-            most = -(-length // len(level.members))
-            sizes = [max(0, min(most, length - i * most)) for i in range(len(level.members))]
-            first = self.shard.start + sum(sizes[: level.rank])
-            self.shard = slice(first, first + sizes[level.rank])
+            size = -(-length // len(level.members))
+            sizes = [max(0, min(size, length - i * size)) for i in range(len(level.members))]
+            offset = self.shard.start + sum(sizes[: level.rank])
+            self.shard = slice(offset, offset + sizes[level.rank])
             self._sizes.append(sizes)
 
     def scatter(self, values: Tensor, level: int) -> Callable[[], Tensor]:
@@ -79,26 +79,26 @@ class Chunk:
 
         return wait
 
-    def gather(self, shard: Tensor, whole: Tensor) -> Callable[[], None]:
-        """Begins to write all ranks' shards to `whole`; returns a function that waits for them."""
+    def gather(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begins to write all ranks' shards to `out`; returns a function that waits for them."""
         for level in range(len(self._levels) - 1, 0, -1):
-            out = shard.new_empty(sum(self._sizes[level]))
-            self._gather(level, shard, out)()
-            shard = out
-        return self._gather(0, shard, whole)
+            larger_shard = shard.new_empty(sum(self._sizes[level]))
+            self._gather(level, shard, larger_shard)()
+            shard = larger_shard
+        return self._gather(0, shard, out)
 
-    def _gather(self, level: int, shard: Tensor, whole: Tensor) -> Callable[[], None]:
+    def _gather(self, level: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
         size, ranks = max(self._sizes[level]), len(self._levels[level].members)
-        is_even = size * ranks == whole.numel()
-        out = whole if is_even else whole.new_empty(size * ranks)
+        is_even = size * ranks == out.numel()
+        padded = out if is_even else out.new_empty(size * ranks)
         if len(shard) < size:
             shard = torch.cat([shard, shard.new_zeros(size - len(shard))])
-        work = _all_gather(out, shard, group=self._levels[level].group, async_op=True)
+        work = _all_gather(padded, shard, group=self._levels[level].group, async_op=True)
 
         def wait() -> None:
             work.wait()
             if not is_even:
-                whole.copy_(out[: whole.numel()])
+                out.copy_(padded[: out.numel()])
 
         return wait
 
@@ -117,7 +117,7 @@ def levels_of(group: dist.ProcessGroup, node_group: dist.ProcessGroup | None) ->
                 "attach(node_group=), a process group of the ranks of this node",
                 stacklevel=4,
             )
-        return [Level(group, rank, [[each] for each in range(ranks)])]
+        return [Level(group, rank, [[member] for member in range(ranks)])]
     group_ranks = {world: i for i, world in enumerate(dist.get_process_group_ranks(group))}
     node_of_rank: list[Any] = [None] * ranks
     dist.all_gather_object(node_of_rank, dist.get_process_group_ranks(node_group), group=group)
@@ -150,11 +150,11 @@ def new_group(group: dist.ProcessGroup, parts: list[list[int]], backend: str) ->
     is in, so that number must be equal on all ranks of the part.
     """
     is_subset = dist.get_world_size(group) < dist.get_world_size()
-    own: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for part in parts:
         is_member = dist.get_rank() in part
         if is_member or not is_subset:
             new = dist.new_group(part, backend=backend, use_local_synchronization=is_subset)
-            own = new if is_member else own
-    assert own is not None
-    return own
+            own_group = new if is_member else own_group
+    assert own_group is not None
+    return own_group

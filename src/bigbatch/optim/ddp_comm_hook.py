@@ -189,8 +189,8 @@ class DDPCommHook(ReducedShards):
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a parameter this rank has."""
         slices = [span.parameter_slice for _, span in self._spans.get(parameter, ())]
-        places = places_in_memory(count, parameter.shape, parameter.stride())
-        return indices_in_runs(places, [(s.start, s.stop - s.start) for s in slices])
+        positions = places_in_memory(count, parameter.shape, parameter.stride())
+        return indices_in_runs(positions, [(s.start, s.stop - s.start) for s in slices])
 
     def scaled(self, factor: float | Tensor) -> None:
         """Rescales the norms after the gradients were multiplied by a factor."""

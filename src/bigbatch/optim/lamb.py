@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from bigbatch.gradients.dtypes import full
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.gsnr_options import Betas, Rate
-from bigbatch.optim.trust_ratio import Parameters, ParameterShard, TrustRatioOptimizer
+from bigbatch.optim.trust_ratio import ParameterShard, TrustRatioOptimizer
 from bigbatch.optim.two_pass import TwoPass
 from bigbatch.setting_types import NotNegative, Positive, checked
 
@@ -44,7 +45,7 @@ class LAMB(TrustRatioOptimizer):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: Positive = 1e-6,
@@ -100,6 +101,6 @@ class LAMB(TrustRatioOptimizer):
             layers,
             layer_values=corrections,
             group_values=[lr, decay, sign, adapts, beta1, beta2, eps],
-            first=moments,
-            second=step,
+            first_pass=moments,
+            second_pass=step,
         )

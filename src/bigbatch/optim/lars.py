@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from bigbatch.errors import SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.gsnr_options import Rate
-from bigbatch.optim.trust_ratio import Parameters, ParameterShard, TrustRatioOptimizer
+from bigbatch.optim.trust_ratio import ParameterShard, TrustRatioOptimizer
 from bigbatch.optim.two_pass import TwoPass
 from bigbatch.setting_types import NotNegative, Positive, Share, checked
 
@@ -44,7 +45,7 @@ class LARS(TrustRatioOptimizer):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 0.1,
         momentum: Share = 0.9,
         weight_decay: NotNegative = 0.0,
@@ -97,6 +98,6 @@ class LARS(TrustRatioOptimizer):
             layers,
             layer_values=[(0.0, 0.0)] * len(layers),
             group_values=[lr, decay, sign, adapts, momentum, trust, nesterov],
-            first=lambda i: torch.stack([functional.squares(x) for x in layers[i][:2]]),
-            second=step,
+            first_pass=lambda i: torch.stack([functional.squares(x) for x in layers[i][:2]]),
+            second_pass=step,
         )

@@ -63,7 +63,7 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
     """A tensor sharded like a parameter, from this rank's shard of it."""
     if not is_sharded(parameter):
         return shard
-    whole: Tensor = type(parameter).from_local(
+    tensor: Tensor = type(parameter).from_local(
         shard,
         parameter.device_mesh,
         parameter.placements,
@@ -71,7 +71,7 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return whole
+    return tensor
 
 
 def all_reduce_of(parameters: list[Any]) -> AllReduce | None:

@@ -1,14 +1,14 @@
 """The common part of LARS and LAMB: a rate for each layer, from two norms over the whole layer."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.dtypes import FULL
@@ -16,11 +16,8 @@ from bigbatch.optim.gsnr_options import require_kinds, require_unique
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
 
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-
-@dataclass(frozen=True)
-class ParameterShard:
+class ParameterShard(NamedTuple):
     """This process's shard of a layer in one step.
 
     Args:
@@ -62,7 +59,7 @@ class TrustRatioOptimizer(Optimizer):
     _state_names: tuple[str, ...]  # of the state that has the parameter's shape
     partition: ShardedParameters | None = None  # set by an engine whose parameters are not layers
 
-    def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         require_kernels(defaults["fused"])
         super().__init__(params, defaults)
 

@@ -24,8 +24,8 @@ class TwoPass:
         layers: the arrays of each layer, in the kernel's order.
         layer_values: two numbers for each layer.
         group_values: the numbers that all layers share.
-        first: returns the sums of a layer, (2,); None for a rule without sums.
-        second: updates a layer with its sums; may return statistics, (5,).
+        first_pass: returns the sums of a layer, (2,); None for a rule without sums.
+        second_pass: updates a layer with its sums; may return statistics, (5,).
         watch: whether kernels return statistics.
     """
 
@@ -33,8 +33,8 @@ class TwoPass:
     layers: Sequence[native.Layer]
     layer_values: Sequence[tuple[float, float]]
     group_values: Sequence[float]
-    first: Callable[[int], Tensor] | None
-    second: Callable[[int, Tensor], Tensor | None]
+    first_pass: Callable[[int], Tensor] | None
+    second_pass: Callable[[int, Tensor], Tensor | None]
     watch: bool = False
 
     def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
@@ -51,26 +51,25 @@ class TwoPass:
         by_kernel = [i for i, fit in enumerate(fits) if fit]
         by_torch = [i for i, fit in enumerate(fits) if not fit]
         sums, rows = self._zeros(2), self._zeros(5)
-        if self.first is not None:
+        if self.first_pass is not None:
             if by_kernel and all_reduce is not None:
                 sums[by_kernel], _ = self._kernel(by_kernel, native.Passes.FIRST)
             for i in by_torch:
-                sums[i] = self.first(i)
+                sums[i] = self.first_pass(i)
             if all_reduce is not None:
                 all_reduce(sums)
         if by_kernel:
-            both = self.first is not None and all_reduce is None
+            both = self.first_pass is not None and all_reduce is None
             passes = native.Passes.BOTH if both else native.Passes.SECOND
             _, rows[by_kernel] = self._kernel(by_kernel, passes, None if both else sums[by_kernel])
         for i in by_torch:
-            row = self.second(i, sums[i])
+            row = self.second_pass(i, sums[i])
             if row is not None:
                 rows[i] = row
         return rows
 
     def _zeros(self, columns: int) -> Tensor:
-        first = self.layers[0][0] if self.layers else None
-        device = torch.device("cpu") if first is None else first.device
+        device = self.layers[0][0].device if self.layers else torch.device("cpu")
         return torch.zeros(len(self.layers), columns, dtype=wide(device), device=device)
 
     def _kernel(

@@ -3,12 +3,12 @@
 from typing import Any, Unpack
 
 from torch.optim import SGD, Adam
+from torch.optim.optimizer import ParamsT
 
 from bigbatch.optim.fused_step import can_fuse
 from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
-from bigbatch.optim.trust_ratio import Parameters
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
 
@@ -49,7 +49,7 @@ class VRSGD(_Fusing):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         momentum: Share = 0.0,
         dampening: Number = 0.0,
@@ -100,7 +100,7 @@ class VRAdam(_Fusing):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: NotNegative = 1e-8,
@@ -141,7 +141,7 @@ class VRLARS(VarianceReduced):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 0.1,
         momentum: Share = 0.9,
         weight_decay: NotNegative = 0.0,
@@ -184,7 +184,7 @@ class VRLAMB(VarianceReduced):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: Positive = 1e-6,

@@ -75,13 +75,13 @@ class BatchPlan:
         if micro is None:
             lowest = max(lowest, -(-target // (ranks * max_micro)))
             for accumulation in range(lowest, max(lowest, (max_batch or target) // ranks) + 1):
-                chosen = _nearest_factor(target, ranks * accumulation, 1, max_micro, *bounds)
-                if chosen is not None:
-                    return cls(ranks, chosen, accumulation)
+                factor = _nearest_factor(target, ranks * accumulation, 1, max_micro, *bounds)
+                if factor is not None:
+                    return cls(ranks, factor, accumulation)
         else:
-            chosen = _nearest_factor(target, ranks * micro, lowest, None, *bounds)
-            if chosen is not None:
-                return cls(ranks, micro, chosen)
+            factor = _nearest_factor(target, ranks * micro, lowest, None, *bounds)
+            if factor is not None:
+                return cls(ranks, micro, factor)
         raise SettingError(
             f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
             f"into ranks={ranks} x at least {lowest} micro-batches of "

@@ -75,7 +75,7 @@ class PlanConstraints:
                 f"{samples} samples of an epoch are too few for {self.ranks} (virtual) ranks"
             )
         min_batch, is_new = controller.min_batch, controller.decision.reason == "start"
-        first = controller.first_batch_size if is_new else controller.decision.batch_size
+        start = controller.first_batch_size if is_new else controller.decision.batch_size
         if samples is not None and min_batch > samples:
             raise SettingError(f"min_batch={min_batch} exceeds the {samples} samples of an epoch")
         controller.limit(max_batch=samples)
@@ -87,9 +87,9 @@ class PlanConstraints:
                 stacklevel=4,
             )
         controller.limit(min_batch=smallest)
-        if controller.decision.batch_size != first:
+        if controller.decision.batch_size != start:
             warnings.warn(
-                f"batch_size={first} is out of bounds; min_batch={controller.min_batch} and "
+                f"batch_size={start} is out of bounds; min_batch={controller.min_batch} and "
                 f"max_batch={controller.max_batch} hold, so training starts with "
                 f"{controller.decision.batch_size}",
                 stacklevel=4,
