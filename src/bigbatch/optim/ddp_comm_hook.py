@@ -25,6 +25,14 @@ from bigbatch.statistics.norms import flattened
 Groups = Literal["all", "ranks"]
 
 _EPS = 1e-6  # that of torch's clipping
+_FAULTS = (  # of which one on any rank refuses a step
+    "the optimizer that was attached to this DDP model is gone; wrap the model again",
+    "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give every rank "
+    "as many steps, as bigbatch.Batches does",
+    "gradients were reduced twice in a step, and are r g since the first time; run every backward "
+    "of a step but the last under ddp.no_sync() (static_graph=True must reduce its very first one: "
+    "let the first step have one backward)",
+)
 
 
 class DDPCommHook(ReducedShards):
@@ -245,38 +253,22 @@ class DDPCommHook(ReducedShards):
         ddp, state = self._ddp(), self._live_state
         joins = ddp is not None and bool(ddp._join_config.enable)
         is_repeated = self._pipeline is not None or bool(self._refusal)
-        message = [*self._count_and_weight, is_repeated, joins, state is None]
+        message = [*self._count_and_weight, state is None, joins, is_repeated]
         row = torch.tensor(message, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(self.ranks)]
         dist.all_gather(rows, row, group=self._host_group)
         counts, weights, *faults = torch.stack(rows).T.tolist()
         k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
-        self._pipeline, self._refusal = None, self._refusal_reason(k, *map(any, faults))
+        reasons = [text for text, on_ranks in zip(_FAULTS, faults, strict=True) if any(on_ranks)]
+        if k < 2:
+            groups = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
+            reasons.append(f"{k} {groups} in a step: r needs at least 2 (8 are better)")
+        self._pipeline, self._refusal = None, next(iter(reasons), "")
         if state is not None and not self._refusal:
             sends_m2 = not self.by_ranks and max(counts) > 1
             self._pipeline = BucketPipeline(
                 state, self._group, weights, k, sends_m2, self._m2_dtype
             )
-
-    def _refusal_reason(self, k: int, is_repeated: bool, joins: bool, is_released: bool) -> str:
-        """Why the reduction is impossible; empty if it is possible."""
-        if is_released:
-            return "the optimizer that was attached to this DDP model is gone; wrap the model again"
-        if joins:
-            return (
-                "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give "
-                "every rank as many steps, as bigbatch.Batches does"
-            )
-        if is_repeated:
-            return (
-                "gradients were reduced twice in a step, and are r g since the first time; run "
-                "every backward of a step but the last under ddp.no_sync() (static_graph=True must "
-                "reduce its very first one: let the first step have one backward)"
-            )
-        if k < 2:
-            groups = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
-            return f"{k} {groups} in a step: r needs at least 2 (8 are better)"
-        return ""
 
     def _shard_of(self, bucket: Any) -> Shard:
         """This rank's shard of a bucket; if DDP has rebuilt its buckets, p moves to new shards."""

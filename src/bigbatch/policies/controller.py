@@ -194,9 +194,7 @@ class Controller:
 
     def _decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         decision, present = self._ask_policy(statistics, now), now.target_batch_size
-        hold_reason = self._hysteresis.hold_reason(
-            self._ask_policy, decision.batch_size, statistics, now
-        )
+        hold_reason = self._hysteresis.hold_reason(self._ask_policy, decision, statistics, now)
         if hold_reason is not None:
             reason = f"{decision.reason}; held: {hold_reason}"
             return replace(decision, batch_size=present, reason=reason)

@@ -34,10 +34,10 @@ class Hysteresis:
     confidence: Coverage | None = None
 
     def hold_reason(
-        self, decide: Decide, batch_size: int, statistics: GradientStatistics, now: TrainingState
+        self, decide: Decide, decision: Decision, statistics: GradientStatistics, now: TrainingState
     ) -> str | None:
-        """Why a decision for `batch_size` is held back; None if it is followed."""
-        direction = _sign(batch_size - now.target_batch_size)
+        """Why a decision is held back; None if it is followed."""
+        direction = _direction(decision, now)
         if (
             not direction
             or not (self.dead_band or self.confidence)
@@ -45,12 +45,13 @@ class Hysteresis:
         ):
             return None
         if self.dead_band:
-            shifted = self._shifted(direction, statistics, now)
-            if _direction(decide, *shifted) != direction:
+            shifted_statistics, shifted_now = self._shifted(direction, statistics, now)
+            shifted = decide(shifted_statistics, shifted_now)
+            if _direction(shifted, shifted_now) != direction:
                 return f"inside the dead band of {self.dead_band:g}"
         interval = statistics.interval if self.confidence else None
         ends = (interval.low, interval.high) if interval else ()
-        if any(_direction(decide, _with_x(x, statistics), now) != direction for x in ends):
+        if any(_direction(decide(_with_x(x, statistics), now), now) != direction for x in ends):
             return f"not sure at {self.confidence:g}"
         return None
 
@@ -97,9 +98,10 @@ def _depends_on_noise(decide: Decide, statistics: GradientStatistics, now: Train
     return len({decide(case, now).batch_size for case in cases}) > 1
 
 
-def _direction(decide: Decide, statistics: GradientStatistics, now: TrainingState) -> int:
-    """Whether the policy would grow (+1), shrink (-1) or keep (0) the batch."""
-    return _sign(decide(statistics, now).batch_size - now.target_batch_size)
+def _direction(decision: Decision, now: TrainingState) -> int:
+    """Whether a decision grows (+1), shrinks (-1) or keeps (0) the batch."""
+    change = decision.batch_size - now.target_batch_size
+    return (change > 0) - (change < 0)
 
 
 def _with_x(x: float, statistics: GradientStatistics) -> GradientStatistics:
@@ -109,7 +111,3 @@ def _with_x(x: float, statistics: GradientStatistics) -> GradientStatistics:
     return replace(
         statistics, grad_sqnorm=noise * math.expm1(x) / statistics.samples, grad_variance=noise
     )
-
-
-def _sign(difference: int) -> int:
-    return (difference > 0) - (difference < 0)
