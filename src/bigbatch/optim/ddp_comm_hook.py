@@ -86,7 +86,7 @@ class DDPCommHook(ReducedShards):
             GradientError: the current step is not reduced yet.
         """
         all_squares = self._require_done("grad_norm").squares
-        parameters = set(self._parameters())
+        parameters = set(self._state.parameters())
         squares = [square for p, square in all_squares.items() if p in parameters]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
@@ -102,7 +102,7 @@ class DDPCommHook(ReducedShards):
         norm = self.grad_norm
         if scaler is not None:
             norm = norm / scaler.scale(torch.ones_like(norm))
-        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        grads = [p.grad for p in self._state.parameters() if p.grad is not None]
         factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
         with torch.no_grad():
             torch._foreach_mul_(grads, factor)
@@ -304,9 +304,6 @@ class DDPCommHook(ReducedShards):
     def _state(self) -> GsnrState:
         assert self._live_state is not None  # else the step is refused
         return self._live_state
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._state.base.param_groups for p in group["params"]]
 
 
 def require_attachable(

@@ -1,6 +1,7 @@
 """Moments, momentum and options of a variance-reduced optimizer: what scaling a gradient needs."""
 
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,6 +37,19 @@ class GsnrState:
         self.momentum = GsnrMomentum()
         self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
         self.warnings = GsnrWarnings()
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in the order of the state dict."""
+        return [parameter for group in self.base.param_groups for parameter in group["params"]]
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters with their names, or with their numbers if the groups have no names."""
+        named = [
+            pair
+            for group in self.base.param_groups
+            for pair in zip(group.get("param_names", repeat("")), group["params"], strict=False)
+        ]
+        return [(name or str(number), p) for number, (name, p) in enumerate(named)]
 
     def options(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
         """The options of a group, in a step of k micro-batches of this total weight."""

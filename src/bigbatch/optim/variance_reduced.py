@@ -2,12 +2,10 @@
 
 import weakref
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -263,7 +261,7 @@ class VarianceReduced(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if all(parameter.grad is None for parameter in self._parameters()):
+            if all(parameter.grad is None for parameter in self.gsnr_state.parameters()):
                 self._source.restart()
                 return loss
         attached = self.attached
@@ -290,9 +288,10 @@ class VarianceReduced(Optimizer):
 
     def _report(self, applied: AppliedGsnr) -> None:
         """Warns of doubtful values of r, and records what r did to each layer."""
-        self.gsnr_state.warnings.warn(applied, self._named_parameters)
-        if self.gsnr_state.watch:
-            named = [(name, p) for name, p in self._named_parameters() if p in applied.layers]
+        state = self.gsnr_state
+        state.warnings.warn(applied, state.named_parameters)
+        if state.watch:
+            named = [(name, p) for name, p in state.named_parameters() if p in applied.layers]
             rows = [applied.layers[p] for _, p in named]
             self.gsnr = LayerGsnr(
                 [name for name, _ in named],
@@ -341,7 +340,7 @@ class VarianceReduced(Optimizer):
             index: dict(state) if isinstance(state, dict) else state  # some have counters
             for index, state in packed["state"].items()
         }
-        self.gsnr_state.momentum.add_to(packed, self._parameters())
+        self.gsnr_state.momentum.add_to(packed, self.gsnr_state.parameters())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed
         return packed
@@ -356,7 +355,7 @@ class VarianceReduced(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         momentum = GsnrMomentum()
-        base_state = momentum.load_from(state_dict, self._parameters())
+        base_state = momentum.load_from(state_dict, self.gsnr_state.parameters())
         options = [{name: g[name] for name in self._group_defaults} for g in self.param_groups]
         self.base.load_state_dict(base_state)
         for group, defaults in zip(self.base.param_groups, options, strict=True):
@@ -373,19 +372,6 @@ class VarianceReduced(Optimizer):
             self.attached.require_consolidated()
 
     # groups
-
-    def _parameters(self) -> list[Tensor]:
-        """The parameters of all groups, in the order of the state dict."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters with their names, or with their numbers if the groups have no names."""
-        named = [
-            pair
-            for group in self.param_groups
-            for pair in zip(group.get("param_names", repeat("")), group["params"], strict=False)
-        ]
-        return [(name or str(number), p) for number, (name, p) in enumerate(named)]
 
     def _prepare_group(self, group: dict[str, Any]) -> None:
         for name, default in self._group_defaults.items():
