@@ -27,7 +27,7 @@ class Level:
     Args:
         group: the process group.
         rank: the rank of this process in the group.
-        members: for each rank of the group, the global ranks whose sum it contributes.
+        members: for each rank of the group, the ranks of the DDP group whose sum it contributes.
     """
 
     group: dist.ProcessGroup

@@ -69,8 +69,8 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
                 state = _base_part(state)
             base_states[key] = state
         for group in groups:
-            saved_keys = [(key, by_key[key]) for key in group["params"] if base_states.get(key)]
-            missing = [key for key, parameter in saved_keys if parameter not in self]
+            with_state = [(key, by_key[key]) for key in group["params"] if base_states.get(key)]
+            missing = [key for key, parameter in with_state if parameter not in self]
             if group.get("beta3") is not None and group["vr"] and missing:
                 raise StateError(
                     f"the state of {len(missing)} parameters, {missing[0]!r} the first, was saved "
@@ -79,7 +79,7 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
                     "gives"
                 )
             if group.get("fused"):  # torch's fused steps write past the end of a smaller state
-                for key, parameter in saved_keys:
+                for key, parameter in with_state:
                     _require_shape(base_states[key], parameter)
         non_empty = {k: state for k, state in base_states.items() if state or k not in by_key}
         return {**state_dict, "state": non_empty}
