@@ -142,7 +142,7 @@ def sums_kept(rank, ranks, asked):
     quiet()
     training = Training(DIGITS, asked)
     next(training.engine.steps(training.loss))
-    moments = training.optimizer.moments
+    moments = training.optimizer.gsnr_state.moments
     watched = [p for p in training.model.parameters() if moments.reached(p)]
     return len(watched), sum(moments.seen(p)[1] is not None for p in watched)
 

@@ -1,4 +1,4 @@
-"""The optimizers that tests on ranks step, and how far two lists of weights are apart."""
+"""The optimizers of the tests on ranks, and the distance of two lists of weights."""
 
 from functools import partial
 
@@ -13,8 +13,8 @@ MAKE = {
     "VRAdam": partial(VRAdam, lr=0.01, weight_decay=0.01),
     "VRLARS": partial(VRLARS, lr=1.0, trust_coefficient=0.02, weight_decay=0.01),
     "VRLAMB": partial(VRLAMB, lr=0.01),
-    "VarianceReduced(AdamW)": lambda parameters, **own: VarianceReduced(
-        AdamW(parameters, lr=0.01, fused=True), **own
+    "VarianceReduced(AdamW)": lambda parameters, **options: VarianceReduced(
+        AdamW(parameters, lr=0.01, fused=True), **options
     ),
     "LARS": partial(LARS, lr=1.0, trust_coefficient=0.02, weight_decay=0.01),
     "LAMB": partial(LAMB, lr=0.01),
@@ -24,7 +24,7 @@ VR = [name for name in MAKE if name.startswith("V")]
 
 
 def difference(expected, actual):
-    """Largest difference of any element over the largest element of its tensor; nan stays nan."""
+    """Largest relative difference of an element to the largest of its tensor; nan if any is nan."""
     errors = [
         ((b.double() - a.double()).abs().max() / a.double().abs().max()).item()
         for a, b in zip(expected, actual, strict=True)

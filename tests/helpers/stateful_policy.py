@@ -1,14 +1,14 @@
-"""A policy that remembers something."""
+"""A policy with a state to save."""
 
 import bigbatch as bb
 
 
 class Patient:
-    """Grows the batch after every second decision, which it counts."""
+    """Counts its decisions, and grows the batch after every second one."""
 
     decisions = 0
 
-    def decide(self, noise, now):
+    def decide(self, statistics, now):
         self.decisions += 1
         return bb.Decision(8 * (1 + self.decisions // 2), "patient")
 

@@ -1,4 +1,4 @@
-"""Optimizers of somebody's own, as packages have them: schedule-free, Lookahead, written short."""
+"""Short versions of third-party optimizers: schedule-free and Lookahead."""
 
 from collections import OrderedDict, defaultdict
 
@@ -6,7 +6,7 @@ import torch
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Trains y, between z, which moves along the gradient, and x, the average to evaluate with."""
+    """Trains y, which is between z, the iterate of SGD, and x, the average for evaluation."""
 
     def __init__(self, parameters, lr=0.05, beta=0.9):
         super().__init__(parameters, {"lr": lr, "beta": beta, "training": False, "steps": 0})
@@ -46,9 +46,9 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Every other step, the middle between the slow weights and those of an optimizer inside.
+    """Averages the slow weights and those of an inner optimizer in every other step.
 
-    As timm and others have it, `Optimizer.__init__` is left out, and the state dict is another.
+    As in timm, `Optimizer.__init__` is not called, and the state dict has a form of its own.
     """
 
     def __init__(self, optimizer, hooks=OrderedDict):

@@ -189,7 +189,7 @@ def test_the_average_of_r_is_corrected_for_its_start_at_zero() -> None:
     average = torch.zeros(2, dtype=torch.float64)
     seen = [torch.tensor([1.0, 0.2]), torch.tensor([1.0, 0.8]), torch.tensor([1.0, 0.1])]
     for t, r in enumerate(seen, start=1):
-        hat = functional.averaged(average, r.double(), 0.9, 1 / (1 - 0.9**t))
+        hat = functional.update_average(average, r.double(), 0.9, 1 / (1 - 0.9**t))
     weights = [0.1 * 0.9**2, 0.1 * 0.9, 0.1]
     second = sum(w * float(r[1]) for w, r in zip(weights, seen, strict=True)) / sum(weights)
     assert pytest.approx([1.0, second]) == hat.tolist()
@@ -603,10 +603,10 @@ def test_the_passes_may_be_run_one_by_one() -> None:
     own = [1.25, 0.0] * 2
     group = [24.0, functional.agreement(torch.float32), 0, 7, 0.5, 2.0, 0.75]
     sums, summary = native.run(native.Rule.GSNR, whole, own, group, watch=True)
-    first, _ = native.run(native.Rule.GSNR, parts, own, group, passes=native.Which.FIRST)
+    first, _ = native.run(native.Rule.GSNR, parts, own, group, passes=native.Passes.FIRST)
     torch.testing.assert_close(first, sums, rtol=0, atol=0)
     _, seen = native.run(
-        native.Rule.GSNR, parts, own, group, passes=native.Which.SECOND, sums=first, watch=True
+        native.Rule.GSNR, parts, own, group, passes=native.Passes.SECOND, sums=first, watch=True
     )
     torch.testing.assert_close(seen, summary, rtol=0, atol=0)
     for a, b in zip(whole, parts, strict=True):
@@ -620,7 +620,7 @@ def test_the_first_pass_sums_the_live_ratios() -> None:
     m2 = torch.tensor([2.0, 4.0, 0.0, 0.0, 1.0])
     layer = (total, m2, torch.ones(5), None)
     group = [4.0, functional.agreement(torch.float32), 0, 3, 0.1, 10.0, 0.0]
-    sums, _ = native.run(native.Rule.GSNR, [layer], [1.0, 0.0], group, passes=native.Which.FIRST)
+    sums, _ = native.run(native.Rule.GSNR, [layer], [1.0, 0.0], group, passes=native.Passes.FIRST)
     assert [[2.0 + 4.0 + 0.0, 3.0]] == sums.tolist()
     assert torch.equal(torch.ones(5), layer[2])
 
@@ -680,7 +680,7 @@ LAYOUTS = {
 def test_scaling_goes_by_elements_however_they_lie(factor: str, layout: str, fused: bool) -> None:
     clip = clip_of(factor, "narrow")
     plain = random_layers([(3, 2, 4, 4)], averages=True)
-    arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0].arrays), plain[0].corrected)]
+    arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0].arrays), plain[0].correction)]
     assert arranged[0].total.stride() != plain[0].total.stride()
     expected = apply_gsnr(how(factor, clip, fused=False), plain)
     summary = apply_gsnr(how(factor, clip, fused=fused), arranged)
@@ -694,12 +694,9 @@ def test_scaling_goes_by_elements_however_they_lie(factor: str, layout: str, fus
 def test_the_sum_may_be_the_gradient_itself(factor: str, fused: bool) -> None:
     """As where `.grad` is the sum of the backwards: it is read before it is written."""
     clip = clip_of(factor, "narrow")
-    apart = random_layers(SHAPES, averages=True)
-    for layer in apart:
-        layer.gradient = layer.total.clone()
-    together = copied(apart, torch.float32)
-    for layer in together:
-        layer.total = layer.gradient
+    layers = random_layers(SHAPES, averages=True)
+    apart = [layer._replace(gradient=layer.total.clone()) for layer in layers]
+    together = [layer._replace(total=layer.gradient) for layer in copied(apart, torch.float32)]
     apply_gsnr(how(factor, clip, fused=fused), apart)
     apply_gsnr(how(factor, clip, fused=fused), together)
     for a, b in zip(apart, together, strict=True):
@@ -712,8 +709,8 @@ def test_the_sum_may_be_the_gradient_itself(factor: str, fused: bool) -> None:
 def test_half_gradients_are_multiplied_by_float32_factors(dtype: torch.dtype, fused: bool) -> None:
     (layer,) = random_layers([(40, 5)], averages=True)
     (exact,) = copied([layer], torch.float64)
-    layer.gradient = layer.gradient.to(dtype)
-    exact.gradient = layer.gradient.double()
+    layer = layer._replace(gradient=layer.gradient.to(dtype))
+    exact = exact._replace(gradient=layer.gradient.double())
     apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
     apply_gsnr(how("gsnr", (0.5, 2.0), fused=False), [exact])
     assert dtype == layer.gradient.dtype

@@ -244,7 +244,7 @@ def test_sparse_gradients_are_refused_before_anything_is_stepped(make):
     embedding, weight = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(2, 2))
     optimizer = make([weight, embedding.weight])
     (embedding(torch.tensor([1, 3])) @ weight).sum().backward()
-    with pytest.raises(GradientError, match="sparse_coo has no trust ratio"):
+    with pytest.raises(GradientError, match="not support gradients of layout torch"):
         optimizer.step()
     assert torch.equal(torch.ones(2, 2), weight)
     assert not optimizer.state

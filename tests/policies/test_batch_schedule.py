@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bigbatch import Controller, GradientStatistics, Schedule, TrainingState
 from bigbatch.errors import SettingError
-from bigbatch.policies.parse import policy_named
+from bigbatch.policies.parse import parse_policy
 
 NOISE = GradientStatistics(1.0, 576.0, samples=64, micro_batches=8)
 M = 1_000_000
@@ -246,7 +246,7 @@ def test_every_policy_of_the_pages_commands_is_one():
     commands = re.findall(r'--policy (?:"([^"]+)"|(\S+:\S+))', PAGE)
     assert len(commands) >= 4
     for quoted, bare in commands:
-        policy_named(quoted or bare)
+        parse_policy(quoted or bare)
 
 
 def test_the_pages_table_of_targets_is_the_formula():

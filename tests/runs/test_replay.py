@@ -4,7 +4,7 @@ import pytest
 
 from bigbatch import Controller, Fixed, GradientStatistics, NormTest, Schedule, SimiGrad
 from bigbatch.errors import RunError, SettingError
-from bigbatch.policies.parse import policy_named
+from bigbatch.policies.parse import parse_policy
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.replay import StepTime, Trace, replay
 from bigbatch.runs.run_directory import RunDirectory
@@ -260,7 +260,7 @@ def test_progress_uses_averages_since_one_step_is_often_without_signal(logged):
     ],
 )
 def test_a_text_names_a_policy(text, policy):
-    assert policy == policy_named(text)
+    assert policy == parse_policy(text)
 
 
 WRONG_POLICIES = [
@@ -283,7 +283,7 @@ WRONG_POLICIES = [
 @pytest.mark.parametrize(("text", "message"), WRONG_POLICIES)
 def test_a_text_that_names_no_policy_is_refused_with_what_is_allowed(text, message):
     with pytest.raises(SettingError) as refusal:
-        policy_named(text)
+        parse_policy(text)
     assert message in str(refusal.value)
 
 

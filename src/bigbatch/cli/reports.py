@@ -8,7 +8,7 @@ import typer
 from bigbatch.cli.options import parse_settings, with_settings
 from bigbatch.errors import SettingError
 from bigbatch.experiments.settings import CONTROLS
-from bigbatch.policies.parse import POLICIES, policy_named
+from bigbatch.policies.parse import POLICIES, parse_policy
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 from bigbatch.runs.html_report import write_report
@@ -81,7 +81,7 @@ def replay(
     Signal and noise are those of the log, whatever the batch size; see docs/policies.md.
     """
     options = parse_settings(texts)
-    policies = {text: policy_named(text) for text in policy}
+    policies = {text: parse_policy(text) for text in policy}
     if out is not None:
         require_writable(out, FIGURE_FORMATS)
     view = LiveView(plain_console())

@@ -125,4 +125,4 @@ class LRSchedule:
 def _amount(found: re.Match[str]) -> Amount | None:
     """That of a form, where it names one."""
     groups = found.groupdict()
-    return Amount.of_match(groups) if groups.get("unit") else None
+    return Amount.from_match(groups) if groups.get("unit") else None

@@ -18,7 +18,7 @@ from bigbatch.experiments.recipe import Batch, Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.train_run import autocast
 from bigbatch.experiments.validate import on_paper
-from bigbatch.optim import VarianceReduced
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 
 Shape = tuple[int, ...]
 
@@ -193,10 +193,10 @@ def _of_optimizer(
         for value in packed.get(number, {}).values()
         if isinstance(value, Tensor)
     )
-    if not isinstance(optimizer, VarianceReduced):
+    if (reader := micro_batch_optimizer(optimizer)) is None:
         return _Kept(state, [], (0, 0))
     m2 = [
-        (optimizer.moments.of(toys[name])[1].element_size(), trained[name].numel())
+        (reader.gsnr_state.moments.of(toys[name])[1].element_size(), trained[name].numel())
         for name in _with_vr(optimizer)
     ]
     return _Kept(state, m2, (first, later))
@@ -219,16 +219,17 @@ def _sums_after_a_step(
     if settings.clip or settings.precision == "float16":  # and its GradScaler: they write to .grad
         nn.utils.clip_grad_norm_(toys.values(), settings.clip or 1.0)
     optimizer.step()
-    if not isinstance(optimizer, VarianceReduced):
+    if (reader := micro_batch_optimizer(optimizer)) is None:
         return 0
+    moments = reader.gsnr_state.moments
     return sum(
-        optimizer.moments.of(toys[name])[0].element_size() * trained[name].numel()
+        moments.of(toys[name])[0].element_size() * trained[name].numel()
         for name in _with_vr(optimizer)
-        if optimizer.moments.seen(toys[name])[1] is not None
+        if moments.seen(toys[name])[1] is not None
     )
 
 
-def _with_vr(optimizer: VarianceReduced) -> list[str]:
+def _with_vr(optimizer: Optimizer) -> list[str]:
     """The names of what it scales."""
     groups = optimizer.param_groups
     return [name for group in groups if group["vr"] for name in group["param_names"]]

@@ -1,9 +1,9 @@
-/* Passes over float arrays that torch would make in several, so that memory is read once.
+/* Passes over float arrays that read memory once, where torch operations read it several times.
  *
- * Plain C11, loaded by native.py; the reference are the pure functions of optim/functional.py and the
- * torch operations of statistics/second_moment.py. A list of layers is one call, shared by threads that live
- * as long as it. Sums are kept in double: the number of threads changes their last
- * bits only.
+ * Plain C11, loaded by native.py. The reference are the pure functions of optim/functional.py and
+ * the torch operations of statistics/second_moment.py. One call does a list of layers, with threads
+ * that live as long as the call. Sums are kept in double, so the number of threads changes only
+ * their last bits.
  */
 #include <math.h>
 #include <pthread.h>
@@ -13,7 +13,7 @@
 
 _Static_assert(sizeof(void *) == 8, "native.py passes addresses of 8 bytes");
 
-/* One binary for every x86: the loader takes the widest registers that the machine has. */
+/* One binary for every x86: the loader chooses the widest registers of the machine. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -23,10 +23,10 @@ _Static_assert(sizeof(void *) == 8, "native.py passes addresses of 8 bytes");
 
 enum {
     BLOCK = 4096,     /* elements whose sums are kept in float */
-    SHARED = 1 << 18, /* a layer of more elements is shared by all threads */
-    MOST = 256,       /* threads */
-    SUMS = 2,         /* what a first pass leaves for the second, a layer and thread */
-    SEEN = 5,         /* what GSNR scaling reports, a layer and thread */
+    SHARED = 1 << 18, /* all threads share a layer of more elements */
+    MAX_THREADS = 256,
+    SUMS = 2,         /* sums of the first pass for the second, per layer and thread */
+    STATS = 5,        /* statistics of GSNR scaling, per layer and thread */
 };
 
 /* ---- threads ------------------------------------------------------------------------------- */
@@ -36,7 +36,7 @@ typedef struct {
     Work *work;
     void *job;
     int id;
-    atomic_int *threads; /* 0 until all that could be had are there */
+    atomic_int *threads; /* 0 until all have started */
 } Worker;
 
 static void *start(void *argument) {
@@ -47,18 +47,18 @@ static void *start(void *argument) {
     return NULL;
 }
 
-static void share(Work *work, void *job, int wanted) {
-    Worker workers[MOST];
-    pthread_t handles[MOST];
+static void run_threads(Work *work, void *job, int max_threads) {
+    Worker workers[MAX_THREADS];
+    pthread_t handles[MAX_THREADS];
     atomic_int threads = 0;
-    int there = 1;
-    for (; there < wanted && there < MOST; there++) {
-        workers[there] = (Worker){work, job, there, &threads};
-        if (pthread_create(&handles[there], NULL, start, &workers[there])) break;
+    int started = 1;
+    for (; started < max_threads && started < MAX_THREADS; started++) {
+        workers[started] = (Worker){work, job, started, &threads};
+        if (pthread_create(&handles[started], NULL, start, &workers[started])) break;
     }
-    atomic_store(&threads, there);
-    work(job, 0, there);
-    for (int id = 1; id < there; id++) pthread_join(handles[id], NULL);
+    atomic_store(&threads, started);
+    work(job, 0, started);
+    for (int id = 1; id < started; id++) pthread_join(handles[id], NULL);
 }
 
 typedef struct {
@@ -70,7 +70,7 @@ static Slice slice(int64_t n, int id, int threads) {
     return (Slice){from < n ? from : n, to < n ? to : n};
 }
 
-/* ---- layers: one or two passes over each, the second knowing the sums of the first ---------- */
+/* ---- layers: one or two passes over each, the second with the sums of the first ------------- */
 
 typedef struct {
     float *a, *b, *c, *d;
@@ -82,10 +82,10 @@ struct Job {
     const Layer *layers;
     const int64_t *lengths; /* elements of each layer */
     int64_t count;
-    const double *own;   /* two numbers of each layer */
-    const double *group; /* what holds for all */
-    double *sums;        /* [thread][layer][SUMS], zero at first */
-    double *seen;        /* [thread][layer][SEEN], zero at first; or NULL */
+    const double *layer_values; /* two numbers for each layer */
+    const double *group_values; /* the numbers that all layers share */
+    double *sums;         /* [thread][layer][SUMS], zero at first */
+    double *stats;        /* [thread][layer][STATS], zero at first; or NULL */
     Pass *first, *second; /* either may be NULL */
     int threads;
     atomic_llong arrived, next;
@@ -101,18 +101,18 @@ static double total(const Job *job, int64_t layer, int which) {
     return sum;
 }
 
-static void meet(Job *job, int threads) {
+static void barrier(Job *job, int threads) {
     long long turn = atomic_fetch_add(&job->arrived, 1) / threads;
     while (atomic_load(&job->arrived) < (turn + 1) * threads) sched_yield();
 }
 
-static void over_layers(void *argument, int id, int threads) {
+static void run_layers(void *argument, int id, int threads) {
     Job *job = argument;
     for (int64_t l = 0; threads > 1 && l < job->count; l++) {
         if (job->lengths[l] <= SHARED) continue;
         Slice part = slice(job->lengths[l], id, threads);
         if (job->first) job->first(job, l, id, part);
-        if (job->first && job->second) meet(job, threads);
+        if (job->first && job->second) barrier(job, threads);
         if (job->second) job->second(job, l, id, part);
     }
     for (int64_t l; (l = atomic_fetch_add(&job->next, 1)) < job->count;) {
@@ -156,25 +156,26 @@ static void welford_work(void *job, int id, int threads) {
     welford_part(w, slice(w->n, id, threads));
 }
 
-/* m2 += weight (gradient - mean_of sum)^2;  where asked for, sum += gradient */
+/* m2 += weight (gradient - mean_of sum)^2;  sum += gradient, if sums */
 void welford(const float *gradient, float *sum, float *m2, int64_t n, double mean_of,
              double weight, int sums, int threads) {
     Welford job = {gradient, sum, m2, n, (float)mean_of, (float)weight, sums};
-    share(welford_work, &job, threads);
+    run_threads(welford_work, &job, threads);
 }
 
-/* ---- gsnr: gradient times r, or times the average of r ---------------------------------------- */
+/* ---- gsnr: gradient times r, or times the average of r -------------------------------------- */
 
-/* layers: sum, m2, gradient, average (NULL for none); own: 1 / (1 - beta3^t) */
+/* layers: sum, m2, gradient, average (NULL for none); layer_values: 1 / (1 - beta3^t) */
 enum { WEIGHT, LIMIT, RULE, SCALE, GAMMA, R_MAX, BETA3 };
 enum { GSNR, SHRINKAGE, POSITIVE_PART };
 
-/* in this order no square over- or underflows before m2 does */
+/* in this order no square overflows or underflows before m2 does */
 INLINE float ratio(float s, float m2, float share) { return s / m2 * s * share; }
 
 WIDE static void ratio_sums(const Job *job, int64_t layer, int id, Slice part) {
     const float *s = job->layers[layer].a, *m2 = job->layers[layer].b;
-    const float share = (float)(1 / job->group[WEIGHT]), limit = (float)job->group[LIMIT];
+    const double *values = job->group_values;
+    const float share = (float)(1 / values[WEIGHT]), limit = (float)values[LIMIT];
     double sum = 0, live = 0;
     for (int64_t from = part.from; from < part.to; from += BLOCK) {
         int64_t to = from + BLOCK < part.to ? from + BLOCK : part.to;
@@ -193,15 +194,15 @@ WIDE static void ratio_sums(const Job *job, int64_t layer, int id, Slice part) {
 }
 
 typedef struct {
-    float share, limit, scale, offset, gamma, r_max, lerp, corrected;
+    float share, limit, scale, offset, gamma, r_max, lerp, correction;
 } Gsnr;
 
-INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *seen, const int shrinks,
+INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats, const int shrinks,
                       const int averages) {
     const float *s = l->a, *m2 = l->b;
     float *g = l->c, *p = l->d;
     const Gsnr k = *f;
-    /* backwards: what the first pass read last is still in cache */
+    /* backwards: the cache still has what the first pass read last */
     for (int64_t to = part.to, from; to > part.from; to = from) {
         from = to - BLOCK > part.from ? to - BLOCK : part.from;
         float r_sum = 0, low = 0, high = 0, before = 0, after = 0;
@@ -212,56 +213,56 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *seen, c
                 r = 1 - 1 / (k.offset + k.scale * q);
             else
                 r = q < k.limit ? k.scale * q : q >= k.limit ? k.r_max : k.gamma;
-            r = r > k.gamma ? r : k.gamma; /* not a number: dead */
+            r = r > k.gamma ? r : k.gamma; /* nan: a dead element */
             r = r < k.r_max ? r : k.r_max;
-            if (seen) {
+            if (stats) {
                 r_sum += r;
                 low += r <= k.gamma ? 1 : 0;
                 high += r >= k.r_max ? 1 : 0;
             }
             if (averages) {
                 p[i] += k.lerp * (r - p[i]);
-                r = p[i] * k.corrected;
+                r = p[i] * k.correction;
             }
             float scaled = r * g[i];
-            if (seen) {
+            if (stats) {
                 before += g[i] * g[i];
                 after += scaled * scaled;
             }
             g[i] = scaled;
         }
-        if (seen) {
-            seen[0] += r_sum;
-            seen[1] += low;
-            seen[2] += high;
-            seen[3] += before;
-            seen[4] += after;
+        if (stats) {
+            stats[0] += r_sum;
+            stats[1] += low;
+            stats[2] += high;
+            stats[3] += before;
+            stats[4] += after;
         }
     }
 }
 
 WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
     const Layer *l = &job->layers[layer];
-    const double *group = job->group;
-    const int rule = (int)group[RULE];
-    double scale = group[SCALE];
+    const double *values = job->group_values;
+    const int rule = (int)values[RULE];
+    double scale = values[SCALE];
     if (rule == GSNR) {
         double live = total(job, layer, 1);
         scale = (live > 1 ? live : 1) / total(job, layer, 0);
     }
-    Gsnr f = {(float)(1 / group[WEIGHT]), (float)group[LIMIT], (float)scale, rule == SHRINKAGE,
-              (float)group[GAMMA], (float)group[R_MAX], (float)(1 - group[BETA3]),
-              (float)job->own[2 * layer]};
-    double *seen = job->seen ? job->seen + (id * job->count + layer) * SEEN : 0;
+    Gsnr f = {(float)(1 / values[WEIGHT]), (float)values[LIMIT], (float)scale, rule == SHRINKAGE,
+              (float)values[GAMMA], (float)values[R_MAX], (float)(1 - values[BETA3]),
+              (float)job->layer_values[2 * layer]};
+    double *stats = job->stats ? job->stats + (id * job->count + layer) * STATS : 0;
     if (rule == GSNR)
-        l->d ? seen ? gsnr_part(l, part, &f, seen, 0, 1) : gsnr_part(l, part, &f, 0, 0, 1)
-             : seen ? gsnr_part(l, part, &f, seen, 0, 0) : gsnr_part(l, part, &f, 0, 0, 0);
+        l->d ? stats ? gsnr_part(l, part, &f, stats, 0, 1) : gsnr_part(l, part, &f, 0, 0, 1)
+             : stats ? gsnr_part(l, part, &f, stats, 0, 0) : gsnr_part(l, part, &f, 0, 0, 0);
     else
-        l->d ? seen ? gsnr_part(l, part, &f, seen, 1, 1) : gsnr_part(l, part, &f, 0, 1, 1)
-             : seen ? gsnr_part(l, part, &f, seen, 1, 0) : gsnr_part(l, part, &f, 0, 1, 0);
+        l->d ? stats ? gsnr_part(l, part, &f, stats, 1, 1) : gsnr_part(l, part, &f, 0, 1, 1)
+             : stats ? gsnr_part(l, part, &f, stats, 1, 0) : gsnr_part(l, part, &f, 0, 1, 0);
 }
 
-/* ---- LARS: layers theta, gradient, buffer ------------------------------------------------------ */
+/* ---- LARS: layers theta, gradient, buffer ---------------------------------------------------- */
 
 enum { LR, DECAY, SIGN, ADAPTS, MOMENTUM, TRUST, NESTEROV };      /* LARS */
 enum { BETA1 = MOMENTUM, BETA2, EPS }; /* LAMB, after the same four */
@@ -281,13 +282,13 @@ WIDE static void lars_norms(const Job *job, int64_t layer, int id, Slice part) {
 WIDE static void lars_step(const Job *job, int64_t layer, int id, Slice part) {
     (void)id;
     float *theta = job->layers[layer].a, *g = job->layers[layer].b, *buffer = job->layers[layer].c;
-    const double *group = job->group;
+    const double *values = job->group_values;
     double weight = sqrt(total(job, layer, 0)), gradient = sqrt(total(job, layer, 1)), rate = 1;
-    if (group[ADAPTS] && weight > 0 && gradient > 0)
-        rate = group[TRUST] * weight / (gradient + group[DECAY] * weight);
-    const float lr = (float)(group[LR] * rate), sign = (float)group[SIGN],
-                decay = (float)group[DECAY], momentum = (float)group[MOMENTUM];
-    const int nesterov = (int)group[NESTEROV];
+    if (values[ADAPTS] && weight > 0 && gradient > 0)
+        rate = values[TRUST] * weight / (gradient + values[DECAY] * weight);
+    const float lr = (float)(values[LR] * rate), sign = (float)values[SIGN],
+                decay = (float)values[DECAY], momentum = (float)values[MOMENTUM];
+    const int nesterov = (int)values[NESTEROV];
     for (int64_t to = part.to, from; to > part.from; to = from) {
         from = to - BLOCK > part.from ? to - BLOCK : part.from;
 #pragma omp simd
@@ -299,7 +300,7 @@ WIDE static void lars_step(const Job *job, int64_t layer, int id, Slice part) {
     }
 }
 
-/* ---- LAMB: layers theta, gradient, m, v; own: 1 - beta1^t and 1 - beta2^t ------------------- */
+/* ---- LAMB: layers theta, gradient, m, v; layer_values: 1 - beta1^t and 1 - beta2^t ----------- */
 
 INLINE float direction(float theta, float m, float v, float c1, float c2, float eps, float decay) {
     return c1 * m / (sqrtf(c2 * v) + eps) + decay * theta;
@@ -309,10 +310,11 @@ WIDE static void lamb_moments(const Job *job, int64_t layer, int id, Slice part)
     const Layer *l = &job->layers[layer];
     const float *theta = l->a, *g = l->b;
     float *m = l->c, *v = l->d;
-    const double *group = job->group;
-    const float b1 = (float)(1 - group[BETA1]), b2 = (float)(1 - group[BETA2]),
-                sign = (float)group[SIGN], eps = (float)group[EPS], decay = (float)group[DECAY],
-                c1 = (float)(1 / job->own[2 * layer]), c2 = (float)(1 / job->own[2 * layer + 1]);
+    const double *values = job->group_values;
+    const float b1 = (float)(1 - values[BETA1]), b2 = (float)(1 - values[BETA2]),
+                sign = (float)values[SIGN], eps = (float)values[EPS], decay = (float)values[DECAY],
+                c1 = (float)(1 / job->layer_values[2 * layer]),
+                c2 = (float)(1 / job->layer_values[2 * layer + 1]);
     double *sums = sums_of(job, layer, id), ww = 0, uu = 0;
 #pragma omp simd reduction(+ : ww, uu)
     for (int64_t i = part.from; i < part.to; i++) {
@@ -331,12 +333,12 @@ WIDE static void lamb_step(const Job *job, int64_t layer, int id, Slice part) {
     const Layer *l = &job->layers[layer];
     const float *m = l->c, *v = l->d;
     float *theta = l->a;
-    const double *group = job->group;
+    const double *values = job->group_values;
     double weight = sqrt(total(job, layer, 0)), update = sqrt(total(job, layer, 1)), rate = 1;
-    if (group[ADAPTS] && weight > 0 && update > 0) rate = weight / update;
-    const float lr = (float)(group[LR] * rate), eps = (float)group[EPS],
-                decay = (float)group[DECAY], c1 = (float)(1 / job->own[2 * layer]),
-                c2 = (float)(1 / job->own[2 * layer + 1]);
+    if (values[ADAPTS] && weight > 0 && update > 0) rate = weight / update;
+    const float lr = (float)(values[LR] * rate), eps = (float)values[EPS],
+                decay = (float)values[DECAY], c1 = (float)(1 / job->layer_values[2 * layer]),
+                c2 = (float)(1 / job->layer_values[2 * layer + 1]);
     for (int64_t to = part.to, from; to > part.from; to = from) {
         from = to - BLOCK > part.from ? to - BLOCK : part.from;
 #pragma omp simd
@@ -345,18 +347,20 @@ WIDE static void lamb_step(const Job *job, int64_t layer, int id, Slice part) {
     }
 }
 
-/* ---- the calls ---------------------------------------------------------------------------------- */
+/* ---- the calls ------------------------------------------------------------------------------ */
 
 enum { APPLY_GSNR, LARS, LAMB };
 
-/* One rule over a list of layers. passes: 1 the first, leaving its sums, 2 the second, taking them
- * from thread 0's place, 3 both. */
+/* Applies one rule to a list of layers. passes: 1, the first, which writes the sums; 2, the second,
+ * which reads them as those of thread 0; 3, both. */
 void run(int rule, int passes, const Layer *layers, const int64_t *lengths, int64_t count,
-         const double *own, const double *group, double *sums, double *seen, int threads) {
+         const double *layer_values, const double *group_values, double *sums, double *stats,
+         int threads) {
     static Pass *const first[] = {ratio_sums, lars_norms, lamb_moments};
     static Pass *const second[] = {gsnr_pass, lars_step, lamb_step};
-    Job job = {.layers = layers, .lengths = lengths, .count = count, .own = own, .group = group,
-               .sums = sums, .seen = seen, .first = passes & 1 ? first[rule] : 0,
-               .second = passes & 2 ? second[rule] : 0, .threads = threads};
-    share(over_layers, &job, threads);
+    Job job = {.layers = layers, .lengths = lengths, .count = count, .layer_values = layer_values,
+               .group_values = group_values, .sums = sums, .stats = stats,
+               .first = passes & 1 ? first[rule] : 0, .second = passes & 2 ? second[rule] : 0,
+               .threads = threads};
+    run_threads(run_layers, &job, threads);
 }

@@ -1,4 +1,4 @@
-"""The compiled kernels, as functions of tensors; what each computes is in kernels.c."""
+"""The compiled kernels as functions of tensors; kernels.c defines what they compute."""
 
 import ctypes
 import functools
@@ -14,26 +14,26 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-_ELEMENTS_A_THREAD = 1 << 16  # fewer are not worth one
-_SUMS, _SEEN = 2, 5  # as in kernels.c
+_ELEMENTS_PER_THREAD = 1 << 16  # at least
+_SUMS, _STATS = 2, 5  # as in kernels.c
 _REAL = ctypes.c_double
 
-Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of one length
+Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # all of one length
 
 
 class Rule(IntEnum):
-    """What `run` does to every layer; its arrays and settings are listed in kernels.c."""
+    """The rule that `run` applies to every layer; kernels.c lists its arrays and values."""
 
     GSNR = 0
     LARS = 1
     LAMB = 2
 
 
-_WRITTEN = {Rule.GSNR: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}  # arrays of a layer
+_WRITTEN_ARRAYS = {Rule.GSNR: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}
 
 
-class Which(IntEnum):
-    """Which passes of a rule: the second needs the sums that the first leaves."""
+class Passes(IntEnum):
+    """The passes of a rule to run; the second needs the sums of the first."""
 
     FIRST = 1
     SECOND = 2
@@ -42,12 +42,12 @@ class Which(IntEnum):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None where no compiler built it at installation."""
-    found = importlib.util.find_spec("bigbatch.kernels._kernels")
-    if found is None or found.origin is None:
+    """The compiled library; None if no compiler built it at installation."""
+    spec = importlib.util.find_spec("bigbatch.kernels._kernels")
+    if spec is None or spec.origin is None:
         return None
     try:
-        loaded = ctypes.CDLL(found.origin)
+        loaded = ctypes.CDLL(spec.origin)
     except OSError:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -58,36 +58,36 @@ def library() -> ctypes.CDLL | None:
 
 
 def fits(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels exist and take these arrays.
+    """Whether the kernels are built and can read these arrays.
 
-    They are float32 on the CPU, of one shape and one dense layout, and of no subclass: that may
-    have no memory. A view may hold negated numbers.
+    The arrays must be float32 on the CPU, with one shape and one dense layout. Subclasses are
+    refused, since they may have no memory, and so are views of negated numbers.
     """
     if library() is None:
         if first.is_cpu and first.dtype is torch.float32:
             _warn_of_slow_steps()
         return False
-    given, contiguous = [first], True
+    tensors, contiguous = [first], True
     for t in others:
         if t is not None and t is not first:
             if t.shape != first.shape:
                 return False
-            given.append(t)
-    for t in given:  # without a call: over many small layers, looking is what costs
-        plain = (type(t) is Tensor or type(t) is Parameter) and t.is_cpu and not t.is_neg()
-        if not plain or t.dtype is not torch.float32:
+            tensors.append(t)
+    for t in tensors:  # without function calls, which dominate over many small layers
+        is_plain = (type(t) is Tensor or type(t) is Parameter) and t.is_cpu and not t.is_neg()
+        if not is_plain or t.dtype is not torch.float32:
             return False
         contiguous = contiguous and t.is_contiguous()
     if contiguous:
         return True
     strides = first.stride()
     channels_last = first.is_contiguous(memory_format=torch.channels_last)
-    return channels_last and all(t.stride() == strides for t in given)
+    return channels_last and all(t.stride() == strides for t in tensors)
 
 
 @functools.cache
 def _warn_of_slow_steps() -> None:
-    """Warns once a process, on rank 0."""
+    """Warns once per process, on rank 0."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(
             "the compiled kernels are not installed, so optimizer steps on the CPU are slower; "
@@ -97,18 +97,18 @@ def _warn_of_slow_steps() -> None:
 
 
 def threads_for(elements: int) -> int:
-    """As many as torch would use, where there is work for them."""
-    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_A_THREAD))
+    """The number of threads for so many elements, at most torch's."""
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
 
 
 def welford(
     gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
 ) -> None:
-    """m2 += weight (gradient - mean_of total)^2; if it adds, then total += gradient; all fit."""
+    """m2 += weight (gradient - mean_of total)^2; total += gradient if `adds`. All must fit."""
     n = gradient.numel()
-    called = library()
-    assert called is not None
-    called.welford(
+    kernels = library()
+    assert kernels is not None
+    kernels.welford(
         gradient.data_ptr(),
         total.data_ptr(),
         m2.data_ptr(),
@@ -125,54 +125,55 @@ def welford(
 def run(
     rule: Rule,
     layers: Sequence[Layer],
-    own: Iterable[float],
-    group: Iterable[float],
+    layer_values: Iterable[float],
+    group_values: Iterable[float],
     *,
-    passes: Which = Which.BOTH,
+    passes: Passes = Passes.BOTH,
     sums: Tensor | None = None,
     watch: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Applies a rule to a list of layers; every array of a layer `fits`.
+    """Applies a rule to a list of layers, whose arrays must all fit.
 
     Args:
-        rule: which.
-        layers: the arrays of each.
-        own: two numbers a layer.
-        group: settings of all of them.
-        passes: which of the rule's passes.
-        sums: of the first pass, one row of two a layer, where only the second is to run.
-        watch: whether to report what GSNR scaling did.
+        rule: the rule.
+        layers: the arrays of each layer.
+        layer_values: two numbers for each layer.
+        group_values: the numbers that all layers share.
+        passes: the passes to run.
+        sums: sums of the first pass, (layers, 2), if only the second pass runs.
+        watch: whether to return statistics of GSNR scaling.
     Returns:
-        The sums of the first pass, (layers, 2), and of GSNR scaling the sum of r, the elements at
-        gamma and at r_max, |g|^2 and |r g|^2, (layers, 5), zeros where not watched; float64.
+        The sums of the first pass, (layers, 2), and the statistics of GSNR scaling, (layers, 5):
+        the sum of r, elements at gamma, elements at r_max, |g|^2 and |r g|^2; zeros if not watched.
+        Both float64.
     """
-    called = library()
-    assert called is not None
+    kernels = library()
+    assert kernels is not None
     count = len(layers)
     addresses = array("q", [0 if t is None else t.data_ptr() for layer in layers for t in layer])
     lengths = array("q", [layer[0].numel() for layer in layers])
     threads = threads_for(sum(lengths))
-    made = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
+    thread_sums = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
     if sums is not None:
-        made[0] = sums
-    seen = torch.zeros(threads if watch else 0, count, _SEEN, dtype=torch.float64, device="cpu")
-    own_, group_ = array("d", own), array("d", group)
-    called.run(
+        thread_sums[0] = sums
+    stats = torch.zeros(threads if watch else 0, count, _STATS, dtype=torch.float64, device="cpu")
+    layer_array, group_array = array("d", layer_values), array("d", group_values)
+    kernels.run(
         rule,
         passes,
         _address(addresses),
         _address(lengths),
         count,
-        _address(own_),
-        _address(group_),
-        made.data_ptr(),
-        seen.data_ptr() if watch else None,
+        _address(layer_array),
+        _address(group_array),
+        thread_sums.data_ptr(),
+        stats.data_ptr() if watch else None,
         threads,
     )
-    written = [arrays[i] for arrays in layers for i in _WRITTEN[rule]]
+    written = [arrays[i] for arrays in layers for i in _WRITTEN_ARRAYS[rule]]
     increment_version([t for t in written if t is not None])  # as torch's own operations would
-    return made.sum(0), seen.sum(0)
+    return thread_sums.sum(0), stats.sum(0)
 
 
-def _address(numbers: "array[int] | array[float]") -> int:
-    return numbers.buffer_info()[0]
+def _address(values: "array[int] | array[float]") -> int:
+    return values.buffer_info()[0]

@@ -1,57 +1,53 @@
-"""Multiplies gradients by r in place, layer by layer: by kernels where they fit, else by torch."""
+"""Multiplies gradients by r in place, layer by layer, with kernels if they fit, else with torch."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.sharding import Join
+from bigbatch.optim.sharding import AllReduce
 from bigbatch.optim.two_pass import TwoPass
 
 _CHUNK = 1 << 16  # elements, of 256 KB in float32
+_MAX_SHARE = 0.01  # of a layer out of range; below it, r of the other elements hardly changes
 
 
-@dataclass
-class Layer:
-    """One parameter: its moments, its gradient, and p where r is averaged.
+class Layer(NamedTuple):
+    """The moments of a parameter, its gradient, and p if r has momentum.
 
     Args:
-        total, m2: S and M2 of its micro-batch gradients.
-        gradient: what is multiplied, in place.
-        average: p, moved in place; None for no momentum on r.
-        corrected: 1 / (1 - beta3^t).
+        total, m2: S and M2 of the micro-batch gradients.
+        gradient: the gradient, multiplied in place.
+        average: p, updated in place; None without momentum of r.
+        correction: 1 / (1 - beta3^t).
     """
 
     total: Tensor
     m2: Tensor
     gradient: Tensor
     average: Tensor | None = None
-    corrected: float = 1.0
+    correction: float = 1.0
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As the kernel takes them."""
-        return self.total, self.m2, self.gradient, self.average
+        """The arrays of the kernel."""
+        return self[:4]
 
 
 @dataclass(frozen=True)
 class GsnrOptions:
-    """What holds for all layers of a parameter group in one step.
+    """The options of all layers of a parameter group in one step.
 
     Args:
-        factor: which r, a name of `functional.FACTORS`.
-        gamma, r_max: its bounds.
-        beta3: momentum of r, for the layers that have an average.
+        factor, gamma, r_max, beta3, watch, compiled: see `VarianceReduced`.
         weight: N, the sum of the micro-batches' weights.
-        k: how many they were.
-        watch: whether to return what was done.
-        fused: whether kernels may be used; layers that do not fit them go by torch.
-        compiled: whether what goes by torch is given to `torch.compile`.
+        k: number of micro-batches.
+        fused: whether kernels may be used; torch does the layers that do not fit them.
     """
 
     factor: str
@@ -67,13 +63,14 @@ class GsnrOptions:
 
 @dataclass(frozen=True)
 class AppliedGsnr:
-    """What was done in a step.
+    """The effect of scaling in one step.
 
     Args:
-        k: micro-batches, or other groups, that r compared.
-        layers: of each parameter what `apply_gsnr` returns, over all ranks; empty where unwatched.
-        agree: whether all of them had the same gradient, where that was checked.
-        out_of_range: layers on this rank whose M2 is, so that r is wrong, where that was checked.
+        k: number of micro-batches, or other groups, that r compared.
+        layers: the row of `apply_gsnr` of each parameter, over all ranks; empty if not watched.
+        agree: whether all groups had the same gradient, if that was checked.
+        out_of_range: layers on this rank whose M2 is out of range, so that r is wrong, if that was
+            checked.
     """
 
     k: int
@@ -82,85 +79,85 @@ class AppliedGsnr:
     out_of_range: Sequence[Tensor] = ()
 
 
-_FEW = 0.01  # of a layer's elements: r of the others is hardly another
+def out_of_range(shares: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The parameters with a large share of elements whose M2 is out of range; waits once."""
+    values = torch.stack([share for _, share in shares]).tolist() if shares else []
+    return [p for (p, _), share in zip(shares, values, strict=True) if share > _MAX_SHARE]
 
 
-def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
-    """Those of which more than a few elements have an M2 that is out of range; waits once."""
-    values = torch.stack(list(shares)).tolist() if shares else []
-    return [p for p, share in zip(parameters, values, strict=True) if share > _FEW]
-
-
-def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer], join: Join | None = None) -> Tensor:
+def apply_gsnr(
+    options: GsnrOptions, layers: Sequence[Layer], all_reduce: AllReduce | None = None
+) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
-        r = FACTORS[factor];   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p corrected
+        r = FACTORS[factor];   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p correction
 
     Args:
-        options: the settings.
-        layers: what this process has of them.
-        join: adds up numbers of layers over the ranks that hold the rest; None: this rank has all.
+        options: the options of the layers.
+        layers: this process's elements of the layers.
+        all_reduce: sums values of layers over the ranks that have the rest of them, in place; None
+            where this rank has them whole.
     Returns:
-        Where `options.watch`, of this rank's elements: the sum of r, elements at gamma, elements
-        at r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros where not.
+        With `options.watch`, for this rank's elements: the sum of r, elements at gamma, elements at
+        r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros without.
     """
     o, limit = options, functional.agreement(torch.float32)
     rule = list(functional.FACTORS).index(o.factor)
     return TwoPass(
         native.Rule.GSNR,
         layers=[layer.arrays for layer in layers],
-        own=[(layer.corrected, 0.0) for layer in layers],
-        group=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],
-        first=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
-        second=lambda i, sums: _scale(o, layers[i], sums),
+        layer_values=[(layer.correction, 0.0) for layer in layers],
+        group_values=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],
+        first_pass=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
+        second_pass=lambda i, sums: _scale(o, layers[i], sums),
         watch=o.watch,
-    ).run(fused=o.fused, join=join)
+    ).run(fused=o.fused, all_reduce=all_reduce)
 
 
-# by torch
+# torch operations
 
 
 def _sums(options: GsnrOptions, layer: Layer) -> Tensor:
-    weight, *_ = _numbers(options, layer)
+    weight, *_ = _scalars(options, layer)
     live_sums = _compiled(_live_sums) if options.compiled else _live_sums
     chunks = _chunks(options, layer.total, layer.m2)
     return torch.stack([live_sums(total, m2, weight) for total, m2 in chunks]).sum(0)
 
 
 def _scale(options: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
-    numbers = _numbers(options, layer)
+    scalars = _scalars(options, layer)
     mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
     multiply = _compiled(_multiply) if options.compiled else _multiply
     rows = [
-        multiply(options.factor, options.watch, mean, *numbers, *chunk)
+        multiply(options.factor, options.watch, mean, scalars, chunk)
         for chunk in _chunks(options, *layer.arrays)
     ]
-    stats = [row for row in rows if row is not None]  # where watched
+    stats = [row for row in rows if row is not None]  # empty if not watched
     return torch.stack(stats).sum(0) if stats else None
 
 
 def _chunks(options: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
-    """The arrays in chunks that stay in a CPU's cache; whole where that cannot be or need not."""
-    given = [array for array in arrays if array is not None]
-    if not all(array.is_contiguous() for array in given):
+    """The arrays in chunks that fit a CPU's cache; whole on GPUs, or if they are not contiguous."""
+    present = [array for array in arrays if array is not None]
+    if not all(array.is_contiguous() for array in present):
         yield arrays
         return
     flat = [None if array is None else array.view(-1) for array in arrays]
-    if options.compiled or given[0].device.type != "cpu":
+    if options.compiled or present[0].device.type != "cpu":
         yield flat
         return
-    for start in range(0, max(1, given[0].numel()), _CHUNK):
+    for start in range(0, max(1, present[0].numel()), _CHUNK):
         yield [None if x is None else x[start : start + _CHUNK] for x in flat]
 
 
-def _numbers(options: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
-    """The settings; as tensors for a compiler, which floats make compile again."""
+def _scalars(options: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
+    """Scalars of a layer, as tensors for `torch.compile`, which recompiles for other floats."""
     o = options
-    numbers = (o.weight, o.k, o.gamma, o.r_max, o.beta3, layer.corrected)
+    scalars = (o.weight, o.k, o.gamma, o.r_max, o.beta3, layer.correction)
     if not o.compiled:
-        return numbers
+        return scalars
     m2 = layer.m2
-    return tuple(torch.full((), number, dtype=m2.dtype, device=m2.device) for number in numbers)
+    return tuple(torch.full((), scalar, dtype=m2.dtype, device=m2.device) for scalar in scalars)
 
 
 def _live_sums(total: Tensor, m2: Tensor, weight: float) -> Tensor:
@@ -168,31 +165,21 @@ def _live_sums(total: Tensor, m2: Tensor, weight: float) -> Tensor:
 
 
 def _multiply(
-    factor: str,
-    watch: bool,
-    mean: Tensor,
-    weight: float,
-    k: float,
-    gamma: float,
-    r_max: float,
-    beta3: float,
-    corrected: float,
-    total: Tensor,
-    m2: Tensor,
-    gradient: Tensor,
-    average: Tensor | None,
+    factor: str, watch: bool, mean: Tensor, scalars: tuple[Any, ...], arrays: Sequence[Any]
 ) -> Tensor | None:
+    weight, k, gamma, r_max, beta3, correction = scalars
+    total, m2, gradient, average = arrays
     q = functional.ratio(total, m2, weight)
     r = functional.FACTORS[factor](q, mean, k, gamma, r_max)
-    hat = r if average is None else functional.averaged(average, r, beta3, corrected)
+    hat = r if average is None else functional.update_average(average, r, beta3, correction)
     if not watch:
         gradient.mul_(hat)
         return None
     before = functional.squares(gradient)
     gradient.mul_(hat)
     after = functional.squares(gradient)
-    numbers = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, after]
-    return torch.stack([number.to(r.dtype) for number in numbers])
+    stats = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, after]
+    return torch.stack([value.to(r.dtype) for value in stats])
 
 
 @functools.cache

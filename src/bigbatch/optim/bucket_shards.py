@@ -1,5 +1,6 @@
-"""What one rank has of DDP's buckets, and how it gets there and back."""
+"""A rank's shards of DDP's buckets, and buckets on their way to the shards and back."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +15,20 @@ from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
 from bigbatch.statistics.second_moment import join
 
-CHUNK_BYTES = 16 << 20  # of one: DDP's first step is one bucket of the whole model
-_AHEAD = 2  # chunks in flight
+CHUNK_BYTES = 16 << 20  # of a chunk; in DDP's first step one bucket has the whole model
+_PREFETCHED = 2  # chunks in flight
 
 M2Of = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of a parameter's elements, in the order of its memory.
+    """Consecutive elements of a parameter, in the order of its memory.
 
     Args:
-        parameter: whose.
-        parameter_slice: which of its elements.
-        shard_slice: where they are in the shard, or the chunk.
+        parameter: the parameter.
+        parameter_slice: its elements.
+        shard_slice: the same elements in the shard, or in the chunk.
     """
 
     parameter: Tensor
@@ -39,101 +40,99 @@ class Shard:
     """This rank's elements of one bucket: the mean gradient of the step, and p.
 
     Args:
-        places: the parameters of the bucket and where each begins.
-        buffer: the bucket's own.
-        levels: of ranks that share it.
+        offsets: the parameters of the bucket, with the offset of each in it.
+        buffer: the buffer of the bucket.
+        levels: the groups of ranks that share the bucket.
     """
 
     def __init__(
-        self, places: list[tuple[Tensor, int]], buffer: Tensor, levels: list[Level]
+        self, offsets: list[tuple[Tensor, int]], buffer: Tensor, levels: list[Level]
     ) -> None:
-        self.parameters = [parameter for parameter, _ in places]
+        self.parameters = [parameter for parameter, _ in offsets]
         self.levels = levels
-        self._places = places
+        self._offsets = offsets
         self._buffer = (buffer.numel(), buffer.dtype)
-        ranks = 1
-        for level in levels:
-            ranks *= len(level.members)
-        most = max(1, CHUNK_BYTES // buffer.element_size() // ranks) * ranks
-        starts = range(0, buffer.numel(), most)
-        self.chunks = [Chunk(s, min(s + most, buffer.numel()), levels) for s in starts]
-        self.chunk_slices: list[slice] = []  # of each chunk's shard
+        ranks = math.prod(len(level.members) for level in levels)
+        size = max(1, CHUNK_BYTES // buffer.element_size() // ranks) * ranks
+        starts = range(0, buffer.numel(), size)
+        self.chunks = [Chunk(s, min(s + size, buffer.numel()), levels) for s in starts]
+        self.chunk_slices: list[slice] = []  # each chunk's elements in the shard
         self.spans: list[Span] = []
-        at = 0
+        offset = 0
         for chunk in self.chunks:
             length = chunk.shard.stop - chunk.shard.start
-            self.chunk_slices.append(slice(at, at + length))
-            self.spans += self.spans_of(chunk.shard, at)
-            at += length
-        self.mean = torch.zeros(at, dtype=full(buffer.dtype), device=buffer.device)
-        self._average: Tensor | None = None
-        self._next: Tensor | None = None  # what p is if the step is taken
-        self._steps: dict[Tensor, int] = {}  # of p
+            self.chunk_slices.append(slice(offset, offset + length))
+            self.spans += self.spans_of(chunk.shard, offset)
+            offset += length
+        self.mean = torch.zeros(offset, dtype=full(buffer.dtype), device=buffer.device)
+        self._average: Tensor | None = None  # p
+        self._next_average: Tensor | None = None  # p after the step, if it is taken
+        self._steps: dict[Tensor, int] = {}  # steps of p
 
     def is_of(self, parameters: Collection[Tensor], buffer: Tensor) -> bool:
-        """Whether it is of these parameters in this order."""
+        """Whether the bucket has these parameters in this order, and this buffer."""
         same = [id(p) for p in parameters] == [id(p) for p in self.parameters]
         return same and (buffer.numel(), buffer.dtype) == self._buffer
 
-    def spans_of(self, run: slice, at: int = 0) -> list[Span]:
-        """The parameters' elements in a run of the bucket, which begins at `at` elsewhere."""
+    def spans_of(self, run: slice, offset: int = 0) -> list[Span]:
+        """The parameters' elements in a slice of the bucket, which begins at `offset` elsewhere."""
         spans = []
-        for parameter, start in self._places:
+        for parameter, start in self._offsets:
             low, high = max(run.start, start), min(run.stop, start + parameter.numel())
             if low < high:
-                shard_slice = slice(at + low - run.start, at + high - run.start)
+                shard_slice = slice(offset + low - run.start, offset + high - run.start)
                 spans.append(Span(parameter, slice(low - start, high - start), shard_slice))
         return spans
 
     # p
 
-    def keeps(self, parameter: Tensor) -> bool:
-        """Whether p of a parameter is here and on the other ranks."""
+    def has_p_of(self, parameter: Tensor) -> bool:
+        """Whether p of a parameter is scattered over the ranks."""
         return parameter in self._steps
 
-    def is_brought(self, momentum: GsnrMomentum) -> bool:
-        """Whether every rank has p of the whole bucket, as it is now."""
-        return all(momentum.of(p)[0] is not None for p in self._steps)
+    def is_gathered(self, momentum: GsnrMomentum) -> bool:
+        """Whether every rank has the present p of the whole bucket."""
+        return self._steps.keys() <= momentum.keys()
 
     def begin(self, groups: dict[Tensor, dict[str, Any]], momentum: GsnrMomentum) -> None:
-        """Prepares the next p, if any parameter of the bucket has one."""
-        self._next = None
-        asked = [p for p in self.parameters if p in groups and groups[p]["beta3"] is not None]
-        if not asked:
+        """Prepares the next p, if any parameter of the bucket has beta3."""
+        self._next_average = None
+        averaged = [p for p in self.parameters if p in groups and groups[p]["beta3"] is not None]
+        if not averaged:
             return
         if self._average is None:
             self._average = torch.zeros_like(self.mean)
             for span in self.spans:
-                whole, _ = momentum.of(span.parameter)
-                if whole is not None:
-                    flat = flattened(whole, span.parameter.stride())
+                if span.parameter in momentum:
+                    flat = flattened(momentum[span.parameter][0], span.parameter.stride())
                     self._average[span.shard_slice] = flat[span.parameter_slice]
-        for parameter in asked:
-            if parameter not in self._steps:
-                self._steps[parameter] = momentum.of(parameter)[1]
-        self._next = self._average.clone()
+        for parameter in averaged:
+            _, steps = momentum.get(parameter, (None, 0))
+            self._steps.setdefault(parameter, steps)
+        self._next_average = self._average.clone()
 
     def average_of(self, span: Span, group: dict[str, Any]) -> tuple[Tensor | None, float]:
-        """(p, 1 / (1 - beta3^t)) of the step that may be taken."""
+        """(p, 1 / (1 - beta3^t)) of the next step, of the elements in a span."""
         beta3 = group["beta3"]
-        if beta3 is None or self._next is None:
+        if beta3 is None or self._next_average is None:
             return None, 1.0
-        return self._next[span.shard_slice], 1 / (1 - beta3 ** (self._steps[span.parameter] + 1))
+        t = self._steps[span.parameter] + 1
+        return self._next_average[span.shard_slice], 1 / (1 - beta3**t)
 
     def commit(self, momentum: GsnrMomentum) -> None:
-        """The step was taken, for the parameters that have a gradient."""
-        if self._next is None or self._average is None:
+        """Makes the next p the present one, for the parameters that have a gradient."""
+        if self._next_average is None or self._average is None:
             return
         for span in self.spans:
             if span.parameter.grad is None:
-                self._next[span.shard_slice] = self._average[span.shard_slice]
-        self._average, self._next = self._next, None
+                self._next_average[span.shard_slice] = self._average[span.shard_slice]
+        self._average, self._next_average = self._next_average, None
         for parameter in self._steps:
             if parameter.grad is not None:
                 self._steps[parameter] += 1
-            momentum.drop(parameter)
+            momentum.pop(parameter, None)
 
-    def bring(self, momentum: GsnrMomentum) -> None:
+    def gather(self, momentum: GsnrMomentum) -> None:
         """Gives every rank p of the whole bucket. Collective."""
         if self._average is None:
             return
@@ -141,21 +140,22 @@ class Shard:
         flat = self.mean.new_empty(numel)
         for chunk, shard_slice in zip(self.chunks, self.chunk_slices, strict=True):
             chunk.gather(self._average[shard_slice], flat[chunk.start : chunk.stop])()
-        for parameter, start in self._places:
+        for parameter, start in self._offsets:
             if parameter in self._steps:
-                whole = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
-                flattened(whole, parameter.stride()).copy_(flat[start : start + whole.numel()])
-                momentum.put(parameter, whole, self._steps[parameter])
+                average = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
+                values = flat[start : start + average.numel()]
+                flattened(average, parameter.stride()).copy_(values)
+                momentum[parameter] = average, self._steps[parameter]
 
 
 class Bucket:
     """A bucket in flight: scattered, received and summed, gathered.
 
     Args:
-        shard: what this rank is to have of it.
-        buffer: its sums on this rank; what everybody has in the end.
-        m2_of: M2 of a parameter on this rank, flat; None where no rank has any.
-        m2_dtype: in which it is sent; None: bfloat16, or float64 where the sums are.
+        shard: this rank's shard of the bucket.
+        buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
+        m2_of: returns M2 of a parameter on this rank, flat; None if no rank has any.
+        m2_dtype: the type in which M2 is sent; None: float64 for float64 sums, else bfloat16.
     """
 
     def __init__(
@@ -165,18 +165,18 @@ class Bucket:
         self.scaled = False
         self.future = future_on(buffer.device)
         self._buffer, self._m2_of = buffer, m2_of
-        own = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
-        self._m2_dtype = m2_dtype or own
+        default = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
+        self._m2_dtype = m2_dtype or default
         self._scattered: list[list[Callable[[], Tensor]]] = []
         self._gathering: list[Callable[[], None]] = []
-        for _ in shard.chunks[:_AHEAD]:
+        for _ in shard.chunks[:_PREFETCHED]:
             self._scatter()
 
     def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
-        """Writes S of the shard where its mean belongs, and returns M2."""
+        """Writes S of the shard to `shard.mean`, and returns its M2."""
         m2 = torch.empty_like(self.shard.mean)
         for number, shard_slice in enumerate(self.shard.chunk_slices):
-            rows = [received() for received in self._scattered[number]]
+            rows = [wait() for wait in self._scattered[number]]
             self._scattered[number] = []
             if len(self._scattered) < len(self.shard.chunks):
                 self._scatter()
@@ -184,21 +184,21 @@ class Bucket:
         return m2
 
     def send_back(self, scaled: Tensor) -> None:
-        """Begins to give everybody what was made of the shard."""
+        """Begins to gather the scaled gradients of all shards in the buffer."""
         scaled = scaled.to(self._buffer.dtype)
         for chunk, shard_slice in zip(self.shard.chunks, self.shard.chunk_slices, strict=True):
-            whole = self._buffer[chunk.start : chunk.stop]
-            self._gathering.append(chunk.gather(scaled[shard_slice], whole))
+            out = self._buffer[chunk.start : chunk.stop]
+            self._gathering.append(chunk.gather(scaled[shard_slice], out))
         self.scaled = True
 
     def finish(self) -> None:
-        """Waits for what the others send, and tells DDP."""
-        for gathered in self._gathering:
-            gathered()
+        """Waits for the other ranks' shards, and completes DDP's future."""
+        for wait in self._gathering:
+            wait()
         self.future.set_result(self._buffer)
 
     def _scatter(self) -> None:
-        """Scatters the next chunk: S, and M2 if there is any."""
+        """Scatters S of the next chunk, and M2 if there is any."""
         chunk = self.shard.chunks[len(self._scattered)]
         scattered = [chunk.scatter(self._buffer[chunk.start : chunk.stop], 0)]
         if self._m2_of is not None:
@@ -207,12 +207,12 @@ class Bucket:
 
     def _m2(self, chunk: Chunk, m2_of: M2Of) -> Tensor:
         length = chunk.stop - chunk.start
-        sent = torch.zeros(length, dtype=self._m2_dtype, device=self._buffer.device)
+        chunk_m2 = torch.zeros(length, dtype=self._m2_dtype, device=self._buffer.device)
         for span in self.shard.spans_of(slice(chunk.start, chunk.stop)):
             m2 = m2_of(span.parameter)
             if m2 is not None:
-                sent[span.shard_slice] = m2[span.parameter_slice]
-        return sent
+                chunk_m2[span.shard_slice] = m2[span.parameter_slice]
+        return chunk_m2
 
     def _join(
         self,
@@ -223,22 +223,21 @@ class Bucket:
         weights: Sequence[float],
         fused: bool,
     ) -> None:
-        """Level by level; M2 of the first may be missing."""
+        """Joins the moments level by level; the rows of the first may have no M2."""
         for number, level in enumerate(self.shard.levels):
-            last = number == len(self.shard.levels) - 1
-            total = (
-                self.shard.mean[shard_slice]
-                if last
-                else self.shard.mean.new_empty(rows[0].shape[1])
-            )
-            second = m2[shard_slice] if last else torch.empty_like(total)
-            of_members = [sum(weights[rank] for rank in ranks) for ranks in level.members]
-            join(rows[0], rows[1] if len(rows) > 1 else (), of_members, total, second, fused=fused)
-            if not last:
+            is_last = number == len(self.shard.levels) - 1
+            total, second = self.shard.mean[shard_slice], m2[shard_slice]
+            if not is_last:
+                total = self.shard.mean.new_empty(rows[0].shape[1])
+                second = torch.empty_like(total)
+            member_weights = [sum(weights[rank] for rank in ranks) for ranks in level.members]
+            member_m2 = rows[1] if len(rows) > 1 else ()
+            join(rows[0], member_m2, member_weights, total, second, fused=fused)
+            if not is_last:
                 between = (total, second.to(self._m2_dtype))
-                rows = [received() for received in [chunk.scatter(x, number + 1) for x in between]]
+                rows = [wait() for wait in [chunk.scatter(x, number + 1) for x in between]]
 
 
 def future_on(device: torch.device) -> Future[Tensor]:
-    """For DDP, which waits for it; on a GPU with what was launched there before its result."""
+    """A future for DDP; on a GPU it also waits for the work launched before its result."""
     return Future() if device.type == "cpu" else Future(devices=[device])

@@ -1,6 +1,6 @@
 """Flat tensors scattered over ranks and gathered again: all-to-all, then all-gather.
 
-Together they send what an all-reduce sends, and in between every rank has its own elements of all.
+Together they send as much as an all-reduce; in between, each rank has a shard of the sum.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from bigbatch.errors import SettingError
 
-_c10d: Any = dist  # torch 2.13 renamed it; its stubs know one name only
+_c10d: Any = dist  # torch 2.13 renamed the function, and its stubs have one name only
 _all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class Level:
-    """A group of ranks that scatter and gather among themselves.
+    """A process group in which tensors are scattered and gathered.
 
     Args:
-        group: they.
-        rank: of this process in it.
-        members: for each of them, the ranks of the whole whose sum it brings along.
+        group: the process group.
+        rank: the rank of this process in the group.
+        members: for each rank of the group, the ranks of the DDP group whose sum it contributes.
     """
 
     group: dist.ProcessGroup
@@ -36,78 +36,78 @@ class Level:
 
 
 class Chunk:
-    """A run of a flat tensor, of which this rank has a shard.
+    """A slice of a flat tensor, of which this rank has a shard.
 
     Args:
-        start, stop: of the run.
-        levels: the ranks share it by the first, what each then has by the second.
+        start, stop: the ends of the slice.
+        levels: the first divides the slice among its ranks, the second divides each part again.
     """
 
     def __init__(self, start: int, stop: int, levels: list[Level]) -> None:
         self.start, self.stop = start, stop
-        self.shard = slice(start, stop)  # of the whole flat tensor
+        self.shard = slice(start, stop)  # in the flat tensor
         self._levels = levels
-        self._cuts: list[list[int]] = []  # elements of each member, by level
+        self._sizes: list[list[int]] = []  # elements of each rank, by level
         for level in levels:
-            at, length = self.shard.start, self.shard.stop - self.shard.start
-            each = -(-length // len(level.members))
-            cuts = [max(0, min(each, length - i * each)) for i in range(len(level.members))]
-            at += sum(cuts[: level.rank])
-            self.shard = slice(at, at + cuts[level.rank])
-            self._cuts.append(cuts)
+            length = self.shard.stop - self.shard.start
+            size = -(-length // len(level.members))
+            sizes = [max(0, min(size, length - i * size)) for i in range(len(level.members))]
+            offset = self.shard.start + sum(sizes[: level.rank])
+            self.shard = slice(offset, offset + sizes[level.rank])
+            self._sizes.append(sizes)
 
     def scatter(self, values: Tensor, level: int) -> Callable[[], Tensor]:
-        """Sends every member its part, and waits, when called, for what they send.
+        """Begins to send each rank of a level its part of this rank's values.
 
         Args:
-            values: what this rank has, flat: of the run, or of its shard of the level before.
-            level: among whose members.
+            values: flat values of the slice, or of this rank's shard at the level before.
+            level: the number of the level.
         Returns:
-            Gives this rank's part of every member's values, (members, elements).
+            A function that waits, and returns all ranks' values of this rank's part,
+            (ranks, elements).
         """
-        cuts, members = self._cuts[level], len(self._levels[level].members)
-        size = cuts[self._levels[level].rank]
-        rows = values.new_empty(members * size)
+        sizes, ranks = self._sizes[level], len(self._levels[level].members)
+        size = sizes[self._levels[level].rank]
+        rows = values.new_empty(ranks * size)
         work = dist.all_to_all_single(
-            rows, values, [size] * members, cuts, self._levels[level].group, async_op=True
+            rows, values, [size] * ranks, sizes, self._levels[level].group, async_op=True
         )
 
-        def received() -> Tensor:
+        def wait() -> Tensor:
             work.wait()
-            return rows.view(members, size)
+            return rows.view(ranks, size)
 
-        return received
+        return wait
 
-    def gather(self, shard: Tensor, whole: Tensor) -> Callable[[], None]:
-        """Writes everybody's shards to `whole`, the run as a flat tensor, by the end of a call."""
+    def gather(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begins to write all ranks' shards to `out`; returns a function that waits for them."""
         for level in range(len(self._levels) - 1, 0, -1):
-            length = sum(self._cuts[level])
-            out = shard.new_empty(length)
-            self._gather(level, shard, out)()
-            shard = out
-        return self._gather(0, shard, whole)
+            larger_shard = shard.new_empty(sum(self._sizes[level]))
+            self._gather(level, shard, larger_shard)()
+            shard = larger_shard
+        return self._gather(0, shard, out)
 
-    def _gather(self, level: int, shard: Tensor, whole: Tensor) -> Callable[[], None]:
-        each, members = max(self._cuts[level]), len(self._levels[level].members)
-        even = each * members == whole.numel()
-        out = whole if even else whole.new_empty(each * members)
-        if len(shard) < each:
-            shard = torch.cat([shard, shard.new_zeros(each - len(shard))])
-        work = _all_gather(out, shard, group=self._levels[level].group, async_op=True)
+    def _gather(self, level: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        size, ranks = max(self._sizes[level]), len(self._levels[level].members)
+        is_even = size * ranks == out.numel()
+        padded = out if is_even else out.new_empty(size * ranks)
+        if len(shard) < size:
+            shard = torch.cat([shard, shard.new_zeros(size - len(shard))])
+        work = _all_gather(padded, shard, group=self._levels[level].group, async_op=True)
 
-        def gathered() -> None:
+        def wait() -> None:
             work.wait()
-            if not even:
-                whole.copy_(out[: whole.numel()])
+            if not is_even:
+                out.copy_(padded[: out.numel()])
 
-        return gathered
+        return wait
 
 
 def levels_of(group: dist.ProcessGroup, node_group: dist.ProcessGroup | None) -> list[Level]:
-    """One level, or two where the ranks of a node are given. Collective.
+    """One level, or two with the ranks of a node. Collective.
 
     Raises:
-        SettingError: nodes of different sizes, or ranks outside them.
+        SettingError: nodes have different sizes, or some ranks are in no node.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if node_group is None:
@@ -117,44 +117,44 @@ def levels_of(group: dist.ProcessGroup, node_group: dist.ProcessGroup | None) ->
                 "attach(node_group=), a process group of the ranks of this node",
                 stacklevel=4,
             )
-        return [Level(group, rank, [[each] for each in range(ranks)])]
-    numbers = {each: i for i, each in enumerate(dist.get_process_group_ranks(group))}
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, dist.get_process_group_ranks(node_group), group=group)
-    nodes = [list(node) for node in dict.fromkeys(map(tuple, found))]
-    everybody = sorted(itertools.chain.from_iterable(nodes))
-    if len({len(node) for node in nodes}) > 1 or everybody != sorted(numbers):
+        return [Level(group, rank, [[member] for member in range(ranks)])]
+    group_ranks = {world: i for i, world in enumerate(dist.get_process_group_ranks(group))}
+    node_of_rank: list[Any] = [None] * ranks
+    dist.all_gather_object(node_of_rank, dist.get_process_group_ranks(node_group), group=group)
+    nodes = [list(node) for node in dict.fromkeys(map(tuple, node_of_rank))]
+    all_ranks = sorted(itertools.chain.from_iterable(nodes))
+    if len({len(node) for node in nodes}) > 1 or all_ranks != sorted(group_ranks):
         raise SettingError(
-            f"node_group= has the ranks {nodes} over the nodes, of which each rank of {ranks} must "
-            "be in one, and every node have as many; leave node_group out"
+            f"node_group= has the ranks {nodes} over the nodes, but each of the {ranks} ranks must "
+            "be in one node, and all nodes must have equally many; leave node_group out"
         )
-    place = dist.get_rank(node_group)
-    inside = Level(node_group, place, [[numbers[each]] for each in found[rank]])
+    node_rank = dist.get_rank(node_group)
+    within = Level(node_group, node_rank, [[group_ranks[world]] for world in node_of_rank[rank]])
     if len(nodes) == 1:
-        return [inside]
+        return [within]
     between = new_group(
-        group, [list(those) for those in zip(*nodes, strict=True)], dist.get_backend(node_group)
+        group, [list(peers) for peers in zip(*nodes, strict=True)], dist.get_backend(node_group)
     )
-    node_of = {node[place]: node for node in nodes}  # by its rank among those that talk
+    node_with = {node[node_rank]: node for node in nodes}  # by its rank in `between`
     members = [
-        [numbers[each] for each in node_of[talks]]
-        for talks in dist.get_process_group_ranks(between)
+        [group_ranks[world] for world in node_with[peer]]
+        for peer in dist.get_process_group_ranks(between)
     ]
-    return [inside, Level(between, dist.get_rank(between), members)]
+    return [within, Level(between, dist.get_rank(between), members)]
 
 
 def new_group(group: dist.ProcessGroup, parts: list[list[int]], backend: str) -> dist.ProcessGroup:
-    """A group for the part of the ranks that this one is in. Collective over `group`.
+    """The new group of the part that this rank is in. Collective over `group`.
 
-    Where that is not all of the world, torch names it by how many groups a rank is in, so every
-    rank of it must be in as many.
+    If `group` is not the whole world, torch names the new group by the number of groups that a rank
+    is in, so that number must be equal on all ranks of the part.
     """
-    alone = dist.get_world_size(group) < dist.get_world_size()
-    groups: list[Any] = [
-        dist.new_group(part, backend=backend, use_local_synchronization=alone)
-        for part in parts
-        if dist.get_rank() in part or not alone
-    ]
-    members = [part for part in parts if dist.get_rank() in part or not alone]
-    own: dist.ProcessGroup = groups[[dist.get_rank() in part for part in members].index(True)]
-    return own
+    is_subset = dist.get_world_size(group) < dist.get_world_size()
+    own_group: dist.ProcessGroup | None = None
+    for part in parts:
+        is_member = dist.get_rank() in part
+        if is_member or not is_subset:
+            new = dist.new_group(part, backend=backend, use_local_synchronization=is_subset)
+            own_group = new if is_member else own_group
+    assert own_group is not None
+    return own_group

@@ -24,17 +24,25 @@ from bigbatch.statistics.norms import flattened
 
 Groups = Literal["all", "ranks"]
 
-_EPS = 1e-6  # as torch's own clipping has it
+_EPS = 1e-6  # that of torch's clipping
+_FAULTS = (  # of which one on any rank refuses a step
+    "the optimizer that was attached to this DDP model is gone; wrap the model again",
+    "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give every rank "
+    "as many steps, as bigbatch.Batches does",
+    "gradients were reduced twice in a step, and are r g since the first time; run every backward "
+    "of a step but the last under ddp.no_sync() (static_graph=True must reduce its very first one: "
+    "let the first step have one backward)",
+)
 
 
 class DDPCommHook(ReducedShards):
-    """State of the communication hook that scales gradients, and the norm of the mean gradient.
+    """State of the communication hook that scales gradients.
 
-    After the last backward of a step `.grad` holds r g on every rank, bit for bit the same. Every
-    backward of a step but the last runs under `no_sync`. p of a weight is on one rank;
-    `consolidate` gathers it on all before the optimizer's `state_dict()`.
+    After the last backward of a step `.grad` is r g, bit for bit the same on every rank. All
+    backwards of a step except the last must run under `no_sync`. Each element of p is on one rank;
+    `consolidate` gathers p on all ranks before the optimizer's `state_dict()`.
 
-    A subscriber of the source of the optimizer's gradients, to know their weights.
+    The hook subscribes to the source of the optimizer's gradients, for the micro-batches' weights.
     """
 
     def __init__(
@@ -47,312 +55,276 @@ class DDPCommHook(ReducedShards):
     ) -> None:
         self.ranks = dist.get_world_size(ddp.process_group)
         self.by_ranks = groups == "ranks"
-        self._ddp = weakref.ref(ddp)  # which keeps this, out of the garbage collector's sight
-        self._gsnr: GsnrState | None = state  # until its optimizer is gone
+        self._ddp = weakref.ref(ddp)  # DDP keeps the hook in C++, unseen by the garbage collector
+        self._live_state: GsnrState | None = state  # None after `release`
         self._group: dist.ProcessGroup = ddp.process_group
         self._levels = levels_of(ddp.process_group, node_group)
         self._m2_dtype = m2_dtype
-        self._refusal = ""  # of the current step
-        self._taken = False  # whether step() has used it
-        self._own = [0.0, 0.0]  # micro-batches and their weight, on this rank
+        self._refusal = ""  # why the current step is refused
+        self._taken = False  # whether step() has used the current step's gradients
+        self._count_and_weight = [0.0, 0.0]  # of this rank's micro-batches
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
-        self._spans: dict[Tensor, list[tuple[Shard, Span]]] = {}  # a parameter's elements here
-        self._reduction: BucketPipeline | None = None  # of the current step
-        self._host = _host_group(ddp)
-        ddp.register_comm_hook(self, gsnr_hook)
+        self._spans: dict[Tensor, list[tuple[Shard, Span]]] = {}  # this rank's, by parameter
+        self._pipeline: BucketPipeline | None = None  # of the current step
+        self._host_group = self._group  # for messages during a backward without a device wait
+        if not next(ddp.parameters()).is_cpu:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._host_group = new_group(self._group, [ranks], "gloo")
+        ddp.register_comm_hook(self, DDPCommHook.reduce)
 
     def release(self) -> None:
-        """The optimizer is gone: the next step is refused."""
-        self._gsnr = None
+        """Refuses all further steps, since the optimizer no longer exists."""
+        self._live_state = None
 
-    # what users ask
+    # for users
 
     @property
     def grad_norm(self) -> Tensor:
-        """|g| of all that the optimizer trains, before r, in the unit of the losses; 0-dim.
+        """|g| over the optimizer's parameters, before r, in the unit of the losses; 0-dim.
 
         Raises:
-            GradientError: the present step has not been reduced.
+            GradientError: the current step is not reduced yet.
         """
-        squares_of = self._require_done("grad_norm").squares
-        trained = {p for group in self._state.param_groups for p in group["params"]}
-        squares = [square for p, square in squares_of.items() if p in trained]
+        all_squares = self._require_done("grad_norm").squares
+        parameters = set(self._state.parameters())
+        squares = [square for p, square in all_squares.items() if p in parameters]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     def clip_grad_norm_(self, max_norm: float, scaler: GradScaler | None = None) -> Tensor:
-        """Shortens r g as torch's clipping would shorten g: by max_norm / |g| where that is < 1.
+        """Multiplies r g by the factor of torch's clipping of g: max_norm / |g| if that is below 1.
 
         Args:
-            max_norm: greatest |g|, without the scaler's scale.
-            scaler: of the losses. Its `unscale_(optimizer)` comes before, as ever.
+            max_norm: largest |g|, without the scaler's scale.
+            scaler: the scaler of the losses. Call `scaler.unscale_(optimizer)` before, as usual.
         Returns:
-            |g| before it.
+            |g| before clipping.
         """
         norm = self.grad_norm
         if scaler is not None:
             norm = norm / scaler.scale(torch.ones_like(norm))
-        trained = (p.grad for group in self._state.param_groups for p in group["params"])
-        grads = [grad for grad in trained if grad is not None]
-        share = (max_norm / (norm + _EPS)).clamp(max=1.0)
+        grads = [p.grad for p in self._state.parameters() if p.grad is not None]
+        factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
         with torch.no_grad():
-            torch._foreach_mul_(grads, share)
-        self.scaled(share)
+            torch._foreach_mul_(grads, factor)
+        self.scaled(factor)
         return norm
 
     def consolidate(self) -> None:
-        """Gathers p of every parameter on every rank, for `state_dict()`. Collective."""
+        """Gathers all of p on every rank, for `state_dict()`. Collective."""
         for _, shard in sorted(self._shards.items()):
-            shard.bring(self._state.momentum)
+            shard.gather(self._state.momentum)
 
     def __reduce__(self) -> Any:
-        """A copy of the DDP model is not attached."""
-        return _nobody, ()
+        """A copy of the DDP model has None in place of the hook's state."""
+        return type(None), ()
 
-    # where gradients are scaled
+    # gradient scaling
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """This hook, for weights; the moments too, where a rank has several micro-batches."""
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """The hook subscribes, for the weights; the moments too, unless r compares ranks.
+
+        The moments read their sums from `.grad`, which under no_sync is this rank's sum.
+        """
+        self._state.moments.lender = source
         return [self] if self.by_ranks else [self, self._state.moments]
 
-    def bind(self, source: GradientSource) -> None:
-        """Under no_sync `.grad` is this rank's sum, which the moments read."""
-        self._state.moments.lender = source
+    @property
+    def has_untaken_step(self) -> bool:
+        """Whether `.grad` is r g and no `step()` has used it."""
+        return self.done and not self._taken
 
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
-        return source.micro_batches > 0 or (self.done and not self._taken)
-
-    def keeps(self, parameter: Tensor) -> bool:
-        """Whether p of it is spread over the ranks."""
-        return any(shard.keeps(parameter) for shard in self._shards.values())
+    def has_p_of(self, parameter: Tensor) -> bool:
+        """Whether p of a parameter is scattered over the ranks."""
+        return any(shard.has_p_of(parameter) for shard in self._shards.values())
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
-        """Whether it is the hook of that model."""
+        """Whether this is the hook of the model."""
         return self._ddp() is ddp
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Takes what the last reduction has scaled, and p with it.
+        """Takes the gradients that the last reduction has scaled, and the next p.
 
         Raises:
-            GradientError: the step was not reduced, was refused, or is taken already.
+            GradientError: the step is not reduced, was refused, or is taken already.
         """
-        done = self._require_done("step()")
+        pipeline = self._require_done("step()")
         if self._taken:
             raise GradientError("step() was called twice for one backward; .grad is r g already")
-        done.require_all_in()
+        pipeline.require_all_reduced()
         self._taken = True
         for shard in self._shards.values():
             shard.commit(self._state.momentum)
         checks = self._state.warnings.checks_agreement
-        agree = checks and not done.live.any() and bool(self.grad_norm)
-        shares = done.out_of_range
-        bad_layers = out_of_range([p for p, _ in shares], [share for _, share in shares])
-        return AppliedGsnr(done.k, done.layers, agree, bad_layers)
+        agree = checks and not pipeline.live.any() and bool(self.grad_norm)
+        bad_layers = out_of_range(pipeline.out_of_range)
+        return AppliedGsnr(pipeline.k, pipeline.layers, agree, bad_layers)
 
-    def forget(self) -> None:
-        """p is the optimizer's own from here on, whole on every rank."""
+    def clear(self) -> None:
+        """Drops all shards; the optimizer's momentum has all of p on every rank."""
         self._shards.clear()
         self._spans.clear()
         self.layout += 1
 
     def require_consolidated(self) -> None:
-        """Raises StateError where p is on the ranks that compute it only."""
+        """Raises StateError if p is scattered over the ranks."""
         momentum = self._state.momentum
-        if not all(shard.is_brought(momentum) for shard in self._shards.values()):
+        if not all(shard.is_gathered(momentum) for shard in self._shards.values()):
             raise StateError(
                 "p, the average of r, is spread over the ranks: call optimizer.attached."
                 "consolidate() on every rank before state_dict(), which sends nothing"
             )
 
-    # where the mean gradient is
+    # shards of the mean gradient
 
     @property
     def done(self) -> bool:
         """Whether `.grad` of the current step is r g."""
-        return self._reduction is not None and self._reduction.done
+        return self._pipeline is not None and self._pipeline.done
 
     def local(self, parameter: Tensor) -> Tensor:
-        """This rank's elements of the mean gradient of a parameter, flat; before r."""
+        """This rank's elements of a parameter's mean gradient, before r; flat."""
         parts = [shard.mean[span.shard_slice] for shard, span in self._spans.get(parameter, ())]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else parameter.new_zeros(0)
 
     def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's elements of any tensor that is shaped like the parameter."""
+        """This rank's elements of a tensor shaped like the parameter."""
         flat = flattened(whole, parameter.stride())
         parts = [flat[span.parameter_slice] for _, span in self._spans.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a parameter are among them."""
-        runs = [span.parameter_slice for _, span in self._spans.get(parameter, ())]
-        places = places_in_memory(count, parameter.shape, parameter.stride())
-        return indices_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
+        """Which of the first `count` elements of a parameter this rank has."""
+        slices = [span.parameter_slice for _, span in self._spans.get(parameter, ())]
+        positions = places_in_memory(count, parameter.shape, parameter.stride())
+        return indices_in_runs(positions, [(s.start, s.stop - s.start) for s in slices])
 
     def scaled(self, factor: float | Tensor) -> None:
-        """The gradients were multiplied."""
-        if self._reduction is not None:
-            for square in self._reduction.squares.values():
+        """Rescales the norms after the gradients were multiplied by a factor."""
+        if self._pipeline is not None:
+            for square in self._pipeline.squares.values():
                 square.mul_(factor**2)
 
-    # a subscriber
+    # subscriber of the micro-batches
 
     def begin(self) -> None:
-        """A step starts."""
-        self._reduction, self._refusal, self._taken = None, "", False
-        self._own = [0.0, 0.0]
+        """A step begins."""
+        self._pipeline, self._refusal, self._taken = None, "", False
+        self._count_and_weight = [0.0, 0.0]
 
     def micro_batch(self, weight: float) -> None:
-        """A micro-batch starts."""
-        self._own = [self._own[0] + 1, self._own[1] + weight]
+        """Counts a micro-batch."""
+        self._count_and_weight = [self._count_and_weight[0] + 1, self._count_and_weight[1] + weight]
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """It is in the bucket, when it comes."""
+        """Nothing to do: the bucket will have it."""
 
     def end(self) -> None:
-        """The micro-batch is complete."""
+        """Nothing to do."""
 
-    # a reduction
+    # reduction
 
     @torch.no_grad()
-    def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Takes DDP's next bucket."""
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Reduces and scales DDP's next bucket; as the communication hook, with `self` as state."""
         if bucket.index() == 0 and not self.unreduced:
             self._start()
-        if self.unreduced or self._reduction is None:
+        if self.unreduced or self._pipeline is None:
             buffer = bucket.buffer()
-            if not self.unreduced:  # the mean, for whatever else steps along it
+            if not self.unreduced:  # a refused step: the plain mean, for other optimizers
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self.ranks)
             future = future_on(buffer.device)
             future.set_result(buffer)
             return future
-        future = self._reduction.take(self._shard_of(bucket), bucket.buffer())
+        future = self._pipeline.take(self._shard_of(bucket), bucket.buffer())
         if bucket.is_last():
             shards = [shard for _, shard in sorted(self._shards.items())]
-            self._reduction.end([p for shard in shards for p in shard.parameters])
+            self._pipeline.end([p for shard in shards for p in shard.parameters])
         return future
 
     def _start(self) -> None:
-        """Exchanges the ranks' micro-batches and weights; all ranks refuse a step alike.
+        """Exchanges the ranks' micro-batch counts and weights; all ranks refuse the same steps.
 
-        `step()` raises the error: one in the middle of a backward would break DDP. A refused step
-        is averaged.
+        `step()` raises the error, since an error during a backward would break DDP. The gradients
+        of a refused step are averaged.
         """
-        ddp, state = self._ddp(), self._gsnr
-        joining = ddp is not None and bool(ddp._join_config.enable)
-        again = self._reduction is not None or bool(self._refusal)
-        message = [*self._own, again, joining, state is None]
-        sent = torch.tensor(message, dtype=torch.float64, device="cpu")
-        rows = [torch.empty_like(sent) for _ in range(self.ranks)]
-        dist.all_gather(rows, sent, group=self._host)
-        counts, weights, *wrong = torch.stack(rows).T.tolist()
+        ddp, state = self._ddp(), self._live_state
+        joins = ddp is not None and bool(ddp._join_config.enable)
+        is_repeated = self._pipeline is not None or bool(self._refusal)
+        message = [*self._count_and_weight, state is None, joins, is_repeated]
+        row = torch.tensor(message, dtype=torch.float64, device="cpu")
+        rows = [torch.empty_like(row) for _ in range(self.ranks)]
+        dist.all_gather(rows, row, group=self._host_group)
+        counts, weights, *faults = torch.stack(rows).T.tolist()
         k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
-        self._reduction, self._refusal = None, self._refusal_of(k, *map(any, wrong))
-        if state is not None and not self._refusal:
-            self._reduction = BucketPipeline(
-                state,
-                self._group,
-                weights,
-                k,
-                sends_m2=not self.by_ranks and max(counts) > 1,
-                m2_dtype=self._m2_dtype,
-                fused=state.fused is not False,
-            )
-
-    def _refusal_of(self, k: int, again: bool, joining: bool, gone: bool) -> str:
-        """What makes this reduction impossible; nothing where it is possible."""
-        if gone:
-            return "the optimizer that was attached to this DDP model is gone; wrap the model again"
-        if joining:
-            return (
-                "DDP's join() feeds zeros for ranks that have ended, which are no gradients: give "
-                "every rank as many steps, as bigbatch.Batches does"
-            )
-        if again:
-            return (
-                "gradients were reduced twice in a step, and are r g since the first time; run "
-                "every backward of a step but the last under ddp.no_sync() (static_graph=True must "
-                "reduce its very first one: let the first step have one backward)"
-            )
+        reasons = [text for text, on_ranks in zip(_FAULTS, faults, strict=True) if any(on_ranks)]
         if k < 2:
-            of_what = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
-            return f"{k} {of_what} in a step: r needs at least 2 (8 are better)"
-        return ""
+            groups = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
+            reasons.append(f"{k} {groups} in a step: r needs at least 2 (8 are better)")
+        self._pipeline, self._refusal = None, next(iter(reasons), "")
+        if state is not None and not self._refusal:
+            sends_m2 = not self.by_ranks and max(counts) > 1
+            self._pipeline = BucketPipeline(
+                state, self._group, weights, k, sends_m2, self._m2_dtype
+            )
 
     def _shard_of(self, bucket: Any) -> Shard:
-        """What this rank has of a bucket; where DDP has made another, p moves."""
+        """This rank's shard of a bucket; if DDP has rebuilt its buckets, p moves to new shards."""
         index, parameters = bucket.index(), bucket.parameters()
         shard = self._shards.get(index)
         if shard is None or not shard.is_of(parameters, bucket.buffer()):
             for number in sorted(n for n in self._shards if n >= index):
-                self._shards.pop(number).bring(self._state.momentum)
+                self._shards.pop(number).gather(self._state.momentum)
             start = bucket.buffer().storage_offset()
-            places = [
+            offsets = [
                 (p, g.storage_offset() - start)
                 for p, g in zip(parameters, bucket.gradients(), strict=True)
             ]
-            shard = self._shards[index] = Shard(places, bucket.buffer(), self._levels)
+            shard = self._shards[index] = Shard(offsets, bucket.buffer(), self._levels)
             self.layout += 1
             self._spans.clear()
-            for each in self._shards.values():
-                for span in each.spans:
-                    self._spans.setdefault(span.parameter, []).append((each, span))
+            for any_shard in self._shards.values():
+                for span in any_shard.spans:
+                    self._spans.setdefault(span.parameter, []).append((any_shard, span))
         return shard
 
-    def _require_done(self, what: str) -> BucketPipeline:
+    def _require_done(self, caller: str) -> BucketPipeline:
         if self._refusal:
             raise GradientError(self._refusal)
-        if self._reduction is None or not self._reduction.done:
+        if self._pipeline is None or not self._pipeline.done:
             raise GradientError(
-                f"{what} comes after the last backward of a step, which is not to run under no_sync"
+                f"{caller} comes after the last backward of a step, which must not run under "
+                "no_sync"
             )
-        return self._reduction
+        return self._pipeline
 
     @property
     def _state(self) -> GsnrState:
-        assert self._gsnr is not None  # or the step is refused
-        return self._gsnr
-
-
-def _nobody() -> None:
-    """The hook of a copy."""
-
-
-def _host_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    """For what the host has to know during a backward, without waiting for a device."""
-    group: dist.ProcessGroup = ddp.process_group
-    if next(ddp.parameters()).is_cpu:
-        return group
-    return new_group(group, [dist.get_process_group_ranks(group)], "gloo")
-
-
-def gsnr_hook(state: DDPCommHook, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """DDP's communication hook."""
-    return state.reduce(bucket)
+        assert self._live_state is not None  # else the step is refused
+        return self._live_state
 
 
 def require_attachable(
     ddp: Any, parameters: Sequence[Tensor], groups: str, m2_dtype: torch.dtype | None
 ) -> None:
-    """Raises SettingError where gradients cannot be scaled under this wrapper."""
+    """Raises SettingError if gradients cannot be scaled under this DDP model."""
     if groups not in ("all", "ranks"):
         raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
     if m2_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
         raise SettingError(
-            f"m2_dtype={m2_dtype} has not the range of squares; choose torch.bfloat16, float32 or "
-            "float64"
+            f"m2_dtype={m2_dtype} does not have the range of squares; choose torch.bfloat16, "
+            "float32 or float64"
         )
     if not isinstance(ddp, DistributedDataParallel):
         raise SettingError(
             f"attach() takes the DistributedDataParallel model, not {type(ddp).__name__}; under "
-            "fully_shard, and on one process, nothing has to be attached"
+            "fully_shard, and in one process, leave attach() out"
         )
     if ddp._comm_hooks:
         raise SettingError(
-            "the model has a communication hook already, and DDP takes one; wrap it again, and let "
-            "attach() be the only one"
+            "the model has a communication hook already, and DDP takes one; wrap the model again, "
+            "and register no hook but that of attach()"
         )
     require_wrapped(ddp, parameters)

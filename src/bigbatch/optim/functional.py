@@ -1,9 +1,9 @@
-"""The mathematics of every rule: pure functions of tensors, one a few lines.
+"""The mathematics of every rule: pure functions of tensors of any shape, a few lines each.
 
-They are what the compiled kernels are tested against, what runs where there are none, and what
-`torch.compile` is given. Masks are avoided: on a CPU a comparison costs eager torch
-several multiplications. Any shape will do. One layer has S = sum n_d g_d, the sum of its weighted
-micro-batch gradients, M2 = sum n_d (g_d - S / N)^2, and N = sum n_d over k micro-batches.
+They run where there are no compiled kernels, `torch.compile` compiles them, and the kernels are
+tested against them. They avoid masks: on a CPU a comparison costs eager torch several
+multiplications. A layer has S = sum n_d g_d, the sum of its weighted micro-batch gradients,
+M2 = sum n_d (g_d - S / N)^2, and N = sum n_d over k micro-batches.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bigbatch.gradients.dtypes import wide
 
-_AGREE = 4  # roundings of the mean: a standard deviation of less is none
+_ROUNDINGS = 4  # of the mean; a standard deviation below that counts as none
 
 
 def agreement(dtype: torch.dtype) -> float:
-    """The ratio from which on micro-batches agree to rounding."""
-    return (_AGREE * torch.finfo(dtype).eps) ** -2
+    """The ratio above which micro-batches agree to rounding."""
+    return (_ROUNDINGS * torch.finfo(dtype).eps) ** -2
 
 
 def ratio(total: Tensor, m2: Tensor, weight: float) -> Tensor:
@@ -27,32 +27,32 @@ def ratio(total: Tensor, m2: Tensor, weight: float) -> Tensor:
 
         q = G^2 / s2 = S^2 / (N M2) = t^2 / (k - 1)
 
-    inf where all micro-batches agree, to rounding; nan where all are 0 (or one is nan).
+    inf if all micro-batches agree to rounding; nan if all are 0 (or one is nan).
 
     Source:
         VRGD (Jiang et al. 2023, arXiv 2309.13681), equations 2 and 7; t is Student's statistic.
     """
-    less = (total / m2).mul_(total).div_(-weight)  # so ordered, no square overflows before M2 does
-    return torch.threshold_(less, -agreement(less.dtype), -torch.inf).neg_()
+    negative = (total / m2).mul_(total).div_(-weight)  # in this order, only M2 can overflow
+    return torch.threshold_(negative, -agreement(negative.dtype), -torch.inf).neg_()
 
 
 def share_out_of_range(total: Tensor, m2: Tensor, weight: float) -> Tensor:
-    """Share of a layer's elements whose M2 its type cannot hold, so that their ratio is wrong.
+    """Share of a layer's elements with a wrong ratio, since M2 is out of its type's range.
 
-    That is M2 = inf where S is finite, and M2 below the normal numbers where S is not 0; but not
-    where S is so much larger that the micro-batches agree to rounding whatever M2 is.
+    M2 is inf although S is finite, or below the normal numbers although S is not 0, unless S is so
+    large that the micro-batches agree to rounding whatever M2 is.
     """
     tiny = torch.finfo(m2.dtype).tiny
     agrees = math.sqrt(tiny * agreement(m2.dtype) * weight)
     size = total.abs()
     below = (m2 < tiny) & (size > 0) & (size < agrees)
     above = m2.isinf() & size.isfinite()
-    return (below | above).float().mean().nan_to_num()  # of no element: 0
+    return (below | above).float().mean().nan_to_num()  # 0 without elements
 
 
 def live_sums(q: Tensor) -> Tensor:
-    """(sum, number) of the ratios that count in a layer's mean: the finite ones."""
-    zero = q * 0  # nan where q is not finite
+    """(sum, number) of the finite ratios, which the mean of a layer is over."""
+    zero = q * 0  # nan if q is not finite
     return torch.stack([(q + zero).nansum(), zero.add_(1).nansum()])
 
 
@@ -62,13 +62,13 @@ def normalized(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) ->
         r = min(max(q / mean of q, gamma), r_max)
 
     Source:
-        VRGD, equations 8 and 9; where they are not defined: docs/theory.md (6).
+        VRGD, equations 8 and 9; for undefined values see docs/theory.md (6).
     """
     return clipped(q / mean, gamma, r_max)
 
 
 def shrinkage(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
-    """r of M-SVAG; not from the VRGD paper. The factor that makes E |r g - mu|^2 least.
+    """r of M-SVAG, the factor that minimizes E |r g - mu|^2; not from the VRGD paper.
 
         r = t^2 / (1 + t^2),   t^2 = (k - 1) q
 
@@ -79,7 +79,7 @@ def shrinkage(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> 
 
 
 def positive_part(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
-    """r by positive-part shrinkage; not from the VRGD paper. 0 where noise explains the gradient.
+    """r by positive-part shrinkage, 0 if noise explains the gradient; not from the VRGD paper.
 
         r = max(0, 1 - 1 / t^2),   t^2 = (k - 1) q
 
@@ -89,7 +89,7 @@ def positive_part(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float)
     return clipped(1 - 1 / ((k - 1) * q), gamma, r_max)
 
 
-# name -> r of (ratio, its mean in the layer, k, gamma, r_max); the order is that of kernels.c
+# name -> r as a function of (ratio, its mean in the layer, k, gamma, r_max); ordered as kernels.c
 FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
     "gsnr": normalized,
     "shrinkage": shrinkage,
@@ -98,7 +98,7 @@ FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 
 
 def clipped(r: Tensor, low: float, high: float) -> Tensor:
-    """Between two bounds; what is no number gets the lower one."""
+    """r between two bounds; nan becomes the lower one."""
     return r.nan_to_num(nan=0.0, posinf=torch.inf).clamp(low, high)
 
 
@@ -107,9 +107,9 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
 
         r_j <- G_j^2 / s2_j;   r <- r / (mean of r over the layer);   r <- min(max(r, gamma), r_max)
 
-    No epsilon enters: a factor on the gradients cancels. Elements whose variance is 0, or no more
-    than the rounding of G_j, are left out of the layer's mean; r is then gamma where G_j = 0 too
-    (a dead element) and r_max where it is not (all micro-batches agree).
+    There is no epsilon, so a factor on the gradients cancels. The layer's mean leaves out elements
+    whose variance is 0 or within the rounding of G_j; their r is gamma if G_j = 0 (a dead element),
+    else r_max (all micro-batches agree).
 
     Args:
         total: S, any shape and unit; with weight 1, the mean gradient G.
@@ -120,8 +120,8 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
     Returns:
         r, same shape and dtype.
     Source:
-        VRGD (Jiang et al. 2023, arXiv 2309.13681), equations 2 and 7 to 9; where they are not
-        defined: docs/theory.md (6).
+        VRGD (Jiang et al. 2023, arXiv 2309.13681), equations 2 and 7 to 9; for undefined values
+        see docs/theory.md (6).
     Example:
         >>> gsnr(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0]), gamma=0.1, r_max=10.0)
         tensor([1.6000, 0.4000])
@@ -132,21 +132,21 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
 
 
 def squares(x: Tensor) -> Tensor:
-    """|x|^2, in the widest type of the device: float32 sums of large layers drift."""
+    """|x|^2, in the widest type of the device, since float32 sums of large layers drift."""
     norm: Tensor = torch.linalg.vector_norm(x, dtype=wide(x.device))
     return norm.square()
 
 
-def averaged(average: Tensor, r: Tensor, beta3: float, corrected: float) -> Tensor:
-    """p_hat: the momentum of r, in place, and corrected for its start at 0.
+def update_average(average: Tensor, r: Tensor, beta3: float, correction: float) -> Tensor:
+    """Updates p, the momentum of r, in place; returns p_hat, corrected for the start at 0.
 
-    p <- beta3 p + (1 - beta3) r;   p_hat = p / (1 - beta3^t),   corrected = 1 / (1 - beta3^t)
+    p <- beta3 p + (1 - beta3) r;   p_hat = p / (1 - beta3^t),   correction = 1 / (1 - beta3^t)
     """
-    return average.lerp_(r, 1 - beta3) * corrected
+    return average.lerp_(r, 1 - beta3) * correction
 
 
 def lars_rate(weight_norm: Tensor, gradient_norm: Tensor, decay: float, trust: float) -> Tensor:
-    """Trust ratio of one layer; 1 where a norm is 0.
+    """Trust ratio of one layer; 1 if a norm is 0.
 
         eta |theta| / (|g| + decay |theta|)
 
@@ -166,7 +166,7 @@ def lars_step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Momentum whose every summand has its own rate; lr is the learning rate times the trust ratio.
+    """Momentum step; lr, the learning rate times the trust ratio, is inside the buffer.
 
     b <- momentum b + lr (g + decay theta);   theta <- theta - b
     """
@@ -186,19 +186,20 @@ def lamb_moments(gradient: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: fl
 
 
 def lamb_direction(
-    theta: Tensor, m: Tensor, v: Tensor, correct: tuple[float, float], eps: float, decay: float
+    theta: Tensor, m: Tensor, v: Tensor, corrections: tuple[float, float], eps: float, decay: float
 ) -> Tensor:
-    """Adam's step with its decay inside; `correct` are 1 - beta1^t and 1 - beta2^t.
+    """Adam's direction, weight decay included; `corrections` are 1 - beta1^t and 1 - beta2^t.
 
         u = m_hat / (sqrt(v_hat) + eps) + decay theta
 
     Source:
         You et al. 2020 (arXiv 1904.00962), algorithm 2.
     """
-    return (m / correct[0]).div_((v / correct[1]).sqrt_().add_(eps)).add_(theta, alpha=decay)
+    m_hat, v_hat = m / corrections[0], v / corrections[1]
+    return m_hat.div_(v_hat.sqrt_().add_(eps)).add_(theta, alpha=decay)
 
 
 def lamb_rate(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-    """Trust ratio |theta| / |u| of one layer; 1 where a norm is 0."""
+    """Trust ratio |theta| / |u| of one layer; 1 if a norm is 0."""
     rate = weight_norm / update_norm
     return torch.where((weight_norm > 0) & (update_norm > 0), rate, 1.0)

@@ -1,4 +1,4 @@
-"""Torch's fused steps: where they do what its other steps do, and where they do not."""
+"""Torch's fused optimizer steps: when they are right, and a step that avoids the wrong ones."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from bigbatch.gradients.dtypes import FULL
 from bigbatch.optim.sharding import is_sharded, local
 
-_TORCHS = (SGD, Adam, Adagrad)  # optimizers with a fused step for CPUs
+_FUSED_ON_CPU = (SGD, Adam, Adagrad)
 
 
 def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
     """Whether torch's fused step is known to be right for a parameter.
 
-    That is a dense float with gradients of its type: float32 or float64 on a CPU, any on CUDA.
-    Torch's fused SGD takes no sharded ones.
+    The parameter must be dense, with gradients of its type: float32 or float64 on a CPU, any float
+    on CUDA. Torch's fused SGD takes no sharded parameters.
     """
     return (
         parameter.is_floating_point()
@@ -31,79 +31,79 @@ def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
 
 
 class BaseStep:
-    """The step of a base optimizer, without its fused kernel where that misreads memory.
+    """The step of a base optimizer, without its fused kernel if that would misread memory.
 
     Args:
         base: the optimizer.
-        warns: whether to say so; not to those who did not choose to fuse.
+        warns: whether to warn of it; False if the user did not choose fused=True.
     """
 
     def __init__(self, base: Optimizer, *, warns: bool) -> None:
         self._base, self._warns = base, warns
 
     def __call__(self) -> None:
-        """Takes it."""
+        """Steps the base optimizer."""
         fused = [group for group in self._base.param_groups if group.get("fused")]
-        wrong = [(group, why) for group in fused if (why := _misread(self._base, group))]
-        if wrong and self._warns:
+        faults = [(group, fault) for group in fused if (fault := _find_fault(self._base, group))]
+        if faults and self._warns:
             self._warns = False
             warnings.warn(
-                f"{type(self._base).__name__}(fused=True) {wrong[0][1]}, so it steps without "
+                f"{type(self._base).__name__}(fused=True) {faults[0][1]}, so it steps without "
                 "its fused kernel there; leave fused=True out",
                 stacklevel=6,
             )
-        for group, _ in wrong:
+        for group, _ in faults:
             group["fused"] = False
         try:
             self._base.step()
         finally:
-            for group, _ in wrong:
+            for group, _ in faults:
                 group["fused"] = True
-        increment_version([p for group in fused for p in group["params"]])  # torch's leave it out
+        increment_version([p for group in fused for p in group["params"]])  # torch's steps do not
 
 
-def _misread(base: Optimizer, group: dict[str, Any]) -> str:
-    """What torch's fused step gets wrong of a group as it is now; empty for nothing.
+def _find_fault(base: Optimizer, group: dict[str, Any]) -> str:
+    """What torch's fused step would do wrong with a group in its present state; empty for nothing.
 
-    On a CPU it goes through the memory of a parameter, its gradient and its state as if their
-    elements lay in one order and without gaps. SGD's then skips most of a half type (pytorch issue
-    191763), and takes a momentum of all parameters or of none.
+    On a CPU the step assumes that the elements of a parameter, its gradient and its state have the
+    same order in memory, without gaps. SGD's also skips most elements of half types (pytorch issue
+    191763), and needs a momentum buffer for all parameters or for none.
     """
-    if not isinstance(base, _TORCHS):
+    if not isinstance(base, _FUSED_ON_CPU):
         return ""
     states: Any = base.state
-    begun = set()
+    have_momentum = set()
     for p in group["params"]:
         if p.grad is None:
             continue
         state = states.get(p, {})
-        begun.add(state.get("momentum_buffer") is not None)
+        have_momentum.add(state.get("momentum_buffer") is not None)
         if not p.is_cpu:
             continue
         if isinstance(base, SGD) and p.dtype not in FULL:
             return f"does not move most of a {p.dtype} parameter on a CPU"
         arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
-        if not _lie_alike(p, [p.grad, *arrays]):
-            return "mixes up elements on a CPU that lie otherwise in a gradient or in the state"
-    if len(begun) > 1 and group.get("momentum"):
+        if not _same_layout(p, [p.grad, *arrays]):
+            return "mixes up elements on a CPU whose order differs in a gradient or in the state"
+    if len(have_momentum) > 1 and group.get("momentum"):
         return "takes no momentum that has begun for some parameters only"
     return ""
 
 
-def _lie_alike(first: Any, others: Sequence[Any]) -> bool:
-    """Whether the elements of all lie in one order, without gaps."""
+def _same_layout(first: Any, others: Sequence[Any]) -> bool:
+    """Whether the elements of all tensors have the same order in memory, without gaps."""
     if is_sharded(first):
         first, others = local(first), [local(t) for t in others]
     shape, contiguous = first.shape, first.is_contiguous()
     strides = () if contiguous else first.stride()
-    for t in others:  # not by all(): over many small ones, looking is what costs
+    for t in others:  # not by all(), which is slow over many small tensors
         if t.shape != shape or not (t.is_contiguous() if contiguous else t.stride() == strides):
             return False
     return contiguous or _is_dense(first)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a run of memory, each once, in whichever order."""
+    """Whether the elements fill a block of memory without gaps, in any order."""
     if tensor.layout is not torch.strided:
         return False
     strides = tensor.stride()

@@ -1,4 +1,4 @@
-"""Which sums of gradients need no buffer: `.grad` holds them, and nobody else writes there."""
+"""Lets moments read sums from `.grad`, without a buffer, if nothing else writes to it."""
 
 import warnings
 from collections.abc import KeysView
@@ -10,64 +10,64 @@ from bigbatch.gradients import GradientSource, only_watched
 from bigbatch.gradients.dtypes import FULL
 from bigbatch.statistics.second_moment import GradientMoments
 
-_COMPARED_EVERY = 16  # steps; on a GPU it waits
+_CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
 
 
 class GradAliasing:
-    """Lets moments read S where their source has it, once it was seen to be S there.
+    """Lets moments read S from their source, after a step that found the same S there.
 
-    It is not where `.grad` is written to between backward() and step(), or a hook changes
-    gradients after ours. Autograd counts what is written, but not through `.data`. So everything
-    is compared in a first step, and then one parameter after the other, one in 16 steps.
+    S differs if `.grad` is written between backward() and step(), or if a hook changes gradients
+    after ours. Autograd counts writes, but not those through `.data`. So the first step compares
+    all sums, and then every 16th step compares the sum of one parameter, each in turn.
     """
 
     def __init__(self, moments: GradientMoments) -> None:
         self._moments = moments
-        self._aliases = False  # in the present step
-        self._intact = False
+        self._is_aliased = False  # in the present step
+        self._intact = False  # whether the sums in `.grad` are S
         self._steps = 0
-        self._able: list[Tensor] = []  # those whose `.grad` no hook changes after ours
+        self._eligible: list[Tensor] = []  # parameters whose `.grad` no hook changes after ours
 
     def stop(self) -> None:
-        """The next step keeps sums of its own."""
-        self._aliases = False
+        """Makes the moments keep their own sums in the next step."""
+        self._is_aliased = False
         self._moments.lender = None
 
     def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> bool:
-        """Whether the step's sums are what the backwards left; before anything is done to them.
+        """Checks, before the gradients are scaled, that the sums are those of the backwards.
 
         Returns:
             Whether every parameter was reached.
         """
-        self._able, self._intact, all_reached = [], source.sums_intact, True
-        for p in parameters:  # one pass: of many small ones, looking is what costs
-            able = p.dtype in FULL and only_watched(p)
-            if able:
-                self._able.append(p)
-            reached, kept = self._moments.seen(p)
+        self._eligible, self._intact, all_reached = [], source.sums_intact, True
+        for p in parameters:  # one pass, since the checks dominate over many small parameters
+            is_eligible = p.dtype in FULL and only_watched(p)
+            if is_eligible:
+                self._eligible.append(p)
+            reached, own_sum = self._moments.seen(p)
             all_reached = all_reached and reached
             if not (self._intact and reached):
                 continue
-            if kept is None:
-                self._intact = able
-            elif able:  # what is kept should be in `.grad` too
-                self._intact = torch.equal(kept, source.grad_sum(p))
-        if self._aliases and not self._intact:
+            if own_sum is None:
+                self._intact = is_eligible
+            elif is_eligible:  # `.grad` should have the same sum
+                self._intact = torch.equal(own_sum, source.grad_sum(p))
+        if self._is_aliased and not self._intact:
             warnings.warn(
-                "gradients were changed between backward() and step() or by a hook, as they were "
-                "not when they were last looked at; r of this step, and of earlier ones where "
-                "that was done through .data, is that of the changed gradients",
+                "gradients were changed between backward() and step() or by a hook, which they "
+                "were not at the last check; r of this step, and of earlier steps if they were "
+                "changed through .data, is that of the changed gradients",
                 stacklevel=6,
             )
         return all_reached
 
-    def renew(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
-        """Chooses for the next step, when the sums of this one are no longer needed."""
+    def choose_sums(self, source: GradientSource, parameters: KeysView[Tensor]) -> None:
+        """Chooses which sums the moments keep in the next step, after this step's last use of S."""
         self._steps += 1
-        self._aliases = self._intact and bool(self._able)
-        self._moments.lender = source if self._aliases else None
-        all_able = len(self._able) == len(parameters)  # hashing tensors takes its time
-        self._moments.keeps = set() if all_able else parameters - set(self._able)
-        turn, left = divmod(self._steps, _COMPARED_EVERY)
-        if self._able and not left:
-            self._moments.keeps.add(self._able[turn % len(self._able)])
+        self._is_aliased = self._intact and bool(self._eligible)
+        self._moments.lender = source if self._is_aliased else None
+        all_eligible = len(self._eligible) == len(parameters)  # hashing tensors is slow
+        self._moments.keeps = set() if all_eligible else parameters - set(self._eligible)
+        turn, remainder = divmod(self._steps, _CHECK_INTERVAL)
+        if self._eligible and not remainder:
+            self._moments.keeps.add(self._eligible[turn % len(self._eligible)])

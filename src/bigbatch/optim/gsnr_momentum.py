@@ -1,7 +1,8 @@
-"""p, the momentum of r: state next to the base optimizer's, saved with each parameter."""
+"""p, the momentum of r: kept apart from the base optimizer's state, and saved with it."""
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,157 +16,125 @@ _AVERAGE = "gsnr_average"
 _STEPS = "gsnr_steps"
 
 
-class GsnrMomentum:
-    """p and the number of its steps, by parameter; of a sharded one, this rank's shard."""
-
-    def __init__(self) -> None:
-        self._state: dict[Tensor, tuple[Tensor, int]] = {}
-
-    def __getstate__(self) -> list[tuple[Tensor, tuple[Tensor, int]]]:
-        return list(self._state.items())
-
-    def __setstate__(self, state: list[tuple[Tensor, tuple[Tensor, int]]]) -> None:
-        self._state = dict(state)
+class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
+    """(p, number of its steps) by parameter; of a sharded parameter, this rank's shard of p."""
 
     def next(self, parameter: Tensor, beta3: float) -> tuple[Tensor, float]:
-        """(p, 1 / (1 - beta3^t)) of the step that is about to be taken."""
+        """Counts a step, and returns its (p, 1 / (1 - beta3^t))."""
         self.make(parameter)
-        average, t = self._state[parameter]
-        self._state[parameter] = average, t + 1
+        average, t = self[parameter]
+        self[parameter] = average, t + 1
         return average, 1 / (1 - beta3 ** (t + 1))
 
-    def of(self, parameter: Tensor) -> tuple[Tensor | None, int]:
-        """p of a parameter and the number of its steps; None and 0 before the first."""
-        return self._state.get(parameter, (None, 0))
-
-    def put(self, parameter: Tensor, average: Tensor, steps: int) -> None:
-        """p and the number of its steps, as they are now."""
-        self._state[parameter] = average, steps
-
-    def drop(self, parameter: Tensor) -> None:
-        """It is kept elsewhere."""
-        self._state.pop(parameter, None)
-
     def make(self, parameter: Tensor) -> None:
-        """p before the first step: zeros, float32 at least."""
-        if parameter not in self._state:
+        """Makes p as it is before the first step: zeros, float32 at least."""
+        if parameter not in self:
             shard = local(parameter)
             zeros = torch.zeros_like(shard, dtype=full(shard.dtype), requires_grad=False)
-            self._state[parameter] = zeros, 0
+            self[parameter] = zeros, 0
 
     def entries(self, parameter: Tensor) -> dict[str, Tensor | None]:
-        """What is saved of a parameter: p, sharded as it is, and its steps; None where not here."""
-        if parameter not in self._state:
+        """The entries of a state dict: p, sharded like its parameter, and its steps, or None."""
+        if parameter not in self:
             return {_AVERAGE: None, _STEPS: None}
-        shard, steps = self._state[parameter]
+        shard, steps = self[parameter]
         steps_ = torch.tensor(float(steps), dtype=torch.float32)
         return {_AVERAGE: sharded_like(parameter, shard), _STEPS: steps_}
 
-    def begun(self) -> Collection[Tensor]:
-        """The parameters whose p is here."""
-        return self._state.keys()
-
     def add_to(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Puts p, sharded as its parameter is, and the number of its steps with the base's."""
+        """Adds the entries of each parameter to the base optimizer's state dict."""
         for index, parameter in enumerate(parameters):
-            if parameter in self._state:
+            if parameter in self:
                 state_dict["state"].setdefault(index, {}).update(self.entries(parameter))
 
-    def take_from(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """Loads what `add_to` put there, and returns the base optimizer's part.
+    def load_from(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """Loads what `add_to` has added, and returns the base optimizer's state dict.
 
         Raises:
-            StateError: something is of another shape than its parameter, or it was saved with p,
-                and p is not in it.
+            StateError: p, or what a fused step writes to, has another shape than its parameter; or
+                p is missing from a state that was saved with beta3.
         """
         groups, saved = state_dict["param_groups"], state_dict["state"]
         keys = [key for group in groups for key in group["params"]]  # numbers, or names
         if len(keys) != len(parameters):
-            return state_dict  # which the base optimizer refuses
-        of_key = dict(zip(keys, parameters, strict=True))
-        states = {key: _present(state) for key, state in saved.items() if key in of_key}
-        shared = {key: state for key, state in saved.items() if key not in of_key}
-        for key, state in states.items():
-            if state.get(_AVERAGE) is not None:
-                self._state[of_key[key]] = _unpacked(state, of_key[key])
-        rest = {
-            key: {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
-            for key, state in states.items()
-        }
+            return state_dict  # the base optimizer refuses it
+        by_key = dict(zip(keys, parameters, strict=True))
+        base_states = {}
+        for key, state in saved.items():
+            if key in by_key:
+                # distributed checkpoints load an empty dict for a missing value
+                state = {name: x for name, x in state.items() if not isinstance(x, dict) or x}
+                if state.get(_AVERAGE) is not None:
+                    self[by_key[key]] = _loaded_entry(state, by_key[key])
+                state = _base_part(state)
+            base_states[key] = state
         for group in groups:
-            own = [(key, of_key[key]) for key in group["params"] if rest.get(key)]
-            if group.get("beta3") is not None and group["vr"]:
-                _require_present([key for key, parameter in own if parameter not in self._state])
-            if group.get("fused"):  # torch's fused steps write where too small a state is not
-                for key, parameter in own:
-                    _require_shape(rest[key], parameter)
-        kept = {key: state for key, state in rest.items() if state}
-        return {**state_dict, "state": kept | shared}
+            with_state = [(key, by_key[key]) for key in group["params"] if base_states.get(key)]
+            missing = [key for key, parameter in with_state if parameter not in self]
+            if group.get("beta3") is not None and group["vr"] and missing:
+                raise StateError(
+                    f"the state of {len(missing)} parameters, {missing[0]!r} the first, was saved "
+                    f"with a beta3 and holds no {_AVERAGE}, the average of r: something between "
+                    "state_dict() and load_state_dict() left it out; save all that state_dict() "
+                    "gives"
+                )
+            if group.get("fused"):  # torch's fused steps write past the end of a smaller state
+                for key, parameter in with_state:
+                    _require_shape(base_states[key], parameter)
+        non_empty = {k: state for k, state in base_states.items() if state or k not in by_key}
+        return {**state_dict, "state": non_empty}
 
 
+@dataclass(eq=False, repr=False)
 class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
-    """A base optimizer's `state`, where p has its place with each parameter that has one.
+    """A base optimizer's `state`, with the entries of p in the state of each parameter.
 
-    Torch's distributed checkpoints ask it for the names of what is saved of a parameter.
+    Torch's distributed checkpoints read from it what is saved of a parameter.
 
     Args:
-        base: the base optimizer's own; writes to a parameter's state go to it.
-        averages: p.
-        averaged: the parameters of which there is one, or will be.
+        base: the base optimizer's state, which writes go to.
+        momentum: p.
+        parameters: the parameters that have p, or will have it.
     """
 
-    def __init__(
-        self,
-        base: MutableMapping[Tensor, Any],
-        averages: GsnrMomentum,
-        averaged: Collection[Tensor],
-    ) -> None:
-        self._base, self._averages, self._averaged = base, averages, averaged
+    base: MutableMapping[Tensor, Any]
+    momentum: GsnrMomentum
+    parameters: Collection[Tensor]
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        state = self._base[parameter]
-        if parameter not in self._averaged:
+        state = self.base[parameter]
+        if parameter not in self.parameters:
             return state
-        return ChainMap(state, self._averages.entries(parameter))
+        return ChainMap(state, self.momentum.entries(parameter))
 
     def __setitem__(self, parameter: Tensor, state: Any) -> None:
-        rest = {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
-        self._base[parameter] = rest
+        self.base[parameter] = _base_part(state)
         if state.get(_AVERAGE) is not None:
-            self._averages.put(parameter, local(state[_AVERAGE]), int(state[_STEPS]))
+            self.momentum[parameter] = local(state[_AVERAGE]), int(state[_STEPS])
 
     def __delitem__(self, parameter: Tensor) -> None:
-        self._base.pop(parameter, None)
-        self._averages.drop(parameter)
+        self.base.pop(parameter, None)
+        self.momentum.pop(parameter, None)
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._base or parameter in self._averages.begun()
+        return parameter in self.base or parameter in self.momentum
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(dict.fromkeys([*self._base, *self._averages.begun()]))
+        return iter(dict.fromkeys([*self.base, *self.momentum]))
 
     def __len__(self) -> int:
-        return len(self._base.keys() | self._averages.begun())
+        return len(self.base.keys() | self.momentum.keys())
 
 
-def _present(state: dict[str, Any]) -> dict[str, Any]:
-    """Without what torch's distributed checkpoints put where they found nothing."""
-    return {name: x for name, x in state.items() if not isinstance(x, dict) or x}
+def _base_part(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter without the entries of p."""
+    return {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
 
 
-def _unpacked(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
+def _loaded_entry(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
     _require_shape({_AVERAGE: state[_AVERAGE]}, parameter)
     average = local(state[_AVERAGE])
     return average.to(parameter.device, full(parameter.dtype), copy=True), int(state[_STEPS])
-
-
-def _require_present(lost: list[Any]) -> None:
-    if lost:
-        raise StateError(
-            f"the state of {len(lost)} parameters, {lost[0]!r} the first, was saved with a beta3 "
-            f"and holds no {_AVERAGE}, the average of r: something between state_dict() and "
-            "load_state_dict() left it out; save all that state_dict() gives"
-        )
 
 
 def _require_shape(state: dict[str, Any], parameter: Tensor) -> None:

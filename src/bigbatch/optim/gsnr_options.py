@@ -1,20 +1,22 @@
-"""What every variance-reduced optimizer takes, and which values it refuses."""
+"""The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.setting_types import In, NotNegative, Share, kinds_of, setting
 
 Gamma = Annotated[float, In("[0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
-Factor = Literal["gsnr", "shrinkage", "positive-part"]  # the names of `rules.FACTORS`
+Factor = Literal["gsnr", "shrinkage", "positive-part"]  # the names of `functional.FACTORS`
 
 
-class _Single:
-    """Tensors of one number, where `In` is for numbers."""
+class _OneElement:
+    """The tensors of one element, as `In` is the numbers of an interval."""
 
     def __contains__(self, value: Tensor) -> bool:
         return value.numel() == 1
@@ -23,7 +25,7 @@ class _Single:
         return "of one number"
 
 
-Rate = NotNegative | Annotated[Tensor, _Single()]
+Rate = NotNegative | Annotated[Tensor, _OneElement()]
 Betas = tuple[Share, Share]
 
 
@@ -38,22 +40,53 @@ class VROptions(TypedDict, total=False):
     compiled: bool
 
 
-def require_once(parameters: list[Tensor]) -> None:
-    """Raises SettingError where a parameter stands twice in a list; torch only warns."""
+def require_base(base: Optimizer, names: Iterable[str]) -> None:
+    """Raises SettingError if an optimizer cannot be the base of a variance-reduced one.
+
+    Its groups must not have settings of the given names, its `state_dict()` must have the form of
+    torch's, so that p can be saved in it, and it must use one gradient per step.
+
+    Args:
+        base: the optimizer.
+        names: the settings that VarianceReduced keeps in the parameter groups.
+    """
+    name = type(base).__name__
+    if isinstance(base, LBFGS):
+        raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
+    if shared_names := sorted(set(names) & set(base.defaults)):
+        raise SettingError(
+            f"{name} has {', '.join(shared_names)} of its own in its parameter groups, where "
+            "VarianceReduced keeps a setting of the same name; wrap another base optimizer"
+        )
+    try:
+        keys = base.state_dict().keys()
+    except RuntimeError:  # the state is scattered over ranks, which have to gather it first
+        return
+    if not {"state", "param_groups"} <= keys:
+        raise SettingError(
+            f"{name} saves {sorted(map(str, keys))}, and p is saved under 'state', next to "
+            "'param_groups', as torch's optimizers have them; pass the optimizer inside it"
+        )
+
+
+def require_unique(parameters: list[Tensor]) -> None:
+    """Raises SettingError if a parameter is in a list twice, of which torch only warns."""
     if len(set(parameters)) < len(parameters):
         raise SettingError("a parameter stands twice in a group; give each once")
 
 
 def require_kinds(group: dict[str, Any], optimizer: type) -> None:
-    """Raises SettingError where a group has a value that the optimizer's constructor refuses."""
+    """Raises SettingError if a group has a value that the optimizer's constructor refuses."""
     kinds = kinds_of(optimizer)
     for name in kinds.keys() & group.keys():
         group[name] = setting(name, group[name], kinds[name])
 
 
-def require_valid(group: dict[str, Any], factor: str) -> None:
-    """Raises SettingError where a parameter group has a value out of range."""
-    require_once(group["params"])
+def require_valid(group: dict[str, Any], optimizer: type, factor: str) -> None:
+    """Raises SettingError if a variance-reduced optimizer refuses a group."""
+    require_kinds(group, optimizer)
+    setting("vr", group["vr"], bool)
+    require_unique(group["params"])
     if group["gamma"] == 0 and factor == "gsnr":
         raise SettingError(
             f"gamma={group['gamma']} must be above 0 where factor is gsnr, or every step may be 0"
@@ -65,6 +98,6 @@ def require_valid(group: dict[str, Any], factor: str) -> None:
     for parameter in group["params"] if group["vr"] else ():
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise SettingError(
-                f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; give it "
-                "to an optimizer of its own, or to a group with vr=False"
+                f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; put it "
+                "into another optimizer, or into a group with vr=False"
             )

@@ -1,5 +1,7 @@
 """Moments, momentum and options of a variance-reduced optimizer: what scaling a gradient needs."""
 
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,40 +14,42 @@ from bigbatch.optim.gsnr_warnings import GsnrWarnings
 from bigbatch.statistics.second_moment import GradientMoments
 
 
+@dataclass(eq=False)
 class GsnrState:
-    """The state of one optimizer.
+    """The state of one variance-reduced optimizer.
 
     Args:
         base: the base optimizer, whose groups have gamma, r_max, beta3 and vr.
-        name: of the optimizer, for messages.
-        factor: which r, a name of `functional.FACTORS`.
-        watch: whether to keep what r did to each layer.
-        fused: whether compiled kernels may be used; None: where they fit.
-        compiled: whether `torch.compile` is given the rest.
+        name: the name of the optimizer, for messages.
+        factor, watch, fused, compiled: see `VarianceReduced`.
+        vr_parameters: the parameters of the groups with vr, in order.
     """
 
-    def __init__(
-        self,
-        base: Optimizer,
-        name: str,
-        *,
-        factor: str,
-        watch: bool,
-        fused: bool | None,
-        compiled: bool,
-    ) -> None:
-        self.name, self.watch = name, watch
-        self.factor, self.fused, self.compiled = factor, fused, compiled
-        self.momentum = GsnrMomentum()
-        self.scaled: dict[Tensor, None] = {}  # parameters of the groups with vr, in order
-        self.moments = GradientMoments(self.scaled.keys(), fused=fused is not False)
-        self.warnings = GsnrWarnings()
-        self._base = base
+    base: Optimizer
+    name: str
+    factor: str
+    watch: bool
+    fused: bool | None
+    compiled: bool
+    vr_parameters: dict[Tensor, None] = field(default_factory=dict)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base optimizer's groups."""
-        return self._base.param_groups
+    def __post_init__(self) -> None:
+        self.momentum = GsnrMomentum()
+        self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
+        self.warnings = GsnrWarnings()
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in the order of the state dict."""
+        return [parameter for group in self.base.param_groups for parameter in group["params"]]
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters with their names, or with their numbers if the groups have no names."""
+        named = [
+            pair
+            for group in self.base.param_groups
+            for pair in zip(group.get("param_names", repeat("")), group["params"], strict=False)
+        ]
+        return [(name or str(number), p) for number, (name, p) in enumerate(named)]
 
     def options(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
         """The options of a group, in a step of k micro-batches of this total weight."""
@@ -63,17 +67,10 @@ class GsnrState:
 
 
 class GradientScaling(Protocol):
-    """Where in a step the gradients are multiplied by r."""
+    """Multiplies gradients by r at one point of a step: in `step()`, or inside the all-reduce."""
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """What reads the micro-batches."""
-
-    def bind(self, source: GradientSource) -> None:
-        """Steps come from this source from now on."""
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """Prepares for steps of this source; returns what has to subscribe to it."""
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Puts r g, or p_hat g with momentum, in the place of g; once a step."""
+        """Replaces g by r g, or by p_hat g with momentum; once a step."""

@@ -1,4 +1,4 @@
-"""Warnings of what makes r doubtful, each once."""
+"""Warnings of doubtful values of r, each given once."""
 
 import math
 import warnings
@@ -10,12 +10,12 @@ from torch import Tensor
 from bigbatch.gradients.dtypes import full
 from bigbatch.optim.apply_gsnr import AppliedGsnr
 
-_RANGE_EVERY = 16  # steps; on a GPU it waits
-_FEW = 8  # below it the ratio's variance is infinite or nearly so
+_RANGE_INTERVAL = 16  # steps; on a GPU a check waits for the device
+_RECOMMENDED_K = 8  # with fewer, the ratio's variance is infinite or nearly so
 
 
 class GsnrWarnings:
-    """Warns of micro-batches that all agree, that are few, or whose M2 is out of range."""
+    """Warns if micro-batches all agree, if they are few, or if their M2 is out of range."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -23,47 +23,49 @@ class GsnrWarnings:
 
     @property
     def checks_agreement(self) -> bool:
-        """Whether this step looks for gradients that all agree, which waits for the device."""
+        """Whether this step checks if all gradients agree, which waits for the device."""
         return not self._steps
 
     @property
     def checks_range(self) -> bool:
-        """Whether it looks for layers whose M2 is out of range, which waits too."""
-        return self._steps % _RANGE_EVERY == 0 and not self._warned_of_range
+        """Whether this step checks the range of M2, which waits for the device."""
+        return self._steps % _RANGE_INTERVAL == 0 and not self._warned_of_range
 
-    def warn(self, done: AppliedGsnr, named: Callable[[], list[tuple[str, Tensor]]]) -> None:
-        """Warns of what is new.
+    def warn(
+        self, applied: AppliedGsnr, named_parameters: Callable[[], list[tuple[str, Tensor]]]
+    ) -> None:
+        """Gives the warnings of a step that were not given before.
 
         Args:
-            done: in this step.
-            named: returns the parameters with their names.
+            applied: the effect of scaling in the step.
+            named_parameters: returns the parameters with their names.
         """
-        if not self._steps and done.agree and not done.out_of_range:
+        if not self._steps and applied.agree and not applied.out_of_range:
             self._warn(
                 "every micro-batch has the same gradient, so r says nothing; is it the same "
                 "data, or a gradient that was averaged already?"
             )
-        if not self._steps and done.k < _FEW:
+        if not self._steps and applied.k < _RECOMMENDED_K:
             self._warn(
-                f"k = {done.k} micro-batches give a poor signal-to-noise ratio: pure noise has a "
-                f"mean ratio of 1 / (k - 3); use k >= {_FEW}"
+                f"k = {applied.k} micro-batches give a poor signal-to-noise ratio: pure noise has "
+                f"a mean ratio of 1 / (k - 3); use k >= {_RECOMMENDED_K}"
             )
-        if done.out_of_range and not self._warned_of_range:
+        if applied.out_of_range and not self._warned_of_range:
             self._warned_of_range = True
-            self._warn(_out_of_range(done.out_of_range, named()))
+            self._warn(_out_of_range(applied.out_of_range, named_parameters()))
         self._steps += 1
 
     def _warn(self, message: str) -> None:
-        warnings.warn(message, stacklevel=8)  # of who called step()
+        warnings.warn(message, stacklevel=8)  # the caller of step()
 
 
-def _out_of_range(layers: Sequence[Tensor], named: list[tuple[str, Tensor]]) -> str:
-    name = next(name for name, p in named if p is layers[0])
+def _out_of_range(layers: Sequence[Tensor], named_parameters: list[tuple[str, Tensor]]) -> str:
+    name = next(name for name, p in named_parameters if p is layers[0])
     dtype = full(layers[0].dtype)
-    least, most = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
+    low, high = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
     return (
         f"r is not right for {len(set(layers))} layers, {name!r} the first: their micro-batch "
-        f"gradients differ by less than {least:.0e} or more than {most:.0e}, and the squares of "
-        f"that leave {dtype}'s range; multiply the loss by a constant, as a GradScaler does: r "
-        "does not change with it"
+        f"gradients differ by less than {low:.0e} or more than {high:.0e}, and the squares of "
+        f"the differences leave {dtype}'s range; multiply the loss by a constant, as a GradScaler "
+        "does: r does not change with it"
     )

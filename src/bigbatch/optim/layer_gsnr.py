@@ -1,4 +1,4 @@
-"""What r did to each layer, kept on the device until somebody reads it."""
+"""The effect of r on each layer, kept on the device until it is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerGsnr:
-    """What one step's r was, by layer; nothing waits for the device until a number is read.
+    """r of one step, by layer; only reading a number waits for the device.
 
     Args:
-        names: of the layers: parameter names where the optimizer was given them, else numbers.
-        elements: of each layer, over all ranks.
-        rows: (layers, 5), of `apply_gsnr`: the sum of r, elements at gamma, elements at r_max,
+        names: names of the layers: parameter names if the optimizer was given them, else numbers.
+        elements: number of elements of each layer, over all ranks.
+        rows: (layers, 5), from `apply_gsnr`: the sum of r, elements at gamma, elements at r_max,
             |g|^2 and |p_hat g|^2.
-        k: micro-batches of the step.
+        k: number of micro-batches in the step.
     """
 
     names: Sequence[str]
@@ -31,19 +31,19 @@ class LayerGsnr:
 
     @property
     def at_gamma(self) -> Tensor:
-        """Share of its elements that the lower clip holds, in [0, 1]."""
+        """Share of each layer's elements at the lower clip, in [0, 1]."""
         return self._share(1)
 
     @property
     def at_r_max(self) -> Tensor:
-        """Share of its elements that the upper clip holds, in [0, 1]."""
+        """Share of each layer's elements at the upper clip, in [0, 1]."""
         return self._share(2)
 
     @property
     def lr_factor(self) -> Tensor:
-        """How much shorter or longer its gradient became: |r g| / |g|, p_hat for r with beta3.
+        """Change of each layer's gradient norm, |r g| / |g|, with beta3 |p_hat g| / |g|.
 
-        nan where the gradient is 0.
+        nan if the gradient is 0.
         """
         return (self.rows[:, 4] / self.rows[:, 3]).sqrt()
 

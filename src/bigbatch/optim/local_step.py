@@ -1,4 +1,4 @@
-"""Scales gradients by GSNR in `step()`, where this process has them, or its shards of them."""
+"""Scales gradients by GSNR in `step()`: those of one process, or its shards under fully_shard."""
 
 from itertools import chain
 from typing import Any
@@ -12,38 +12,30 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr, out_of_ran
 from bigbatch.optim.functional import ratio, share_out_of_range
 from bigbatch.optim.grad_aliasing import GradAliasing
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.sharding import join_of, local
+from bigbatch.optim.sharding import all_reduce_of, local
 
 
 class LocalStep:
     """Multiplies `.grad` by r, from the moments of the source's micro-batches.
 
     Args:
-        state: of the optimizer.
+        state: the optimizer's moments, momentum and options.
     """
 
     def __init__(self, state: GsnrState) -> None:
         self._state = state
         self._aliasing = GradAliasing(state.moments)
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """The moments."""
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """The moments subscribe; in the next step they keep their own sums."""
+        self._aliasing.stop()
         return [self._state.moments]
 
-    def bind(self, source: GradientSource) -> None:
-        """The next step keeps sums of its own."""
-        self._aliasing.stop()
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
-        return source.micro_batches > 0
-
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Puts r g, or p_hat g with momentum, in the place of g.
+        """Replaces g by r g, or by p_hat g with momentum.
 
         Raises:
-            GradientError: fewer than two micro-batches, or a gradient that none of them gave.
+            GradientError: fewer than two micro-batches, or a gradient that none of them computed.
         """
         moments, checks = self._state.moments, self._state.warnings
         if source.micro_batches < 2:
@@ -55,16 +47,16 @@ class LocalStep:
             )
         agree = checks.checks_agreement and self._all_agree()
         bad_layers = self._out_of_range() if checks.checks_range else []
-        all_reached = self._aliasing.check(source, self._state.scaled.keys())
+        all_reached = self._aliasing.check(source, self._state.vr_parameters.keys())
         with torch.no_grad():
             layers = self._scale(all_reached=all_reached)
-        self._aliasing.renew(source, self._state.scaled.keys())
+        self._aliasing.choose_sums(source, self._state.vr_parameters.keys())
         return AppliedGsnr(moments.micro_batches, layers, agree, bad_layers)
 
     def _all_agree(self) -> bool:
-        """Whether there are gradients and none of their elements varied."""
+        """Whether there are gradients, and every element is the same in all micro-batches."""
         agree, moments = False, self._state.moments
-        for parameter in filter(moments.reached, self._state.scaled):
+        for parameter in filter(moments.reached, self._state.vr_parameters):
             total, m2 = moments.of(parameter)
             q = ratio(total, m2, moments.weight)
             if (q.isfinite() | ~total.isfinite()).any():
@@ -74,34 +66,31 @@ class LocalStep:
 
     def _out_of_range(self) -> list[Tensor]:
         moments = self._state.moments
-        reached = [p for p in self._state.scaled if moments.reached(p)]
-        shares = [share_out_of_range(*moments.of(p), moments.weight) for p in reached]
-        return out_of_range(reached, shares)
+        reached = filter(moments.reached, self._state.vr_parameters)
+        return out_of_range(
+            [(p, share_out_of_range(*moments.of(p), moments.weight)) for p in reached]
+        )
 
     def _scale(self, *, all_reached: bool) -> dict[Tensor, Tensor]:
-        groups, moments = self._state.param_groups, self._state.moments
-        chosen = [
-            [p for p in group["params"] if p.grad is not None and group["vr"]] for group in groups
-        ]
-        joins = [join_of(parameters) for parameters in chosen]
-        for parameter in () if all_reached else chain.from_iterable(chosen):
-            self._require_counted(parameter)
-        layers: dict[Tensor, Tensor] = {}  # nothing is refused from here on
-        for group, parameters, join in zip(groups, chosen, joins, strict=True):
+        moments, parts = self._state.moments, []
+        for group in self._state.base.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None and group["vr"]]
+            parts.append((group, parameters, all_reduce_of(parameters)))
+        for p in () if all_reached else chain.from_iterable(part[1] for part in parts):
+            if not moments.reached(p) and local(p.grad).any():
+                raise GradientError(
+                    "a parameter has a gradient that no counted backward gave it; let every "
+                    "gradient come from backward() after zero_grad()"
+                )
+        layers: dict[Tensor, Tensor] = {}  # no error is raised after this line
+        for group, parameters, all_reduce in parts:
             options = self._state.options(group, moments.weight, moments.micro_batches)
-            rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], join)
+            rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], all_reduce)
             if options.watch:
-                if join is not None:
-                    join(rows)
+                if all_reduce is not None:
+                    all_reduce(rows)
                 layers.update(zip(parameters, rows, strict=True))
         return layers
-
-    def _require_counted(self, parameter: Tensor) -> None:
-        if not self._state.moments.reached(parameter) and local(parameter.grad).any():
-            raise GradientError(
-                "a parameter has a gradient that no counted backward gave it; let every gradient "
-                "come from backward() after zero_grad()"
-            )
 
     def _layer(self, parameter: Tensor, group: dict[str, Any]) -> Layer:
         gradient = local(parameter.grad)

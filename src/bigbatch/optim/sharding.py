@@ -1,6 +1,6 @@
-"""What an optimizer needs to know of ranks: whose gradients it sees, and who has the rest.
+"""Sharded parameters: their gradient source, their local shards, and sums over their ranks.
 
-Nothing here imports DTensor before somebody else has: without it there is nothing sharded.
+This module never imports DTensor first: no parameter is sharded unless it is imported already.
 """
 
 import sys
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
 
-Join = Callable[[Tensor], None]
+AllReduce = Callable[[Tensor], None]
 
 _UNSHARED = (
     "on {ranks} ranks does not know who shares the gradients, so weights would drift apart: under "
@@ -24,10 +24,10 @@ _UNSHARED = (
 
 
 def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
-    """The source of an optimizer's own gradients, by how its parameters are held.
+    """The gradient source of an optimizer, for whole parameters or for shards of fully_shard.
 
     Raises:
-        SettingError: some are sharded and some are not, or otherwise than by fully_shard.
+        SettingError: only some parameters are sharded, or they are not sharded by fully_shard.
     """
     parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
@@ -46,7 +46,7 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Whether a tensor is a DTensor."""
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -60,10 +60,10 @@ def local(tensor: Any) -> Tensor:
 
 
 def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
-    """The tensor, sharded as its parameter is, of which every rank has this shard."""
+    """A tensor sharded like a parameter, from this rank's shard of it."""
     if not is_sharded(parameter):
         return shard
-    whole: Tensor = type(parameter).from_local(
+    tensor: Tensor = type(parameter).from_local(
         shard,
         parameter.device_mesh,
         parameter.placements,
@@ -71,14 +71,14 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return whole
+    return tensor
 
 
-def join_of(parameters: list[Any]) -> Join | None:
-    """Adds numbers of layers up over the ranks that hold the rest of them; None: this rank has all.
+def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
+    """Sums values over the ranks that hold shards of the parameters; None if they are not sharded.
 
     Raises:
-        SettingError: some are sharded and some are not, or over another mesh.
+        SettingError: only some are sharded, or they are not over one mesh.
     """
     sharded = [is_sharded(parameter) for parameter in parameters]
     if not any(sharded):
@@ -87,7 +87,7 @@ def join_of(parameters: list[Any]) -> Join | None:
     if not all(sharded) or any(parameter.device_mesh != mesh for parameter in parameters):
         raise SettingError(
             f"{sum(sharded)} of {len(parameters)} parameters are sharded, or not over one mesh; "
-            "give the others to a group, or an optimizer, of their own"
+            "put the others into another group, or into another optimizer"
         )
     groups = [
         mesh.get_group(dim)
@@ -95,8 +95,8 @@ def join_of(parameters: list[Any]) -> Join | None:
         if placement.is_shard()
     ]
 
-    def join(numbers: Tensor) -> None:
+    def all_reduce(values: Tensor) -> None:
         for group in groups:
-            dist.all_reduce(numbers, group=group)
+            dist.all_reduce(values, group=group)
 
-    return join
+    return all_reduce

@@ -1,6 +1,6 @@
-"""Two passes over a list of layers, the second knowing sums over the whole of each.
+"""Two passes over a list of layers, of which the second uses sums over each whole layer.
 
-By kernels where the arrays fit them, else by torch; joined over the ranks that hold parts.
+Kernels do the layers whose arrays fit them, torch the others; sums are over all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.errors import SettingError
 from bigbatch.gradients.dtypes import wide
 from bigbatch.kernels import native
-from bigbatch.optim.sharding import Join
+from bigbatch.optim.sharding import AllReduce
 
 
 @dataclass(frozen=True)
@@ -21,64 +21,65 @@ class TwoPass:
 
     Args:
         rule: the kernel.
-        layers: the arrays of each layer, as the kernel takes them.
-        own, group: its numbers, two a layer and those of all.
-        first: the sums of a layer, (2,); None for a rule that needs none.
-        second: what is done with them; may tell something, (5,).
-        watch: whether to tell it.
+        layers: the arrays of each layer, in the kernel's order.
+        layer_values: two numbers for each layer.
+        group_values: the numbers that all layers share.
+        first_pass: returns the sums of a layer, (2,); None for a rule without sums.
+        second_pass: updates a layer with its sums; may return statistics, (5,).
+        watch: whether kernels return statistics.
     """
 
     rule: native.Rule
     layers: Sequence[native.Layer]
-    own: Sequence[tuple[float, float]]
-    group: Sequence[float]
-    first: Callable[[int], Tensor] | None
-    second: Callable[[int, Tensor], Tensor | None]
+    layer_values: Sequence[tuple[float, float]]
+    group_values: Sequence[float]
+    first_pass: Callable[[int], Tensor] | None
+    second_pass: Callable[[int, Tensor], Tensor | None]
     watch: bool = False
 
-    def run(self, *, fused: bool, join: Join | None) -> Tensor:
-        """Does it.
+    def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
+        """Runs both passes.
 
         Args:
             fused: whether kernels may be used.
-            join: adds up (layers, 2) sums over the ranks that have the rest; None: one rank.
+            all_reduce: sums (layers, 2) values over the ranks that have the rest, in place;
+                None where this rank has them whole.
         Returns:
-            What the second pass returned of each layer, (layers, 5); else zeros.
+            The statistics of each layer, (layers, 5); zeros if not watched.
         """
         fits = [fused and native.fits(*arrays) for arrays in self.layers]
-        kernels = [i for i, fit in enumerate(fits) if fit]
-        others = [i for i, fit in enumerate(fits) if not fit]
+        by_kernel = [i for i, fit in enumerate(fits) if fit]
+        by_torch = [i for i, fit in enumerate(fits) if not fit]
         sums, rows = self._zeros(2), self._zeros(5)
-        if self.first is not None:
-            if kernels and join is not None:
-                sums[kernels], _ = self._kernel(kernels, native.Which.FIRST)
-            for i in others:
-                sums[i] = self.first(i)
-            if join is not None:
-                join(sums)
-        if kernels:
-            both = self.first is not None and join is None
-            passes = native.Which.BOTH if both else native.Which.SECOND
-            _, rows[kernels] = self._kernel(kernels, passes, None if both else sums[kernels])
-        for i in others:
-            seen = self.second(i, sums[i])
-            if seen is not None:
-                rows[i] = seen
+        if self.first_pass is not None:
+            if by_kernel and all_reduce is not None:
+                sums[by_kernel], _ = self._kernel(by_kernel, native.Passes.FIRST)
+            for i in by_torch:
+                sums[i] = self.first_pass(i)
+            if all_reduce is not None:
+                all_reduce(sums)
+        if by_kernel:
+            both = self.first_pass is not None and all_reduce is None
+            passes = native.Passes.BOTH if both else native.Passes.SECOND
+            _, rows[by_kernel] = self._kernel(by_kernel, passes, None if both else sums[by_kernel])
+        for i in by_torch:
+            row = self.second_pass(i, sums[i])
+            if row is not None:
+                rows[i] = row
         return rows
 
     def _zeros(self, columns: int) -> Tensor:
-        first = self.layers[0][0] if self.layers else None
-        device = torch.device("cpu") if first is None else first.device
+        device = self.layers[0][0].device if self.layers else torch.device("cpu")
         return torch.zeros(len(self.layers), columns, dtype=wide(device), device=device)
 
     def _kernel(
-        self, chosen: list[int], passes: native.Which, sums: Tensor | None = None
+        self, numbers: list[int], passes: native.Passes, sums: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return native.run(
             self.rule,
-            [self.layers[i] for i in chosen],
-            [number for i in chosen for number in self.own[i]],
-            self.group,
+            [self.layers[i] for i in numbers],
+            [value for i in numbers for value in self.layer_values[i]],
+            self.group_values,
             passes=passes,
             sums=sums,
             watch=self.watch,
@@ -86,7 +87,7 @@ class TwoPass:
 
 
 def require_kernels(fused: bool | None) -> None:
-    """Raises SettingError where kernels are asked for and were not built."""
+    """Raises SettingError if fused=True and the kernels were not built."""
     if fused and native.library() is None:
         raise SettingError(
             "fused=True, and no kernels were built when bigbatch was installed; install it "

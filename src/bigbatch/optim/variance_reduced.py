@@ -2,11 +2,10 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,19 +13,17 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
-from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
-from bigbatch.optim.base_optimizers import require_base
+from bigbatch.optim.apply_gsnr import AppliedGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
-from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_kinds, require_valid
+from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
-from bigbatch.setting_types import Share, checked, setting
-from bigbatch.statistics.second_moment import GradientMoments
+from bigbatch.setting_types import Share, checked
 
 
 class VarianceReduced(Optimizer):
@@ -37,42 +34,43 @@ class VarianceReduced(Optimizer):
         gradient <- r g   (p_hat g with beta3), then the base optimizer's own step
 
     In a loop of your own, call `backward()` at least twice between `zero_grad()` and `step()`:
-    every backward is one micro-batch of the same size and its losses share one factor. In
-    `AdaptiveBatch` the sizes are known and may differ. After `step()`, `.grad` holds r g.
+    each backward counts as one micro-batch, all of the same size, with the same factor on their
+    losses. In `AdaptiveBatch` the sizes are known and may differ. After `step()`, `.grad` is r g.
 
-    `param_groups`, `state` and `defaults` are the base optimizer's own. gamma, r_max, beta3 and
-    vr stand in the groups and may differ between them; `vr=False` leaves a group's gradients
-    as they are (embeddings, whose rows are seen by some micro-batches only: docs/optimizers.md).
+    `param_groups`, `state` and `defaults` are the base optimizer's own. The groups also have gamma,
+    r_max, beta3 and vr, which may differ between groups; `vr=False` leaves the gradients of a group
+    unscaled (embeddings, whose rows only some micro-batches reach: docs/optimizers.md).
 
     r is right while M2, the sum over the micro-batches of the squared deviations of what they add
-    to `.grad`, is a normal number of its type: the root of M2 has to lie in [1.1e-19, 1.8e19] in
-    float32 and bfloat16, in [1.5e-154, 1.3e154] in float64; float16 never leaves the range. Layers
-    that do are looked for in the first step and in one of 16, and named by one warning.
+    to `.grad`, is a normal number of its type: the root of M2 must be in [1.1e-19, 1.8e19] in
+    float32 and bfloat16, in [1.5e-154, 1.3e154] in float64; float16 never leaves the range. The
+    first step and every 16th check M2, and one warning names the layers that are out of range.
 
-    Under DDP, `attach` scales gradients inside the all-reduce. Under fully_shard (FSDP2)
-    the moments are those of the reduced shards: nothing is sent for them, the layer means are those
+    Under DDP, `attach` scales gradients inside the all-reduce. Under fully_shard (FSDP2) the
+    moments are those of the reduced shards: they cost no communication, the layer means are those
     of the whole layers, and k is the accumulation alone.
 
     Args:
-        base: the optimizer to be scaled, over dense real parameters.
-        gamma: lower clip of r, in (0, 1]; 0 too where the factor is not "gsnr". 1 turns the
-            scaling off where r_max is 1 too.
-        r_max: upper clip of r, at least 1. 1 as printed in the paper (equation 9), which makes
-            every step at most the base optimizer's; 1 / gamma lets well-known weights go further.
+        base: the optimizer whose gradients are scaled, over dense real parameters.
+        gamma: lower clip of r, in (0, 1]; also 0 if the factor is not "gsnr". With r_max = 1,
+            gamma = 1 turns the scaling off.
+        r_max: upper clip of r, at least 1. 1 is the paper's (equation 9), with which no step is
+            larger than the base optimizer's; 1 / gamma allows larger steps where the GSNR is high.
         beta3: momentum of r, in [0, 1); None for none.
-        factor: "gsnr", the paper's. Not from the paper, without a layer mean that one outlier could
-            own, and never above 1: "shrinkage" (M-SVAG) and "positive-part"; see `rules`.
-        watch: whether `factors` tells what each step did, by layer.
-        fused: whether compiled kernels may do it; None: where they were built and fit (float32 on
-            the CPU), torch elsewhere; True: the same, but they have to have been built.
-        compiled: whether `torch.compile` is given what the kernels do not do: for GPUs.
+        factor: "gsnr" is the paper's. "shrinkage" (M-SVAG) and "positive-part" are not from the
+            paper, do not divide by a mean over the layer, which a single outlier can dominate, and
+            never exceed 1; see `functional.FACTORS`.
+        watch: whether `gsnr` records what each step did, by layer.
+        fused: whether compiled kernels may be used. None: if they were built, for arrays that fit
+            them (float32 on the CPU), and torch for others; True: the same, and they must be built.
+        compiled: whether `torch.compile` compiles what the kernels do not do: for GPUs.
     Raises:
-        SettingError: a value outside its range, or a base optimizer that is scaled already.
+        SettingError: a value is outside its range, or the base optimizer is variance-reduced.
         GradientError: at `step()`, fewer than two micro-batches since `zero_grad()`; at
-            `backward()`, more than one rank, and parameters that none of them shares.
+            `backward()`, several ranks that do not share the gradients of the parameters.
     Source:
-        VRGD (Jiang et al. 2023, arXiv 2309.13681), algorithm 1; what is reconstructed from its
-        text: docs/theory.md (7).
+        VRGD (Jiang et al. 2023, arXiv 2309.13681), algorithm 1; for what is reconstructed from its
+        text see docs/theory.md (7).
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = VarianceReduced(torch.optim.SGD([weight], lr=1.0), gamma=0.1)
@@ -83,7 +81,7 @@ class VarianceReduced(Optimizer):
         [-1.0, -2.0]
     """
 
-    _chooses_fused = False  # of itself, for groups that say nothing
+    _chooses_fused = False  # whether the class sets `fused` in groups that have no choice
 
     @checked
     def __init__(
@@ -102,38 +100,38 @@ class VarianceReduced(Optimizer):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         require_kernels(fused)
         self.base = base
-        self.gsnr: LayerGsnr | None = None  # of the last step, where watch is on
-        self._own = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
-        require_base(base, self._own)
-        self.attached: DDPCommHook | None = None  # to a DDP model
-        self._state = GsnrState(
+        self.gsnr: LayerGsnr | None = None  # of the last step, with watch=True
+        self._group_defaults = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
+        require_base(base, self._group_defaults)
+        self.attached: DDPCommHook | None = None  # the hook of a DDP model
+        self.gsnr_state = GsnrState(
             base, type(self).__name__, factor=factor, watch=watch, fused=fused, compiled=compiled
         )
         self._step_base = BaseStep(base, warns=not self._chooses_fused)
-        # torch's hooks and step profiling; groups and state are the base optimizer's
+        # makes torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
         for group in base.param_groups:
-            self._adopt(group)
+            self._prepare_group(group)
         self._subscribers: list[Subscriber] = []
-        self._source: GradientSource = source_of(self._state.scaled, type(self).__name__)
-        self._scaling: GradientScaling = LocalStep(self._state)
+        self._source: GradientSource = source_of(self.gsnr_state.vr_parameters, type(self).__name__)
+        self._scaling: GradientScaling = LocalStep(self.gsnr_state)
         self.bind(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self._own.items() if name != "vr"}
-        names = ("factor", "watch", "fused", "compiled")
-        options = own | {name: getattr(self._state, name) for name in names}
+        options = {name: value for name, value in self._group_defaults.items() if name != "vr"}
+        for name in ("factor", "watch", "fused", "compiled"):
+            options[name] = getattr(self.gsnr_state, name)
         self._require_consolidated()
-        return {"base": self.base, "options": options, "momentum": self._state.momentum}
+        return {"base": self.base, "options": options, "momentum": self.gsnr_state.momentum}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "base" not in state:
             super().__setstate__(state)
             return
         VarianceReduced.__init__(self, state["base"], **state["options"])
-        self._state.momentum = state["momentum"]
+        self.gsnr_state.momentum = state["momentum"]
 
-    # the base optimizer's, under our name
+    # groups and state of the base optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -142,22 +140,22 @@ class VarianceReduced(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The base optimizer's state, and p where a group has beta3."""
-        averaging = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
-        if not averaging:
+        """The base optimizer's state, with p for the groups that have beta3."""
+        groups = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
+        if not groups:
             return self.base.state
-        averaged = {p for group in averaging for p in group["params"]}
-        return StateWithGsnrMomentum(self.base.state, self._state.momentum, averaged)
+        parameters = {p for group in groups for p in group["params"]}
+        return StateWithGsnrMomentum(self.base.state, self.gsnr_state.momentum, parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base optimizer and watches its gradients."""
+        """Adds a group to the base optimizer, and reads the gradients of its parameters."""
         self.base.add_param_group(param_group)
         try:
-            self._adopt(self.base.param_groups[-1])
+            self._prepare_group(self.base.param_groups[-1])
         except SettingError:
             self.base.param_groups.pop()
             raise
-        self._source.add(self._state.scaled)
+        self._source.add(self.gsnr_state.vr_parameters)
 
     # one step
 
@@ -171,44 +169,45 @@ class VarianceReduced(Optimizer):
     ) -> DDPCommHook:
         """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
-        Where every rank has one micro-batch a step it sends what a plain all-reduce does, and a
-        quarter more where they have several (in float32 M2 half as much more). After the last
-        backward `.grad` holds r g, the same on every rank; all backwards of a step but the last run
-        under `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
+        With one micro-batch per rank and step it sends as much as a plain all-reduce, with several
+        a quarter more (half more if M2 is sent in float32). After the last backward `.grad` is r g,
+        the same on every rank. All backwards of a step except the last must run under
+        `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
 
         Args:
             ddp: the wrapped model.
-            groups: whose gradients r compares: those of all micro-batches of all ranks, or of
-                "ranks", each rank's being one; then no M2 is kept or sent. From 8 ranks on that
-                is good enough.
-            m2_dtype: in which M2 is sent. None: bfloat16, in which the error of r g is about 5e-4,
-                and float64 where gradients are float64.
-            node_group: the ranks of this node, where there are several nodes of as many ranks.
+            groups: the gradients that r compares: "all", those of all micro-batches of all ranks,
+                or "ranks", one mean gradient per rank, for which no M2 is kept or sent. "ranks" is
+                good enough from 8 ranks on.
+            m2_dtype: the type in which M2 is sent. None: float64 for float64 gradients, else
+                bfloat16, with which the error of r g is about 5e-4.
+            node_group: the ranks of this node, if there are several nodes with equally many ranks.
         Returns:
-            The attachment: `grad_norm`, `clip_grad_norm_`, `consolidate`. Also `self.attached`.
+            The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
-            SettingError: no DDP model, or one with a communication hook, or an unknown option.
+            SettingError: `ddp` is not a DDP model or has a communication hook, or an option is
+                unknown.
         Source:
             docs/decisions/0009.
         """
-        scaled = self._state.scaled
-        require_attachable(ddp, list(scaled), groups, m2_dtype)
+        parameters = list(self.gsnr_state.vr_parameters)
+        require_attachable(ddp, parameters, groups, m2_dtype)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self._state, groups, m2_dtype, node_group)
+        self.attached = DDPCommHook(ddp, self.gsnr_state, groups, m2_dtype, node_group)
         weakref.finalize(self, self.attached.release).atexit = False
-        self.bind(DDPSource(ddp, scaled), self.attached)
+        self.bind(DDPSource(ddp, parameters), self.attached)
         return self.attached
 
     def reduced_source(self) -> GradientSource | None:
-        """Its own gradients, where a micro-batch is that of all ranks together (fully_shard)."""
+        """Its own source, if each backward is reduced over the ranks (fully_shard); else None."""
         return self._source if self._source.reducer.reduces_each_backward else None
 
     def bind_to_loop(self, source: GradientSource) -> None:
-        """Reads its gradients from the source of a training loop, on one rank or many.
+        """Reads gradients from the source of a training loop, and attaches to its DDP model.
 
         Raises:
-            SettingError: it is attached to another DDP model.
+            SettingError: the optimizer is attached to another DDP model.
         """
         if self.reduced_source() is not None:
             self._source.explicit = True
@@ -224,169 +223,149 @@ class VarianceReduced(Optimizer):
         self.bind(source)
 
     def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
-        """Reads its gradients from `source`.
+        """Reads gradients from a source.
 
         Args:
-            source: of the micro-batches.
-            scaling: where gradients are multiplied by r; None: where they were until now.
+            source: the source of the micro-batch gradients.
+            scaling: multiplies the gradients by r; None keeps the present one.
         """
         for subscriber in self._subscribers:
             self._source.unsubscribe(subscriber)
         self._source = source
         self._scaling = scaling or self._scaling
-        self._scaling.bind(source)
-        self._subscribers = self._scaling.subscribers
+        self._subscribers = self._scaling.bind(source)
         for subscriber in self._subscribers:
             source.subscribe(subscriber)
 
     def scale_gradients(self) -> None:
         """Multiplies the gradients by r, before the base optimizer's step.
 
-        `step()` does so. An engine that steps the base optimizer by itself calls it just before.
+        `step()` calls it. An engine that steps the base optimizer itself calls it before the step.
         """
         self._report(self._scaling.apply(self._source))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Empties the gradients; the micro-batches seen so far are forgotten."""
+        """Resets the gradients, and forgets the micro-batches of the step."""
         self.base.zero_grad(set_to_none)
         self._source.restart()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @_disable_dynamo  # torch.compiler.disable would import the compiler
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Multiplies the gradients by r and lets the base optimizer step.
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Multiplies the gradients by r, and steps the base optimizer.
 
         Args:
-            closure: computes the loss and calls `backward()` at least twice; called once. Where
-                it empties every gradient in the end, a trainer's say, the step does nothing.
+            closure: computes the loss and calls `backward()` at least twice; it is called once. If
+                no parameter has a gradient after it, as in some trainers, the step does nothing.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if all(parameter.grad is None for parameter in self._parameters()):
+            if all(parameter.grad is None for parameter in self.gsnr_state.parameters()):
                 self._source.restart()
                 return loss
-        pending = self._scaling.is_pending(self._source)
-        if self._state.scaled and (pending or not self._changes_nothing()):
+        attached = self.attached
+        pending = self._source.micro_batches or (attached is not None and attached.has_untaken_step)
+        if self.gsnr_state.vr_parameters and (pending or not self._has_zero_lr()):
             self.scale_gradients()
         else:
-            self._make_state()
+            self._make_momentum()
         self._step_base()
         self._source.restart()
         return loss
 
-    def _changes_nothing(self) -> bool:
-        """Whether the step is one that only makes state, as torch's checkpoints do."""
+    def _has_zero_lr(self) -> bool:
+        """Whether the step only initializes state, as torch's distributed checkpoints do."""
         return all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)
 
-    def _make_state(self) -> None:
-        """p of every parameter, as it is before the first step."""
+    def _make_momentum(self) -> None:
+        """Initializes p of every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"] if group["vr"] else ():
-                kept = self.attached is not None and self.attached.keeps(parameter)
-                if group["beta3"] is not None and parameter.grad is not None and not kept:
-                    self._state.momentum.make(parameter)
+                is_scattered = self.attached is not None and self.attached.has_p_of(parameter)
+                if group["beta3"] is not None and parameter.grad is not None and not is_scattered:
+                    self.gsnr_state.momentum.make(parameter)
 
-    def _report(self, done: AppliedGsnr) -> None:
-        """Warns of what makes r doubtful, and keeps what it did to each layer."""
-        self._state.warnings.warn(done, self._named)
-        if self._state.watch:
-            named = [(name, p) for name, p in self._named() if p in done.layers]
-            rows = [done.layers[p].to(done.layers[named[0][1]]) for _, p in named]
+    def _report(self, applied: AppliedGsnr) -> None:
+        """Warns of doubtful values of r, and records what r did to each layer."""
+        state = self.gsnr_state
+        state.warnings.warn(applied, state.named_parameters)
+        if state.watch:
+            named = [(name, p) for name, p in state.named_parameters() if p in applied.layers]
+            rows = [applied.layers[p] for _, p in named]
             self.gsnr = LayerGsnr(
                 [name for name, _ in named],
                 [p.numel() for _, p in named],
-                torch.stack(rows) if rows else torch.zeros(0, 5),
-                done.k,
+                torch.stack([row.to(rows[0]) for row in rows]) if rows else torch.zeros(0, 5),
+                applied.k,
             )
 
-    @property
-    def moments(self) -> GradientMoments:
-        """Of this rank's micro-batches."""
-        return self._state.moments
-
-    def options(self, group: dict[str, Any]) -> GsnrOptions:
-        """How the gradients of a group are scaled in this step."""
-        return self._state.options(group, self.moments.weight, self.moments.micro_batches)
-
-    @property
-    def watch(self) -> bool:
-        """Whether `gsnr` is kept."""
-        return self._state.watch
-
     def describe(self) -> str:
-        """Class, base optimizer and factor: what must be equal on all ranks."""
-        factor = self._state.factor
+        """Class, base optimizer and factor, which must be equal on all ranks."""
+        factor = self.gsnr_state.factor
         return f"{type(self).__name__} of {type(self.base).__name__}, factor={factor!r}"
 
     def train(self) -> None:
-        """Before steps: switches a schedule-free base to training; other bases do nothing."""
+        """Switches a schedule-free base optimizer to training mode; others have no mode."""
         self._set_mode("train")
 
     def eval(self) -> None:
-        """Before an evaluation, the same."""
+        """Switches a schedule-free base optimizer to evaluation mode."""
         self._set_mode("eval")
 
     def _set_mode(self, mode: str) -> None:
         if callable(set_mode := getattr(self.base, mode, None)):
             set_mode()
 
-    # what is saved
+    # states
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings p together; trainers call it before `state_dict()`, on every rank. Collective.
+        """Gathers p on every rank, for `state_dict()`; trainers call it on all ranks. Collective.
 
-        Under the name that torch's ZeroRedundancyOptimizer has for it; nothing to do where it is
-        not attached.
+        Named as in torch's ZeroRedundancyOptimizer. Without `attach` it does nothing.
 
         Args:
-            to: the rank that will be asked for its state; every one may be.
+            to: the rank whose state is saved; ignored, since every rank gets all of p.
         """
         if self.attached is not None:
             self.attached.consolidate()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state dict; p and its step count stand with each parameter."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        """The base optimizer's state dict, with p and its step count for each parameter."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         self._require_consolidated()
         packed = self.base.state_dict()
         packed["state"] = {
-            index: dict(state) if isinstance(state, dict) else state  # some count steps there
+            index: dict(state) if isinstance(state, dict) else state  # some have counters
             for index, state in packed["state"].items()
         }
-        self._state.momentum.add_to(packed, self._parameters())
-        for after in self._optimizer_state_dict_post_hooks.values():
-            packed = after(self, packed) or packed
+        self.gsnr_state.momentum.add_to(packed, self.gsnr_state.parameters())
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, or the state dict of a bare base optimizer.
+        """Loads a state of `state_dict()`, or the state dict of a bare base optimizer.
 
         Raises:
-            StateError: it was saved with p, and p is not in it; or for parameters of other shapes.
+            StateError: p is missing from a state that was saved with beta3, or the shapes of the
+                parameters differ.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         momentum = GsnrMomentum()
-        rest = momentum.take_from(state_dict, self._parameters())
-        own = [{name: group[name] for name in self._own} for group in self.param_groups]
-        self.base.load_state_dict(rest)
-        for group, options in zip(self.base.param_groups, own, strict=True):
-            for name, value in options.items():
-                group.setdefault(name, value)
-        self._state.momentum = momentum
+        base_state = momentum.load_from(state_dict, self.gsnr_state.parameters())
+        options = [{name: g[name] for name in self._group_defaults} for g in self.param_groups]
+        self.base.load_state_dict(base_state)
+        for group, defaults in zip(self.base.param_groups, options, strict=True):
+            group.update(defaults | group)
+        self.gsnr_state.momentum = momentum
         if self.attached is not None:
-            self.attached.forget()
+            self.attached.clear()
         self._source.restart()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _require_consolidated(self) -> None:
         if self.attached is not None:
@@ -394,27 +373,9 @@ class VarianceReduced(Optimizer):
 
     # groups
 
-    def _parameters(self) -> list[Tensor]:
-        """Of all groups, in the order of the state dict."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        """The same with names: those that the optimizer was given, else their numbers."""
-        parameters = self._parameters()
-        names = [
-            name
-            for group in self.param_groups
-            for name in group.get("param_names", [""] * len(group["params"]))
-        ]
-        return [
-            (name or str(i), p) for i, (name, p) in enumerate(zip(names, parameters, strict=True))
-        ]
-
-    def _adopt(self, group: dict[str, Any]) -> None:
-        for name, default in self._own.items():
+    def _prepare_group(self, group: dict[str, Any]) -> None:
+        for name, default in self._group_defaults.items():
             group.setdefault(name, default)
-        require_kinds(group, type(self))
-        setting("vr", group["vr"], bool)
-        require_valid(group, self._state.factor)
+        require_valid(group, type(self), self.gsnr_state.factor)
         if group["vr"]:
-            self._state.scaled.update(dict.fromkeys(group["params"]))
+            self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))

@@ -1,46 +1,46 @@
-"""The named optimizers of the VRGD paper: scaling by GSNR, and a base step of torch or of ours."""
+"""The VRGD paper's optimizers: GSNR scaling, and a base step of torch or of this package."""
 
 from typing import Any, Unpack
 
 from torch.optim import SGD, Adam
+from torch.optim.optimizer import ParamsT
 
 from bigbatch.optim.fused_step import can_fuse
 from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
-from bigbatch.optim.trust_ratio import Parameters
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
 
 
 class _Fusing(VarianceReduced):
-    """Takes torch's fused step, where that is right, for every group that did not choose."""
+    """Uses torch's fused step, if it is right, in every group without a choice of its own."""
 
     _chooses_fused = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `VarianceReduced` does; what is fused depends on this machine, not on the file."""
-        chosen = [group["fused"] for group in self.param_groups]
+        """Loads all but `fused`, which depends on this machine, and not on the file."""
+        choices = [group["fused"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, fused in zip(self.param_groups, chosen, strict=True):
+        for group, fused in zip(self.param_groups, choices, strict=True):
             group["fused"] = fused
 
-    def _adopt(self, group: dict[str, Any]) -> None:
-        super()._adopt(group)
+    def _prepare_group(self, group: dict[str, Any]) -> None:
+        super()._prepare_group(group)
         # with vr=False gradients may be sparse, which no fused step takes
         if group["fused"] is None and group["foreach"] is None and group["vr"]:
             group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
 
 
 class VRSGD(_Fusing):
-    """VR-SGD, and VR-Momentum where `momentum` is not 0: torch's SGD on r g.
+    """VR-SGD, and VR-Momentum if `momentum` is not 0: torch's SGD on r g.
 
         b <- momentum b + (1 - dampening) (r g + weight_decay theta);   theta <- theta - lr b
 
     Args:
         params: parameters or groups, as for `torch.optim.SGD`.
         lr, momentum, dampening, weight_decay, nesterov, maximize, foreach: torch's own.
-        fused: whether scaling and torch's step are; None: where they can be.
+        fused: whether scaling and torch's step use fused kernels; None: wherever they can.
         options: gamma, r_max, beta3, factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, algorithm 1 (VR-SGD); VR-Momentum by its section 4.2.
@@ -49,7 +49,7 @@ class VRSGD(_Fusing):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         momentum: Share = 0.0,
         dampening: Number = 0.0,
@@ -78,19 +78,20 @@ class VRSGD(_Fusing):
 class VRAdam(_Fusing):
     """VR-Adam: torch's Adam on p_hat g, p being the momentum of r.
 
-        g <- p_hat g;   m, v and theta as in AdamW, or in Adam where the decay is not decoupled
+        g <- p_hat g;   m, v and theta as in AdamW, or as in Adam if the decay is not decoupled
 
-    Reconstructed: the paper's own box was not available, and its text fixes these three choices
-    only by implication: both moments see the adapted gradient, r is clipped before it is averaged,
-    the hat is the bias correction. There is no `amsgrad`: its maximum of v would keep the largest
-    p_hat g ever seen, a mixture of gradients and of how well they were known.
+    Reconstructed: the paper's own box was not available, and its text only implies three choices:
+    both moments use the scaled gradient, r is clipped before it is averaged, and the hat is the
+    bias correction. There is no `amsgrad`: its maximum of v would keep the largest p_hat g so far,
+    in which gradients and their GSNR are mixed.
 
     Args:
         params: parameters or groups, as for `torch.optim.Adam`.
         lr, betas, eps, maximize, foreach: torch's own.
         weight_decay: 0 by default.
-        decoupled_weight_decay: decay of theta, as AdamW's; False: decay_theta is added to p_hat g.
-        fused: whether scaling and torch's step are; None: where they can be.
+        decoupled_weight_decay: True decays theta as in AdamW; False adds weight_decay theta to
+            p_hat g.
+        fused: whether scaling and torch's step use fused kernels; None: wherever they can.
         options: gamma, r_max, beta3 (0.9), factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, sections 4.2 and 6.
@@ -99,7 +100,7 @@ class VRAdam(_Fusing):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: NotNegative = 1e-8,
@@ -126,12 +127,12 @@ class VRAdam(_Fusing):
 
 
 class VRLARS(VarianceReduced):
-    """VR-LARS: `LARS` on r g, which enters the trust ratio too, so that a uniform r cancels.
+    """VR-LARS: `LARS` on r g. The trust ratio uses r g too, so a uniform r cancels.
 
     Args:
         params, lr, momentum, weight_decay, trust_coefficient, nesterov, exclude_bias_and_norm,
             maximize: as for `LARS`.
-        fused: whether scaling and the step are; None: where they can be.
+        fused: whether scaling and the step use compiled kernels; None: wherever they can.
         options: gamma, r_max, beta3, factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, section 4.2: GSNR adapts the gradient mean before LARS applies it.
@@ -140,7 +141,7 @@ class VRLARS(VarianceReduced):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 0.1,
         momentum: Share = 0.9,
         weight_decay: NotNegative = 0.0,
@@ -169,12 +170,12 @@ class VRLARS(VarianceReduced):
 class VRLAMB(VarianceReduced):
     """VR-LAMB: `LAMB` on p_hat g, p being the momentum of r.
 
-    Reconstructed as `VRAdam` is: "similar to VR-Adam, except layer-wisely adapt the LRs" is all
-    that the paper's text says.
+    Reconstructed like `VRAdam`. The paper's text has only "similar to VR-Adam, except layer-wisely
+    adapt the LRs".
 
     Args:
         params, lr, betas, eps, weight_decay, exclude_bias_and_norm, maximize: as for `LAMB`.
-        fused: whether scaling and the step are; None: where they can be.
+        fused: whether scaling and the step use compiled kernels; None: wherever they can.
         options: gamma, r_max, beta3 (0.9), factor, watch, compiled: see `VarianceReduced`.
     Source:
         VRGD, section 4.2.
@@ -183,7 +184,7 @@ class VRLAMB(VarianceReduced):
     @checked
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: Positive = 1e-6,

@@ -14,7 +14,7 @@ _EXAMPLES = {"step": '"16 steps"', "sample": '"4K samples"', "epoch": '"2 epochs
 
 
 def amount_pattern(*units: str) -> str:
-    """A regular expression for an amount in one of these units, whose groups `Amount` reads."""
+    """A regular expression for an amount in one of these units; see `Amount.from_match`."""
     return rf"(?P<number>{NUMBER})(?P<suffix>[KMBTkmbt]?) ?(?P<unit>{'|'.join(units)})s?"
 
 
@@ -23,10 +23,10 @@ _ANY = re.compile(amount_pattern("step", "sample", "epoch", "token"))
 
 @dataclass(frozen=True)
 class Amount:
-    """So much training.
+    """An amount of training.
 
     Args:
-        count: how much, exact; a whole number of all but epochs.
+        count: exact number of units; whole, except of epochs.
         unit: "sample", "token", "epoch" or "step".
     Example:
         >>> print(Amount.parse("4.5K samples"), Amount.parse("1 epoch"))
@@ -38,25 +38,25 @@ class Amount:
 
     @classmethod
     def parse(cls, text: str) -> "Amount":
-        """The amount that a text names; K, M, B and T are thousands, millions and so on.
+        """Parses a text; K, M, B and T are thousands, millions, billions and trillions.
 
         Raises:
-            SettingError: it names none.
+            SettingError: the text is not an amount.
         """
-        found = _ANY.fullmatch(" ".join(text.split()))
-        if found is None:
+        match = _ANY.fullmatch(" ".join(text.split()))
+        if match is None:
             raise SettingError(f"{text!r} is no amount such as 500 steps, 2M samples or 20 epochs")
-        return cls.of_match(found.groupdict())
+        return cls.from_match(match.groupdict())
 
     @classmethod
-    def of_match(cls, found: dict[str, str]) -> "Amount":
-        """The amount from the groups that a match of `amount_pattern` has.
+    def from_match(cls, groups: dict[str, str]) -> "Amount":
+        """The amount from the named groups of a match of `amount_pattern`.
 
         Raises:
-            SettingError: a part of a sample, token or step, or nothing at all.
+            SettingError: the number is 0, or a fraction of a sample, token or step.
         """
-        unit = found["unit"].lower()
-        count = Fraction(found["number"]) * _SUFFIXES[found["suffix"].lower()]
+        unit = groups["unit"].lower()
+        count = Fraction(groups["number"]) * _SUFFIXES[groups["suffix"].lower()]
         if count <= 0 or (unit != "epoch" and count.denominator > 1):
             raise SettingError(f"{float(count):g} {unit}s must be a whole number of at least 1")
         return cls(count, unit)
@@ -66,9 +66,8 @@ class Amount:
         return f"{count} {self.unit}{'s' * (count != 1)}"
 
     def times(self, samples: int, steps: int, epochs: int | Fraction) -> Fraction:
-        """How many times this amount fits into a training that has done so much; exact."""
-        done = {"sample": samples, "token": samples, "step": steps, "epoch": epochs}[self.unit]
-        return Fraction(done) / self.count
+        """How many times the amount fits into a training of this length; exact, not for tokens."""
+        return Fraction({"sample": samples, "step": steps, "epoch": epochs}[self.unit]) / self.count
 
     def ends_in_step(self, steps: int, samples: int, batch_size: int, epoch: int) -> bool:
         """Whether a multiple of this amount is reached in the last step.
@@ -77,25 +76,24 @@ class Amount:
             steps: steps done, the last one included.
             samples: samples seen, those of the last step included.
             batch_size: samples of the last step.
-            epoch: samples of an epoch.
+            epoch: samples in an epoch.
         """
-        before, now = (
-            math.floor(self.times(seen, done, Fraction(seen, epoch)))
-            for seen, done in ((samples - batch_size, steps - 1), (samples, steps))
-        )
-        return now > before
+        start = samples - batch_size
+        before = self.times(start, steps - 1, Fraction(start, epoch))
+        after = self.times(samples, steps, Fraction(samples, epoch))
+        return math.floor(after) > math.floor(before)
 
     def in_samples(self, epoch: int) -> float:
-        """The same in samples, for an amount of samples or epochs; an epoch has so many."""
+        """The amount in samples; `epoch` is the number of samples in an epoch. Not for steps."""
         return float(self.count * {"sample": 1, "epoch": epoch}[self.unit])
 
 
 class AmountIn:
-    """Texts that name an amount in one of some units, for an annotation: `Annotated[str, ...]`.
+    """The texts that are an amount in one of these units, for `Annotated[str, AmountIn(...)]`.
 
     Args:
-        units: those allowed.
-        whole_epochs: whether a part of an epoch cannot be counted.
+        units: the allowed units.
+        whole_epochs: whether a fraction of an epoch is refused.
     Example:
         >>> "4K samples" in AmountIn("step", "sample"), "1 epoch" in AmountIn("step", "sample")
         (True, False)

@@ -1,11 +1,10 @@
-"""A batch size that was written down beforehand, in words."""
+"""A schedule of batch sizes, written in words."""
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
@@ -13,30 +12,30 @@ from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.setting_types import Count, Positive, checked, setting
 from bigbatch.statistics.noise_scale import GradientStatistics
 
-_LARGEST = 2.0**53  # here the whole numbers of a float end; no batch comes near
+_MAX_SIZE = 2.0**53  # floats above it are not exact whole numbers; no batch is as large
 
 
 @checked
 @dataclass(frozen=True)
 class Schedule:
-    """Follows a schedule that was written down: doublings, ramps, growth in place of decay.
+    """Follows a schedule of batch sizes: doublings, ramps, growth in place of decay.
 
         64, 128 from 2M samples, 256 from 8M samples
         64 to 512 over 4M samples in steps of 64
         64, x2 every 20 epochs up to 1024
         128, x5 at 60 epochs, x5 at 120 epochs, x5 at 160 epochs up to 3200, then decay
 
-    Each clause changes what those before it say. K, M, B, T are thousands, millions and so on.
-    "then decay" makes of the growth that the cap keeps from the batch an `lr_factor`, capped over
-    uncapped batch. That stands for a decay where the learning rate does not follow the batch by
-    itself, so it needs `lr_scaling=None`. The batch is a pure function of `now`: a resumed run
-    needs no state. A change comes with the first decision after its moment.
+    Each clause changes the batch of the clauses before it. K, M, B, T are thousands, millions and
+    so on. "then decay" turns growth beyond the cap into an `lr_factor`, the capped batch over the
+    uncapped one. That replaces a decay if the learning rate does not follow the batch by itself, so
+    it needs `lr_scaling=None`. The batch is a pure function of `now`: a resumed run needs no state.
+    A change comes with the first decision after its moment.
 
     Args:
         text: the schedule; docs/policies.md has the grammar.
-        tokens_per_sample: mean length of a sample, where the schedule counts tokens.
+        tokens_per_sample: mean length of a sample, if the schedule counts tokens.
     Raises:
-        SettingError: the text says something else; with the clause, and what is allowed.
+        SettingError: the text is not a schedule; the message has the clause and what is allowed.
     Source:
         Doublings: AdaBatch (Devarakonda et al. 2017, arXiv 1712.02029). Growth in place of decay:
         Smith et al. 2018 (arXiv 1711.00489).
@@ -51,34 +50,33 @@ class Schedule:
     tokens_per_sample: Positive | None = None
 
     def __post_init__(self) -> None:
-        per = self.tokens_per_sample
-        counts_tokens = any(clause.amount.unit == "token" for clause in self._parsed.clauses)
-        if per is not None and not counts_tokens:
+        tokens, clauses = self.tokens_per_sample, self._parsed.clauses
+        if tokens is not None and not any("token" in clause.text.lower() for clause in clauses):
             raise SettingError(
-                f"tokens_per_sample={per:g} has no use: {self.text!r} counts no tokens"
+                f"tokens_per_sample={tokens:g} has no use: {self.text!r} counts no tokens"
             )
 
     @property
     def batch_size(self) -> int:
-        """Where it starts."""
+        """The first batch size."""
         return self._parsed.start
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """What the schedule says after so much training, whatever was measured."""
+        """The batch size of the schedule at this moment, whatever the statistics are."""
         parsed = self._parsed
-        wanted, last = float(parsed.start), f"{parsed.start}"
+        size, reason = float(parsed.start), f"{parsed.start}"
         for clause in parsed.clauses:
-            times = clause.times(now)
-            if clause.at_once or times >= 1:
-                wanted, last = min(clause.batch(wanted, times), _LARGEST), clause.text
+            next_size = clause.next_size(size, now)
+            if next_size is not None:
+                size, reason = min(next_size, _MAX_SIZE), clause.text
         bound = math.inf if now.max_batch is None else now.max_batch
-        capped = min(wanted, parsed.cap)
-        factor = min(capped, bound) / wanted if parsed.decays else 1.0
-        return Decision(round(capped), f"schedule: {last}", factor)
+        capped = min(size, parsed.cap)
+        factor = min(capped, bound) / size if parsed.decays else 1.0
+        return Decision(round(capped), f"schedule: {reason}", factor)
 
     @property
     def decays(self) -> bool:
-        """Whether growth that is kept from the batch lowers the learning rate instead."""
+        """Whether growth beyond the cap lowers the learning rate instead."""
         return self._parsed.decays
 
     @cached_property
@@ -88,32 +86,45 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Clause:
-    """What the batch becomes from some moment on.
+    """A change of the batch size at one or several moments.
 
     Args:
-        text: as it is written.
-        amount: of training, to the moment or between two of them.
-        batch: the size, from that of the clauses before and how often the amount was done.
-        size: that it names, 0 for none.
-        at_once: whether it begins with the training.
-        repeats: whether it has no moment of its own.
+        text: the clause as it is written.
+        amount: the training before the change, or between two changes.
+        size: the size in the text, 0 without one.
+        factor: multiplies the size before, 0 without one.
+        repeats: whether the factor applies after every `amount`.
+        start: the first size of a ramp, which begins with the training; 0 without a ramp.
+        increment: the samples of one step of the ramp.
     """
 
     text: str
     amount: Amount
-    batch: Callable[[float, Fraction], float]
     size: int = 0
-    at_once: bool = False
+    factor: float = 0.0
     repeats: bool = False
+    start: int = 0
+    increment: int = 1
 
-    def times(self, now: TrainingState) -> Fraction:
-        """How many times its amount fits into the training so far; exact."""
-        return self.amount.times(now.samples, now.steps, now.epoch)
+    def next_size(self, size: float, now: TrainingState) -> float | None:
+        """The size after the clause, from the size before it; None before its moment."""
+        times = self.amount.times(now.samples, now.steps, now.epoch)
+        if self.start:  # 64 to 512 over 4M samples in steps of 64, which take equally long
+            difference = self.size - self.start
+            steps = math.floor(min(times, Fraction(1)) * (abs(difference) // self.increment))
+            return self.start + math.copysign(steps * self.increment, difference)
+        if times < 1:
+            return None
+        if not self.factor:  # 256 from 8M samples
+            return self.size
+        # x2 every 20 epochs, or x5 at 60 epochs
+        power = min(math.floor(times) if self.repeats else 1, math.log(_MAX_SIZE, self.factor))
+        return size * float(self.factor**power)
 
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A schedule taken apart."""
+    """A parsed schedule."""
 
     start: int
     clauses: list[_Clause]
@@ -141,108 +152,89 @@ _DECAY = "then decay"
 
 
 def _parse(text: str, tokens_per_sample: float | None) -> _Parsed:
-    """Takes the text apart, clause by clause."""
-    if not isinstance(text, str):
-        raise SettingError(f"schedule={text!r} must be a text")
-    words = [" ".join(clause.split()) for clause in text.split(",")]
-    decays = len(words) > 1 and words[-1].lower() == _DECAY
+    """Parses the text clause by clause."""
+    clauses = [" ".join(clause.split()) for clause in text.split(",")]
+    decays = len(clauses) > 1 and clauses[-1].lower() == _DECAY
     parsed = _Parsed(0, [])
-    for clause in words[: len(words) - decays]:
+    for clause in clauses[: len(clauses) - decays]:
         try:
             parsed = _with_clause(parsed, clause, tokens_per_sample)
         except SettingError as error:
             raise SettingError(f"schedule {text!r}, clause {clause!r}: {error}") from None
     if decays and parsed.cap == math.inf:
         raise SettingError(
-            f"schedule {text!r}, clause {_DECAY!r}: allowed after 'up to SIZE' only, which keeps "
-            "growth from the batch"
+            f"schedule {text!r}, clause {_DECAY!r}: allowed after 'up to SIZE' only, which caps "
+            "the growth"
         )
     return replace(parsed, decays=decays)
 
 
 def _with_clause(parsed: _Parsed, text: str, tokens_per_sample: float | None) -> _Parsed:
-    """The schedule with one clause more."""
+    """The schedule with one more clause."""
     if parsed.cap < math.inf:
         raise SettingError(f"nothing but {_DECAY!r} may follow 'up to SIZE'")
-    found = _match(text, _LATER if parsed.start else _FIRST)
-    start = parsed.start or _size(found.get("start", found.get("size", "")))
-    if "unit" not in found:
+    groups = _match(text, _LATER if parsed.start else _FIRST)
+    start = parsed.start or _size(groups.get("start", groups.get("size", "")))
+    if "unit" not in groups:
         return _Parsed(start, [])
-    clause = _clause(text, found, _amount(found, tokens_per_sample))
-    if "when" not in found or found["when"] == "at":
+    clause = _clause(text, groups, _amount(groups, tokens_per_sample))
+    if not clause.repeats:
         _require_later(clause, parsed.clauses)
-    cap = float(_size(found["cap"])) if "cap" in found else math.inf
+    cap = float(_size(groups["cap"])) if "cap" in groups else math.inf
     clauses = [*parsed.clauses, clause]
-    largest = max(start, *(one.size for one in clauses))
+    largest = max(start, *(clause.size for clause in clauses))
     if cap < largest:
         raise SettingError(f"the cap is below the {largest} samples before it; raise it")
     return _Parsed(start, clauses, cap)
 
 
 def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, str]:
-    """The parts of the form that the clause has."""
+    """The groups of the form that the clause matches."""
     for form in forms.values():
-        if found := form.fullmatch(text.lower()):
-            return {name: part for name, part in found.groupdict().items() if part is not None}
+        if match := form.fullmatch(text.lower()):
+            return {name: group for name, group in match.groupdict().items() if group is not None}
     raise SettingError(
         f"allowed here: {', or '.join(forms)}; a SIZE is 256 (samples), a FACTOR 2 or 1.5, an "
         "AMOUNT 20 epochs, 500 steps, 2M samples or 8B tokens"
     )
 
 
-def _clause(text: str, found: dict[str, str], amount: Amount) -> _Clause:
-    if "factor" in found:
-        factor, every = float(found["factor"]), found["when"] == "every"
+def _clause(text: str, groups: dict[str, str], amount: Amount) -> _Clause:
+    if "factor" in groups:
+        factor = float(groups["factor"])
         if factor <= 1:
             raise SettingError(f"the factor {factor:g} must be above 1")
-        return _Clause(text, amount, partial(_times, factor, every), repeats=every)
-    size = _size(found["size"])
-    if "start" not in found:
-        return _Clause(text, amount, partial(_constant, size), size)
-    start, by = _size(found["start"]), _size(found.get("by", "1"))
-    if abs(size - start) % by:
-        raise SettingError(f"{abs(size - start)} samples are no whole number of steps of {by}")
-    return _Clause(text, amount, partial(_ramp, start, size, by), size, at_once=True)
-
-
-def _constant(size: int, before: float, times: Fraction) -> float:
-    """256 from 8M samples."""
-    return size
-
-
-def _times(factor: float, every: bool, before: float, times: Fraction) -> float:
-    """x2 every 20 epochs, or x5 at 60 epochs."""
-    power = min(math.floor(times) if every else 1, math.log(_LARGEST, factor))
-    return before * float(factor**power)
-
-
-def _ramp(start: int, size: int, by: int, before: float, times: Fraction) -> float:
-    """64 to 512 over 4M samples in steps of 64: each step takes as long."""
-    way = size - start
-    steps = math.floor(min(times, Fraction(1)) * (abs(way) // by))
-    return start + math.copysign(steps * by, way)
+        return _Clause(text, amount, factor=factor, repeats=groups["when"] == "every")
+    size = _size(groups["size"])
+    if "start" not in groups:
+        return _Clause(text, amount, size)
+    start, increment = _size(groups["start"]), _size(groups.get("by", "1"))
+    difference = abs(size - start)
+    if difference % increment:
+        raise SettingError(f"{difference} samples are no whole number of steps of {increment}")
+    return _Clause(text, amount, size, start=start, increment=increment)
 
 
 def _size(text: str) -> int:
     return int(setting("size", int(text), Count))
 
 
-def _amount(found: dict[str, str], tokens_per_sample: float | None) -> Amount:
-    amount = Amount.of_match(found)
+def _amount(groups: dict[str, str], tokens_per_sample: float | None) -> Amount:
+    """The amount in a clause; tokens are converted to samples."""
+    amount = Amount.from_match(groups)
     if amount.count.denominator > 1:
         raise SettingError(f"{amount} must be a whole number")
     if amount.unit != "token":
         return amount
     if tokens_per_sample is None:
         raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
-    return replace(amount, count=amount.count / Fraction(tokens_per_sample))
+    return Amount(amount.count / Fraction(tokens_per_sample), "sample")
 
 
-def _require_later(clause: _Clause, before: list[_Clause]) -> None:
-    """Moments of one unit come in the order of time; "every" has no moment."""
-    counted = {"token": "sample"}  # tokens are samples by now
-    unit = counted.get(clause.amount.unit, clause.amount.unit)
-    for one in before:
-        same_unit = unit == counted.get(one.amount.unit, one.amount.unit)
-        if same_unit and not one.repeats and one.amount.count > clause.amount.count:
-            raise SettingError(f"it comes before {one.text!r}; write clauses in order of time")
+def _require_later(clause: _Clause, earlier_clauses: list[_Clause]) -> None:
+    """Raises SettingError if a moment of the same unit comes after the clause's."""
+    amount = clause.amount
+    for earlier in earlier_clauses:
+        same_unit = earlier.amount.unit == amount.unit
+        if same_unit and not earlier.repeats and earlier.amount.count > amount.count:
+            raise SettingError(f"it comes before {earlier.text!r}; write clauses in order of time")

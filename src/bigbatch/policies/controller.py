@@ -1,57 +1,45 @@
-"""The one stateful object of the decision: it smooths, asks, holds and remembers."""
+"""Smooths statistics, asks a policy, holds back changes, and keeps the decided batch size."""
 
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
-from bigbatch.policies.plan import inside, require_bounds
+from bigbatch.policies.plan import clamp, require_bounds
 from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 
-class ControllerState(TypedDict):
-    """What a controller needs to resume."""
-
-    target_batch_size: int
-    lr_factor: float
-    samples: float
-    steps: int
-    average: dict[str, Any] | None
-    policy: Any
-    settings: dict[str, str]
-
-
 class Controller:
-    """Asks a policy after every step and remembers the batch size that it wants.
+    """Asks a policy after every step and keeps the batch size that it decides.
 
-    What is remembered is the policy's own number, before any rounding to a plan: feeding back the
-    rounded one would stall where a step of the policy is smaller than the rounding.
+    The kept size is the policy's own, before it is rounded to a plan: with the rounded size, a
+    policy whose steps are smaller than the rounding would never move.
 
     Args:
-        policy: any object with `decide(statistics, now) -> Decision`; where it has `state_dict` and
-            `load_state_dict`, what it remembers is saved too.
-        batch_size: where it starts, in samples over all ranks.
+        policy: any object with `decide(statistics, now) -> Decision`. If it has `state_dict` and
+            `load_state_dict`, its state is saved too.
+        batch_size: the first batch size, in samples over all ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
-        min_batch: what is remembered never falls below, in samples; nor below the policy's own.
-        max_batch: nor rises above, nor above the policy's own; None for no bound.
+        min_batch: lower bound of the batch size, in samples; the policy's own holds too.
+        max_batch: upper bound; the policy's own holds too. None for no bound.
         decide_every: the policy is asked after each n-th measured step only.
         smoothing: window over which signal and noise are averaged before the policy sees them, in
             steps or samples: "16 steps", "4K samples"; None for none.
-        dead_band: 0.1 holds changes that the policy would not want of a batch 10 % nearer to where
-            it is going; `Hysteresis` has the rule.
+        dead_band: 0.1 holds changes that the policy would not make if the batch were 10 % nearer
+            to the size that it decides; `Hysteresis` has the rule.
         max_change: f lets one decision multiply or divide the batch by f at most, yet change it
             by one sample at least; None for no limit.
-        confidence: holds changes unless the policy wants them at both ends of an interval of this
-            coverage: that of the window with `smoothing`, else the meter's own.
-        warmup: how long the batch stays where it starts: "500 steps", "8K samples" or "1 epoch";
-            None for no time.
+        confidence: holds changes unless the policy makes them at both ends of an interval of this
+            coverage: the window's with `smoothing`, else the meter's.
+        warmup: how long the batch keeps its first size: "500 steps", "8K samples" or "1 epoch";
+            None for no warm-up.
     Raises:
         SettingError: a value outside its range, crossed bounds, or `policy` cannot decide.
     Example:
@@ -79,9 +67,12 @@ class Controller:
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
         self._hysteresis = Hysteresis(dead_band, confidence)
-        self._remembers = _remembering(policy, asked=bool(dead_band or confidence))
+        self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
         window = Amount.parse(smoothing) if smoothing else None
-        self._average = _average_over(window, confidence) if window else None
+        self._average: NoiseAverage | None = None
+        if window is not None:
+            unit: Literal["steps", "samples"] = "steps" if window.unit == "step" else "samples"
+            self._average = NoiseAverage(float(window.count), unit, confidence=confidence)
         self._warmup = Amount.parse(warmup) if warmup else None
         if smoothing is None and getattr(policy, "wants_average", False):
             warnings.warn(
@@ -101,7 +92,7 @@ class Controller:
             "confidence": confidence,
             "warmup": self._warmup and str(self._warmup),
         }
-        self._settings = {name: _described(value) for name, value in settings.items()}
+        self._settings = {name: _as_text(value) for name, value in settings.items()}
         self._decide_every, self._max_change = decide_every, max_change
         self._samples = 0.0
         self._steps = 0
@@ -109,7 +100,7 @@ class Controller:
         self.base_batch = base_batch
         self.min_batch: int = getattr(policy, "min_batch", 1)
         self.max_batch: int | None = getattr(policy, "max_batch", None)
-        self.start = batch_size  # as it was asked for, whatever the bounds make of it
+        self.first_batch_size = batch_size  # before it is moved into the bounds
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
 
@@ -117,12 +108,12 @@ class Controller:
         """The decision after a step that measured `statistics`.
 
         Args:
-            statistics: of the step just done, over all ranks.
-            now: state of the training; `target_batch_size` and the bounds are filled in. Default:
-                what the controller can count itself: samples and steps, no epochs.
+            statistics: statistics of the last step, over all ranks.
+            now: state of the training; the controller sets `target_batch_size` and the bounds.
+                Default: the samples and steps that the controller itself has counted.
         Raises:
-            SettingError: the policy returned something that is no Decision, or `confidence` has no
-                interval to go by.
+            SettingError: the policy did not return a Decision, or the interval that `confidence`
+                needs was not measured.
         """
         self._samples += statistics.samples
         self._steps += 1
@@ -137,137 +128,118 @@ class Controller:
         )
         if self._average is not None:
             statistics = self._average.update(statistics)
-        self._hysteresis.require_interval(self._ask, statistics, now)
-        if self._warming_up(now):
-            self.decision = self._stay(f"held: warm-up of {self._warmup}")
+        self._hysteresis.require_interval(self._ask_policy, statistics, now)
+        warmup = self._warmup
+        if warmup is not None and warmup.times(now.samples, now.steps, now.epoch) < 1:
+            self.decision = self._keep(f"held: warm-up of {warmup}")
         elif self._steps % self._decide_every:
-            self.decision = self._stay(f"held: decides every {self._decide_every} steps")
+            self.decision = self._keep(f"held: decides every {self._decide_every} steps")
         else:
             self.decision = self._decide(statistics, now)
         return self.decision
 
     def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
-        """Narrows the bounds, and moves what is remembered into them.
+        """Narrows the bounds, and moves the batch size into them.
 
         Raises:
-            SettingError: nothing is left between them.
+            SettingError: nothing lies between them.
         """
         require_bounds(min_batch, max_batch)
         self.min_batch = max(self.min_batch, min_batch)
         bounds = [bound for bound in (self.max_batch, max_batch) if bound is not None]
         self.max_batch = min(bounds, default=None)
         require_bounds(self.min_batch, self.max_batch)
-        self.decision = self._inside(self.decision)
+        self.decision = self._within_bounds(self.decision)
 
     def digest(self) -> str:
-        """Everything that has to be the same on all ranks, as text to compare or to hash."""
+        """`facts()` as one text, to compare or to hash."""
         return repr(self.facts())
 
     def facts(self) -> dict[str, object]:
-        """The same, by name."""
+        """Everything that must be equal on all ranks, by name."""
         return {**self.state_dict(), "min_batch": self.min_batch, "max_batch": self.max_batch}
 
-    def state_dict(self) -> ControllerState:
-        """What `load_state_dict` needs: numbers and text only."""
+    def state_dict(self) -> dict[str, Any]:
+        """The state for `load_state_dict`: numbers and text only."""
         return {
             "target_batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
             "samples": self._samples,
             "steps": self._steps,
             "average": None if self._average is None else self._average.state_dict(),
-            "policy": None if self._remembers is None else self._remembers.state_dict(),
+            "policy": None if self._stateful_policy is None else self._stateful_policy.state_dict(),
             "settings": dict(self._settings),
         }
 
-    def load_state_dict(self, state: ControllerState) -> None:
-        """Continues from a saved state; policy, options and bounds stay those of construction.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a saved state, with the policy, options and bounds of the constructor.
 
-        One warning names the settings that were others when the state was saved.
+        One warning names the settings that had other values when the state was saved.
         """
-        self.decision = self._inside(
+        self.decision = self._within_bounds(
             Decision(state["target_batch_size"], "resumed", state["lr_factor"])
         )
         self._samples, self._steps = state["samples"], state["steps"]
         if self._average is not None and state["average"] is not None:
             self._average.load_state_dict(state["average"])
-        if self._remembers is not None and state["policy"] is not None:
-            self._remembers.load_state_dict(state["policy"])
+        if self._stateful_policy is not None and state["policy"] is not None:
+            self._stateful_policy.load_state_dict(state["policy"])
         warn_of_changes(state["settings"], self._settings)
 
-    def _ask(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
+    def _ask_policy(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         decision = self.policy.decide(statistics, now)
         if not isinstance(decision, Decision):
             raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
-        return self._inside(decision)
+        return self._within_bounds(decision)
 
     def _decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        decision, bounds = self._ask(statistics, now), (self.min_batch, self.max_batch)
-        doubt = self._hysteresis.doubt(self._ask, decision.batch_size, statistics, now, bounds)
-        if doubt is not None:
-            reason = f"{decision.reason}; held: {doubt}"
-            return replace(decision, batch_size=now.target_batch_size, reason=reason)
-        return self._limited(decision, now.target_batch_size)
-
-    def _limited(self, decision: Decision, present: int) -> Decision:
-        """No farther than one step of `max_change`."""
-        most = self._max_change
-        if most is None:
+        decision, present = self._ask_policy(statistics, now), now.target_batch_size
+        hold_reason = self._hysteresis.hold_reason(self._ask_policy, decision, statistics, now)
+        if hold_reason is not None:
+            reason = f"{decision.reason}; held: {hold_reason}"
+            return replace(decision, batch_size=present, reason=reason)
+        if (factor := self._max_change) is None:
             return decision
-        lowest = min(present - 1, math.ceil(present / most))
-        highest = max(present + 1, math.floor(present * most))
-        nearest = inside(decision.batch_size, lowest, highest)
+        lowest = min(present - 1, math.ceil(present / factor))
+        highest = max(present + 1, math.floor(present * factor))
+        nearest = clamp(decision.batch_size, lowest, highest)
         if nearest == decision.batch_size:
             return decision
-        reason = f"{decision.reason}; at most x{most:g} a decision"
+        reason = f"{decision.reason}; at most x{factor:g} a decision"
         return replace(decision, batch_size=nearest, reason=reason)
 
-    def _warming_up(self, now: TrainingState) -> bool:
-        return (
-            self._warmup is not None and self._warmup.times(now.samples, now.steps, now.epoch) < 1
-        )
-
-    def _stay(self, reason: str) -> Decision:
+    def _keep(self, reason: str) -> Decision:
         return Decision(self.decision.batch_size, reason, self.decision.lr_factor)
 
-    def _inside(self, decision: Decision) -> Decision:
-        batch_size = inside(decision.batch_size, self.min_batch, self.max_batch)
+    def _within_bounds(self, decision: Decision) -> Decision:
+        batch_size = clamp(decision.batch_size, self.min_batch, self.max_batch)
         return replace(decision, batch_size=batch_size)
 
 
-def warn_of_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Says once which settings of a saved state are others now."""
-    changed = [
-        f"{name} was {before[name]}, is {new}"
-        for name, new in now.items()
-        if before.get(name, new) != new
+def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    """Names, in one warning, the settings whose values differ from the saved ones."""
+    changes = [
+        f"{name} was {saved[name]}, is {value}"
+        for name, value in current.items()
+        if saved.get(name, value) != value
     ]
-    if changed:
-        warnings.warn(f"{'; '.join(changed)}: the new one is used", stacklevel=3)
+    if changes:
+        warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=3)
 
 
-def has_state(thing: object) -> bool:
-    """Whether it remembers something that can be saved."""
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+def has_state(value: object) -> bool:
+    """Whether an object has a state that can be saved and loaded."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _average_over(window: Amount, confidence: float | None) -> NoiseAverage:
-    unit: Literal["samples", "steps"] = "steps" if window.unit == "step" else "samples"
-    return NoiseAverage(float(window.count), unit, confidence=confidence)
-
-
-def _remembering(policy: Any, *, asked: bool) -> Any:
-    """The policy, or the one inside `Shadow`, where it has a state to save; else None.
-
-    Args:
-        policy: must be able to decide.
-        asked: whether it will be asked about other cases.
-    """
+def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
+    """The policy, or the one inside `Shadow`, if it has a state to save; else None."""
     require_policy(policy)
     while isinstance(policy, Shadow):
         policy = policy.policy
     if not has_state(policy):
         return None
-    if asked:
+    if has_hysteresis:
         raise SettingError(
             "dead_band and confidence ask a policy about other cases, which one that remembers "
             "(it has state_dict) would take for steps; leave them out"
@@ -275,10 +247,10 @@ def _remembering(policy: Any, *, asked: bool) -> Any:
     return policy
 
 
-def _described(value: object) -> str:
-    """As text that is the same in every process: no address of an object."""
+def _as_text(value: object) -> str:
+    """A text that is the same in every process, without addresses of objects."""
     if is_dataclass(value):
-        parts = (f"{f.name}={_described(getattr(value, f.name))}" for f in fields(value) if f.repr)
+        parts = (f"{f.name}={_as_text(getattr(value, f.name))}" for f in fields(value) if f.repr)
         return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, float) and value.is_integer():
         return repr(int(value))

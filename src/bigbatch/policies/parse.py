@@ -1,4 +1,4 @@
-"""Policies by name, as they are written on a command line."""
+"""Policies by name, as a command line has them."""
 
 from dataclasses import MISSING, Field, fields
 from typing import Any
@@ -17,34 +17,34 @@ POLICIES: dict[str, type[Any]] = {
 }
 
 
-def policy_named(text: str) -> Policy:
-    """The policy that a text names: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
+def parse_policy(text: str) -> Policy:
+    """Parses a policy: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
-    A value without a key is that of the first argument. A schedule is free text with commas of its
-    own; what else it needs follows a semicolon.
+    A value without a key is the first argument's. The text of a schedule contains commas; its other
+    arguments follow a semicolon.
 
     Raises:
-        SettingError: an unknown name or key, a value that is no number or out of range, or one is
-            missing or given twice.
+        SettingError: the name or a key is unknown, or a value is missing, out of range, not of its
+            argument's type, or given twice.
     Example:
-        >>> policy_named("simigrad:target=0.3,max_batch=512")
+        >>> parse_policy("simigrad:target=0.3,max_batch=512")
         SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
-        >>> policy_named("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
+        >>> parse_policy("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
     """
     name, _, rest = (part.strip() for part in text.partition(":"))
-    known = arguments_of(name)
+    arguments = arguments_of(name)
     values: dict[str, Any] = {}
     for part in rest.split(";" if name == "schedule" else ",") if rest else []:
         key, equals, value = (text.strip() for text in part.partition("="))
         if not equals and not values:
-            key, value = next(iter(known)), key
-        if key not in known or not value:
+            key, value = next(iter(arguments)), key
+        if key not in arguments or not value:
             raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
-        values[key] = parsed(key, value, known[key].type)
-    if any(field.default is MISSING and key not in values for key, field in known.items()):
+        values[key] = parsed(key, value, arguments[key].type)
+    if any(field.default is MISSING and key not in values for key, field in arguments.items()):
         raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
     policy: Policy = POLICIES[name](**values)
     return policy
@@ -54,7 +54,7 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
     """The arguments of the policy of that name.
 
     Raises:
-        SettingError: there is no such policy.
+        SettingError: no policy has that name.
     """
     if name not in POLICIES:
         raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
@@ -62,10 +62,10 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
 
 
 def target_of(name: str, target: float | None) -> float | None:
-    """The similarity that the policy of that name holds, of this setting; None where it has none.
+    """`target`, if the policy of that name has a target similarity; else None.
 
     Raises:
-        SettingError: there is no such policy.
+        SettingError: no policy has that name.
     """
     return target if "target" in arguments_of(name) else None
 

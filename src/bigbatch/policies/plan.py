@@ -1,4 +1,4 @@
-"""The only place that rounds: a wanted batch size becomes ranks x micro-batch x accumulation."""
+"""Rounds a batch size to ranks x micro-batch x accumulation; nothing else in the package rounds."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from bigbatch.setting_types import Count, checked
 @checked
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step is cut: every rank does `accumulation` backwards of `micro` samples.
+    """An optimizer step in which every rank runs `accumulation` backwards of `micro` samples.
 
     Args:
         ranks: processes that share the step.
@@ -28,7 +28,7 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """k, the gradients that one step can compare."""
+        """k, the number of micro-batch gradients in a step over all ranks."""
         return self.ranks * self.accumulation
 
     @classmethod
@@ -47,19 +47,19 @@ class BatchPlan:
     ) -> "BatchPlan":
         """The smallest accumulation that can reach `batch_size`, then the nearest micro-batch.
 
-        The result is inside [min_batch, max_batch] always, and less than one quantum (ranks x
-        accumulation samples; ranks x micro where `micro` is fixed) away from what was wanted,
-        wherever the bounds allow it. A wanted size outside the bounds is first moved to them.
+        A `batch_size` outside [min_batch, max_batch] is first moved to the nearer bound. The plan's
+        size is always within the bounds. Where they allow it, it differs from `batch_size` by less
+        than one quantum: ranks x accumulation samples, or ranks x micro where `micro` is fixed.
 
         Args:
-            batch_size: samples wanted per optimizer step over all ranks.
+            batch_size: samples per optimizer step over all ranks.
             ranks: processes that share the step.
             max_micro: most samples that one backward can hold.
-            min_micro_batches: least ranks x accumulation.
-            min_accumulation: least accumulation.
-            min_batch: lower bound in samples. One below the smallest possible step is no error.
+            min_micro_batches: lower bound of ranks x accumulation.
+            min_accumulation: lower bound of the accumulation.
+            min_batch: lower bound in samples; it may be below the smallest possible step.
             max_batch: upper bound in samples; None for none.
-            micro: the micro-batch size, where it may not be chosen.
+            micro: the micro-batch size, where it is fixed.
         Raises:
             SettingError: a size is not a positive whole number, the bounds are crossed, or no
                 plan lies between them.
@@ -70,67 +70,48 @@ class BatchPlan:
         require_bounds(min_batch, max_batch)
         if micro is not None and micro > max_micro:
             raise SettingError(f"micro={micro} exceeds max_micro={max_micro}; raise max_micro")
-        wanted = inside(batch_size, min_batch, max_batch)
-        first = max(min_accumulation, -(-min_micro_batches // ranks))
+        target, bounds = clamp(batch_size, min_batch, max_batch), (min_batch, max_batch)
+        lowest = max(min_accumulation, -(-min_micro_batches // ranks))
         if micro is None:
-            first = max(first, -(-wanted // (ranks * max_micro)))
-            plan = cls._free_micro(wanted, ranks, max_micro, first, min_batch, max_batch)
+            lowest = max(lowest, -(-target // (ranks * max_micro)))
+            for accumulation in range(lowest, max(lowest, (max_batch or target) // ranks) + 1):
+                factor = _nearest_factor(target, ranks * accumulation, 1, max_micro, *bounds)
+                if factor is not None:
+                    return cls(ranks, factor, accumulation)
         else:
-            plan = cls._fixed_micro(wanted, ranks, micro, first, min_batch, max_batch)
-        if plan is None:
-            raise SettingError(
-                f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
-                f"into ranks={ranks} x at least {first} micro-batches of "
-                f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds"
-            )
-        return plan
-
-    @classmethod
-    def _free_micro(
-        cls,
-        wanted: int,
-        ranks: int,
-        max_micro: int,
-        first: int,
-        min_batch: int,
-        max_batch: int | None,
-    ) -> "BatchPlan | None":
-        most = max(first, (max_batch or wanted) // ranks)
-        for accumulation in range(first, most + 1):
-            quantum = ranks * accumulation
-            lowest = max(1, -(-min_batch // quantum))
-            highest = min(max_micro, max_batch // quantum) if max_batch else max_micro
-            if lowest <= highest:
-                micro = min(max(_nearest(wanted, quantum), lowest), highest)
-                return cls(ranks, micro, accumulation)
-        return None
-
-    @classmethod
-    def _fixed_micro(
-        cls, wanted: int, ranks: int, micro: int, first: int, min_batch: int, max_batch: int | None
-    ) -> "BatchPlan | None":
-        quantum = ranks * micro
-        lowest = max(first, -(-min_batch // quantum))
-        accumulation = max(_nearest(wanted, quantum), lowest)
-        if max_batch is not None:
-            accumulation = min(accumulation, max_batch // quantum)
-        return cls(ranks, micro, accumulation) if accumulation >= lowest else None
+            factor = _nearest_factor(target, ranks * micro, lowest, None, *bounds)
+            if factor is not None:
+                return cls(ranks, micro, factor)
+        raise SettingError(
+            f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
+            f"into ranks={ranks} x at least {lowest} micro-batches of "
+            f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds"
+        )
 
 
 def require_bounds(min_batch: int, max_batch: int | None) -> None:
-    """Raises SettingError where the bounds are crossed; None is no bound."""
+    """Raises SettingError if the lower bound exceeds the upper one; None is no bound."""
     if max_batch is not None and min_batch > max_batch:
         raise SettingError(
             f"min_batch={min_batch} exceeds max_batch={max_batch}; swap them or raise max_batch"
         )
 
 
-def inside(batch_size: int, min_batch: int, max_batch: int | None) -> int:
-    """The size nearest to `batch_size` within the bounds."""
-    batch_size = max(batch_size, min_batch)
-    return batch_size if max_batch is None else min(batch_size, max_batch)
+def clamp(number: int, low: int, high: int | None) -> int:
+    """The nearest number within the bounds; None is no bound."""
+    number = max(number, low)
+    return number if high is None else min(number, high)
 
 
-def _nearest(wanted: int, quantum: int) -> int:
-    """wanted / quantum to the nearest whole number, halves down."""
-    return -((quantum - 2 * wanted) // (2 * quantum))
+def _nearest_factor(
+    target: int, quantum: int, low: int, high: int | None, min_batch: int, max_batch: int | None
+) -> int | None:
+    """The factor in [low, high] with quantum x factor nearest to the target, halves down.
+
+    None if no product of such a factor is within [min_batch, max_batch].
+    """
+    low = max(low, -(-min_batch // quantum))
+    if max_batch is not None:
+        high = clamp(max_batch // quantum, 0, high)
+    factor = clamp(-((quantum - 2 * target) // (2 * quantum)), low, high)
+    return factor if factor >= low else None

@@ -1,4 +1,4 @@
-"""How the steps of a training may be cut, and the controller whose bounds can be kept by that."""
+"""Constraints on the plans of a training, and a controller whose bounds these plans can keep."""
 
 import warnings
 from dataclasses import dataclass
@@ -10,37 +10,37 @@ from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import In
 
-Least = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]  # micro-batches of a step
+MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
 
 @dataclass(frozen=True)
 class PlanConstraints:
-    """What stays the same in every plan of a training.
+    """Constraints on every plan of a training.
 
     Args:
-        ranks: that share a step; virtual ones, where there are.
-        micro: most samples in one backward.
-        fixed: whether every backward has that many.
-        least: fewest micro-batches over all ranks of a step that is measured.
+        ranks: processes that share a step; virtual ranks, where there are any.
+        micro_batch: most samples in one backward.
+        fixed_micro_batch: whether every backward has that many.
+        min_micro_batches: fewest micro-batches, over all ranks, of a step that is measured.
     """
 
     ranks: int
-    micro: int
-    fixed: bool
-    least: int
+    micro_batch: int
+    fixed_micro_batch: bool
+    min_micro_batches: int
 
     def plan(
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
     ) -> BatchPlan:
-        """The plan for a batch; a step that nobody measures may be one backward."""
+        """The plan for a batch size; a step that is not `compared` may be a single backward."""
         return BatchPlan.fit(
             batch_size,
             self.ranks,
-            max_micro=self.micro,
-            min_micro_batches=self.least if compared else 1,
+            max_micro=self.micro_batch,
+            min_micro_batches=self.min_micro_batches if compared else 1,
             min_batch=min_batch,
             max_batch=max_batch,
-            micro=self.micro if self.fixed else None,
+            micro=self.micro_batch if self.fixed_micro_batch else None,
         )
 
     def controller(
@@ -50,15 +50,16 @@ class PlanConstraints:
         base_batch: int | None,
         samples: int | None,
     ) -> Controller:
-        """The controller of a training, with bounds that data and cutting can keep.
+        """The controller of a training, with bounds that the data set and these plans can keep.
 
         Args:
-            policy: or a controller, which is given these bounds.
-            batch_size: where it starts.
-            base_batch: what the learning rate is for; default: the same.
-            samples: of an epoch; None where nobody knows.
+            policy: a policy, or a controller, whose bounds are narrowed.
+            batch_size: the first batch size; None with a controller.
+            base_batch: the batch size that the learning rate is for; default: `batch_size`.
+            samples: samples in an epoch; None if unknown.
         Raises:
-            SettingError: no bounds are left, or sizes are given twice or not at all.
+            SettingError: nothing lies between the bounds, or the controller and the call both have
+                sizes.
         """
         if isinstance(policy, Controller):
             if (batch_size, base_batch) != (None, None):
@@ -73,16 +74,16 @@ class PlanConstraints:
             raise SettingError(
                 f"{samples} samples of an epoch are too few for {self.ranks} (virtual) ranks"
             )
-        asked, begins = controller.min_batch, controller.decision.reason == "start"
-        start = controller.start if begins else controller.decision.batch_size
-        if samples is not None and asked > samples:
-            raise SettingError(f"min_batch={asked} exceeds the {samples} samples of an epoch")
+        min_batch, is_new = controller.min_batch, controller.decision.reason == "start"
+        start = controller.first_batch_size if is_new else controller.decision.batch_size
+        if samples is not None and min_batch > samples:
+            raise SettingError(f"min_batch={min_batch} exceeds the {samples} samples of an epoch")
         controller.limit(max_batch=samples)
         smallest = self.plan(1, 1, controller.max_batch).batch_size
-        if 1 < asked < smallest:
+        if 1 < min_batch < smallest:
             warnings.warn(
-                f"min_batch={asked} is raised to {smallest}, the smallest step that can be cut "
-                f"into {self.least} micro-batches",
+                f"min_batch={min_batch} is raised to {smallest}, the smallest step that can be cut "
+                f"into {self.min_micro_batches} micro-batches",
                 stacklevel=4,
             )
         controller.limit(min_batch=smallest)

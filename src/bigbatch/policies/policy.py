@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Protocol
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.plan import inside, require_bounds
+from bigbatch.policies.plan import clamp, require_bounds
 from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -17,13 +17,13 @@ RelativeError = Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
 @checked
 @dataclass(frozen=True)
 class Decision:
-    """What the next step should be.
+    """The batch size of the next step, and a factor for its learning rate.
 
     Args:
         batch_size: samples per optimizer step over all ranks, before any rounding.
-        reason: why, in words for a log.
+        reason: the reason, in words for a log.
         lr_factor: multiplies the learning rate on top of what the batch size asks for.
-        advice: batch size that was only advised, by `Shadow`; nobody acts on it.
+        advice: batch size that `Shadow` advises; no step takes it.
     Raises:
         SettingError: a size below 1, or a factor that is negative or not finite.
     """
@@ -36,20 +36,20 @@ class Decision:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a training stands when a policy is asked.
+    """The state of a training when a policy is asked.
 
     Args:
-        target_batch_size: batch size that was last decided, not rounded to what can be cut.
-        batch_size: samples of the step just measured.
+        target_batch_size: batch size that was last decided, before it is rounded to a plan.
+        batch_size: samples of the step that was measured last.
         base_batch: batch size that the learning rate was tuned for.
         samples: samples consumed so far, the present step included.
         steps: optimizer steps so far, the present one included.
         epoch: passes over the data completed.
         ranks: processes that share a step.
-        lr: learning rate that the present step used, one per parameter group.
+        lr: learning rates of the present step, one per parameter group.
         elapsed_seconds: time spent training so far.
-        min_batch: lower bound that the controller holds.
-        max_batch: upper bound that it holds, None for none.
+        min_batch: the controller's lower bound.
+        max_batch: the controller's upper bound, None for none.
     """
 
     target_batch_size: int
@@ -66,10 +66,10 @@ class TrainingState:
 
 
 class Policy(Protocol):
-    """Anything with this method, which is a pure function: it may be asked "what if".
+    """Anything with this method, a pure function: a controller may call it for other cases.
 
-    Honoured where a policy has them: `min_batch` and `max_batch`; `batch_size`, where a training
-    starts; `wants_average = True`, which says that one step's noise is too little to go by.
+    Optional attributes: `min_batch` and `max_batch`, bounds of the batch size; `batch_size`, the
+    first batch size; `wants_average = True` if the noise of a single step is not enough.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -79,7 +79,7 @@ class Policy(Protocol):
 @checked
 @dataclass(frozen=True)
 class Fixed:
-    """Keeps one batch size whatever is measured."""
+    """Keeps one batch size, whatever the statistics are."""
 
     batch_size: Count
 
@@ -100,7 +100,7 @@ class SimiGrad:
     then B is moved into [min_batch, max_batch]. The fixed point is B = B_simple 2 phi / (1 - phi).
 
     Args:
-        target: similarity to hold, inside (-1, 1).
+        target: target similarity, inside (-1, 1).
         min_batch: lower bound in samples.
         max_batch: upper bound in samples; None for none (in `AdaptiveBatch`: the data set).
         grow: factor of one growth, above 1.
@@ -124,17 +124,17 @@ class SimiGrad:
         require_bounds(self.min_batch, self.max_batch)
 
     def next_batch(self, similarity: float, batch_size: int) -> int:
-        """The paper's rule itself, bounds included."""
+        """Applies the paper's rule, bounds included."""
         if not math.isfinite(similarity):
             pass
         elif similarity < self.target:
             batch_size = max(batch_size + 1, int(self.grow * batch_size))
         elif similarity > self.target and batch_size > 1:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
-        return inside(batch_size, self.min_batch, self.max_batch)
+        return clamp(batch_size, self.min_batch, self.max_batch)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """Applies the rule to the un-rounded batch size that was decided last."""
+        """Applies the rule to the last decision, before it was rounded."""
         phi = statistics.similarity
         if not math.isfinite(phi):
             order = "not finite, target"
@@ -147,16 +147,16 @@ class SimiGrad:
 @checked
 @dataclass(frozen=True)
 class NoiseScale:
-    """Goes straight to a multiple of the noise scale.
+    """Sets the batch to a multiple of the noise scale.
 
         B = multiple x B_simple, rounded, inside [min_batch, max_batch]
 
-    Where the noise scale is +inf (no signal was seen) B is max_batch, its own or the controller's,
-    or stays where there is none; where it is nan, B stays. One step's noise scale is often +inf, so
-    this wants the average of `Controller(smoothing=...)`.
+    If the noise scale is +inf (no signal was measured), B is max_batch, the policy's or the
+    controller's; without any it does not change, nor if the noise scale is nan. The noise scale of
+    one step is often +inf, so use the average of `Controller(smoothing=...)`.
 
     Args:
-        multiple: of the noise scale, positive; 1 costs twice the fewest steps and samples.
+        multiple: B over the noise scale, positive; 1 costs twice the fewest steps and samples.
         min_batch: lower bound in samples.
         max_batch: upper bound in samples; None for none.
     Raises:
@@ -179,10 +179,10 @@ class NoiseScale:
         require_bounds(self.min_batch, self.max_batch)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """The multiple of the noise scale as it was measured."""
+        """Decides for the multiple of the measured noise scale."""
         scale = statistics.noise_scale
-        wanted = _whole(round, self.multiple * scale, now, self.max_batch)
-        batch_size = inside(wanted, self.min_batch, self.max_batch)
+        target = _to_int(round, self.multiple * scale, now, self.max_batch)
+        batch_size = clamp(target, self.min_batch, self.max_batch)
         return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
 
 
@@ -194,9 +194,8 @@ class NormTest:
         B <- max(B, ceil(noise / (theta^2 |G|^2))),    |G|^2 = signal + noise / N
 
     then B is moved into [min_batch, max_batch]. |G|^2 is the measured squared norm, as in the
-    published tests, and holds noise itself: the fixed point is B_simple (1 / theta^2 - 1). With the
-    true |mu|^2 in its place it would be B_simple / theta^2, which is
-    `NoiseScale(multiple=1 / theta**2)`.
+    published tests, and contains noise: the fixed point is B_simple (1 / theta^2 - 1). With the
+    true |mu|^2 it would be B_simple / theta^2, which is `NoiseScale(multiple=1 / theta**2)`.
 
     Args:
         theta: largest relative error of the gradient, inside (0, 1).
@@ -221,38 +220,36 @@ class NormTest:
         require_bounds(self.min_batch, self.max_batch)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """The batch that would pass the test, where it is larger than the present one."""
+        """Decides for the batch that passes the test, if it is larger than the present one."""
         squared_norm = statistics.grad_sqnorm + statistics.grad_variance / statistics.samples
         if squared_norm > 0:
             needed = statistics.grad_variance / squared_norm / self.theta / self.theta
         else:
             needed = math.inf if statistics.grad_variance > 0 else math.nan
-        wanted = max(now.target_batch_size, _whole(math.ceil, needed, now, self.max_batch))
-        batch_size = inside(wanted, self.min_batch, self.max_batch)
+        target = max(now.target_batch_size, _to_int(math.ceil, needed, now, self.max_batch))
+        batch_size = clamp(target, self.min_batch, self.max_batch)
         return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
 
 
-def _whole(
-    rounded: Callable[[float], int], wanted: float, now: TrainingState, own: int | None
+def _to_int(
+    rounding: Callable[[float], int], size: float, now: TrainingState, max_batch: int | None
 ) -> int:
-    """A wanted size as a whole number; +inf is the upper bound; without one, and nan, no change."""
-    if math.isfinite(wanted):
-        return rounded(wanted)
-    bounds = [bound for bound in (own, now.max_batch) if bound is not None]
-    return (
-        now.target_batch_size if math.isnan(wanted) else min(bounds, default=now.target_batch_size)
-    )
+    """A batch size as an int. +inf becomes the upper bound; nan, and +inf unbounded, no change."""
+    if math.isfinite(size):
+        return rounding(size)
+    bounds = [bound for bound in (max_batch, now.max_batch) if bound is not None]
+    return min(bounds) if bounds and not math.isnan(size) else now.target_batch_size
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """Says what another policy would do and changes nothing.
+    """Reports what another policy would decide, and changes nothing.
 
     The advised size is in the reason and in `Decision.advice`.
 
     Args:
-        policy: whose advice it is; its bounds and the controller's are honoured. The controller's
-            other options hold changes, and here there are none.
+        policy: the policy that advises, within its bounds and the controller's. The controller's
+            other options act on changes, so they do not act on advice.
     Example:
         >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
         >>> decision = Shadow(NoiseScale()).decide(step, TrainingState(128, 128, 128))
@@ -267,28 +264,29 @@ class Shadow:
 
     @property
     def min_batch(self) -> int:
-        """That of the policy, 1 where it has none."""
+        """The lower bound of the policy, 1 without one."""
         return getattr(self.policy, "min_batch", 1)
 
     @property
     def max_batch(self) -> int | None:
-        """That of the policy."""
+        """The upper bound of the policy, None without one."""
         return getattr(self.policy, "max_batch", None)
 
     @property
     def wants_average(self) -> bool:
-        """Whether the policy does."""
+        """Whether the policy wants averaged statistics."""
         return getattr(self.policy, "wants_average", False)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """The batch size as it is; what it should be is advice."""
-        wanted = self.policy.decide(statistics, now)
-        advice = inside(wanted.batch_size, now.min_batch, now.max_batch)
-        return Decision(now.target_batch_size, f"advice: {advice} ({wanted.reason})", advice=advice)
+        """Keeps the batch size, with the policy's decision as advice."""
+        decision = self.policy.decide(statistics, now)
+        advice = clamp(decision.batch_size, now.min_batch, now.max_batch)
+        reason = f"advice: {advice} ({decision.reason})"
+        return Decision(now.target_batch_size, reason, advice=advice)
 
 
 def require_policy(policy: Policy) -> None:
-    """Raises SettingError for something that cannot decide."""
+    """Raises SettingError for an object that is not a policy."""
     if isinstance(policy, type):
         raise SettingError(f"policy={policy.__name__} is a class; pass {policy.__name__}(...)")
     if not callable(getattr(policy, "decide", None)):

@@ -125,9 +125,9 @@ class AdaptiveBatch:
         )
         self._constraints = constraints
         settings = {
-            "micro_batch": repr(constraints.micro),
-            "fixed_micro_batch": repr(constraints.fixed),
-            "min_micro_batches": repr(constraints.least),
+            "micro_batch": repr(constraints.micro_batch),
+            "fixed_micro_batch": repr(constraints.fixed_micro_batch),
+            "min_micro_batches": repr(constraints.min_micro_batches),
             "remainder": repr(self.batches.remainder),
             "order": self.batches.order,
             "virtual_ranks": repr(self.batches.virtual_ranks),

@@ -4,7 +4,7 @@ import copy
 from typing import Any, TypedDict, Unpack
 
 from bigbatch.policies.controller import has_state
-from bigbatch.policies.plan_constraints import Least
+from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.setting_types import Count, checked
 from bigbatch.training.lr_scaling import LRScaling
 
@@ -16,7 +16,7 @@ class LoopOptions(TypedDict, total=False):
     base_batch: Count | None
     micro_batch: Count | None
     fixed_micro_batch: bool
-    min_micro_batches: Least | None
+    min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
 
 

@@ -14,10 +14,10 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
-from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optional_packages import required
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.plan_constraints import Least
+from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
@@ -58,7 +58,7 @@ def initialize(
     adaptive_batch_params: Mapping[str, Any] | None = None,
     policy: Policy | Controller | None = None,
     lr_scaling: LRScaling = "sqrt",
-    min_micro_batches: Least | None = None,
+    min_micro_batches: MinMicroBatches | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize` with an adaptive batch size.
@@ -102,7 +102,7 @@ def initialize(
         SimiGrad (Qin et al., NeurIPS 2021).
     """
     params = AdaptiveBatchParams.of(adaptive_batch_params)
-    vr_optimizer = optimizer if isinstance(optimizer, VarianceReduced) else None
+    vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
     arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
     arguments |= {"model_parameters": model_parameters, **options}
@@ -124,9 +124,10 @@ def initialize(
     micro_batch = int(engine.train_micro_batch_size_per_gpu())
     own_loop = training_data is None
     loader = ExternalBatches(micro_batch) if own_loop else _loader(engine, training_data)
+    stepped: Any = engine.basic_optimizer if vr_optimizer is None else optimizer
     train = AdaptiveBatch(
         engine,
-        vr_optimizer or engine.basic_optimizer,
+        stepped,
         loader,
         policy=policy or (params.policy() if params.enable_adjust else Fixed(batch_size)),
         batch_size=None if isinstance(policy, Controller) else batch_size,
@@ -162,13 +163,15 @@ class EngineLoader:
         return self._engine.batches()
 
 
-def _source(engine: Any, vr_optimizer: VarianceReduced | None) -> ZeroSource:
+def _source(engine: Any, vr_optimizer: MicroBatchOptimizer | None) -> ZeroSource:
     """The source of the engine's gradients, which its optimizers read too."""
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
     set_layers(engine.basic_optimizer, layout)
     if vr_optimizer is not None:
-        bind_to_zero(vr_optimizer, source, require_vr_layout(engine, vr_optimizer, layout))
+        bind_to_zero(
+            vr_optimizer, source, require_vr_layout(engine, vr_optimizer.gsnr_state, layout)
+        )
     return source
 
 

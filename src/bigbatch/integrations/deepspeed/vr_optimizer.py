@@ -27,16 +27,16 @@ from bigbatch.integrations.deepspeed.zero_layout import (
     VRLayout,
 )
 from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.gsnr_state import GsnrState
+from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optim.trust_ratio import TrustRatioOptimizer
-from bigbatch.optim.variance_reduced import VarianceReduced
 
 _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
 
 
-def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayout) -> None:
+def bind_to_zero(optimizer: MicroBatchOptimizer, source: ZeroSource, layout: VRLayout) -> None:
     """Makes a VR optimizer scale the tensors that ZeRO gives its base optimizer, before a step."""
-    optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer, layout))
+    optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer.gsnr_state, layout))
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
 
@@ -134,40 +134,32 @@ class ZeroScaling:
     optimizer's state, so DeepSpeed saves and loads it.
 
     Args:
-        optimizer: the VR optimizer, whose base optimizer the engine steps.
+        state: the state of the VR optimizer, whose base optimizer the engine steps.
         layout: where the engine keeps its gradients.
     """
 
-    def __init__(self, optimizer: VarianceReduced, layout: VRLayout) -> None:
-        self._optimizer, self._layout = optimizer, layout
+    def __init__(self, state: GsnrState, layout: VRLayout) -> None:
+        self._state, self._layout = state, layout
         self._averages: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps) of the current step
-        optimizer.base.register_step_post_hook(self._store_averages)
+        state.base.register_step_post_hook(self._store_averages)
 
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """The moments of the micro-batch gradients."""
-        return [self._optimizer.moments]
-
-    def bind(self, source: GradientSource) -> None:
-        """Lets the moments read sums from the source, which has them too."""
-        self._optimizer.moments.lender = source
-
-    def is_pending(self, source: GradientSource) -> bool:
-        """Whether there are gradients that no step has used."""
-        return source.micro_batches > 0
+    def bind(self, source: GradientSource) -> list[Subscriber]:
+        """Returns the moments, which read sums from the source."""
+        self._state.moments.lender = source
+        return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
         """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
-        moments = self._optimizer.moments
-        for group in self._optimizer.param_groups:
-            options = self._optimizer.options(group)
+        moments = self._state.moments
+        for group in self._state.base.param_groups:
+            options = self._state.options(group, moments.weight, moments.micro_batches)
             layers = [
                 layer
                 for flat in (group["params"] if group["vr"] else ())
                 for layer in self._layers(flat, group["beta3"])
             ]
             if layers:
-                apply_gsnr(options, layers, self._layout.join)
+                apply_gsnr(options, layers, self._layout.all_reduce)
         return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
@@ -179,11 +171,11 @@ class ZeroScaling:
             average, correction = self._average(flat, beta3)
             averages = [shard for _, shard in self._layout.split(flat, average)]
         for (parameter, gradient), shard in zip(gradients, averages, strict=True):
-            total, m2 = self._optimizer.moments.of(parameter, gradient)
+            total, m2 = self._state.moments.of(parameter, gradient)
             yield Layer(total, m2, gradient, shard, correction)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
-        state = self._optimizer.base.state.get(flat, {})
+        state = self._state.base.state.get(flat, {})
         average = state.get(_AVERAGE)
         if average is None:
             average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
@@ -194,7 +186,7 @@ class ZeroScaling:
     def _store_averages(self, *_: Any) -> None:
         """Stores p after the step, in which the base optimizer fills a state that is empty."""
         for flat, (average, steps) in self._averages.items():
-            self._optimizer.base.state[flat].update(
+            self._state.base.state[flat].update(
                 {_AVERAGE: average, _STEPS: torch.tensor(float(steps), dtype=torch.float32)}
             )
         self._averages.clear()
@@ -208,7 +200,7 @@ class PartitionedLayers:
     """
 
     def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
-        self.join = layout.join
+        self.all_reduce = layout.all_reduce
         self._layout = layout
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
@@ -247,24 +239,25 @@ def require_no_vr_factory(engine: Any) -> None:
         )
 
 
-def require_vr_layout(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
+def require_vr_layout(engine: Any, state: GsnrState, layout: Layout) -> VRLayout:
     """The layout, if a variance-reduced optimizer can work there.
 
     Raises:
         SettingError: r would be wrong there, or is not tested.
     """
-    name, stage = type(optimizer).__name__, engine.zero_optimization_stage()
+    stage = engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
         reason = "its gradients, offloaded to the CPU, are not where ranks reduce them"
     elif isinstance(layout, Accumulated):
         reason = "with bf16 and float32 accumulation gradients are added up outside .grad"
     elif isinstance(layout, Replicated) and engine.bfloat16_enabled():
         reason = "with bf16 the optimizer steps float32 copies of the parameters"
-    elif optimizer.watch:
+    elif state.watch:
         reason = "watch=True would name partitions and not layers; leave it out"
     else:
         assert isinstance(layout, VRLayout)
         return layout
     raise SettingError(
-        f"{name} at stage {stage}: {reason}; docs/deepspeed.md has the stages and types that work"
+        f"{state.name} at stage {stage}: {reason}; "
+        "docs/deepspeed.md has the stages and types that work"
     )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.optim.sharding import Join
+from bigbatch.optim.sharding import AllReduce
 
 Shards = Mapping[Tensor, Tensor]
 
@@ -22,7 +22,7 @@ class Layout:
 
     replicated = True
     """Whether every rank has the whole mean gradient."""
-    join: Join | None = None
+    all_reduce: AllReduce | None = None
     """Adds up numbers over the ranks that have shards; None where every rank has all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -88,7 +88,7 @@ class _Divided(Layout):
 
     def __init__(self, optimizer: Any, param_groups: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(_flatten(param_groups))
-        self.join = functools.partial(dist.all_reduce, group=ranks)
+        self.all_reduce = functools.partial(dist.all_reduce, group=ranks)
         self._optimizer, self._rank = optimizer, dist.get_rank(ranks)
 
 
@@ -205,7 +205,7 @@ class Offloaded(Layout):
 
     def __init__(self, layout: Partitioned | Sharded) -> None:
         super().__init__(layout.parameters)
-        self.split, self.join = layout.split, layout.join
+        self.split, self.all_reduce = layout.split, layout.all_reduce
         self._layout, self._optimizer = layout, layout._optimizer
         self._partitions = layout.partitions
 
