@@ -95,7 +95,7 @@ def test_smoothed_labels_share_a_part_of_the_loss_among_all_classes():
 
 
 def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
-    settings = DIGITS.settings().changed({"micro_batch": 2})
+    settings = DIGITS.settings().with_changes({"micro_batch": 2})
     x = torch.eye(5).to(torch.uint8).reshape(5, 1, 1, 5)
     test = InMemoryDataset(x, torch.tensor([0, 1, 0, 0, 0]))
     train = InMemoryDataset(x[:4], torch.tensor([0, 1, 2, 0]))

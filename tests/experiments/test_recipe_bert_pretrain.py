@@ -31,7 +31,7 @@ from bigbatch.experiments.models.hf_bert import (
 from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
 from bigbatch.experiments.pretraining_loss import scores_of
 from bigbatch.experiments.settings import Settings
-from bigbatch.experiments.study import training_at
+from bigbatch.experiments.study import build_training
 from bigbatch.runs.run_directory import RunDirectory
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
@@ -71,7 +71,7 @@ def forest(tmp_path):
 
 
 def settings_of(folder, **changes):
-    return BERT_PRETRAIN.settings().changed({**TINY, "data": str(folder), **changes})
+    return BERT_PRETRAIN.settings().with_changes({**TINY, "data": str(folder), **changes})
 
 
 def options(changes):
@@ -367,8 +367,8 @@ def test_a_run_that_continues_keeps_its_vocabulary_whatever_became_of_the_text(b
     vocabulary = (run / "vocab.txt").read_text()
     (forest / "more.txt").write_text("\n\n".join(tree(n) for n in range(100)))
     settings = Settings.from_dict(RunDirectory.open(run).settings)
-    assert vocabulary == training_at(run, settings).data.keeps["vocab.txt"]
-    assert vocabulary != training_at(forest / "other", settings).data.keeps["vocab.txt"]
+    assert vocabulary == build_training(run, settings).data.run_files["vocab.txt"]
+    assert vocabulary != build_training(forest / "other", settings).data.run_files["vocab.txt"]
 
 
 def test_scores_are_shares_of_hidden_tokens_and_of_pairs():
@@ -432,7 +432,7 @@ def test_it_learns_more_than_the_most_frequent_token(bigbatch, tmp_path):
     train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--run-dir", tmp_path / "run")
     assert 0 == train("--data", FOLDER, "--arm", "simigrad-short", "--set", "samples=12000")[0]
     accuracy, *_ = rows_of(tmp_path / "run")[-1]["metrics"].values()
-    settings = BERT_PRETRAIN.settings().changed({"data": str(FOLDER / "wikitext-2")})
+    settings = BERT_PRETRAIN.settings().with_changes({"data": str(FOLDER / "wikitext-2")})
     data = BERT_PRETRAIN.data(settings).train
     labels = torch.cat([data[index][4] for index in range(0, len(data), 20)])
     most_frequent = labels[labels != IGNORED].bincount().max() / (labels != IGNORED).sum()

@@ -21,7 +21,7 @@ SHAKESPEARE = FOLDER / "tinyshakespeare"
 
 
 def settings_of(**changes):
-    return CHAR_LM.settings().changed({**TINY, **changes})
+    return CHAR_LM.settings().with_changes({**TINY, **changes})
 
 
 def network(**changes):
@@ -95,7 +95,7 @@ def test_the_held_out_text_is_the_end():
 
 @needs("tinyshakespeare")
 def test_shakespeare_has_as_many_characters_as_published():
-    data = CHAR_LM.data(CHAR_LM.settings(paper_scale=True).changed({"data": str(SHAKESPEARE)}))
+    data = CHAR_LM.data(CHAR_LM.settings(paper_scale=True).with_changes({"data": str(SHAKESPEARE)}))
     assert CHAR_LM.paper_samples == len(data.train) == (1_115_394 * 9 // 10 - 1) // 256
     (first,) = data.train[0]
     assert "First Citizen:\nBefore we proceed" == "".join(map(chr, first))[:32]
@@ -171,7 +171,7 @@ def trained(rank, ranks, settings):
     training = Training(CHAR_LM, settings)
     for step in training.train:
         for batch in step:
-            step.backward(training.loss_of(training.joined, batch))
+            step.backward(training.loss_of(training.wrapped_model, batch))
         step.update()
     weights = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     return training.scores(), weights

@@ -47,7 +47,7 @@ def log_at(path, *lines):
 
 
 def tiny(**changes):
-    return DLRM_CRITEO.settings().changed({**TINY, **changes})
+    return DLRM_CRITEO.settings().with_changes({**TINY, **changes})
 
 
 def test_a_row_is_read_as_it_is_published(tmp_path):
@@ -391,7 +391,7 @@ def test_a_control_has_its_vr_arms_mean_rate_in_the_networks_and_its_rate_in_the
     run = tmp_path / "run"
     assert 0 == bigbatch("train", "dlrm", "--arm", vr_arm, *changes, "--run-dir", run)[0]
     control = DLRM_CRITEO.arm(f"sgd-like-{vr_arm}", tiny(lr=0.5, lr_schedule="constant"))
-    training = Training(DLRM_CRITEO, control.changed({"lr_control_from": str(run)}))
+    training = Training(DLRM_CRITEO, control.with_changes({"lr_control_from": str(run)}))
     found = {
         name: group["lr"]
         for group in training.optimizer.param_groups
@@ -416,7 +416,7 @@ def train_some(rank, ranks):
     before = training.model.tables[0].weight.tolist()
     for _, step in zip(range(3), training.train, strict=False):
         for batch in step:
-            step.backward(training.loss_of(training.joined, batch))
+            step.backward(training.loss_of(training.wrapped_model, batch))
         step.update()
     assert before != training.model.tables[0].weight.tolist()
     return [p.tolist() for p in training.model.parameters()], training.train.samples

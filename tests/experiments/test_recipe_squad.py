@@ -165,14 +165,14 @@ def test_the_likeliest_span_is_that_of_trying_all():
 
 
 def test_answers_of_a_model_that_knows_score_100(quiz):
-    settings = SQUAD.settings().changed({**TINY, "data": str(quiz)})
+    settings = SQUAD.settings().with_changes({**TINY, "data": str(quiz)})
     data = SQUAD.data(settings)
 
     class Knowing(torch.nn.Module):
         """Points to the token after "is"."""
 
         def forward(self, tokens, segments, real):
-            vocabulary = data.keeps["vocab.txt"].splitlines()
+            vocabulary = data.run_files["vocab.txt"].splitlines()
             after = (tokens == vocabulary.index("is")) & (segments == 1)
             first = after.roll(1, 1).float()
             letters = torch.tensor([token.startswith("##") for token in vocabulary])
@@ -246,7 +246,7 @@ def test_the_loss_is_the_mean_of_both_ends():
 
 
 def test_a_model_that_diverged_answers_nothing_and_continues(quiz):
-    data = SQUAD.data(SQUAD.settings().changed({**TINY, "data": str(quiz)}))
+    data = SQUAD.data(SQUAD.settings().with_changes({**TINY, "data": str(quiz)}))
 
     def diverged(tokens, segments, real):
         return torch.full((2, *tokens.shape), float("nan"))
@@ -255,7 +255,7 @@ def test_a_model_that_diverged_answers_nothing_and_continues(quiz):
 
 
 def test_the_example_is_like_a_batch(quiz):
-    settings = SQUAD.settings().changed({**TINY, "data": str(quiz)})
+    settings = SQUAD.settings().with_changes({**TINY, "data": str(quiz)})
     batch = SQUAD.data(settings).train.__getitems__([0, 1, 2])
     example = SQUAD.example(settings, 3)
     assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in example]
@@ -274,7 +274,7 @@ def test_a_training_learns_the_quiz(bigbatch, quiz):
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, quiz):
-    settings = SQUAD.settings().changed({**TINY, "data": str(quiz), "virtual_ranks": 2})
+    settings = SQUAD.settings().with_changes({**TINY, "data": str(quiz), "virtual_ranks": 2})
     (weights, scores), (others, same) = ranks(2)(few_steps, settings)
     assert (weights, scores) == (others, same)
     assert numpy.isfinite(weights).all()

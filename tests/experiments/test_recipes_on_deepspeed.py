@@ -23,7 +23,7 @@ CUT = 5  # steps before a training is left; the first epoch has 7 or so
 
 
 def settings(**changes):
-    return DIGITS.settings().changed({**SMALL, **changes})
+    return DIGITS.settings().with_changes({**SMALL, **changes})
 
 
 def on_zero(stage, **changes):
@@ -153,7 +153,7 @@ def test_vr_keeps_no_sums_on_ranks_or_on_deepspeed_as_a_dry_run_says(deepspeed_r
     asked = settings(optimizer="vr-sgd", engine=engine, clip=1.0, batch_size=64)
     for found in deepspeed_ranks(ranks)(sums_kept, asked):
         assert (8, 0) == found
-    assert (0, 0) == dry_run(DIGITS, asked, ranks).keeps.sums
+    assert (0, 0) == dry_run(DIGITS, asked, ranks).memory.sums
 
 
 def saved_on_a_full_disk(rank, ranks, folder, asked):

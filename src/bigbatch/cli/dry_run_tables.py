@@ -7,7 +7,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bigbatch.experiments.dry_run import MOMENTS, DryRun, Planned, Stated, dry_run, sources
+from bigbatch.experiments.dry_run import (
+    MOMENTS,
+    DryRun,
+    PlanEstimate,
+    SourcedValue,
+    dry_run,
+    sources,
+)
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import Settings
@@ -46,28 +53,28 @@ def show_dry_run(
 
 def facts(run: DryRun) -> Rows:
     """What a dry run has found, by name."""
-    keeps = run.keeps
-    memory = {
-        "parameters, buffers": keeps.weights,
-        "gradients": keeps.gradients,
-        "DDP's buckets": keeps.gradients if run.ranks > 1 else 0,
-        "optimizer state": keeps.state,
-        "second moment of VR": keeps.second_moment,
-        f"VR's own sum, {'every' if keeps.sums[1] else 'first'} step": keeps.sums[0],
-        "a micro-batch": keeps.sample * run.settings.micro_batch,
+    memory = run.memory
+    sizes = {
+        "parameters, buffers": memory.weights,
+        "gradients": memory.gradients,
+        "DDP's buckets": memory.gradients if run.ranks > 1 else 0,
+        "optimizer state": memory.state,
+        "second moment of VR": memory.second_moment,
+        f"VR's own sum, {'every' if memory.sums[1] else 'first'} step": memory.sums[0],
+        "a micro-batch": memory.sample * run.settings.micro_batch,
     }
-    acts = keeps.activations
+    acts = memory.activations
     total = run.settings.epochs * run.samples
     return {
         "ranks": f"{run.ranks:,}",
         "samples an epoch": f"{run.samples:,}",
         "samples in all": f"{total:,}",
-        "parameters": f"{keeps.parameters:,}",
-        **{f"memory: {name}": in_bytes(size) for name, size in memory.items() if size},
+        "parameters": f"{memory.parameters:,}",
+        **{f"memory: {name}": in_bytes(size) for name, size in sizes.items() if size},
         "memory: its activations": UNKNOWN if acts is None else in_bytes(acts),
-        "memory: in all": UNKNOWN if acts is None else in_bytes(sum(memory.values()) + acts),
-        "operations a sample": UNKNOWN if keeps.flops is None else f"{keeps.flops:.3g}",
-        "inputs of the model, an epoch": in_bytes(keeps.sample * run.samples),
+        "memory: in all": UNKNOWN if acts is None else in_bytes(sum(sizes.values()) + acts),
+        "operations a sample": UNKNOWN if memory.flops is None else f"{memory.flops:.3g}",
+        "inputs of the model, an epoch": in_bytes(memory.sample * run.samples),
         **{
             f"{name}: {fact}": value
             for name, planned in run.plans.items()
@@ -85,7 +92,7 @@ def in_bytes(size: int) -> str:
     return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
 
 
-def _of_plan(planned: Planned, run: DryRun) -> Rows:
+def _of_plan(planned: PlanEstimate, run: DryRun) -> Rows:
     plan = planned.plan
     rates = dict(zip(MOMENTS, planned.lr, strict=True))
     steady = all(before == after for before, after in pairwise(planned.lr))
@@ -96,11 +103,11 @@ def _of_plan(planned: Planned, run: DryRun) -> Rows:
         "batch": f"{plan.batch_size:,} = {run.ranks} x {planned.accumulation} x {plan.micro}",
         "steps": f"{planned.steps:,}, {planned.steps // run.settings.epochs:,} an epoch",
         **{f"lr{when}": f"{lr:.4g}{more}" for when, lr in shown.items()},
-        **({"sent by a rank a step": in_bytes(planned.sent)} if run.ranks > 1 else {}),
+        **({"sent by a rank a step": in_bytes(planned.bytes_sent)} if run.ranks > 1 else {}),
     }
 
 
-def _settings_table(stated: Mapping[bool, Mapping[str, Stated]]) -> Table:
+def _settings_table(stated: Mapping[bool, Mapping[str, SourcedValue]]) -> Table:
     """By name; where both scales are there, the source is that of the full one."""
     table = _table(*(_SCALES[paper_scale] for paper_scale in stated), "source", first="setting")
     names = dict.fromkeys(name for listed in stated.values() for name in listed)
@@ -126,7 +133,7 @@ def _table(*columns: str, first: str) -> Table:
     return table
 
 
-def _marked(one: Stated) -> str:
+def _marked(one: SourcedValue) -> str:
     shown = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
     return f"{shown} *" if one.source.startswith("small scale") else shown
 
@@ -147,7 +154,7 @@ def _notes(
     }
     lines = ["* of the small scale, ours." for paper_scale in settings if not paper_scale]
     lines += [line for line, is_so in holds.items() if any(map(is_so, settings.values()))]
-    if any(run.keeps.sums[0] for run in runs.values()):
+    if any(run.memory.sums[0] for run in runs.values()):
         lines.append(
             "VR on one process sums gradients by itself in its first step; the next one frees "
             "that, and .grad holds the sum, but where clip or float16 write to .grad."
@@ -171,7 +178,7 @@ def _notes(
 
 def _note_of_schedule(run: DryRun) -> str:
     """What a training would say of its own."""
-    return LRSchedule(run.settings.lr_schedule).note(run.settings.epochs, run.samples)
+    return LRSchedule(run.settings.lr_schedule).truncation_warning(run.settings.epochs, run.samples)
 
 
 _SCALES = {False: "small", True: "paper"}

@@ -8,9 +8,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from bigbatch.errors import MissingPackageError, RunError
-from bigbatch.experiments import EXPERIMENTS, RECIPES, recipe_named
-from bigbatch.experiments.datasets.location import HERE, DatasetLocation
-from bigbatch.experiments.memory_estimate import parameters_of
+from bigbatch.experiments import EXPERIMENTS, RECIPES, get_recipe
+from bigbatch.experiments.datasets.location import DEFAULT_FOLDER, DatasetLocation
+from bigbatch.experiments.memory_estimate import count_parameters
 from bigbatch.experiments.recipe import Changes, Recipe, Result
 from bigbatch.experiments.sweep import points_of
 from bigbatch.runs.console import LiveView, plain_console
@@ -31,7 +31,7 @@ def recipes(
         view.say(f"{name}: {EXPERIMENTS[name].summary}")
         view.say(f"  bigbatch train {name}")
     elif name is not None:
-        for line in _all_about(recipe_named(name), data):
+        for line in _all_about(get_recipe(name), data):
             view.say(line)
     else:
         view.console.print(_table(data))
@@ -104,16 +104,16 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
     try:
         found = origin.find(given)
     except RunError:
-        return f"not in {given or HERE}"
+        return f"not in {given or DEFAULT_FOLDER}"
     if found is None:
-        return f"not in {HERE}, {origin.otherwise} instead"
+        return f"not in {DEFAULT_FOLDER}, {origin.otherwise} instead"
     return f"in {found}"
 
 
 def _weights(recipe: Recipe, *, paper_scale: bool) -> str:
     """How many the model has, in the unit that fits."""
     try:
-        amount, unit = float(parameters_of(recipe, recipe.settings(paper_scale=paper_scale))), ""
+        amount, unit = float(count_parameters(recipe, recipe.settings(paper_scale=paper_scale))), ""
     except MissingPackageError:
         return "?"  # `bigbatch train` says which is missing
     for larger in (" K", " M", " B"):

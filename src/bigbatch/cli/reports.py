@@ -7,7 +7,7 @@ import typer
 
 from bigbatch.cli.options import POLICY, settings_of, with_settings
 from bigbatch.errors import SettingError
-from bigbatch.experiments.settings import CONTROLS
+from bigbatch.experiments.settings import CONTROLLER_SETTINGS
 from bigbatch.policies.parse import policy_named
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
@@ -59,7 +59,7 @@ def report(
     LiveView(plain_console()).say(f"report: {place}")
 
 
-@with_settings(*CONTROLS)
+@with_settings(*CONTROLLER_SETTINGS)
 def replay(
     paths: Paths,
     policy: Annotated[list[str], typer.Option(help=POLICY)],

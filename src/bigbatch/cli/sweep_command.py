@@ -25,10 +25,10 @@ from bigbatch.cli.options import (
 )
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.process_pool import train_side_by_side
-from bigbatch.experiments.settings import KINDS
+from bigbatch.experiments.settings import SETTING_TYPES
 from bigbatch.experiments.study import report_study
 from bigbatch.experiments.sweep import Point, points_of, start_sweep, sweep_of
-from bigbatch.experiments.torchrun import Launch, alone
+from bigbatch.experiments.torchrun import Launch, is_single_process
 from bigbatch.runs.atomic_files import reserve
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_config import read_sweep
@@ -36,7 +36,9 @@ from bigbatch.runs.run_config import read_sweep
 _GRID = "A setting's values; | parts those with commas. Repeat it for a product."
 
 
-@with_settings(*(one for one in KINDS if one not in ("recipe", "arm", "seed", "data", "task")))
+@with_settings(
+    *(one for one in SETTING_TYPES if one not in ("recipe", "arm", "seed", "data", "task"))
+)
 def sweep(
     context: typer.Context,
     recipe: Annotated[
@@ -83,7 +85,7 @@ def sweep(
     After an interruption: bigbatch sweep --resume runs/digits-sweep-1
     """
     view = LiveView(plain_console(), quiet=quiet)
-    if not alone():
+    if not is_single_process():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if resume is not None:
         refuse_with("--resume", typed_in(context) - {"resume", "jobs", "quiet"})
@@ -97,9 +99,9 @@ def sweep(
     repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
     settings, set_names = set_by(chosen.settings(paper_scale=paper_scale), set_ or ())
     changes = settings_of(texts)
-    settings, names = settings.changed(changes), set_names | changes.keys()
+    settings, names = settings.with_changes(changes), set_names | changes.keys()
     if not dry_run:  # which needs no data
-        settings = settings.changed({"data": folder_of(chosen, data)})
+        settings = settings.with_changes({"data": folder_of(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), paper_scale=paper_scale)
     if twice := names & {key for one in grids.grids for key in one}:
         whose = "--grid" if grid else "the sweep of the recipe"

@@ -26,11 +26,11 @@ from bigbatch.cli.options import (
 )
 from bigbatch.errors import SettingError
 from bigbatch.experiments import EXPERIMENTS
-from bigbatch.experiments.process_group import count, from_leader
+from bigbatch.experiments.process_group import run_on_rank_zero, world_size
 from bigbatch.experiments.recipe import SEEDS, Recipe
-from bigbatch.experiments.settings import KINDS, Settings
+from bigbatch.experiments.settings import SETTING_TYPES, Settings
+from bigbatch.experiments.study import build_training, start_study, train_one, train_study
 from bigbatch.experiments.study import resume as resume_at
-from bigbatch.experiments.study import start_study, train_one, train_study, training_at
 from bigbatch.experiments.torchrun import Launch
 from bigbatch.experiments.unused_settings import unused_by_optimizer, unused_by_policy
 from bigbatch.runs.atomic_files import release, reserve
@@ -38,7 +38,7 @@ from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_directory import RunDirectory
 
 
-@with_settings(*(name for name in KINDS if name not in ("recipe", "arm", "data", "task")))
+@with_settings(*(name for name in SETTING_TYPES if name not in ("recipe", "arm", "data", "task")))
 def train(
     context: typer.Context,
     recipe: Annotated[
@@ -123,7 +123,7 @@ def train(
     settings = asked(paper_scale=paper_scale)
     if changes:
         refuse_with(f"{as_typed(changes)}, of a single training,", typed & {"seeds"})
-    settings = settings.changed({"data": folder_of(chosen, data)})
+    settings = settings.with_changes({"data": folder_of(chosen, data)})
     if changes:
         _require_given(chosen, settings)
         _train_one(settings, folder, run_dir, launch, view)
@@ -133,7 +133,7 @@ def train(
     start = partial(start_study, chosen, place, settings, repeats, launch.id)
     with launch.resumable(place):
         if not begun:
-            from_leader(partial(start, paper_scale=paper_scale))
+            run_on_rank_zero(partial(start, paper_scale=paper_scale))
             overruled = set_by(settings, set_ or ())[1] | epochs.keys()
             remedy = "--arm trains one alone with it"
             note_overruled(chosen, overruled, remedy, paper_scale=paper_scale)
@@ -160,8 +160,8 @@ def _settings(
     settings = recipe.settings(paper_scale=paper_scale)
     if "arm" in changes:
         settings = recipe.arm(changes["arm"], settings, paper_scale=paper_scale)
-    settings, names = set_by(settings.changed(epochs), sets)
-    settings = settings.changed(changes)
+    settings, names = set_by(settings.with_changes(epochs), sets)
+    settings = settings.with_changes(changes)
     if not changes:
         return settings  # of a study, some arm may listen
     for what, unused in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
@@ -186,7 +186,7 @@ def _said(
 
 def _require_given(recipe: Recipe, settings: Settings) -> None:
     """Raises SettingError where an arm alone needs a run that its study would have trained."""
-    for name, run in settings.before.items():
+    for name, run in settings.required_runs.items():
         if run in recipe.arm_names:
             raise SettingError(
                 f"{name} of arm {settings.arm} is arm {run}; name a run of it by "
@@ -207,18 +207,20 @@ def _train_one(
         if begun:
             resume_at(place, view)
             return
-        training = training_at(place, settings)  # before anything is written
-        run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
+        training = build_training(place, settings)  # before anything is written
+        run = run_on_rank_zero(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
         train_one(training, run, view)
 
 
 def _place(launch: Launch, run_dir: Path | None, runs_dir: Path, name: str) -> tuple[Path, bool]:
     """Where it is to be written, and whether an earlier start of this launch began it there."""
-    return from_leader(lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id)))
+    return run_on_rank_zero(
+        lambda: launch.choose_directory(lambda: run_dir or reserve(runs_dir, name, launch.id))
+    )
 
 
 def _require_one_rank(experiment: str) -> None:
-    if count() > 1:
+    if world_size() > 1:
         raise SettingError(
-            f"{experiment} is nothing that {count()} ranks could share; run it without torchrun"
+            f"{experiment} cannot be shared by {world_size()} ranks; run it without torchrun"
         )

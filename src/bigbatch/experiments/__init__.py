@@ -61,7 +61,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def recipe_named(name: str) -> Recipe:
+def get_recipe(name: str) -> Recipe:
     """The recipe of that name.
 
     Raises:

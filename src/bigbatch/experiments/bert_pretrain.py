@@ -11,7 +11,7 @@ from pathlib import Path
 from bigbatch.experiments.datasets.masking import Masking
 from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs, spread
 from bigbatch.experiments.datasets.text import ORIGIN, corpus_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, kept, load_tokenizer
+from bigbatch.experiments.models.bert import SAVED_AS, bert, kept, load_tokenizer
 from bigbatch.experiments.pretraining_loss import example, loss_of, scores_of
 from bigbatch.experiments.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch.experiments.settings import Settings
@@ -143,5 +143,5 @@ BERT_PRETRAIN = Recipe(
     loss=lambda settings: loss_of,
     data=_data,
     example=example,
-    kept_as=KEPT_AS,
+    saved_as=SAVED_AS,
 )

@@ -15,7 +15,7 @@ from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.datasets.in_memory import identity_collate
 from bigbatch.experiments.datasets.subset import Subset, chosen_indices
-from bigbatch.experiments.process_group import count
+from bigbatch.experiments.process_group import world_size
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.statistics.meter import GradientMeter
@@ -23,7 +23,7 @@ from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import LRScaling
 
 
-def loop_over(
+def build_loop(
     data: Data,
     settings: Settings,
     model: nn.Module,
@@ -75,9 +75,9 @@ def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
 
 def virtual_ranks_of(settings: Settings) -> int:
     """Those of the settings, or the least multiple that the ranks divide."""
-    needed = math.lcm(settings.virtual_ranks, count())
+    needed = math.lcm(settings.virtual_ranks, world_size())
     if needed != settings.virtual_ranks:
-        _note_other_groups(settings.virtual_ranks, count(), needed)
+        _note_other_groups(settings.virtual_ranks, world_size(), needed)
     return needed
 
 

@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.settings import CONTROLS, Settings, policy_settings, require_choice
+from bigbatch.experiments.settings import (
+    CONTROLLER_SETTINGS,
+    Settings,
+    policy_settings,
+    require_choice,
+)
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
@@ -32,7 +37,7 @@ def build_controller(settings: Settings) -> Controller:
         policy,
         getattr(policy, "batch_size", settings.batch_size),
         settings.base_batch,
-        **{name: getattr(settings, name) for name in CONTROLS},
+        **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
     )
 
 
@@ -75,7 +80,7 @@ def build_optimizer(
     return VarianceReduced(base, **options)
 
 
-def stepped_by(optimizer: Optimizer) -> Optimizer:
+def base_of(optimizer: Optimizer) -> Optimizer:
     """Whose `step` an engine may call itself."""
     return getattr(optimizer, "base", optimizer)
 

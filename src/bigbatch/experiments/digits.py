@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
-from bigbatch.experiments.distributed_eval import share_right
+from bigbatch.experiments.distributed_eval import accuracy_of
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
@@ -68,7 +68,7 @@ def _data(settings: Settings) -> Data:
             range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
         )
     )
-    right = partial(share_right, data=test, settings=settings)
+    right = partial(accuracy_of, data=test, settings=settings)
     return Data(train, lambda model: {"test accuracy, %": right(model)})
 
 

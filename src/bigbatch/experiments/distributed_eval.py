@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from bigbatch.errors import SettingError
 from bigbatch.experiments.datasets.in_memory import identity_collate
-from bigbatch.experiments.process_group import count, rank
+from bigbatch.experiments.process_group import rank, world_size
 from bigbatch.experiments.recipe import Batch
 from bigbatch.experiments.settings import Settings
 
@@ -37,7 +37,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
 
 def share_of(data: Dataset[Any], settings: Settings) -> Iterator[Batch]:
     """Micro-batches of this rank's share of a data set, on its device; each sample is in one."""
-    local = Subset(data, range(rank(), len(data), count()))  # type: ignore[arg-type]
+    local = Subset(data, range(rank(), len(data), world_size()))  # type: ignore[arg-type]
     own = torch.Generator()  # a loader draws one number, which training must not miss
     loader = DataLoader(
         local,
@@ -51,7 +51,7 @@ def share_of(data: Dataset[Any], settings: Settings) -> Iterator[Batch]:
         yield moved(batch, device)
 
 
-def sound_scores(
+def finite_scores(
     model: nn.Module, measure: Callable[[nn.Module], dict[str, float]], device: torch.device
 ) -> dict[str, float]:
     """What is measured of the model; nan where an output of it is no finite number. Collective.
@@ -75,7 +75,7 @@ def sound_scores(
 def summed(values: Tensor) -> Tensor:
     """Over all ranks, in float64. Collective."""
     values = values.detach().double()
-    if count() > 1:
+    if world_size() > 1:
         dist.all_reduce(values)
     return values
 
@@ -83,14 +83,14 @@ def summed(values: Tensor) -> Tensor:
 def collected(values: Tensor) -> Tensor:
     """The rows of all ranks on each, on the CPU, rank after rank. Collective."""
     values = values.detach().cpu()
-    if count() == 1:
+    if world_size() == 1:
         return values
-    rows: list[Any] = [None] * count()
+    rows: list[Any] = [None] * world_size()
     dist.all_gather_object(rows, values)
     return torch.cat(rows)
 
 
-def share_right(model: nn.Module, data: Dataset[Any], settings: Settings) -> float:
+def accuracy_of(model: nn.Module, data: Dataset[Any], settings: Settings) -> float:
     """Percentage of samples (x, label) whose largest logit is the label's. Collective."""
     right = torch.zeros(2, device=device_of(settings))
     for x, labels in share_of(data, settings):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bigbatch.experiments.build_loop import loop_over
+from bigbatch.experiments.build_loop import build_loop
 from bigbatch.experiments.build_optimizer import build_optimizer
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.experiments.memory_estimate import MemoryEstimate, footprint
+from bigbatch.experiments.memory_estimate import MemoryEstimate, estimate_memory
 from bigbatch.experiments.recipe import OURS, Data, Recipe
 from bigbatch.experiments.settings import Settings, Value
 from bigbatch.experiments.validate import require_trainable
@@ -29,7 +29,7 @@ MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, for its lear
 
 
 @dataclass(frozen=True)
-class Stated:
+class SourcedValue:
     """A setting, and whose number it is.
 
     Args:
@@ -42,7 +42,7 @@ class Stated:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanEstimate:
     """A training whose batch stayed at one size.
 
     Args:
@@ -50,14 +50,15 @@ class Planned:
         accumulation: backwards of a rank.
         steps: of all epochs, about.
         lr: at `MOMENTS`.
-        sent: bytes that a rank sends in a step for its gradients, by rings; `sent` has the rule.
+        bytes_sent: bytes that a rank sends in a step for its gradients, by ring all-reduces; see
+            `bytes_sent_per_step`.
     """
 
     plan: BatchPlan
     accumulation: int
     steps: int
     lr: tuple[float, ...]
-    sent: int
+    bytes_sent: int
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,15 @@ class DryRun:
         settings: with which.
         ranks: how many.
         samples: of an epoch, over all ranks.
-        keeps: what a rank keeps, and computes.
+        memory: what a rank keeps in memory and computes.
         plans: where the batch starts, at its least and at its largest, by these names.
     """
 
     settings: Settings
     ranks: int
     samples: int
-    keeps: MemoryEstimate
-    plans: Mapping[str, Planned]
+    memory: MemoryEstimate
+    plans: Mapping[str, PlanEstimate]
 
 
 def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
@@ -90,16 +91,16 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
-    keeps = footprint(recipe, settings, ranks)
+    memory = estimate_memory(recipe, settings, ranks)
     loop = _loop(recipe, settings, samples, ranks)
     plans = {
-        name: _planned(settings, loop.planned(size), keeps, samples, ranks)
+        name: _planned(settings, loop.planned(size), memory, samples, ranks)
         for name, size in _sizes(loop, settings, samples).items()
     }
-    return DryRun(settings, ranks, samples, keeps, plans)
+    return DryRun(settings, ranks, samples, memory, plans)
 
 
-def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, Stated]:
+def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, SourcedValue]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     scale, values = recipe.settings(paper_scale=paper_scale), _values(settings)
     listed = [*recipe.paper_scale, *recipe.small, *values]
@@ -113,10 +114,10 @@ def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[st
             return f"small scale, {OURS}"
         return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 
-    return {name: Stated(values[name], source(name)) for name in dict.fromkeys(listed)}
+    return {name: SourcedValue(values[name], source(name)) for name in dict.fromkeys(listed)}
 
 
-def sent(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
+def bytes_sent_per_step(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
     """Bytes that leave a rank in a step under DDP, without sums of some bytes a layer or rank.
 
         2 (W - 1) / W gradients     a ring's all-reduce; in the shards that VR exchanges, the same
@@ -140,11 +141,11 @@ def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> Adapt
     model = nn.Linear(1, 1, bias=False)
     optimizer = build_optimizer(settings, model.named_parameters())
     numbered = Data(range(samples), lambda _: {})  # type: ignore[arg-type]
-    settings = settings.changed({"workers": 0})
+    settings = settings.with_changes({"workers": 0})
     virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
     joins = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
     least = _JOINED * ranks if joins else None
-    return loop_over(numbered, settings, model, optimizer, virtual_ranks, min_micro_batches=least)
+    return build_loop(numbered, settings, model, optimizer, virtual_ranks, min_micro_batches=least)
 
 
 def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, int]:
@@ -176,16 +177,16 @@ def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, i
 
 
 def _planned(
-    settings: Settings, plan: BatchPlan, keeps: MemoryEstimate, samples: int, ranks: int
-) -> Planned:
+    settings: Settings, plan: BatchPlan, memory: MemoryEstimate, samples: int, ranks: int
+) -> PlanEstimate:
     batch = plan.batch_size
     accumulation = plan.accumulation * plan.ranks // ranks
-    return Planned(
+    return PlanEstimate(
         plan,
         accumulation,
         settings.epochs * math.ceil(samples / batch),
         _rates(settings, batch, samples),
-        sent(keeps.gradients, keeps.m2_sent, ranks, accumulated=accumulation > 1),
+        bytes_sent_per_step(memory.gradients, memory.m2_sent, ranks, accumulated=accumulation > 1),
     )
 
 
@@ -196,6 +197,6 @@ def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     lr = settings.lr * scaling_named(rule, base)(batch, base, None)
     if settings.lr_schedule == "constant":
         return (lr,) * len(MOMENTS)
-    total, factor = settings.epochs * samples, schedule.over(settings.epochs, samples)
+    total, factor = settings.epochs * samples, schedule.lr_lambda(settings.epochs, samples)
     ticks = [0, schedule.warmup(samples) // base, total // 2 // base, (total - 1) // base]
     return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)

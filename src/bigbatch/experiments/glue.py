@@ -17,7 +17,7 @@ from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_t
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch.experiments.distributed_eval import collected, share_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
+from bigbatch.experiments.models.bert import SAVED_AS, bert, example_rows, kept, load_tokenizer
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
@@ -52,7 +52,9 @@ def _data(settings: Settings) -> Data:
 
     judged = columns(dev)
     return Data(
-        columns(train), lambda model: _scores(model, judged, name, settings), keeps=kept(tokenizer)
+        columns(train),
+        lambda model: _scores(model, judged, name, settings),
+        run_files=kept(tokenizer),
     )
 
 
@@ -133,5 +135,5 @@ GLUE = Recipe(
     loss=_loss,
     data=_data,
     example=_example,
-    kept_as=KEPT_AS,
+    saved_as=SAVED_AS,
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bigbatch.experiments.distributed_eval import share_right
+from bigbatch.experiments.distributed_eval import accuracy_of
 from bigbatch.experiments.recipe import LossOf
 from bigbatch.experiments.settings import Settings
 
@@ -113,7 +113,7 @@ def accuracies(
         settings: of the training.
         train: images that are trained on, here as they are, without augmentation.
     """
-    right = partial(share_right, settings=settings)
+    right = partial(accuracy_of, settings=settings)
 
     def scores(model: nn.Module) -> dict[str, float]:
         found = {TEST: right(model, test)}

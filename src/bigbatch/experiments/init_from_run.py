@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.process_group import from_leader, leads
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_directory import RunDirectory
 
@@ -19,7 +19,7 @@ def init_from(path: Path, model: nn.Module) -> None:
         RunError: there is no such run, it is not finished, has no checkpoint, or none
             of its weights fit.
     """
-    found = from_leader(lambda: _weights(path))
+    found = run_on_rank_zero(lambda: _weights(path))
     own = model.state_dict()
     taken = {
         name: value
@@ -29,7 +29,7 @@ def init_from(path: Path, model: nn.Module) -> None:
     if not taken:
         raise RunError(f"no weight of {path} fits this model; begin from a run of the same network")
     model.load_state_dict(taken, strict=False)
-    if leads() and (missing := sorted(own.keys() - taken.keys())):
+    if is_rank_zero() and (missing := sorted(own.keys() - taken.keys())):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         warnings.warn(
             f"{len(taken)} of {len(own)} tensors begin as {path} left them; new are {shown}",

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.process_group import from_leader
+from bigbatch.experiments.process_group import run_on_rank_zero
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_directory import RunDirectory
 
@@ -24,7 +24,7 @@ def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:
         RunError: there is no such run, it is not finished, its optimizer has no r, or its network
             is another.
     """
-    return from_leader(lambda: _mean(path, sizes))
+    return run_on_rank_zero(lambda: _mean(path, sizes))
 
 
 def _mean(path: Path, sizes: Mapping[str, int]) -> float:

@@ -47,7 +47,7 @@ class LRSchedule:
     Raises:
         SettingError: it is none.
     Example:
-        >>> factor = LRSchedule("warm-up 1 epoch; cosine").over(epochs=3, samples=100)
+        >>> factor = LRSchedule("warm-up 1 epoch; cosine").lr_lambda(epochs=3, samples=100)
         >>> [round(factor(n), 3) for n in (0, 50, 100, 200, 300)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
@@ -72,7 +72,7 @@ class LRSchedule:
         """Samples of the warm-up, in epochs of so many; 0 for none."""
         return self._warmup.in_samples(samples) if self._warmup else 0.0
 
-    def reach(self, samples: int) -> float:
+    def required_samples(self, samples: int) -> float:
         """Samples that a training must have for all that the text says to happen.
 
         0 for what is as long as the training; epochs are of so many `samples`.
@@ -83,9 +83,9 @@ class LRSchedule:
             return max(float(epoch) for epoch in self._shape["epochs"].split(" and ")) * samples
         return self.warmup(samples)
 
-    def note(self, epochs: int, samples: int) -> str:
+    def truncation_warning(self, epochs: int, samples: int) -> str:
         """What to say of a training that ends before the text is at its end; "" for nothing."""
-        reach, total = self.reach(samples), epochs * samples
+        reach, total = self.required_samples(samples), epochs * samples
         if reach <= total:
             return ""
         return (
@@ -93,7 +93,7 @@ class LRSchedule:
             f"after {total:,}; raise epochs (or samples, draws), or shorten the schedule"
         )
 
-    def over(self, epochs: int, samples: int) -> Callable[[float], float]:
+    def lr_lambda(self, epochs: int, samples: int) -> Callable[[float], float]:
         """The factor after so many samples, in a training of `epochs` with `samples` each."""
         first = self.warmup(samples)
         rule = self._rule(first, max(epochs * samples - first, 1.0), samples)

@@ -17,7 +17,7 @@ from bigbatch.experiments.build_optimizer import build_optimizer
 from bigbatch.experiments.recipe import Batch, Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.train_run import autocast
-from bigbatch.experiments.validate import on_paper
+from bigbatch.experiments.validate import build_on_meta_device
 from bigbatch.optim import VarianceReduced
 
 Shape = tuple[int, ...]
@@ -60,13 +60,13 @@ class MemoryEstimate:
     flops: int | None
 
 
-def footprint(recipe: Recipe, settings: Settings, ranks: int = 1) -> MemoryEstimate:
+def estimate_memory(recipe: Recipe, settings: Settings, ranks: int = 1) -> MemoryEstimate:
     """Of the recipe's model, optimizer and loss, with these settings on so many ranks.
 
     Raises:
         SettingError: the settings cannot work.
     """
-    model = on_paper(recipe, settings)
+    model = build_on_meta_device(recipe, settings)
     activations, flops = _of_micro_batch(recipe, settings, model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = _of_optimizer(settings, trained, recipe.without_vr(settings, model))
@@ -86,9 +86,9 @@ def footprint(recipe: Recipe, settings: Settings, ranks: int = 1) -> MemoryEstim
     )
 
 
-def parameters_of(recipe: Recipe, settings: Settings) -> int:
+def count_parameters(recipe: Recipe, settings: Settings) -> int:
     """Weights of the model, each once where it is shared."""
-    return sum(p.numel() for p in on_paper(recipe, settings).parameters())
+    return sum(p.numel() for p in build_on_meta_device(recipe, settings).parameters())
 
 
 class _Imagined(nn.Module):

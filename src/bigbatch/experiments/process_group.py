@@ -17,27 +17,27 @@ def rank() -> int:
     return dist.get_rank() if _together() else 0
 
 
-def count() -> int:
+def world_size() -> int:
     """How many there are."""
     return dist.get_world_size() if _together() else 1
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is the one that writes and is heard: rank 0."""
     return rank() == 0
 
 
-def joined(model: nn.Module) -> nn.Module:
+def wrap_ddp(model: nn.Module) -> nn.Module:
     """The model, wrapped so that its gradients are those of all ranks."""
-    return DistributedDataParallel(model) if count() > 1 else model
+    return DistributedDataParallel(model) if world_size() > 1 else model
 
 
-def from_leader(make: Callable[[], T]) -> T:
+def run_on_rank_zero(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, for all; an error there is raised on all. Collective."""
-    if count() == 1:
+    if world_size() == 1:
         return make()
     result: list[Any] = [None, None]
-    if leads():
+    if is_rank_zero():
         try:
             result[0] = make()
         except (BigbatchError, OSError) as error:
@@ -49,9 +49,9 @@ def from_leader(make: Callable[[], T]) -> T:
     return value
 
 
-def from_first(tensors: Iterable[Tensor]) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     """Fills the tensors with those of rank 0. Collective."""
-    if count() > 1:
+    if world_size() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.study import opened, settings_in
+from bigbatch.experiments.study import opened, settings_from
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import BEFORE, read_trainings
@@ -49,7 +49,7 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     """
     trainings = read_trainings(path)
     for name, settings in trainings.items():
-        settings_in(f"{path / 'study.yaml'}, training {name}", settings)
+        settings_from(f"{path / 'study.yaml'}, training {name}", settings)
     devices = [str(settings["device"]) for settings in trainings.values()]
     gpus = _gpus() if "cuda" in devices else []
     threads = max(int(settings["threads"]) for settings in trainings.values())

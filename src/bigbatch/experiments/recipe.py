@@ -31,12 +31,12 @@ class Data:
         scores: of the model in its present state, by name, in the unit the name says; the first
             is the one that counts. Draws no random numbers. Collective: on several ranks all call
             it, and all get the same.
-        keeps: texts that the run directory keeps by file name, for a run that begins from it.
+        run_files: texts that the run directory stores by file name, for a run that begins from it.
     """
 
     train: Dataset[Any]
     scores: Callable[[nn.Module], dict[str, float]]
-    keeps: Mapping[str, str] = field(default_factory=dict)
+    run_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Recipe:
         data: what is read from `settings.data`, or always there.
         example: batch of so many samples on the meta device.
         without_vr: names of parameters that a VR optimizer steps as its base does.
-        kept_as: by a setting that names a file, what the run keeps a copy of it as, which it reads
+        saved_as: by a setting that names a file, what the run keeps a copy of it as, which it reads
             when it continues.
     """
 
@@ -118,14 +118,14 @@ class Recipe:
     data: Callable[[Settings], Data]
     example: Callable[[Settings, int], Batch]
     without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
-    kept_as: Mapping[str, str] = field(default_factory=dict)
+    saved_as: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, *, paper_scale: bool = False) -> Settings:
         """Those of the paper's scale, or of the small one."""
         values = {name: value for name, (value, _) in self.paper_scale.items()}
         own = {name: values.pop(name) for name in list(values) if name not in _FIELDS}
         paper = Settings(recipe=self.name, task=own, **values)  # type: ignore[arg-type]
-        return paper if paper_scale else paper.changed(self.small)
+        return paper if paper_scale else paper.with_changes(self.small)
 
     def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
         """The settings of one arm of the study, at the scale that `settings` are of.
@@ -135,9 +135,9 @@ class Recipe:
         """
         arms = self.arms_at(paper_scale=paper_scale)
         require_choice("arm", name, arms)
-        return settings.changed({**arms[name], "arm": name})
+        return settings.with_changes({**arms[name], "arm": name})
 
-    def repeating(self, result: str) -> "Recipe":
+    def for_result(self, result: str) -> "Recipe":
         """The recipe with the settings and arms of one table or figure; its sweep is over these.
 
         Raises:

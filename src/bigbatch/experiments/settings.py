@@ -150,13 +150,13 @@ class Settings:
             )
         LRSchedule(self.lr_schedule)
 
-    def changed(self, changes: Mapping[str, Any]) -> "Settings":
+    def with_changes(self, changes: Mapping[str, Any]) -> "Settings":
         """A copy with some settings changed, those of `task` among them.
 
         Raises:
             SettingError: a name that there is not, or a value of another type.
         """
-        of_all = {name: value for name, value in changes.items() if name in KINDS}
+        of_all = {name: value for name, value in changes.items() if name in SETTING_TYPES}
         own = {name: value for name, value in changes.items() if name not in of_all}
         for name, value in own.items():
             if name not in self.task:
@@ -164,23 +164,23 @@ class Settings:
             own[name] = setting(name, value, _kind_of(self.task[name]))
         return replace(self, **{"task": {**self.task, **own}, **of_all})
 
-    def parsed(self, text: str) -> dict[str, Value]:
+    def parse_change(self, text: str) -> dict[str, Value]:
         """A change that is written as KEY=VALUE, its value read in the type of the present one.
 
         Raises:
             SettingError: no such key, or the value is none of that type.
         """
         key, _, value = (part.strip() for part in text.partition("="))
-        if key not in (KINDS.keys() - {"task"}) | set(self.task):
+        if key not in (SETTING_TYPES.keys() - {"task"}) | set(self.task):
             raise self._unknown(key)
         if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
         if key in self.task:
             return {key: parsed(key, value, _kind_of(self.task[key]))}
-        return {key: self.read(key, value)}
+        return {key: self.parse_value(key, value)}
 
     @staticmethod
-    def read(name: str, text: str) -> Value:
+    def parse_value(name: str, text: str) -> Value:
         """The value of a setting that all recipes have, written as text.
 
         The path of a run is relative to the working directory, not to the run's own.
@@ -189,16 +189,16 @@ class Settings:
             SettingError: the text has another type.
         """
         text = str(Path(text).resolve()) if name in BEFORE else text
-        value: Value = parsed(name, text, KINDS[name])
+        value: Value = parsed(name, text, SETTING_TYPES[name])
         return value
 
     @property
-    def before(self) -> dict[str, str]:
+    def required_runs(self) -> dict[str, str]:
         """The runs that have to be finished before, by the settings that name them."""
         return {name: run for name in BEFORE if (run := getattr(self, name))}
 
     def _unknown(self, name: str) -> SettingError:
-        known = sorted((KINDS.keys() - {"task"}) | set(self.task))
+        known = sorted((SETTING_TYPES.keys() - {"task"}) | set(self.task))
         return SettingError(
             f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(known)}"
         )
@@ -214,8 +214,8 @@ class Settings:
         Raises:
             SettingError: a name that this release does not know, or one is missing.
         """
-        if unknown := sorted(values.keys() - KINDS.keys()):
-            raise SettingError(f"unknown settings {unknown}; known are {sorted(KINDS)}")
+        if unknown := sorted(values.keys() - SETTING_TYPES.keys()):
+            raise SettingError(f"unknown settings {unknown}; known are {sorted(SETTING_TYPES)}")
         required = {
             one.name for one in fields(cls) if one.default is one.default_factory is MISSING
         }
@@ -224,8 +224,15 @@ class Settings:
         return cls(**values)
 
 
-CONTROLS = ("decide_every", "smoothing", "dead_band", "max_change", "confidence", "warmup")
-KINDS: Mapping[str, Any] = {one.name: one.type for one in fields(Settings)}
+CONTROLLER_SETTINGS = (
+    "decide_every",
+    "smoothing",
+    "dead_band",
+    "max_change",
+    "confidence",
+    "warmup",
+)
+SETTING_TYPES: Mapping[str, Any] = {one.name: one.type for one in fields(Settings)}
 HELP: Mapping[str, str] = {  # from the docstring
     name: text[0].upper() + " ".join(text[1:].split())
     for name, text in re.findall(r"(?m)^ {8}(\w+): (.+(?:\n {12}.+)*)", Settings.__doc__ or "")

@@ -20,7 +20,7 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
+from bigbatch.experiments.models.bert import SAVED_AS, bert, example_rows, kept, load_tokenizer
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.squad_metrics import scores_of
@@ -58,7 +58,7 @@ def _data(settings: Settings) -> Data:
     return Data(
         windows(train).rows,
         lambda model: scores_of(model, judged, dev, settings, where),
-        keeps=kept(tokenizer),
+        run_files=kept(tokenizer),
     )
 
 
@@ -120,5 +120,5 @@ SQUAD = Recipe(
     loss=_loss,
     data=_data,
     example=_example,
-    kept_as=KEPT_AS,
+    saved_as=SAVED_AS,
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments import recipe_named
-from bigbatch.experiments.process_group import from_leader, leads
+from bigbatch.experiments import get_recipe
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.train_run import Training, train_run
@@ -51,8 +51,10 @@ def start_study(
 
     def trained(arm: str, seed: int) -> Settings:
         asked = recipe.arm(arm, settings, paper_scale=paper_scale)
-        before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
-        return asked.changed({"seed": seed, **before})
+        before = {
+            name: f"{run}-seed{seed}" for name, run in asked.required_runs.items() if run in arms
+        }
+        return asked.with_changes({"seed": seed, **before})
 
     require_trainable(recipe, *(trained(arm, 0) for arm in arms))
     trainings = {f"{arm}-seed{seed}": trained(arm, seed) for seed in range(seeds) for arm in arms}
@@ -76,7 +78,7 @@ def write_study(
         RunError: something is at `path` already, or a run that a training needs is nowhere.
     """
     for settings in trainings.values():
-        for run in settings.before.values():
+        for run in settings.required_runs.values():
             if run not in trainings:
                 RunDirectory.open(path / run)
     with made_whole(path) as making:
@@ -92,12 +94,12 @@ def train_study(path: Path, view: LiveView) -> None:
     Raises:
         RunError: `path` holds no study, or another process trains in it.
     """
-    trainings = from_leader(lambda: read_trainings(path))
+    trainings = run_on_rank_zero(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        run = from_leader(partial(opened, path / name, settings))
+        run = run_on_rank_zero(partial(opened, path / name, settings))
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
         gc.collect()  # its model is in cycles, and a GPU has no room for two
-    if leads():
+    if is_rank_zero():
         report_study(path, view)
 
 
@@ -141,18 +143,18 @@ def resume(path: Path, view: LiveView) -> None:
     Raises:
         RunError: it is neither.
     """
-    if from_leader((path / "study.yaml").exists):
+    if run_on_rank_zero((path / "study.yaml").exists):
         train_study(path, view)
         return
-    run = from_leader(lambda: RunDirectory.open(path))
+    run = run_on_rank_zero(lambda: RunDirectory.open(path))
     train_one(_training(run), run, view)
 
 
 def _training(run: RunDirectory) -> Training:
-    return training_at(run.path, settings_in(run.path / "config.yaml", run.settings))
+    return build_training(run.path, settings_from(run.path / "config.yaml", run.settings))
 
 
-def settings_in(place: Path | str, values: dict[str, Any]) -> Settings:
+def settings_from(place: Path | str, values: dict[str, Any]) -> Settings:
     """The settings that a file holds, with all that the recipe they name has.
 
     Raises:
@@ -160,28 +162,28 @@ def settings_in(place: Path | str, values: dict[str, Any]) -> Settings:
     """
     try:
         settings = Settings.from_dict(values)
-        own = recipe_named(settings.recipe).settings()
+        own = get_recipe(settings.recipe).settings()
         if missing := own.task.keys() - settings.task.keys():
             raise SettingError(f"settings {sorted(missing)} of task are missing")
-        own.changed(settings.task)  # whose types are the recipe's
+        own.with_changes(settings.task)  # whose types are the recipe's
         return settings
     except SettingError as error:
         raise RunError(f"{place}: {error}") from None
 
 
-def training_at(place: Path, settings: Settings) -> Training:
+def build_training(place: Path, settings: Settings) -> Training:
     """A training whose run lies at `place`: what it needs is next to it, what it kept is in it."""
-    recipe, folder = recipe_named(settings.recipe), place.resolve().parent  # where it lies now
-    before = {name: str(folder / path) for name, path in settings.before.items()}
-    own = {name: place / file for name, file in recipe.kept_as.items()}
+    recipe, folder = get_recipe(settings.recipe), place.resolve().parent  # where it lies now
+    before = {name: str(folder / path) for name, path in settings.required_runs.items()}
+    own = {name: place / file for name, file in recipe.saved_as.items()}
     kept = {name: str(file) for name, file in own.items() if file.is_file()}
-    if from_leader((place / "checkpoint.pt").exists):
+    if run_on_rank_zero((place / "checkpoint.pt").exists):
         before = dict.fromkeys(before, "")  # they did their part, and may be gone
-    return Training(recipe, settings.changed({**before, **kept}))
+    return Training(recipe, settings.with_changes({**before, **kept}))
 
 
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
     """Trains one run and shows its table."""
     train_run(training, run, view, run.name)
-    if leads():
+    if is_rank_zero():
         _show(run.path, None, view)

@@ -63,7 +63,7 @@ def sweep_of(
         if key in grid:
             raise SettingError(f"--grid gives {key!r} twice; list all its values in one")
         parts = listed.split("|" if "|" in listed else ",")
-        grid[key] = tuple(settings.parsed(f"{key}={value}")[key] for value in parts)
+        grid[key] = tuple(settings.parse_change(f"{key}={value}")[key] for value in parts)
     return Sweep((grid,), tuple(tuned))
 
 
@@ -108,7 +108,7 @@ def trainings_of(recipe: Recipe, points: Sequence[Point], seeds: int) -> dict[st
         SettingError: the other arm is not in the sweep.
     """
     return {
-        f"{point.name}-seed{seed}": point.settings.changed(
+        f"{point.name}-seed{seed}": point.settings.with_changes(
             {"arm": point.name, "seed": seed, **_before(recipe, point, points, seed)}
         )
         for seed in range(seeds)
@@ -146,7 +146,7 @@ def _changed(
 ) -> Settings:
     if "arm" in values:
         settings = recipe.arm(str(values["arm"]), settings, paper_scale=paper_scale)
-    return settings.changed({key: value for key, value in values.items() if key != "arm"})
+    return settings.with_changes({key: value for key, value in values.items() if key != "arm"})
 
 
 def _named(found: Sequence[tuple[dict[str, Value], Settings]], sweep: Sweep) -> list[Point]:
@@ -173,7 +173,7 @@ def _before(recipe: Recipe, point: Point, points: Sequence[Point], seed: int) ->
     """The directories, next to its own, of the runs that it needs, by the settings naming them."""
     return {
         name: f"{_needed(point, arm, points).name}-seed{seed}"
-        for name, arm in point.settings.before.items()
+        for name, arm in point.settings.required_runs.items()
         if arm in recipe.arm_names
     }
 

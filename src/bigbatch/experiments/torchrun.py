@@ -57,8 +57,8 @@ class Launch:
         Raises:
             RankError: the variables are incomplete, or the others are not met where they say.
         """
-        if alone() or not trains:
-            if not alone() and os.environ.get("RANK", "0") != "0":
+        if is_single_process() or not trains:
+            if not is_single_process() and os.environ.get("RANK", "0") != "0":
                 sys.exit(0)
             return cls()
         try:
@@ -73,7 +73,7 @@ class Launch:
             raise RankError(_unmet(error)) from None
         return launch
 
-    def tell(self, message: str) -> None:
+    def report_error(self, message: str) -> None:
         """Writes why the command ends, as one line, on the first rank that says so."""
         printable = message.encode(errors="backslashreplace").decode()  # bytes of no text typed
         line = f"bigbatch: {' '.join(printable.split())}\n"
@@ -89,7 +89,7 @@ class Launch:
                 return bool(self._now.add(key, 1) == 1)
         return True
 
-    def tell_failure(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """What to say where this rank fails, or where another is gone and has not said why.
 
         Raises:
@@ -99,7 +99,9 @@ class Launch:
             raise error
         if not is_of_network(error):
             traceback.print_exception(error)
-            message = f"rank {process_group.rank()} of {process_group.count()}: {_in_words(error)}"
+            message = (
+                f"rank {process_group.rank()} of {process_group.world_size()}: {_in_words(error)}"
+            )
         else:
             message = (
                 f"another rank was lost ({str(error).split('. ')[0]}), so this training ends; "
@@ -107,9 +109,9 @@ class Launch:
                 "checkpoint"
             )
         if self._is_first("failed"):
-            self.tell(message)
+            self.report_error(message)
 
-    def place(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
+    def choose_directory(self, choose: Callable[[], Path]) -> tuple[Path, bool]:
         """Where to train, and whether workers before a restart have begun there. On rank 0.
 
         The store remembers; where it is gone, the launch that the run or study names tells.
@@ -143,7 +145,7 @@ class Launch:
             if not has_begun(place):
                 raise
             ignore()  # torchrun sends it twice
-            self.tell(f"interrupted; `bigbatch {command} --resume {place}` continues")
+            self.report_error(f"interrupted; `bigbatch {command} --resume {place}` continues")
             sys.exit(INTERRUPTED)
         finally:
             release(place)
@@ -152,20 +154,20 @@ class Launch:
         """Ends the process."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if process_group.count() > 1:
+        if process_group.world_size() > 1:
             os._exit(int(status or 0))  # gloo's threads and Python's finalization do not get along
         sys.exit(status)
 
 
-def alone() -> bool:
+def is_single_process() -> bool:
     """Whether neither torchrun nor what sets WORLD_SIZE has started several processes, or one."""
     return os.environ.get("WORLD_SIZE", "1") == "1" and _RUN_ID not in os.environ
 
 
 @contextmanager
-def heard_if_leading() -> Iterator[None]:
+def stdout_of_rank_zero() -> Iterator[None]:
     """Standard output of rank 0 alone goes anywhere."""
-    if process_group.leads():
+    if process_group.is_rank_zero():
         yield
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):

@@ -13,13 +13,18 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.errors import RankError, RunError
-from bigbatch.experiments.build_optimizer import build_optimizer, stepped_by
-from bigbatch.experiments.distributed_eval import device_of, moved, sound_scores
+from bigbatch.experiments.build_optimizer import base_of, build_optimizer
+from bigbatch.experiments.distributed_eval import device_of, finite_scores, moved
 from bigbatch.experiments.engines import ENGINES
 from bigbatch.experiments.init_from_run import init_from
 from bigbatch.experiments.lr_control import mean_factor
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.experiments.process_group import from_first, from_leader, leads, rank
+from bigbatch.experiments.process_group import (
+    broadcast_tensors,
+    is_rank_zero,
+    rank,
+    run_on_rank_zero,
+)
 from bigbatch.experiments.recipe import Batch, Data, Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.validate import CAST, require_trainable
@@ -47,13 +52,13 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
             could be written.
     """
     with ExitStack() as stack:
-        from_leader(lambda: stack.enter_context(run.locked()))
+        run_on_rank_zero(lambda: stack.enter_context(run.locked()))
         _load(training, run)
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
-            from_leader(lambda: run.keep(training.data.keeps))
+            run_on_rank_zero(lambda: run.keep(training.data.run_files))
             training.to_the_end(run, view, label)
-        from_leader(lambda: _end(run, trained=unfinished))
+        run_on_rank_zero(lambda: _end(run, trained=unfinished))
 
 
 def _end(run: RunDirectory, *, trained: bool) -> None:
@@ -68,7 +73,7 @@ def _end(run: RunDirectory, *, trained: bool) -> None:
 
 def _load(training: "Training", run: RunDirectory) -> None:
     """Brings back the latest checkpoint, of which nothing is kept while it trains on."""
-    saved = from_leader(run.load_checkpoint)
+    saved = run_on_rank_zero(run.load_checkpoint)
     if saved is not None:
         training.load_state_dict(saved, run.path)
 
@@ -101,10 +106,10 @@ class Training:
         )
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
-        if not leads():
+        if not is_rank_zero():
             _seed((settings.seed + rank() * _APART) % 2**32)  # other dropout and augmentation
         self.engine = ENGINES[settings.engine](self.model, self.optimizer, self.data, settings)
-        self.train, self.joined = self.engine.train, self.engine.joined
+        self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
         self.train.scheduler = self._scheduler()
 
     def _scheduler(self) -> LambdaLR | None:
@@ -112,11 +117,11 @@ class Training:
         if self.settings.lr_schedule == "constant":
             return None
         schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
-        factor = schedule.over(self.settings.epochs, samples)
-        if leads() and (note := schedule.note(self.settings.epochs, samples)):
+        factor = schedule.lr_lambda(self.settings.epochs, samples)
+        if is_rank_zero() and (note := schedule.truncation_warning(self.settings.epochs, samples)):
             warnings.warn(note, stacklevel=2)
         base = self.settings.base_batch
-        return LambdaLR(stepped_by(self.optimizer), lambda tick: factor((tick + 0.5) * base))
+        return LambdaLR(base_of(self.optimizer), lambda tick: factor((tick + 0.5) * base))
 
     def to_the_end(self, run: RunDirectory, view: LiveView, label: str) -> None:
         """Trains, logs, shows and saves until the last epoch is done; rank 0 alone writes."""
@@ -126,7 +131,7 @@ class Training:
             Amount.parse(text) for text in (settings.evaluate_every, settings.checkpoint_every)
         )
         with ExitStack() as shown:
-            log = shown.enter_context(self._log(run, view, label)) if leads() else None
+            log = shown.enter_context(self._log(run, view, label)) if is_rank_zero() else None
             for _ in train.epochs(settings.epochs):
                 for record in self.engine.steps(self.loss):
                     done = record.step, train.samples, record.batch_size
@@ -142,14 +147,14 @@ class Training:
     def loss(self, batch: Batch) -> Tensor:
         """Mean over a micro-batch's samples."""
         with self._cast():
-            return self.loss_of(self.joined, moved(batch, self.device))
+            return self.loss_of(self.wrapped_model, moved(batch, self.device))
 
     def scores(self) -> dict[str, float]:
         """Of the model as it is. Collective."""
-        from_first(self.model.buffers())
+        broadcast_tensors(self.model.buffers())
         self.model.eval()
         with torch.no_grad(), self._cast():
-            scores = sound_scores(self.model, self.data.scores, self.device)
+            scores = finite_scores(self.model, self.data.scores, self.device)
         self.model.train()
         return scores
 

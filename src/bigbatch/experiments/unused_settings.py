@@ -1,6 +1,6 @@
 """Settings that have no effect on a training, because of others."""
 
-from bigbatch.experiments.settings import CONTROLS, Settings, policy_settings
+from bigbatch.experiments.settings import CONTROLLER_SETTINGS, Settings, policy_settings
 from bigbatch.policies.parse import POLICIES
 
 
@@ -15,7 +15,7 @@ def unused_by_policy(policy: str) -> set[str]:
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # whatever was measured
         unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
-    return unused | set(CONTROLS if policy == "fixed" else ())
+    return unused | set(CONTROLLER_SETTINGS if policy == "fixed" else ())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:

@@ -11,7 +11,7 @@ from bigbatch.experiments.settings import Settings
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
 
 
-def on_paper(recipe: Recipe, settings: Settings) -> nn.Module:
+def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
     """The model, its tensors without memory."""
     with torch.device("meta"):
         return recipe.model(settings)
@@ -42,7 +42,7 @@ def _built(recipe: Recipe, settings: Settings) -> nn.Module:
     """The model on paper, after an example for it; what torch refuses there is said as ours."""
     try:
         recipe.example(settings, 1)
-        return on_paper(recipe, settings)
+        return build_on_meta_device(recipe, settings)
     except BigbatchError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:

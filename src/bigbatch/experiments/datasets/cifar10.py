@@ -58,7 +58,7 @@ def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
         if labels.min(initial=0) < 0 or labels.max(initial=0) >= CLASSES:
             raise ValueError(f"labels from {labels.min()} to {labels.max()}")
     except FileNotFoundError:
-        raise ORIGIN.lacking(file) from None
+        raise ORIGIN.missing_file(file) from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise RunError(
             f"{file} is no batch of CIFAR-10 ({type(error).__name__}: {error}); unpack it again "

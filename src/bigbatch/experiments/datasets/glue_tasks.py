@@ -90,7 +90,7 @@ def _text(folder: Path, file: str) -> str:
                 inside = tar.extractfile(member) if member in tar.getnames() else None
                 if inside is not None:
                     return inside.read().decode(UTF_8)
-    raise ORIGIN.lacking(plain)
+    raise ORIGIN.missing_file(plain)
 
 
 def _row(row: list[str], task: Task, where: str) -> tuple[tuple[str, ...], int]:

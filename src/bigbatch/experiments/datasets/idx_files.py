@@ -43,7 +43,7 @@ def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
     for file in (folder / f"{name}.gz", folder / name):
         if file.exists():
             return file
-    raise origin.lacking(folder / f"{name}.gz")
+    raise origin.missing_file(folder / f"{name}.gz")
 
 
 def read_idx(file: Path, dimensions: int) -> Tensor:

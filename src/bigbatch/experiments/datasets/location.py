@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bigbatch.errors import RunError
 
-HERE = Path("data")  # looked into where no folder is named
+DEFAULT_FOLDER = Path("data")  # looked into where no folder is named
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class DatasetLocation:
         Raises:
             RunError: it lacks the files; says which, and where they come from.
         """
-        places = [given] if given is not None else [HERE]
+        places = [given] if given is not None else [DEFAULT_FOLDER]
         for place in places:
             for folder in (place, *(place / name for name in self.folders)):
-                if self.is_in(folder):
+                if self.has_files_in(folder):
                     return folder.resolve()
         if given is None and self.otherwise:
             return None
         raise RunError(
-            f"{self.name} is not in {given or HERE}: {self.needed} must be there, or in a folder "
-            f"{' or '.join(self.folders)} of it; name the place by --data"
+            f"{self.name} is not in {given or DEFAULT_FOLDER}: {self.needed} must be there, or "
+            f"in a folder {' or '.join(self.folders)} of it; name the place by --data"
         )
 
     @property
@@ -57,10 +57,10 @@ class DatasetLocation:
         files = " or ".join(self.files)
         return f"{', and '.join((files, *self.other_files))} of {self.source}"
 
-    def lacking(self, file: Path) -> RunError:
+    def missing_file(self, file: Path) -> RunError:
         """What to raise where one of the files is not in the folder."""
         return RunError(f"{file} is missing; needed are {self.needed}")
 
-    def is_in(self, folder: Path) -> bool:
+    def has_files_in(self, folder: Path) -> bool:
         """Whether the files are in this very folder."""
         return any(next(folder.glob(pattern), None) for pattern in self.files)

@@ -58,7 +58,7 @@ def train_file(folder: Path) -> tuple[Path, str]:
     part = _packed_or_not(folder, _PART)
     if part is not None:
         return part, "; trained on a tokenised 5 % of the questions"
-    raise ORIGIN.lacking(folder / _TRAIN)
+    raise ORIGIN.missing_file(folder / _TRAIN)
 
 
 def dev_file(folder: Path) -> Path:
@@ -69,7 +69,7 @@ def dev_file(folder: Path) -> Path:
     """
     found = _packed_or_not(folder, _DEV)
     if found is None:
-        raise ORIGIN.lacking(folder / _DEV)
+        raise ORIGIN.missing_file(folder / _DEV)
     return found
 
 

@@ -7,9 +7,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bigbatch.experiments.build_loop import loop_over, virtual_ranks_of
+from bigbatch.experiments.build_loop import build_loop, virtual_ranks_of
 from bigbatch.experiments.engines.engine import Loss, State
-from bigbatch.experiments.process_group import joined, leads
+from bigbatch.experiments.process_group import is_rank_zero, wrap_ddp
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.runs.run_directory import RunDirectory
@@ -30,12 +30,12 @@ class DDP:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, data: Data, settings: Settings
     ) -> None:
-        self.joined = joined(model)
+        self.wrapped_model = wrap_ddp(model)
         self._model, self._optimizer, self._clip = model, optimizer, settings.clip
         half = settings.precision == "float16"
         self._scaler = GradScaler(settings.device) if half else None
         ranks = virtual_ranks_of(settings)
-        self.train = loop_over(data, settings, self.joined, optimizer, ranks, self._scaler)
+        self.train = build_loop(data, settings, self.wrapped_model, optimizer, ranks, self._scaler)
         self._states = DistributedState(self.train)
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
@@ -65,7 +65,7 @@ class DDP:
     def save(self, run: RunDirectory) -> None:
         """As `Engine` says."""
         state = self.state_dict()
-        if leads():
+        if is_rank_zero():
             run.save_checkpoint(state)
 
     def load_state_dict(self, state: State, path: Path) -> None:

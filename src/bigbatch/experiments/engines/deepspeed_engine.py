@@ -15,7 +15,7 @@ from bigbatch.errors import RunError, SettingError, StateError
 from bigbatch.experiments.build_loop import batches_of, scaling_of, virtual_ranks_of
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.engines.engine import Loss, State
-from bigbatch.experiments.process_group import count, from_leader, leads
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero, world_size
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.torchrun import backend
@@ -63,15 +63,15 @@ class DeepSpeed:
                 f"device={settings.device}: DeepSpeed trains on {engine.device.type} here; set "
                 f"device={engine.device.type}, or DS_ACCELERATOR={settings.device} for DeepSpeed"
             )
-        self.joined: Any = engine
+        self.wrapped_model: Any = engine
         self.train: AdaptiveBatch = engine.bigbatch
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
         """As `Engine` says."""
-        for batch in self.joined.batches():
-            self.joined.backward(loss_of(batch))
+        for batch in self.wrapped_model.batches():
+            self.wrapped_model.backward(loss_of(batch))
             before = self.train.record
-            self.joined.step()
+            self.wrapped_model.step()
             if self.train.record is not before and self.train.record is not None:
                 yield self.train.record
 
@@ -82,7 +82,7 @@ class DeepSpeed:
         that none is written over which checkpoint.pt names.
         """
         place = f"epoch{self.train.epoch}-step{self.train.steps + self.train.skipped}"
-        return {"model": self._model.state_dict(), "folder": place, "ranks": count()}
+        return {"model": self._model.state_dict(), "folder": place, "ranks": world_size()}
 
     def save(self, run: RunDirectory) -> None:
         """As `Engine` says; a folder that nothing names is taken away.
@@ -91,15 +91,15 @@ class DeepSpeed:
         """
         state, folder = self.state_dict(), run.path / _FOLDER
         try:
-            self.joined.save_checkpoint(str(folder), state["folder"], save_latest=False)
+            self.wrapped_model.save_checkpoint(str(folder), state["folder"], save_latest=False)
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            if count() > 1:
+            if world_size() > 1:
                 raise
             run.say_unsaved(error)
             shutil.rmtree(folder / state["folder"], ignore_errors=True)
             return
         dist.barrier()
-        if leads():
+        if is_rank_zero():
             state["digests"] = digests_of(folder / state["folder"])  # after the barrier: of all
             _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
@@ -110,17 +110,17 @@ class DeepSpeed:
             RunError: DeepSpeed's folder is gone or damaged, or it is of another number of ranks.
         """
         folder, ranks = path / _FOLDER, state["ranks"]
-        if self._stage and ranks != count():
+        if self._stage and ranks != world_size():
             raise RunError(
                 f"{path} was saved by {ranks} ranks at zero_stage={self._stage}, whose shards "
-                f"{count()} cannot take; resume it on {ranks}"
+                f"{world_size()} cannot take; resume it on {ranks}"
             )
         if not (folder / state["folder"]).is_dir():
             raise RunError(
                 f"{folder / state['folder']} is gone; delete checkpoint.pt to start the run again"
             )
-        from_leader(lambda: _require_unchanged(folder / state["folder"], state["digests"]))
-        self.joined.load_checkpoint(str(folder), state["folder"])
+        run_on_rank_zero(lambda: _require_unchanged(folder / state["folder"], state["digests"]))
+        self.wrapped_model.load_checkpoint(str(folder), state["folder"])
 
 
 def _require_unchanged(folder: Path, digests: dict[str, str]) -> None:

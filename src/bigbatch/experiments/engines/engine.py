@@ -24,11 +24,11 @@ class Engine(Protocol):
     """What a training asks of its engine.
 
     Args:
-        joined: the model, called so that its gradients are those of all ranks.
+        wrapped_model: the model, called so that its gradients are those of all ranks.
         train: the loop, over this rank's share of the data.
     """
 
-    joined: nn.Module
+    wrapped_model: nn.Module
     train: AdaptiveBatch
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:

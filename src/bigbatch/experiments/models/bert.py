@@ -14,7 +14,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.datasets.files import text_of
 from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.text import VOCAB
-from bigbatch.experiments.process_group import from_leader
+from bigbatch.experiments.process_group import run_on_rank_zero
 from bigbatch.experiments.settings import Settings
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def load_tokenizer(
             )
         return vocabulary
 
-    tokenizer = WordPieceTokenizer(from_leader(read))
+    tokenizer = WordPieceTokenizer(run_on_rank_zero(read))
     return tokenizer, SequencePair(tokenizer.begin, tokenizer.end, tokenizer.pad, length)
 
 
@@ -85,7 +85,7 @@ def kept(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
     return {VOCAB: "\n".join(tokenizer.vocabulary) + "\n"}
 
 
-KEPT_AS = {"vocab": VOCAB}  # of each recipe with tokens
+SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
 
 
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
