@@ -23,7 +23,10 @@ from bigbatch.experiments.linear_regression.experiment import (
 _COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _PAPER_OPTIMA = {"gamma": (0.04, 0.2), "k": (32, 256)}  # the ranges that its figure shows
 _DEFAULTS = {"gamma": GAMMA, "k": GROUPS}
-_TICKS = {"gamma": [0.01, 0.04, 0.1, 0.2, 0.5, 1], "k": [2, 8, 32, 64, 256, 1024]}
+_TICKS: dict[str, list[float]] = {
+    "gamma": [0.01, 0.04, 0.1, 0.2, 0.5, 1],
+    "k": [2, 8, 32, 64, 256, 1024],
+}
 _FLOOR = 1e-30  # a smaller loss is 0 in float64, and has no place on a logarithmic axis
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
@@ -110,8 +113,8 @@ def _plot_relative_losses(axes: Axes, finding: Findings, clip: str, parameter: s
     for lr, color in zip(finding.inputs.lrs, _COLORS, strict=False):
         arms = arms_along(parameter, clip, lr)
         values, losses = list(arms), [finding.relative(arm) for arm in arms.values()]
-        style = {"marker": ".", "markersize": 4, "linewidth": 1.1}
-        axes.plot(values, [loss.median for loss in losses], color=color, label=f"{lr:g}", **style)
+        middle = [loss.median for loss in losses]
+        axes.plot(values, middle, ".-", color=color, markersize=4, linewidth=1.1, label=f"{lr:g}")
         least, most = [loss.least for loss in losses], [loss.most for loss in losses]
         axes.fill_between(values, least, most, color=color, alpha=0.2, linewidth=0)
     axes.set_yscale("log")
