@@ -77,7 +77,7 @@ def test_training_and_judging_agree_on_a_model_without_dropout():
 
 
 def test_windows_share_the_character_between_them_and_predict_each_once():
-    (windows,) = windows_of(codes_of("abcdefghij"), 3).columns
+    (windows,) = windows_of(codes_of("abcdefghij"), 3).tensors
     texts = ["".join(map(chr, window)) for window in windows.tolist()]
     assert ["abcd", "defg", "ghij"] == texts
 

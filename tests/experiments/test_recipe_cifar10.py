@@ -187,7 +187,7 @@ def test_the_train_accuracy_is_of_images_that_are_trained_on(few):
     def constant(x):
         return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float()
 
-    labels = cifar10.read(few)[0].columns[1][chosen_indices(1500, 300)]
+    labels = cifar10.read(few)[0].tensors[1][chosen_indices(1500, 300)]
     scores = RESNET56.data(settings).scores(constant)
     expected = 100 * (labels == 3).double().mean().item()
     assert pytest.approx(expected) == scores["train accuracy, % (300 samples)"]

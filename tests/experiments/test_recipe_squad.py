@@ -129,7 +129,7 @@ def test_the_measure_is_the_official_one(answer, golden):
 def test_windows_overlap_and_cover_the_paragraph():
     context = " ".join(WORDS[:20])
     windows = windowed([Question("who", context, ("w9 w10",), context.index("w9 w10"))])
-    tokens, _, _, first, last = windows.rows.columns
+    tokens, _, _, first, last = windows.rows.tensors
     starts = [TOKENS.vocabulary[row[3]] for row in tokens]  # [CLS] who [SEP], then 8 tokens
     assert ["w0", "w4", "w8", "w12"] == starts
     assert [0, 3 + 5, 3 + 1, 0] == first.tolist()

@@ -11,8 +11,9 @@ from torch import nn
 
 from bigbatch.errors import SettingError
 from bigbatch.experiments.ctr_metrics import click_loss, click_scores
-from bigbatch.experiments.datasets.click_rows import CATEGORIES, NUMBERS, Batch, Clicks
+from bigbatch.experiments.datasets.click_rows import Batch, Clicks
 from bigbatch.experiments.datasets.criteo import CRITEO, read_criteo, split
+from bigbatch.experiments.datasets.criteo_tsv import CATEGORIES, NUMBERS
 from bigbatch.experiments.datasets.synthetic_clicks import click_log
 from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep

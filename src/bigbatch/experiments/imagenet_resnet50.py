@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.datasets.crops import middle_of, part_of
+from bigbatch.experiments.datasets.crops import random_resized_crop, resize_and_center_crop
 from bigbatch.experiments.datasets.image_files import ImageFiles
 from bigbatch.experiments.datasets.image_splits import FILES, splits_of
 from bigbatch.experiments.datasets.location import DatasetLocation
@@ -48,8 +48,8 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
-    part = partial(part_of, size=size, smallest=float(settings.task["smallest_part"]))
-    middle = partial(middle_of, resize=resize, size=size)
+    part = partial(random_resized_crop, size=size, min_area=float(settings.task["smallest_part"]))
+    middle = partial(resize_and_center_crop, resize=resize, size=size)
     train, val = splits_of(Path(settings.data), classes)
     seen = scored_indices(len(train.labels), settings.samples, len(val.labels))
     scores = accuracies(ImageFiles(val, middle), settings, Subset(ImageFiles(train, middle), seen))

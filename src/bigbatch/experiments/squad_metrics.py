@@ -31,7 +31,7 @@ def scores_of(
     numbers = torch.arange(len(windows.question))
     inside = torch.from_numpy(windows.texts[:, :, 0] >= 0)
     shared = InMemoryDataset(
-        numbers, torch.from_numpy(windows.begins), inside, *windows.rows.columns[:3]
+        numbers, torch.from_numpy(windows.begins), inside, *windows.rows.tensors[:3]
     )
     found = []
     for number, begins, within, *rows in share_of(shared, settings):

@@ -96,7 +96,7 @@ def train_study(path: Path, view: LiveView) -> None:
     """
     trainings = run_on_rank_zero(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        run = run_on_rank_zero(partial(opened, path / name, settings))
+        run = run_on_rank_zero(partial(open_or_create_run, path / name, settings))
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
         gc.collect()  # its model is in cycles, and a GPU has no room for two
     if is_rank_zero():
@@ -132,7 +132,7 @@ def _show(path: Path, sweep: Swept | None, view: LiveView) -> None:
     view.say(f"report: {path / 'report.html'}")
 
 
-def opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
+def open_or_create_run(place: Path, settings: dict[str, Any]) -> RunDirectory:
     """The run directory at `place`, made if there is none."""
     return RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
 

@@ -32,7 +32,7 @@ def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
     Raises:
         SettingError: there is no whole window.
     Example:
-        >>> windows_of(codes_of("abcdef"), 2).columns[0].tolist()
+        >>> windows_of(codes_of("abcdef"), 2).tensors[0].tolist()
         [[97, 98, 99], [99, 100, 101]]
     """
     if length < 1 or len(codes) <= length:

@@ -1,60 +1,62 @@
-"""Parts of an image that are of one size, on PIL."""
+"""Crops of one size from PIL images."""
 
 import math
 
 from numpy.random import Generator
 from PIL import Image
 
-_TRIES = 10  # to find a part inside the image
+_ATTEMPTS = 10  # draws of a crop that lies inside the image
 
 
-def part_of(
-    image: Image.Image, random: Generator, *, size: int, smallest: float = 0.08
+def random_resized_crop(
+    image: Image.Image, generator: Generator, *, size: int, min_area: float = 0.08
 ) -> Image.Image:
-    """A random part of random proportions, made `size` wide and high, mirrored half of the time.
+    """A random crop of random proportions, resized to `size` x `size`, flipped half of the time.
 
     Args:
-        image: of any size.
-        random: draws the part.
-        size: in pixels.
-        smallest: share of the image's area that is taken at least.
+        image: an image of any size.
+        generator: draws crop and flip.
+        size: width and height in pixels.
+        min_area: smallest crop as a share of the image's area.
     Source:
         The training crops of Szegedy et al. 2014 (arXiv 1409.4842), section 6: 8 to 100 % of the
         area, sides 3:4 to 4:3; the middle where ten draws do not fit.
     """
-    cut = image.crop(_drawn_part(image.width, image.height, random, smallest))
-    cut = cut.resize((size, size), Image.Resampling.BILINEAR)
-    mirrored = random.random() < 0.5
-    return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else cut
+    crop = image.crop(_draw_box(image.width, image.height, generator, min_area))
+    crop = crop.resize((size, size), Image.Resampling.BILINEAR)
+    flips = generator.random() < 0.5
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flips else crop
 
 
-def _drawn_part(
-    width: int, height: int, random: Generator, smallest: float
+def _draw_box(
+    width: int, height: int, generator: Generator, min_area: float
 ) -> tuple[int, int, int, int]:
     """Left, top, right and bottom."""
-    for _ in range(_TRIES):
-        area = width * height * random.uniform(smallest, 1.0)
-        sides = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        wide, high = round(math.sqrt(area * sides)), round(math.sqrt(area / sides))
-        if 0 < wide <= width and 0 < high <= height:
-            left = int(random.integers(width - wide + 1))
-            top = int(random.integers(height - high + 1))
-            return left, top, left + wide, top + high
-    wide, high = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
-    left, top = (width - wide) // 2, (height - high) // 2
-    return left, top, left + wide, top + high
+    for _ in range(_ATTEMPTS):
+        area = width * height * generator.uniform(min_area, 1.0)
+        ratio = math.exp(generator.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left = int(generator.integers(width - w + 1))
+            top = int(generator.integers(height - h + 1))
+            return left, top, left + w, top + h
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
 
 
-def middle_of(image: Image.Image, _: Generator, *, resize: int, size: int) -> Image.Image:
-    """The middle of the image once its shorter side has `resize` pixels; draws nothing.
+def resize_and_center_crop(
+    image: Image.Image, _: Generator, *, resize: int, size: int
+) -> Image.Image:
+    """The center of the image after its shorter side is resized; draws nothing.
 
     Args:
-        image: of any size.
+        image: an image of any size.
         resize: pixels of the shorter side.
-        size: pixels that are cut out of both.
+        size: width and height of the crop in pixels.
     """
     shorter = min(image.size)
     width, height = (resize * side // shorter for side in image.size)
-    scaled = image.resize((width, height), Image.Resampling.BILINEAR)
+    resized = image.resize((width, height), Image.Resampling.BILINEAR)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    return scaled.crop((left, top, left + size, top + size))
+    return resized.crop((left, top, left + size, top + size))

@@ -1,4 +1,4 @@
-"""Where what is made of a user's data is kept: never next to the data, which may be others' too."""
+"""The cache folder for packed data; nothing is written next to the data, which may be shared."""
 
 import hashlib
 import os
@@ -13,24 +13,24 @@ def cache_folder() -> Path:
     Source:
         XDG Base Directory Specification 0.8.
     """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (named if named.is_absolute() else Path.home() / ".cache") / "bigbatch"
+        return (folder if folder.is_absolute() else Path.home() / ".cache") / "bigbatch"
     except RuntimeError as error:
         raise OSError(str(error)) from None
 
 
-def cached(layout: str, file: Path) -> Path:
-    """The place in the cache folder, which is made, of what is made of a file.
+def cache_file(layout: str, file: Path) -> Path:
+    """The path in the cache folder for the packed form of a file; creates the folder.
 
-    One absolute path of a file and one layout have one place: what is there of an earlier content
-    is to be replaced.
+    One absolute path of a file and one layout have one cache file; the caller replaces outdated
+    contents.
 
     Args:
-        layout: of what is made, so that another version's is not taken for it.
-        file: of the user's data.
+        layout: layout of the packed form, which another version of bigbatch may change.
+        file: a file of the user's data.
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be created or written.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,10 @@ import torch
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from bigbatch.errors import RunError
+from bigbatch.experiments.datasets.in_memory import BatchDataset
 from bigbatch.experiments.datasets.masking import Masking
 from bigbatch.experiments.datasets.sequence_pair import SequencePair
 
@@ -74,7 +75,7 @@ class Book:
         return self.tokens[begin : min(begin + length, end)]
 
 
-class SentencePairs(Dataset[Pairs]):
+class SentencePairs(BatchDataset):
     """Rows of two segments, the second of which follows the first or comes from anywhere.
 
     Each document is cut into rows one after another. A row's place of parting, whether its second
@@ -115,9 +116,6 @@ class SentencePairs(Dataset[Pairs]):
 
     def __len__(self) -> int:
         return len(self._begins) * self._draws
-
-    def __getitem__(self, index: int) -> Pairs:
-        return tuple(column[0] for column in self.__getitems__([index]))
 
     def __getitems__(self, indices: Sequence[int]) -> Pairs:
         """(tokens, segments, real, places, labels, random) of these rows, a batch of them."""
