@@ -12,8 +12,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments.datasets.crops import random_resized_crop, resize_and_center_crop
-from bigbatch.experiments.datasets.image_files import ImageFiles
+from bigbatch.experiments.datasets.image_files import (
+    ImageFiles,
+    random_resized_crop,
+    resize_and_center_crop,
+)
 from bigbatch.experiments.datasets.image_splits import splits_of
 from bigbatch.experiments.datasets.in_memory import identity_collate
 from real_data import FOLDER, needs

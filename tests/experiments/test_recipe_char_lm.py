@@ -9,7 +9,7 @@ import torch
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.char_lm import CHAR_LM
-from bigbatch.experiments.datasets.characters import codes_of, first_and_rest, windows_of
+from bigbatch.experiments.datasets.characters import codes_of, split_codes, windows_of
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
 from bigbatch.experiments.models.char_transformer import CharTransformer
 from bigbatch.experiments.train_run import Training
@@ -89,7 +89,7 @@ def test_a_text_without_a_window_is_refused(length):
 
 
 def test_the_held_out_text_is_the_end():
-    train, test = first_and_rest(["abcdef", "gh"], 0.9)
+    train, test = split_codes(["abcdef", "gh"], 0.9)
     assert ("abcdef\n\ng", "h") == tuple("".join(map(chr, part)) for part in (train, test))
 
 

@@ -15,12 +15,11 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments.ctr_metrics import click_scores
 from bigbatch.experiments.datasets.click_rows import CLICK, Clicks, read_packed
 from bigbatch.experiments.datasets.criteo import CRITEO, read_criteo, sort_days, split
 from bigbatch.experiments.datasets.criteo_tsv import read_clicks
 from bigbatch.experiments.datasets.synthetic_clicks import click_log
-from bigbatch.experiments.dlrm import DLRM_CRITEO
+from bigbatch.experiments.dlrm import DLRM_CRITEO, click_scores
 from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.train_run import Training
 from real_data import FOLDER, needs

@@ -19,10 +19,8 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.hf_bert import WordPieceTokenizer
-from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
-from bigbatch.experiments.squad import SQUAD
-from bigbatch.experiments.squad_metrics import scores_of
+from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer
+from bigbatch.experiments.squad import SQUAD, scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
@@ -63,8 +61,9 @@ def quiz(tmp_path):
 
 def windowed(questions, length=12, stride=4):
     frame = SequencePair(TOKENS.begin, TOKENS.end, TOKENS.pad, length)
-    asked = TOKENS.located(one.text for one in questions)
-    return windows_of(questions, asked, TOKENS.located(q.context for q in questions), frame, stride)
+    texts = TOKENS.encode(question.text for question in questions)
+    contexts = TOKENS.encode_with_offsets(question.context for question in questions)
+    return windows_of(questions, texts, contexts, frame, stride)
 
 
 def test_files_are_read_packed_or_not(quiz):
@@ -134,10 +133,10 @@ def test_windows_overlap_and_cover_the_paragraph():
     assert ["w0", "w4", "w8", "w12"] == starts
     assert [0, 3 + 5, 3 + 1, 0] == first.tolist()
     assert [0, 3 + 6, 3 + 2, 0] == last.tolist()
-    found = windows.texts[1, 8, 0], windows.texts[1, 9, 1]
+    found = windows.offsets[1, 8, 0], windows.offsets[1, 9, 1]
     assert "w9 w10" == context[slice(*found)]
     assert [0, 0, 0, 0] == windows.question.tolist()
-    assert (windows.texts[:, :3] == -1).all()
+    assert (windows.offsets[:, :3] == -1).all()
 
 
 def test_a_window_without_room_or_stride_is_refused():
@@ -201,7 +200,7 @@ def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
 
 def test_a_token_has_most_context_in_one_window_the_first_of_equal_ones():
     windows = windowed([Question("who", " ".join(WORDS[:20]), ("w0",), 0)])
-    owned = [numpy.flatnonzero(row) - 3 for row in windows.begins]  # 3 tokens before the window
+    owned = [numpy.flatnonzero(row) - 3 for row in windows.may_begin]  # 3 tokens before the window
     owned_places = [(begin + row).tolist() for begin, row in zip((0, 4, 8, 12), owned, strict=True)]
     assert [
         [0, 1, 2, 3, 4, 5],

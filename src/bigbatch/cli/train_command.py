@@ -32,7 +32,7 @@ from bigbatch.experiments.settings import SETTING_TYPES, Settings
 from bigbatch.experiments.study import build_training, start_study, train_one, train_study
 from bigbatch.experiments.study import resume as resume_at
 from bigbatch.experiments.torchrun import Launch
-from bigbatch.experiments.unused_settings import unused_by_optimizer, unused_by_policy
+from bigbatch.experiments.validate import unused_by_optimizer, unused_by_policy
 from bigbatch.runs.atomic_files import release, reserve
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_directory import RunDirectory

@@ -197,6 +197,15 @@ class Settings:
         """The runs that have to be finished before, by the settings that name them."""
         return {name: run for name in BEFORE if (run := getattr(self, name))}
 
+    def count(self, name: str) -> int:
+        """A setting of `task` that must be an integer of at least 1.
+
+        Raises:
+            SettingError: it is less.
+        """
+        setting(name, self.task[name], Count)
+        return int(self.task[name])
+
     def _unknown(self, name: str) -> SettingError:
         known = sorted((SETTING_TYPES.keys() - {"task"}) | set(self.task))
         return SettingError(

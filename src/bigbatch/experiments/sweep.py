@@ -10,8 +10,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.recipe import Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, Value
 from bigbatch.experiments.study import write_study
-from bigbatch.experiments.unused_settings import unused_in
-from bigbatch.experiments.validate import require_trainable
+from bigbatch.experiments.validate import require_trainable, unused_in
 
 _NEVER = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NO_NAME = re.compile(r"[^A-Za-z0-9.+_]+")

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.errors import RankError, RunError
 from bigbatch.experiments.build_optimizer import base_of, build_optimizer
-from bigbatch.experiments.distributed_eval import device_of, finite_scores, moved
+from bigbatch.experiments.distributed_eval import device_of, finite_scores, to_device
 from bigbatch.experiments.engines import ENGINES
 from bigbatch.experiments.init_from_run import init_from
 from bigbatch.experiments.lr_control import mean_factor
@@ -147,7 +147,7 @@ class Training:
     def loss(self, batch: Batch) -> Tensor:
         """Mean over a micro-batch's samples."""
         with self._cast():
-            return self.loss_of(self.wrapped_model, moved(batch, self.device))
+            return self.loss_of(self.wrapped_model, to_device(batch, self.device))
 
     def scores(self) -> dict[str, float]:
         """Of the model as it is. Collective."""

@@ -6,7 +6,8 @@ from torch import nn
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.experiments.build_optimizer import build_controller, build_optimizer
 from bigbatch.experiments.recipe import Recipe
-from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.settings import CONTROLLER_SETTINGS, Settings, policy_settings
+from bigbatch.policies.parse import POLICIES
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
 
@@ -76,3 +77,25 @@ def _require_for_deepspeed(kinds: set[torch.dtype], precision: str) -> None:
             "batches that change, and at stage 0 gradients are divided by one that they never "
             "had; set precision=bfloat16"
         )
+
+
+def unused_in(settings: Settings) -> set[str]:
+    """All of them."""
+    return unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+
+
+def unused_by_policy(policy: str) -> set[str]:
+    """Those that the policy of this name does not have, or that cannot change what it decides."""
+    unused = {name for each in POLICIES for name in policy_settings(each).values()}
+    unused -= {"batch_size", *policy_settings(policy).values()}
+    if policy == "schedule":  # whatever was measured
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
+    return unused | set(CONTROLLER_SETTINGS if policy == "fixed" else ())
+
+
+def unused_by_optimizer(optimizer: str) -> set[str]:
+    """Those that the optimizer of this name does not have."""
+    base = optimizer.removeprefix("vr-")
+    unused = set() if optimizer.startswith("vr-") else {"gamma", "r_max"}
+    unused |= set() if base in ("momentum", "lars") else {"momentum"}
+    return unused | ({"decay_all"} if base in ("lars", "lamb") else set())

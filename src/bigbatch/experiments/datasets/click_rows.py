@@ -1,5 +1,6 @@
 """Click logs: 13 numbers and 26 categories a row, packed on disk or in memory."""
 
+import hashlib
 import os
 import struct
 import warnings
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.criteo_tsv import CATEGORIES, NUMBERS, read_clicks
-from bigbatch.experiments.datasets.dataset_cache import cache_file
 from bigbatch.experiments.datasets.in_memory import BatchDataset
 from bigbatch.runs.atomic_files import replacing
 
@@ -135,3 +135,36 @@ def _packed_rows(file: Path) -> Iterator[Packed]:
         rows["label"], rows["codes"] = labels, codes
         rows["numbers"] = numpy.log1p(numpy.maximum(numpy.nan_to_num(integers, nan=0.0), 0.0))
         yield rows
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/bigbatch, or ~/.cache/bigbatch where that names no absolute path.
+
+    Raises:
+        OSError: the user has no home.
+    Source:
+        XDG Base Directory Specification 0.8.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (folder if folder.is_absolute() else Path.home() / ".cache") / "bigbatch"
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+
+
+def cache_file(layout: str, file: Path) -> Path:
+    """The path in the cache folder for the packed form of a file; creates the folder.
+
+    One absolute path of a file and one layout have one cache file; the caller replaces outdated
+    contents.
+
+    Args:
+        layout: layout of the packed form, which another version of bigbatch may change.
+        file: a file of the user's data.
+    Raises:
+        OSError: the folder cannot be created or written.
+    """
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(f"{layout}\0".encode() + os.fsencode(file.resolve())).hexdigest()[:16]
+    return folder / f"{file.name}-{key}.packed"
