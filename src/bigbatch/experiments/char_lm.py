@@ -112,8 +112,6 @@ CHAR_LM = Recipe(
         "lr_schedule": "warm-up 1000 samples; cosine",
         "max_batch": 512,
         "samples": 15_000,
-        "device": "cpu",
-        "precision": "float32",
     },
     paper_samples=3_921,
     minutes=1.4,

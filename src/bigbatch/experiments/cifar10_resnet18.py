@@ -72,7 +72,6 @@ CIFAR10_RESNET18 = Recipe(
         "epochs": 10,
         "max_batch": 1024,
         "lr_schedule": "x0.1 at 6 and 9 epochs",
-        "device": "cpu",
         "depth": 10,
         "width": 8,
     },

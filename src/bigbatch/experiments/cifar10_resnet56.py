@@ -115,7 +115,6 @@ CIFAR10_RESNET56 = Recipe(
         "epochs": 12,
         "batch_size": 512,
         "lr_schedule": "warm-up 1 epoch; x0.1 at 8 and 11 epochs",
-        "device": "cpu",
         "depth": 8,
         "width": 8,
     },

@@ -4,19 +4,17 @@ The model, the batches, one epoch, warm-up and polynomial decay are the paper's.
 are those of DLRM's published code for the terabyte log, or ours.
 """
 
-import math
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch import nn
 
 from bigbatch.errors import SettingError
+from bigbatch.experiments.ctr_metrics import click_loss, click_scores
 from bigbatch.experiments.datasets.click_rows import Batch, Clicks
 from bigbatch.experiments.datasets.criteo import CRITEO, read_criteo, split
 from bigbatch.experiments.datasets.criteo_tsv import CATEGORIES, NUMBERS
 from bigbatch.experiments.datasets.synthetic_clicks import click_log
-from bigbatch.experiments.distributed_eval import all_gather_rows, local_batches
 from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
@@ -83,40 +81,6 @@ def _without_vr(settings: Settings, model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_parameters() if name.startswith("tables."))
 
 
-def click_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean binary cross-entropy of the logits."""
-    numbers, rows, labels = batch
-    return binary_cross_entropy_with_logits(model(numbers, rows), labels)
-
-
-def click_scores(
-    model: nn.Module, test: Clicks, settings: Settings, dataset: str
-) -> dict[str, float]:
-    """Area under the ROC curve and mean loss over the rows of all ranks. Collective.
-
-    The area is nan if a logit is not finite, for example after divergence.
-
-    Args:
-        model: returns logits.
-        test: test rows.
-        settings: their micro-batch and device are used.
-        dataset: name of the data, for the names of the scores.
-    """
-    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
-    rank_rows = [
-        torch.stack([model(numbers, rows).float(), labels], 1)
-        for numbers, rows, labels in local_batches(test, settings)
-    ]
-    logits, labels = all_gather_rows(torch.cat(rank_rows)).double().unbind(1)
-    finite = bool(logits.isfinite().all())
-    return {
-        f"test AUC ({dataset})": float(metrics.roc_auc_score(labels, logits))
-        if finite
-        else math.nan,
-        f"test loss ({dataset})": float(binary_cross_entropy_with_logits(logits, labels)),
-    }
-
-
 DLRM_CRITEO = Recipe(
     name="dlrm",
     summary="DLRM on Criteo's click logs: SGD and VR-SGD, with VR in the tables and without",
@@ -158,8 +122,6 @@ DLRM_CRITEO = Recipe(
         "top": "64-32-1",
         "table_rows": 2_000,
         "log_rows": 100_000,
-        "device": "cpu",
-        "workers": 0,
         "checkpoint_every": "100 steps",
     },
     paper_seeds=REPEATS,

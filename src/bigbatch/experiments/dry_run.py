@@ -103,14 +103,14 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
 def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, SourcedValue]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     scale, values = recipe.settings(paper_scale=paper_scale), _values(settings)
-    listed = [*recipe.paper_scale, *recipe.small, *values]
+    listed = [*recipe.paper_scale, *recipe.small_scale, *values]
     before, arm = _values(scale), recipe.arm_tables(paper_scale=paper_scale).get(settings.arm, {})
 
     def source(name: str) -> str:
         if values[name] != before[name]:
             value, of_arm = arm.get(name, (None, ""))
             return f"arm {settings.arm}, {of_arm}" if value == values[name] else "given here"
-        if name in recipe.small and not paper_scale:
+        if name in recipe.small_scale and not paper_scale:
             return f"small scale, {OURS}"
         return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 

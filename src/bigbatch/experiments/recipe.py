@@ -20,6 +20,7 @@ Arms = Mapping[str, Arm]
 
 OURS = "ours"  # the source of a number that no paper gives
 SEEDS = 3  # of a study at the small scale
+_CPU: Changes = {"device": "cpu", "precision": "float32", "workers": 0}  # at the small scale
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Recipe:
         paper: whose experiment it is.
         paper_scale: every setting of the paper with its source, `OURS` where no paper has it;
             what is no field of `Settings` is the recipe's own.
-        small: what differs where two cores have minutes for it.
+        small: settings that differ at the small scale, which takes minutes on two cores; device,
+            precision and workers are those of a CPU unless it names them.
         paper_samples: of an epoch of the paper's training, for a dry run.
         paper_ranks: of that training.
         minutes: that one training takes at the small scale on two cores.
@@ -120,12 +122,18 @@ class Recipe:
     without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
     saved_as: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def small_scale(self) -> Changes:
+        """What differs from the paper's scale at the small one."""
+        paper = {name: self.paper_scale[name][0] for name in _CPU if name in self.paper_scale}
+        return {name: _CPU[name] for name in paper if paper[name] != _CPU[name]} | {**self.small}
+
     def settings(self, *, paper_scale: bool = False) -> Settings:
-        """Those of the paper's scale, or of the small one."""
+        """The settings of the paper's scale, or of the small one."""
         values = {name: value for name, (value, _) in self.paper_scale.items()}
         own = {name: values.pop(name) for name in list(values) if name not in _FIELDS}
         paper = Settings(recipe=self.name, task=own, **values)  # type: ignore[arg-type]
-        return paper if paper_scale else paper.with_changes(self.small)
+        return paper if paper_scale else paper.with_changes(self.small_scale)
 
     def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
         """The settings of one arm of the study, at the scale that `settings` are of.

@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 FINE_TUNING_ARMS: Arms = {"adam": {}, "vr-adam": {"optimizer": "vr-adam"}}
 SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
-TINY: Changes = {  # the small scale of all three recipes, which share weights and vocabulary
-    "device": "cpu",
-    "precision": "float32",
-    "size": "tiny",
-    "vocabulary": 300,
-}
+TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of all three recipes
 _MIN_LENGTH, _MAX_LENGTH = 16, 512  # tokens of a row; BERT has 512 positions
 
 
