@@ -280,7 +280,7 @@ def test_what_an_arm_changes_says_whose_it_is():
         ({"lr_scaling": "sqrt", **SCHEDULED, "batch_schedule": "32, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
         ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
-        ({"engine": "deepspeed"}, "engine=deepspeed makes float32 of parameters"),
+        ({"engine": "deepspeed"}, "engine=deepspeed converts parameters to float32"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):

@@ -112,7 +112,7 @@ def test_a_run_without_r_is_refused(vr_arm, tmp_path):
 
 
 def test_a_run_of_another_network_is_refused(vr_arm):
-    with pytest.raises(RunError, match=r"vr_arm has a layer .*, which is none of this network's"):
+    with pytest.raises(RunError, match=r"vr_arm has a layer .*, which this network lacks"):
         mean_factor(vr_arm, {"head": 10})
 
 

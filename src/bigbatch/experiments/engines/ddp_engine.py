@@ -1,4 +1,4 @@
-"""A training whose ranks DistributedDataParallel joins."""
+"""Training with DistributedDataParallel."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +18,13 @@ from bigbatch.training.step_record import StepRecord
 
 
 class DDP:
-    """DistributedDataParallel; one process alone goes without.
+    """DistributedDataParallel; a single process trains the bare model.
 
     Args:
-        model: on this rank's device.
-        optimizer: of its parameters.
-        data: to train on.
-        settings: of the training.
+        model: the model on this rank's device.
+        optimizer: its optimizer.
+        data: the training data.
+        settings: settings of the training.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class DDP:
     ) -> None:
         self.wrapped_model = wrap_ddp(model)
         self._model, self._optimizer, self._clip = model, optimizer, settings.clip
-        half = settings.precision == "float16"
-        self._scaler = GradScaler(settings.device) if half else None
+        uses_scaler = settings.precision == "float16"
+        self._scaler = GradScaler(settings.device) if uses_scaler else None
         ranks = virtual_ranks_of(settings)
         self.train = build_loop(data, settings, self.wrapped_model, optimizer, ranks, self._scaler)
         self._states = DistributedState(self.train)
@@ -69,9 +69,9 @@ class DDP:
             run.save_checkpoint(state)
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """As `Engine` says; each rank from its own state, if there are as many."""
+        """As `Engine` says; each rank loads its own state, if their number is the same."""
         self._model.load_state_dict(state["model"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._states.load_state_dict(state["train"])  # with other ranks, one of which may be gone
+        self._states.load_state_dict(state["train"])  # collective, and may find that a rank is lost
