@@ -127,7 +127,7 @@ def refusal(rank, ranks, asked):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"double": True}, "engine=deepspeed makes float32 of parameters, and torch.float64"),
+        ({"double": True}, "parameters to float32, and the model has torch.float64"),
         ({"precision": "float16"}, "engine=deepspeed with precision=float16: DeepSpeed's loss"),
     ],
 )

@@ -207,9 +207,9 @@ class Settings:
         return int(self.task[name])
 
     def _unknown(self, name: str) -> SettingError:
-        known = sorted((SETTING_TYPES.keys() - {"task"}) | set(self.task))
+        names = sorted((SETTING_TYPES.keys() - {"task"}) | set(self.task))
         return SettingError(
-            f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(known)}"
+            f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(names)}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -51,11 +51,11 @@ def sweep_of(
     Raises:
         SettingError: a key is unknown or repeated, a value has another type, or there is no sweep.
     """
-    own = recipe.paper_sweep if paper_scale else recipe.sweep
+    recipe_sweep = recipe.paper_sweep if paper_scale else recipe.sweep
     if not texts:
-        if not own.grids:
+        if not recipe_sweep.grids:
             raise SettingError(f"recipe {recipe.name!r} has no sweep of its own; give --grid")
-        return Sweep(own.grids, tuple(tuned) or own.tuned)
+        return Sweep(recipe_sweep.grids, tuple(tuned) or recipe_sweep.tuned)
     grid: dict[str, tuple[Value, ...]] = {}
     for text in texts:
         key, _, values = (part.strip() for part in text.partition("="))

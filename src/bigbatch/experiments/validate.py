@@ -51,8 +51,10 @@ def _build(recipe: Recipe, settings: Settings) -> nn.Module:
     except BigbatchError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
-        own = ", ".join(f"{name}={value}" for name, value in settings.task.items())
-        raise SettingError(f"recipe {recipe.name!r} cannot be built with {own}: {error}") from error
+        values = ", ".join(f"{name}={value}" for name, value in settings.task.items())
+        raise SettingError(
+            f"recipe {recipe.name!r} cannot be built with {values}: {error}"
+        ) from error
 
 
 def _require_for_deepspeed(dtypes: set[torch.dtype], precision: str) -> None:
