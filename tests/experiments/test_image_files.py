@@ -307,14 +307,14 @@ def test_the_twenty_classes_of_tiny_imagenet():
     train, val = splits_of(FOLDER / "tiny-imagenet-20", 20)
     assert [500] * 20 == torch.bincount(torch.tensor(train.labels)).tolist()
     assert [50] * 20 == torch.bincount(torch.tensor(val.labels)).tolist()
-    assert "n02124075" in train.stored.name(train.labels.index(0))  # the table's first line
+    assert "n02124075" in train.name(train.labels.index(0))  # the table's first line
     grey = 0
     for number in range(0, 1000, 20):
-        with Image.open(io.BytesIO(val.stored.read(number))) as image:
+        with Image.open(io.BytesIO(val.read(number))) as image:
             assert (64, 64) == image.size
             grey += image.mode == "L"
     same = ImageFiles(val, partial(resize_and_center_crop, resize=64, size=64))
-    with Image.open(io.BytesIO(val.stored.read(7))) as image:
+    with Image.open(io.BytesIO(val.read(7))) as image:
         expected = torch.tensor(numpy.asarray(image.convert("RGB"))).permute(2, 0, 1)
     assert torch.equal(expected, same[7][0])
     assert 50 > grey
