@@ -13,7 +13,7 @@ from bigbatch.cli import main
 from bigbatch.cli.app import _COMMANDS
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.digits import DIGITS
-from bigbatch.experiments.settings import HELP, KINDS
+from bigbatch.experiments.settings import HELP, SETTING_TYPES
 from bigbatch.runs.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
@@ -274,7 +274,7 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
 @pytest.mark.parametrize("command", ["train", "sweep"])
 def test_every_setting_is_an_option_with_a_sentence(bigbatch, command):
     _, out, _ = bigbatch(command, "--help")
-    for name in KINDS.keys() - {"recipe", "arm", "seed", "data", "task"}:
+    for name in SETTING_TYPES.keys() - {"recipe", "arm", "seed", "data", "task"}:
         assert f"  --{name.replace('_', '-')} " in out
         assert "".join(HELP[name].split()) in "".join(out.split())
 

@@ -15,7 +15,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.build_optimizer import OPTIMIZERS
 from bigbatch.experiments.digits import DIGITS
-from bigbatch.experiments.dry_run import dry_run, sent, sources
+from bigbatch.experiments.dry_run import bytes_sent_per_step, dry_run, sources
 from bigbatch.experiments.recipe import Sweep
 from bigbatch.experiments.study import start_study
 from bigbatch.experiments.sweep import points_of
@@ -34,7 +34,7 @@ ARMS = [
 
 
 def settings(**changes):
-    return DIGITS.settings().changed(changes)
+    return DIGITS.settings().with_changes(changes)
 
 
 @pytest.mark.late
@@ -47,8 +47,8 @@ def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, pa
         recipe.arm(arm, asked, paper_scale=paper_scale) if arm else asked,
         recipe.paper_ranks,
     )
-    assert run.keeps.parameters > 0
-    assert run.keeps.weights >= run.keeps.gradients > 0
+    assert run.memory.parameters > 0
+    assert run.memory.weights >= run.memory.gradients > 0
     for planned in run.plans.values():
         plan = planned.plan
         assert plan.batch_size == run.ranks * planned.accumulation * plan.micro
@@ -76,20 +76,20 @@ def test_a_small_training_is_small_for_data_of_any_size(recipe):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_memory_is_that_of_a_real_step(optimizer):
     asked = settings(optimizer=optimizer, double=False)
-    keeps = dry_run(DIGITS, asked).keeps
+    memory = dry_run(DIGITS, asked).memory
     training = Training(DIGITS, asked)
     step = next(iter(training.train))
     for batch in step:
-        step.backward(training.loss_of(training.joined, batch))
-    assert size(p.grad for p in training.model.parameters()) == keeps.gradients
+        step.backward(training.loss_of(training.wrapped_model, batch))
+    assert size(p.grad for p in training.model.parameters()) == memory.gradients
     step.update()
     states = training.optimizer.state_dict()["state"].values()
     kept = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
-    assert size(training.model.parameters()) == keeps.weights
-    assert size(kept) == keeps.state
+    assert size(training.model.parameters()) == memory.weights
+    assert size(kept) == memory.state
     weights = sum(p.numel() for p in training.model.parameters())
-    assert (4 * weights if optimizer.startswith("vr-") else 0) == keeps.second_moment
-    assert weights == keeps.parameters == 71_754
+    assert (4 * weights if optimizer.startswith("vr-") else 0) == memory.second_moment
+    assert weights == memory.parameters == 71_754
 
 
 def alive(model):
@@ -122,14 +122,14 @@ def train_a_step(training, clip):
 def test_memory_of_vr_in_the_first_step_and_later_is_that_of_real_steps(optimizer, changes):
     """What stays when gradients are zeroed: state, M2 and, for a while or for good, the sum."""
     asked = settings(optimizer=optimizer, double=False, policy="fixed", **changes)
-    keeps, training = dry_run(DIGITS, asked).keeps, Training(DIGITS, asked)
+    memory, training = dry_run(DIGITS, asked).memory, Training(DIGITS, asked)
     before = alive(training.model)
-    for own in keeps.sums:
+    for own in memory.sums:
         train_a_step(training, asked.clip)
         expected = alive(training.model) - before
-        assert pytest.approx(expected, abs=100) == keeps.state + keeps.second_moment + own
-    assert 4 * 71_754 == keeps.sums[0]
-    assert bool(changes) == (keeps.sums[1] > 0)
+        assert pytest.approx(expected, abs=100) == memory.state + memory.second_moment + own
+    assert 4 * 71_754 == memory.sums[0]
+    assert bool(changes) == (memory.sums[1] > 0)
 
 
 def size(tensors):
@@ -150,10 +150,10 @@ class Wide(nn.Module):
 
 
 def test_a_shared_weight_counts_once_and_buffers_count():
-    keeps = dry_run(dataclasses.replace(DIGITS, model=lambda _: Wide()), settings()).keeps
-    assert 64 * 64 + 2 * 64 == keeps.parameters
-    assert 4 * keeps.parameters == keeps.gradients
-    assert 4 * keeps.parameters + 2 * 4 * 64 + 8 == keeps.weights
+    memory = dry_run(dataclasses.replace(DIGITS, model=lambda _: Wide()), settings()).memory
+    assert 64 * 64 + 2 * 64 == memory.parameters
+    assert 4 * memory.parameters == memory.gradients
+    assert 4 * memory.parameters + 2 * 4 * 64 + 8 == memory.weights
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -172,26 +172,26 @@ def test_activations_are_those_that_a_real_forward_saves(precision):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast:
         cross_entropy(training.model(x), y)
     expected = sum(length for place, (length, _) in saved.items() if place not in given)
-    assert pytest.approx(expected, rel=0.01) == dry_run(DIGITS, asked).keeps.activations
+    assert pytest.approx(expected, rel=0.01) == dry_run(DIGITS, asked).memory.activations
 
 
 def test_operations_of_a_sample_are_those_of_its_layers():
     """Twice the multiplications; the backward has as many again for inputs, and for weights."""
     first, second, hidden, last = 64 * 9 * 16, 64 * 9 * 16 * 32, 512 * 128, 128 * 10
     forward = 2 * (first + second + hidden + last)
-    assert 3 * forward - 2 * first == dry_run(DIGITS, settings()).keeps.flops
+    assert 3 * forward - 2 * first == dry_run(DIGITS, settings()).memory.flops
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_operations_of_attention_count_whichever_kernel_does_it(dropout):
     """Of a causal transformer: four weights of attention, two of its MLP, and the last layer."""
     recipe = RECIPES["char-lm"]
-    asked = recipe.settings().changed({"dropout": dropout})
+    asked = recipe.settings().with_changes({"dropout": dropout})
     length, width, depth = (asked.task[name] for name in ("length", "width", "depth"))
     weights = depth * (4 + 2 * 4) * width**2 + width * 128
     attention = depth * 2 * length**2 * width  # scores, and what they weigh
     forward = 2 * (length * weights + attention)
-    assert 3 * forward == dry_run(recipe, asked).keeps.flops
+    assert 3 * forward == dry_run(recipe, asked).memory.flops
 
 
 def test_a_loss_whose_shapes_depend_on_the_data_is_not_known():
@@ -200,9 +200,9 @@ def test_a_loss_whose_shapes_depend_on_the_data_is_not_known():
             model(batch[0][batch[1] > 0]), batch[1][batch[1] > 0]
         )
 
-    keeps = dry_run(dataclasses.replace(DIGITS, loss=some), settings()).keeps
-    assert keeps.activations is keeps.flops is None
-    assert 71_754 == keeps.parameters
+    memory = dry_run(dataclasses.replace(DIGITS, loss=some), settings()).memory
+    assert memory.activations is memory.flops is None
+    assert 71_754 == memory.parameters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -210,7 +210,7 @@ def test_a_loss_whose_shapes_depend_on_the_data_is_not_known():
 def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
     asked = DIGITS.arm(arm, settings(min_batch=48, batch_size=48))
     expected = Training(
-        DIGITS, asked.changed({"virtual_ranks": 12 if ranks == 3 else 4})
+        DIGITS, asked.with_changes({"virtual_ranks": 12 if ranks == 3 else 4})
     ).train.plan
     assert expected == dry_run(DIGITS, asked, ranks).plans["start"].plan
 
@@ -226,7 +226,9 @@ def test_a_written_schedule_has_its_own_least_and_largest_batch():
 
 def test_learning_rates_follow_schedule_and_batch():
     asked = settings(lr_schedule="warm-up 1 epoch; polynomial 1", lr=0.1, epochs=4, base_batch=1)
-    rates = dry_run(DIGITS, asked.changed({"policy": "fixed", "batch_size": 4})).plans["start"].lr
+    rates = (
+        dry_run(DIGITS, asked.with_changes({"policy": "fixed", "batch_size": 4})).plans["start"].lr
+    )
     assert pytest.approx([0.2 * r for r in (0.5 / 1347, 1, 2 / 3, 0)], abs=2e-4) == list(rates)
 
 
@@ -239,10 +241,10 @@ def test_samples_of_the_settings_are_the_epoch_where_they_are_fewer():
 def test_what_a_rank_sends_is_what_is_counted_elsewhere(ranks):
     model = scaling.Model("any", 1_000_000, 1)
     plain = scaling.bytes_sent(scaling.plain_ddp(model), ranks)
-    assert pytest.approx(plain) == sent(4_000_000, 0, ranks, accumulated=True)
+    assert pytest.approx(plain) == bytes_sent_per_step(4_000_000, 0, ranks, accumulated=True)
     for accumulated in (True, False):
         vr = scaling.bytes_sent(scaling.vr_ddp(model, ranks, accumulated=accumulated), ranks)
-        found = sent(4_000_000, 2_000_000, ranks, accumulated=accumulated)
+        found = bytes_sent_per_step(4_000_000, 2_000_000, ranks, accumulated=accumulated)
         assert pytest.approx(vr, abs=50 * ranks + 100) == found
 
 
@@ -278,7 +280,7 @@ def test_what_an_arm_changes_says_whose_it_is():
         ({"lr_scaling": "sqrt", **SCHEDULED, "batch_schedule": "32, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
         ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
-        ({"engine": "deepspeed"}, "engine=deepspeed makes float32 of parameters"),
+        ({"engine": "deepspeed"}, "engine=deepspeed converts parameters to float32"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
@@ -315,7 +317,7 @@ def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(
     """Before data are read, which are not there, and before anything is written."""
     monkeypatch.chdir(tmp_path)
     own = RECIPES[name].settings()
-    asked, lines = own.changed({**own.parsed(change), "data": "nowhere"}), set()
+    asked, lines = own.with_changes({**own.parse_change(change), "data": "nowhere"}), set()
     for refusing in REFUSING:
         with pytest.raises(SettingError, match=said) as raised:
             refusing(RECIPES[name], asked)

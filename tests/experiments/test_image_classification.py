@@ -12,7 +12,7 @@ from bigbatch.experiments.image_classification import (
     accuracies,
     class_loss,
     examples,
-    shifted_and_flipped,
+    random_shift_and_flip,
 )
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 
@@ -58,7 +58,7 @@ def crops(image, padding):
 def test_each_shifted_image_is_one_of_the_crops_of_its_own_and_all_of_them_are_drawn():
     torch.manual_seed(0)
     samples = 400
-    found = shifted_and_flipped(IMAGES[[0, 1] * samples], padding=1)
+    found = random_shift_and_flip(IMAGES[[0, 1] * samples], padding=1)
     assert (2 * samples, 3, 6, 5) == found.shape
     for number in (0, 1):
         wanted = torch.stack(list(crops(IMAGES[number], 1)))
@@ -95,7 +95,7 @@ def test_smoothed_labels_share_a_part_of_the_loss_among_all_classes():
 
 
 def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
-    settings = DIGITS.settings().changed({"micro_batch": 2})
+    settings = DIGITS.settings().with_changes({"micro_batch": 2})
     x = torch.eye(5).to(torch.uint8).reshape(5, 1, 1, 5)
     test = InMemoryDataset(x, torch.tensor([0, 1, 0, 0, 0]))
     train = InMemoryDataset(x[:4], torch.tensor([0, 1, 2, 0]))
@@ -114,4 +114,4 @@ def test_an_example_has_the_types_of_a_batch_and_no_storage():
     assert (7, 3, 32, 32) == images.shape
     assert (torch.uint8, torch.int64) == (images.dtype, labels.dtype)
     assert "meta" == images.device.type == labels.device.type
-    assert images.shape == shifted_and_flipped(images).shape
+    assert images.shape == random_shift_and_flip(images).shape

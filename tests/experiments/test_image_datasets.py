@@ -30,7 +30,7 @@ def cifar(tmp_path):
 
 def test_images_of_cifar_are_planes_of_red_green_and_blue_in_the_order_of_the_files(cifar):
     train, test = cifar10.read(cifar)
-    images, labels = train.columns
+    images, labels = train.tensors
     assert (10, 3, 32, 32) == images.shape
     assert (2, torch.uint8, torch.int64) == (len(test), images.dtype, labels.dtype)
     assert [0, 1, 1, 2, 2, 3, 3, 4, 4, 5] == labels.tolist()
@@ -84,10 +84,10 @@ def moments(images):
 @needs("cifar10")
 def test_the_real_cifar_has_5000_images_of_each_class_and_the_mean_we_take_off():
     train, test = cifar10.read(FOLDER / "cifar10")
-    assert [5000] * 10 == train.columns[1].bincount().tolist()
-    assert [1000] * 10 == test.columns[1].bincount().tolist()
+    assert [5000] * 10 == train.tensors[1].bincount().tolist()
+    assert [1000] * 10 == test.tensors[1].bincount().tolist()
     means, deviations = zip(
-        *(moments(train.columns[0][:, plane]) for plane in range(3)), strict=True
+        *(moments(train.tensors[0][:, plane]) for plane in range(3)), strict=True
     )
     assert pytest.approx(cifar10.MEAN, abs=5e-5) == means
     assert pytest.approx(cifar10.STD, abs=5e-5) == deviations
@@ -113,9 +113,9 @@ def mnist(tmp_path, request):
 
 def test_images_of_idx_have_one_channel(mnist):
     train, test = idx_files.read_images(mnist, FASHION)
-    assert (3, 1, 4, 5) == train.columns[0].shape
-    assert torch.equal(torch.arange(40).to(torch.uint8).reshape(2, 1, 4, 5), test.columns[0])
-    assert ([0, 1, 2], torch.int64) == (train.columns[1].tolist(), train.columns[1].dtype)
+    assert (3, 1, 4, 5) == train.tensors[0].shape
+    assert torch.equal(torch.arange(40).to(torch.uint8).reshape(2, 1, 4, 5), test.tensors[0])
+    assert ([0, 1, 2], torch.int64) == (train.tensors[1].tolist(), train.tensors[1].dtype)
 
 
 FASHION = RECIPES["fashion-mnist"].origin
@@ -154,13 +154,13 @@ def test_a_file_of_idx_that_is_missing_is_named(mnist):
 @needs("fashion-mnist")
 def test_the_real_fashion_mnist_has_6000_images_of_each_class():
     train, test = idx_files.read_images(FOLDER / "fashion-mnist", FASHION)
-    assert (60_000, 1, 28, 28) == train.columns[0].shape
-    assert [6000] * 10 == train.columns[1].bincount().tolist()
-    assert [1000] * 10 == test.columns[1].bincount().tolist()
+    assert (60_000, 1, 28, 28) == train.tensors[0].shape
+    assert [6000] * 10 == train.tensors[1].bincount().tolist()
+    assert [1000] * 10 == test.tensors[1].bincount().tolist()
     recipe = RECIPES["fashion-mnist"]
     network = recipe.model(recipe.settings())
     expected = (network.mean.item() / 255, network.std.item() / 255)
-    assert pytest.approx(expected, abs=5e-5) == moments(train.columns[0])
+    assert pytest.approx(expected, abs=5e-5) == moments(train.tensors[0])
 
 
 @pytest.mark.parametrize(

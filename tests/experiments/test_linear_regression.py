@@ -10,12 +10,15 @@ from bigbatch.experiments.linear_regression.experiment import (
     GROUPS,
     TRUTH,
     Draws,
-    printed,
+    Spread,
+    first_below,
+    lr_grid,
     sgd,
+    study,
     train,
-    widened,
+    vr_sgd,
+    vr_sgd_wide,
 )
-from bigbatch.experiments.linear_regression.findings import Spread, first_below, grid, study
 from bigbatch.experiments.linear_regression.input_distributions import DISTRIBUTIONS
 from bigbatch.experiments.linear_regression.table import (
     COLUMNS,
@@ -31,7 +34,7 @@ by_inputs = pytest.mark.parametrize("inputs", DISTRIBUTIONS, ids=lambda inputs: 
 
 
 @by_inputs
-@pytest.mark.parametrize("make", [printed, widened])
+@pytest.mark.parametrize("make", [vr_sgd, vr_sgd_wide])
 def test_steps_are_those_of_the_optimizer_with_real_backwards(inputs, make):
     arm = make(inputs.shown)
     trace = train(inputs, [arm], seeds=1, steps=5)[arm]
@@ -63,10 +66,10 @@ def test_plain_sgd_is_the_arm_whose_r_is_one():
 
 
 def test_a_run_is_made_again_by_its_seed_whatever_else_runs():
-    arm = widened(0.2)
+    arm = vr_sgd_wide(0.2)
     alone = train(DISTRIBUTIONS[2], [arm], seeds=1, steps=5)[arm]
-    together = train(DISTRIBUTIONS[2], [sgd(0.1), arm, printed(0.2, k=8)], seeds=2, steps=5)[arm]
-    again = train(DISTRIBUTIONS[2], [sgd(0.1), arm, printed(0.2, k=8)], seeds=2, steps=5)[arm]
+    together = train(DISTRIBUTIONS[2], [sgd(0.1), arm, vr_sgd(0.2, k=8)], seeds=2, steps=5)[arm]
+    again = train(DISTRIBUTIONS[2], [sgd(0.1), arm, vr_sgd(0.2, k=8)], seeds=2, steps=5)[arm]
     assert torch.equal(together.weights, again.weights)
     torch.testing.assert_close(alone.weights[0], together.weights[0], rtol=1e-12, atol=0)
     assert not torch.equal(together.weights[0], together.weights[1])
@@ -110,11 +113,11 @@ def test_the_table_has_every_rate_and_each_ones_best(short):
     rows = list(rows_of(short[0]))
     assert 2 * (len(INPUTS.lrs) + 1) == len(rows)
     assert {len(COLUMNS)} == {len(row) for row in rows}
-    arm, plain = printed(INPUTS.shown), sgd(INPUTS.shown)
+    arm, plain = vr_sgd(INPUTS.shown), sgd(INPUTS.shown)
     row = next(row for row in rows if row[1:3] == (f"{INPUTS.shown:g}", "r <= 1"))
     expected = short[0].final(plain), short[0].final(arm), short[0].control(arm)
     assert tuple(map(loss_text, expected)) == row[4:7]
-    grids = [[make(lr) for lr in grid(INPUTS)] for make in (sgd, widened)]
+    grids = [[make(lr) for lr in lr_grid(INPUTS)] for make in (sgd, vr_sgd_wide)]
     best = [min(arms, key=lambda arm: short[0].final(arm).most).lr for arms in grids]
     assert f"best: {best[0]:.3g}, {best[1]:.3g}" == rows[-1][1]
 
@@ -126,7 +129,7 @@ def test_texts_of_losses_and_steps():
 
 
 def test_the_control_runs_at_the_rate_that_r_leaves_on_average(short):
-    found, arm = short[0], printed(INPUTS.shown)
+    found, arm = short[0], vr_sgd(INPUTS.shown)
     lr = arm.lr * found.mean_r(arm).median
     expected = train(INPUTS, [sgd(lr)], seeds=2, steps=6)[sgd(lr)]
     torch.testing.assert_close(

@@ -15,7 +15,7 @@ from bigbatch.experiments.train_run import Training, train_run
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.run_directory import RunDirectory
 
-SHORT = DIGITS.settings().changed(
+SHORT = DIGITS.settings().with_changes(
     {"samples": 200, "epochs": 2, "policy": "fixed", "batch_size": 64, "micro_batch": 16}
 )
 SIZES = {name: p.numel() for name, p in DIGITS.model(SHORT).named_parameters()}
@@ -35,7 +35,7 @@ def mean_r(run):
 @pytest.fixture(scope="module")
 def vr_arm(tmp_path_factory):
     """A short run with variance reduction."""
-    settings = SHORT.changed({"optimizer": "vr-momentum"})
+    settings = SHORT.with_changes({"optimizer": "vr-momentum"})
     run = RunDirectory.create(tmp_path_factory.mktemp("runs") / "vr_arm", settings.as_dict())
     train_run(Training(DIGITS, settings), run, LiveView(Console(), quiet=True), "vr_arm")
     return run.path
@@ -45,7 +45,7 @@ def test_a_run_takes_its_rate_times_the_mean_r_of_another(vr_arm):
     share = mean_r(vr_arm)
     assert 0.1 < share < 0.9
     assert pytest.approx(share) == mean_factor(vr_arm, SIZES)
-    control = Training(DIGITS, SHORT.changed({"lr": 0.3, "lr_control_from": str(vr_arm)}))
+    control = Training(DIGITS, SHORT.with_changes({"lr": 0.3, "lr_control_from": str(vr_arm)}))
     assert pytest.approx(0.3 * share) == control.optimizer.param_groups[0]["lr"]
 
 
@@ -112,7 +112,7 @@ def test_a_run_without_r_is_refused(vr_arm, tmp_path):
 
 
 def test_a_run_of_another_network_is_refused(vr_arm):
-    with pytest.raises(RunError, match=r"vr_arm has a layer .*, which is none of this network's"):
+    with pytest.raises(RunError, match=r"vr_arm has a layer .*, which this network lacks"):
         mean_factor(vr_arm, {"head": 10})
 
 

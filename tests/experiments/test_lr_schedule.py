@@ -14,7 +14,7 @@ EPOCHS, SAMPLES = 10, 1000
 
 
 def factors(text, *places):
-    factor = LRSchedule(text).over(EPOCHS, SAMPLES)
+    factor = LRSchedule(text).lr_lambda(EPOCHS, SAMPLES)
     return [factor(place) for place in places]
 
 
@@ -106,4 +106,4 @@ def test_an_amount_that_is_none_is_refused_at_once(text):
     ],
 )
 def test_it_knows_how_long_a_training_must_be(text, samples):
-    assert samples == LRSchedule(text).reach(SAMPLES)
+    assert samples == LRSchedule(text).required_samples(SAMPLES)

@@ -8,7 +8,7 @@ from bigbatch.experiments.digits import DIGITS
 
 
 def controller(**changes):
-    return build_controller(DIGITS.settings().changed(changes))
+    return build_controller(DIGITS.settings().with_changes(changes))
 
 
 @pytest.mark.parametrize(

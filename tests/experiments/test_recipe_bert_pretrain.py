@@ -15,23 +15,19 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments.bert_pretrain import BERT_PRETRAIN
+from bigbatch.experiments.bert_pretrain import BERT_PRETRAIN, scores_of
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
-from bigbatch.experiments.datasets.masking import IGNORED, Masking
-from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs
+from bigbatch.experiments.datasets.sentence_pairs import IGNORED, Book, Masking, SentencePairs
 from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.text import corpus_of
-from bigbatch.experiments.models.hf_bert import (
-    Classifier,
-    Pretraining,
-    SpanFinder,
+from bigbatch.experiments.models.hf_bert.bert_heads import Classifier, Pretraining, SpanFinder
+from bigbatch.experiments.models.hf_bert.wordpiece import (
+    SPECIAL,
     WordPieceTokenizer,
     train_wordpiece,
 )
-from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
-from bigbatch.experiments.pretraining_loss import scores_of
 from bigbatch.experiments.settings import Settings
-from bigbatch.experiments.study import training_at
+from bigbatch.experiments.study import build_training
 from bigbatch.runs.run_directory import RunDirectory
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
@@ -47,7 +43,7 @@ TINY = {
     "micro_batch": 8,
 }
 FRAME = SequencePair(begin=2, end=3, pad=0, length=32)
-MASKING = Masking(mask=4, ordinary=numpy.arange(1_000, 2_000, dtype=numpy.int32), most=5)
+MASKING = Masking(mask=4, ordinary=numpy.arange(1_000, 2_000, dtype=numpy.int32), max_predictions=5)
 
 
 def tree(number):
@@ -71,7 +67,7 @@ def forest(tmp_path):
 
 
 def settings_of(folder, **changes):
-    return BERT_PRETRAIN.settings().changed({**TINY, "data": str(folder), **changes})
+    return BERT_PRETRAIN.settings().with_changes({**TINY, "data": str(folder), **changes})
 
 
 def options(changes):
@@ -158,10 +154,10 @@ def test_the_vocabulary_trained_on_a_text_is_the_same_each_time():
 def test_googles_vocabulary_cuts_words_as_it_always_has():
     lines = (FOLDER / "bert-vocab" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     tokenizer = WordPieceTokenizer(lines)
-    (numbers,) = tokenizer.numbers(["Unaffable [MASK]?"])
+    (numbers,) = tokenizer.encode(["Unaffable [MASK]?"])
     expected = ["una", "##ffa", "##ble", "[MASK]", "?"]
-    assert (30_522, expected) == (len(tokenizer), [lines[number] for number in numbers])
-    ((_, places),) = tokenizer.located(["ab  Caf\u00e9!"])
+    assert (30_522, expected) == (len(tokenizer.vocabulary), [lines[number] for number in numbers])
+    ((_, places),) = tokenizer.encode_with_offsets(["ab  Caf\u00e9!"])
     assert [[0, 2], [4, 8], [8, 9]] == places.tolist()
 
 
@@ -175,7 +171,7 @@ def test_a_vocabulary_without_mask_is_refused():
     [(3, 2, (3, 2)), (50, 4, (25, 4)), (4, 50, (4, 25)), (50, 50, (15, 14)), (50, 0, (30, 0))],
 )
 def test_a_pair_is_cut_at_the_longer_ones_end(first, second, expected):
-    row = FRAME.around([7] * first, [9] * second)[0]
+    row = FRAME.encode([7] * first, [9] * second)[0]
     assert expected == ((row == 7).sum(), (row == 9).sum())
 
 
@@ -187,7 +183,7 @@ def test_of_the_chosen_tokens_80_in_100_are_masked_and_10_are_random():
     may = numpy.arange(40) >= 7
     draw, kinds = numpy.random.default_rng(0), Counter()
     for _ in range(2_000):
-        hidden, places, labels = MASKING.hide(tokens, may, draw)
+        hidden, places, labels = MASKING.mask_tokens(tokens, may, draw)
         assert (5, 5) == (len(set(places)), (labels == 9).sum())  # 15 % of 33
         assert may[places].all()
         untouched = numpy.ones(40, dtype=bool)
@@ -203,9 +199,9 @@ def test_of_the_chosen_tokens_80_in_100_are_masked_and_10_are_random():
 def test_a_short_row_has_fewer_places_and_one_without_words_none():
     tokens = numpy.full(10, 9, dtype=numpy.int32)
     draw = numpy.random.default_rng(0)
-    _, _, labels = MASKING.hide(tokens, numpy.ones(10, dtype=bool), draw)
+    _, _, labels = MASKING.mask_tokens(tokens, numpy.ones(10, dtype=bool), draw)
     assert [9, 9] + [IGNORED] * 3 == labels.tolist()  # 15 % of 10
-    _, _, labels = MASKING.hide(tokens, numpy.zeros(10, dtype=bool), draw)
+    _, _, labels = MASKING.mask_tokens(tokens, numpy.zeros(10, dtype=bool), draw)
     assert [IGNORED] * 5 == labels.tolist()
 
 
@@ -367,8 +363,8 @@ def test_a_run_that_continues_keeps_its_vocabulary_whatever_became_of_the_text(b
     vocabulary = (run / "vocab.txt").read_text()
     (forest / "more.txt").write_text("\n\n".join(tree(n) for n in range(100)))
     settings = Settings.from_dict(RunDirectory.open(run).settings)
-    assert vocabulary == training_at(run, settings).data.keeps["vocab.txt"]
-    assert vocabulary != training_at(forest / "other", settings).data.keeps["vocab.txt"]
+    assert vocabulary == build_training(run, settings).data.run_files["vocab.txt"]
+    assert vocabulary != build_training(forest / "other", settings).data.run_files["vocab.txt"]
 
 
 def test_scores_are_shares_of_hidden_tokens_and_of_pairs():
@@ -432,7 +428,7 @@ def test_it_learns_more_than_the_most_frequent_token(bigbatch, tmp_path):
     train = partial(bigbatch, "train", "bert-pretrain", "--quiet", "--run-dir", tmp_path / "run")
     assert 0 == train("--data", FOLDER, "--arm", "simigrad-short", "--set", "samples=12000")[0]
     accuracy, *_ = rows_of(tmp_path / "run")[-1]["metrics"].values()
-    settings = BERT_PRETRAIN.settings().changed({"data": str(FOLDER / "wikitext-2")})
+    settings = BERT_PRETRAIN.settings().with_changes({"data": str(FOLDER / "wikitext-2")})
     data = BERT_PRETRAIN.data(settings).train
     labels = torch.cat([data[index][4] for index in range(0, len(data), 20)])
     most_frequent = labels[labels != IGNORED].bincount().max() / (labels != IGNORED).sum()

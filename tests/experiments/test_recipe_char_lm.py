@@ -9,7 +9,7 @@ import torch
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.char_lm import CHAR_LM
-from bigbatch.experiments.datasets.characters import codes_of, first_and_rest, windows_of
+from bigbatch.experiments.datasets.characters import codes_of, split_codes, windows_of
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
 from bigbatch.experiments.models.char_transformer import CharTransformer
 from bigbatch.experiments.train_run import Training
@@ -21,7 +21,7 @@ SHAKESPEARE = FOLDER / "tinyshakespeare"
 
 
 def settings_of(**changes):
-    return CHAR_LM.settings().changed({**TINY, **changes})
+    return CHAR_LM.settings().with_changes({**TINY, **changes})
 
 
 def network(**changes):
@@ -77,7 +77,7 @@ def test_training_and_judging_agree_on_a_model_without_dropout():
 
 
 def test_windows_share_the_character_between_them_and_predict_each_once():
-    (windows,) = windows_of(codes_of("abcdefghij"), 3).columns
+    (windows,) = windows_of(codes_of("abcdefghij"), 3).tensors
     texts = ["".join(map(chr, window)) for window in windows.tolist()]
     assert ["abcd", "defg", "ghij"] == texts
 
@@ -89,13 +89,13 @@ def test_a_text_without_a_window_is_refused(length):
 
 
 def test_the_held_out_text_is_the_end():
-    train, test = first_and_rest(["abcdef", "gh"], 0.9)
+    train, test = split_codes(["abcdef", "gh"], 0.9)
     assert ("abcdef\n\ng", "h") == tuple("".join(map(chr, part)) for part in (train, test))
 
 
 @needs("tinyshakespeare")
 def test_shakespeare_has_as_many_characters_as_published():
-    data = CHAR_LM.data(CHAR_LM.settings(paper_scale=True).changed({"data": str(SHAKESPEARE)}))
+    data = CHAR_LM.data(CHAR_LM.settings(paper_scale=True).with_changes({"data": str(SHAKESPEARE)}))
     assert CHAR_LM.paper_samples == len(data.train) == (1_115_394 * 9 // 10 - 1) // 256
     (first,) = data.train[0]
     assert "First Citizen:\nBefore we proceed" == "".join(map(chr, first))[:32]
@@ -171,7 +171,7 @@ def trained(rank, ranks, settings):
     training = Training(CHAR_LM, settings)
     for step in training.train:
         for batch in step:
-            step.backward(training.loss_of(training.joined, batch))
+            step.backward(training.loss_of(training.wrapped_model, batch))
         step.update()
     weights = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     return training.scores(), weights

@@ -182,12 +182,12 @@ def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
 
 @needs("cifar10")
 def test_the_train_accuracy_is_of_images_that_are_trained_on(few):
-    settings = RESNET56.settings().changed({"data": str(few), "samples": 300})
+    settings = RESNET56.settings().with_changes({"data": str(few), "samples": 300})
 
     def constant(x):
         return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float()
 
-    labels = cifar10.read(few)[0].columns[1][chosen_indices(1500, 300)]
+    labels = cifar10.read(few)[0].tensors[1][chosen_indices(1500, 300)]
     scores = RESNET56.data(settings).scores(constant)
     expected = 100 * (labels == 3).double().mean().item()
     assert pytest.approx(expected) == scores["train accuracy, % (300 samples)"]
@@ -200,7 +200,7 @@ def steps(rank, ranks, recipe, settings):
     for _ in training.train.epochs(1):
         for step in itertools.islice(training.train, 3):
             for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
+                step.backward(training.loss_of(training.wrapped_model, batch))
             sizes.append(step.update().batch_size)
         break
     return [p.tolist() for p in training.model.parameters()], sizes, torch.initial_seed()
@@ -210,7 +210,7 @@ def steps(rank, ranks, recipe, settings):
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_two_ranks_hold_the_same_weights(ranks, few, name):
     changes = {"data": str(few), "samples": 0, "width": 2, "batch_size": 64, "micro_batch": 16}
-    settings = RECIPES[name].settings().changed({**changes, "min_batch": 32})
+    settings = RECIPES[name].settings().with_changes({**changes, "min_batch": 32})
     (weights, sizes, seed), (others, other_sizes, other_seed) = ranks(2)(steps, name, settings)
     assert 3 == len(sizes)
     assert sizes == other_sizes

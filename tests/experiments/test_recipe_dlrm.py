@@ -15,12 +15,11 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments.ctr_metrics import click_scores
-from bigbatch.experiments.datasets.click_rows import CLICK, Clicks, packed
-from bigbatch.experiments.datasets.criteo import CRITEO, in_order, read_criteo, split
+from bigbatch.experiments.datasets.click_rows import CLICK, Clicks, read_packed
+from bigbatch.experiments.datasets.criteo import CRITEO, read_criteo, sort_days, split
 from bigbatch.experiments.datasets.criteo_tsv import read_clicks
 from bigbatch.experiments.datasets.synthetic_clicks import click_log
-from bigbatch.experiments.dlrm import DLRM_CRITEO
+from bigbatch.experiments.dlrm import DLRM_CRITEO, click_scores
 from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.train_run import Training
 from real_data import FOLDER, needs
@@ -47,7 +46,7 @@ def log_at(path, *lines):
 
 
 def tiny(**changes):
-    return DLRM_CRITEO.settings().changed({**TINY, **changes})
+    return DLRM_CRITEO.settings().with_changes({**TINY, **changes})
 
 
 def test_a_row_is_read_as_it_is_published(tmp_path):
@@ -114,27 +113,27 @@ def test_packed_rows_hold_logarithms_and_lie_in_the_users_cache(tmp_path, cache)
     (tmp_path / "data").mkdir()
     file = log_at(tmp_path / "data" / "train.txt", line("0", ["", "-2", "9", *INTEGERS[3:]]))
     with pytest.warns(UserWarning, match=f"is packed once, into {cache}, 157 bytes a row"):
-        rows = packed(file)
+        rows = read_packed(file)
     assert isinstance(rows, numpy.memmap)
     assert [157 + 16] == [copy.stat().st_size for copy in copies(cache)]
     assert [0, 0, numpy.log(10).astype("float32")] == rows["numbers"][0, :3].tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        assert rows.tobytes() == packed(file).tobytes()
+        assert rows.tobytes() == read_packed(file).tobytes()
     assert [file] == list(file.parent.iterdir())
 
 
 def test_two_files_of_one_name_are_packed_apart(tmp_path, cache):
     for number, rows in enumerate(([line()], [line("0"), line("0")])):
         (tmp_path / str(number)).mkdir()
-        found = packed(log_at(tmp_path / str(number) / "train.txt", *rows))
+        found = read_packed(log_at(tmp_path / str(number) / "train.txt", *rows))
         assert [number == 0] * len(rows) == found["label"].tolist()
     assert 2 == len(copies(cache))
 
 
 def rows_when_all_begin(rank, ranks, file, folder):
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    return packed(file).tobytes()
+    return read_packed(file).tobytes()
 
 
 @pytest.mark.early
@@ -142,7 +141,7 @@ def test_processes_that_pack_at_once_read_the_same(tmp_path, cache, ranks):
     lines = [line(str(n % 2), codes=[f"{n:08x}"] * 26) for n in range(2_000)]
     file = log_at(tmp_path / "train.txt", *lines)
     first, second = ranks(2)(rows_when_all_begin, file, cache.parent)
-    assert first == second == packed(file).tobytes()
+    assert first == second == read_packed(file).tobytes()
     assert 1 == len(copies(cache))
 
 
@@ -157,7 +156,7 @@ def test_where_no_cache_folder_can_be_is_said_and_rows_are_held_in_memory(
     places = {"a file": tmp_path / ".cache", "relative": "here", "nothing": ""}
     monkeypatch.setenv("XDG_CACHE_HOME", str(places[named]))
     with pytest.warns(UserWarning, match=r"kept in memory .* let XDG_CACHE_HOME name another"):
-        rows = packed(file)
+        rows = read_packed(file)
     assert [1, 0] == rows["label"].tolist()
     assert {file, tmp_path / ".cache"} == set(tmp_path.iterdir())
 
@@ -165,48 +164,48 @@ def test_where_no_cache_folder_can_be_is_said_and_rows_are_held_in_memory(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_rows_that_do_not_fit_into_the_cache_are_one_line(tmp_path, cache):
     file = log_at(tmp_path / "train.txt", line())
-    packed(file)
+    read_packed(file)
     (copy,) = copies(cache)
     copy.unlink()
     copy.with_name(f".{copy.name}.new").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"train.txt cannot be packed into .*No space left"):
-        packed(file)
+        read_packed(file)
 
 
 def test_a_file_that_changed_is_packed_again(tmp_path):
     file = log_at(tmp_path / "train.txt", line())
-    packed(file)
+    read_packed(file)
     log_at(file, line(), line())
-    assert 2 == len(packed(file))
+    assert 2 == len(read_packed(file))
 
 
 @pytest.mark.parametrize("year", [1980, 2100])
 def test_a_file_of_another_date_is_packed_again(tmp_path, year):
     """An archive keeps the dates of what is in it; the lines are of one length."""
     file = log_at(tmp_path / "train.txt", line())
-    assert [1] == packed(file)["label"].tolist()
+    assert [1] == read_packed(file)["label"].tolist()
     log_at(file, line("0"))
     seconds = (year - 1970) * 365 * 86_400
     os.utime(file, (seconds, seconds))
-    assert [0] == packed(file)["label"].tolist()
+    assert [0] == read_packed(file)["label"].tolist()
 
 
 def test_a_file_that_did_not_change_is_packed_once(tmp_path, cache):
     file = log_at(tmp_path / "train.txt", line())
-    packed(file)
+    read_packed(file)
     (before,) = copies(cache)
     written = before.stat().st_ino
-    packed(file)
+    read_packed(file)
     assert [written] == [copy.stat().st_ino for copy in copies(cache)]
 
 
 @pytest.mark.parametrize("kept", [0, 10, 157, 157 + 16, 2 * 157, 2 * 157 + 15])
 def test_rows_that_were_cut_short_are_packed_again(tmp_path, cache, kept):
     file = log_at(tmp_path / "train.txt", line(), line("0"))
-    whole = packed(file).tobytes()
+    whole = read_packed(file).tobytes()
     (copy,) = copies(cache)
     copy.write_bytes(copy.read_bytes()[:kept])
-    assert whole == packed(file).tobytes()
+    assert whole == read_packed(file).tobytes()
 
 
 def test_a_batch_has_the_rows_asked_for_whichever_part_they_are_in():
@@ -227,7 +226,7 @@ def test_a_batch_has_the_rows_asked_for_whichever_part_they_are_in():
 def test_the_last_of_several_days_is_the_test(tmp_path):
     for day, rows in ((2, 1), (10, 3), (1, 2)):
         log_at(tmp_path / f"day_{day}", *[line()] * rows)
-    assert ["day_1", "day_2", "day_10"] == [f.name for f in in_order(tmp_path.glob("day_*"))]
+    assert ["day_1", "day_2", "day_10"] == [f.name for f in sort_days(tmp_path.glob("day_*"))]
     train, test = read_criteo(tmp_path, 10)
     assert (3, 3) == (len(train), len(test))
 
@@ -391,7 +390,7 @@ def test_a_control_has_its_vr_arms_mean_rate_in_the_networks_and_its_rate_in_the
     run = tmp_path / "run"
     assert 0 == bigbatch("train", "dlrm", "--arm", vr_arm, *changes, "--run-dir", run)[0]
     control = DLRM_CRITEO.arm(f"sgd-like-{vr_arm}", tiny(lr=0.5, lr_schedule="constant"))
-    training = Training(DLRM_CRITEO, control.changed({"lr_control_from": str(run)}))
+    training = Training(DLRM_CRITEO, control.with_changes({"lr_control_from": str(run)}))
     found = {
         name: group["lr"]
         for group in training.optimizer.param_groups
@@ -416,7 +415,7 @@ def train_some(rank, ranks):
     before = training.model.tables[0].weight.tolist()
     for _, step in zip(range(3), training.train, strict=False):
         for batch in step:
-            step.backward(training.loss_of(training.joined, batch))
+            step.backward(training.loss_of(training.wrapped_model, batch))
         step.update()
     assert before != training.model.tables[0].weight.tolist()
     return [p.tolist() for p in training.model.parameters()], training.train.samples

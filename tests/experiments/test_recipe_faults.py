@@ -18,7 +18,7 @@ from bigbatch.gradients import is_of_network, note_waiting
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.run_directory import RunDirectory
 
-SETTINGS = DIGITS.settings().changed(
+SETTINGS = DIGITS.settings().with_changes(
     {"policy": "fixed", "batch_size": 64, "epochs": 1, "checkpoint_every": "5 steps"}
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"

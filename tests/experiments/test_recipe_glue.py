@@ -114,7 +114,7 @@ def test_the_score_that_counts_is_the_tasks_official_one(tmp_path, name, first, 
     head = [] if name == "CoLA" else ["a\tb\tc\td\te"]
     for part in ("train", "dev"):
         written(tmp_path, name, part, "\n".join(head + lines) + "\n")
-    settings = GLUE.settings().changed({**TINY, "data": str(tmp_path), "glue_task": name})
+    settings = GLUE.settings().with_changes({**TINY, "data": str(tmp_path), "glue_task": name})
     data = GLUE.data(settings)
     *rows, wanted = data.train.__getitems__(list(range(30)))
     expected = 100 * measured(wanted, Fixed()(*rows).argmax(-1))
@@ -133,6 +133,6 @@ def test_a_training_tells_good_films_from_bad_ones(bigbatch, reviews):
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, reviews):
-    settings = GLUE.settings().changed({**TINY, "data": str(reviews), "samples": 96})
+    settings = GLUE.settings().with_changes({**TINY, "data": str(reviews), "samples": 96})
     (weights, scores), (others, same) = ranks(2)(few_steps, settings)
     assert (weights, scores) == (others, same)

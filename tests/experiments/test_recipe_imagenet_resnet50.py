@@ -39,7 +39,7 @@ def images(tmp_path_factory):
 
 
 def settings_of(folder, **changes):
-    return RECIPE.settings().changed({**TINY, "data": str(folder), **changes})
+    return RECIPE.settings().with_changes({**TINY, "data": str(folder), **changes})
 
 
 def options_of(changes):
@@ -60,7 +60,7 @@ def taken(training, steps):
     for _ in training.train.epochs(training.settings.epochs):
         for step in training.train:
             for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
+                step.backward(training.loss_of(training.wrapped_model, batch))
             step.update()
             done += 1
             if done == steps:
@@ -104,7 +104,7 @@ def test_every_arm_and_every_point_can_be_built(paper_scale):
     for grid in (RECIPE.paper_sweep if paper_scale else RECIPE.sweep).grids:
         for name, values in grid.items():
             for value in values:
-                RECIPE.settings(paper_scale=paper_scale).changed({name: value})
+                RECIPE.settings(paper_scale=paper_scale).with_changes({name: value})
 
 
 # at a small one
@@ -160,7 +160,7 @@ def test_every_epoch_has_other_crops(images, samples):
         for step in training.train:
             for batch in step:
                 seen[epoch] |= {image.numpy().tobytes() for image in batch[0]}
-                step.backward(training.loss_of(training.joined, batch))
+                step.backward(training.loss_of(training.wrapped_model, batch))
             step.update()
     assert (samples or 48) == len(seen[0]) == len(seen[1])
     assert not seen[0] & seen[1]

@@ -19,10 +19,8 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.hf_bert import WordPieceTokenizer
-from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL
-from bigbatch.experiments.squad import SQUAD
-from bigbatch.experiments.squad_metrics import scores_of
+from bigbatch.experiments.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer
+from bigbatch.experiments.squad import SQUAD, scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
@@ -63,8 +61,9 @@ def quiz(tmp_path):
 
 def windowed(questions, length=12, stride=4):
     frame = SequencePair(TOKENS.begin, TOKENS.end, TOKENS.pad, length)
-    asked = TOKENS.located(one.text for one in questions)
-    return windows_of(questions, asked, TOKENS.located(q.context for q in questions), frame, stride)
+    texts = TOKENS.encode(question.text for question in questions)
+    contexts = TOKENS.encode_with_offsets(question.context for question in questions)
+    return windows_of(questions, texts, contexts, frame, stride)
 
 
 def test_files_are_read_packed_or_not(quiz):
@@ -129,15 +128,15 @@ def test_the_measure_is_the_official_one(answer, golden):
 def test_windows_overlap_and_cover_the_paragraph():
     context = " ".join(WORDS[:20])
     windows = windowed([Question("who", context, ("w9 w10",), context.index("w9 w10"))])
-    tokens, _, _, first, last = windows.rows.columns
+    tokens, _, _, first, last = windows.rows.tensors
     starts = [TOKENS.vocabulary[row[3]] for row in tokens]  # [CLS] who [SEP], then 8 tokens
     assert ["w0", "w4", "w8", "w12"] == starts
     assert [0, 3 + 5, 3 + 1, 0] == first.tolist()
     assert [0, 3 + 6, 3 + 2, 0] == last.tolist()
-    found = windows.texts[1, 8, 0], windows.texts[1, 9, 1]
+    found = windows.offsets[1, 8, 0], windows.offsets[1, 9, 1]
     assert "w9 w10" == context[slice(*found)]
     assert [0, 0, 0, 0] == windows.question.tolist()
-    assert (windows.texts[:, :3] == -1).all()
+    assert (windows.offsets[:, :3] == -1).all()
 
 
 def test_a_window_without_room_or_stride_is_refused():
@@ -165,14 +164,14 @@ def test_the_likeliest_span_is_that_of_trying_all():
 
 
 def test_answers_of_a_model_that_knows_score_100(quiz):
-    settings = SQUAD.settings().changed({**TINY, "data": str(quiz)})
+    settings = SQUAD.settings().with_changes({**TINY, "data": str(quiz)})
     data = SQUAD.data(settings)
 
     class Knowing(torch.nn.Module):
         """Points to the token after "is"."""
 
         def forward(self, tokens, segments, real):
-            vocabulary = data.keeps["vocab.txt"].splitlines()
+            vocabulary = data.run_files["vocab.txt"].splitlines()
             after = (tokens == vocabulary.index("is")) & (segments == 1)
             first = after.roll(1, 1).float()
             letters = torch.tensor([token.startswith("##") for token in vocabulary])
@@ -201,7 +200,7 @@ def test_the_answer_is_that_of_the_window_with_the_likeliest_span():
 
 def test_a_token_has_most_context_in_one_window_the_first_of_equal_ones():
     windows = windowed([Question("who", " ".join(WORDS[:20]), ("w0",), 0)])
-    owned = [numpy.flatnonzero(row) - 3 for row in windows.begins]  # 3 tokens before the window
+    owned = [numpy.flatnonzero(row) - 3 for row in windows.may_begin]  # 3 tokens before the window
     owned_places = [(begin + row).tolist() for begin, row in zip((0, 4, 8, 12), owned, strict=True)]
     assert [
         [0, 1, 2, 3, 4, 5],
@@ -246,7 +245,7 @@ def test_the_loss_is_the_mean_of_both_ends():
 
 
 def test_a_model_that_diverged_answers_nothing_and_continues(quiz):
-    data = SQUAD.data(SQUAD.settings().changed({**TINY, "data": str(quiz)}))
+    data = SQUAD.data(SQUAD.settings().with_changes({**TINY, "data": str(quiz)}))
 
     def diverged(tokens, segments, real):
         return torch.full((2, *tokens.shape), float("nan"))
@@ -255,7 +254,7 @@ def test_a_model_that_diverged_answers_nothing_and_continues(quiz):
 
 
 def test_the_example_is_like_a_batch(quiz):
-    settings = SQUAD.settings().changed({**TINY, "data": str(quiz)})
+    settings = SQUAD.settings().with_changes({**TINY, "data": str(quiz)})
     batch = SQUAD.data(settings).train.__getitems__([0, 1, 2])
     example = SQUAD.example(settings, 3)
     assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in example]
@@ -274,7 +273,7 @@ def test_a_training_learns_the_quiz(bigbatch, quiz):
 
 
 def test_two_ranks_agree_on_weights_and_scores(ranks, quiz):
-    settings = SQUAD.settings().changed({**TINY, "data": str(quiz), "virtual_ranks": 2})
+    settings = SQUAD.settings().with_changes({**TINY, "data": str(quiz), "virtual_ranks": 2})
     (weights, scores), (others, same) = ranks(2)(few_steps, settings)
     assert (weights, scores) == (others, same)
     assert numpy.isfinite(weights).all()

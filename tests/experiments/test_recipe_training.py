@@ -16,7 +16,7 @@ from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.subset import chosen_indices
 from bigbatch.experiments.digits import DIGITS
-from bigbatch.experiments.distributed_eval import share_right, sound_scores
+from bigbatch.experiments.distributed_eval import accuracy_of, finite_scores
 from bigbatch.experiments.train_run import Training
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
@@ -24,12 +24,12 @@ FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 
 def trained(recipe=DIGITS, **changes):
     """A training of one epoch, and the rate of each step."""
-    training = Training(recipe, recipe.settings().changed({**FIXED, **changes}))
+    training = Training(recipe, recipe.settings().with_changes({**FIXED, **changes}))
     rates = []
     for _ in training.train.epochs(1):
         for step in training.train:
             for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
+                step.backward(training.loss_of(training.wrapped_model, batch))
             rates += step.update().lr
     return training, rates
 
@@ -44,7 +44,7 @@ def test_the_rate_follows_the_schedule_over_base_batches():
 @pytest.mark.parametrize("window", [None, "16 steps"])
 def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
     own = {"policy": "simigrad", "confidence": 0.9, "smoothing": window, "epochs": 1}
-    training = Training(DIGITS, DIGITS.settings().changed(own))
+    training = Training(DIGITS, DIGITS.settings().with_changes(own))
     reasons = [record.decision.reason for record in training.engine.steps(training.loss)]
     assert any("held: not sure at 0.9" in reason for reason in reasons)
 
@@ -52,18 +52,18 @@ def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
 def test_confidence_without_a_window_is_refused_on_deepspeed():
     own = {"confidence": 0.9, "engine": "deepspeed", "double": False}
     with pytest.raises(SettingError, match=r"confidence with engine=deepspeed .*; set smoothing"):
-        Training(DIGITS, DIGITS.settings().changed(own))
+        Training(DIGITS, DIGITS.settings().with_changes(own))
 
 
 @pytest.mark.parametrize("text", ["warm-up 1348 samples; cosine", "x0.1 at 2 epochs"])
 def test_a_schedule_that_the_training_does_not_reach_is_said(text):
     with pytest.warns(UserWarning, match=r"continues for .* and the training ends after 1,347"):
-        Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
+        Training(DIGITS, DIGITS.settings().with_changes({**FIXED, "lr_schedule": text}))
 
 
 @pytest.mark.parametrize("text", ["warm-up 1347 samples; cosine", "x0.1 at 1 epochs"])
 def test_a_schedule_that_fits_is_not_spoken_of(text, recwarn):
-    Training(DIGITS, DIGITS.settings().changed({**FIXED, "lr_schedule": text}))
+    Training(DIGITS, DIGITS.settings().with_changes({**FIXED, "lr_schedule": text}))
     assert [] == [one for one in recwarn if "lr_schedule" in str(one.message)]
 
 
@@ -74,7 +74,7 @@ def images_of(training):
         for step in training.train:
             for x, y in step:
                 seen += [tuple(one.flatten().tolist()) for one in x]
-                step.backward(training.loss_of(training.joined, (x, y)))
+                step.backward(training.loss_of(training.wrapped_model, (x, y)))
             step.update()
     return seen
 
@@ -135,7 +135,7 @@ def test_a_precision_that_a_model_in_float64_would_not_have_is_refused():
     with pytest.raises(
         SettingError, match="precision=bfloat16 has no effect on a model in float64"
     ):
-        Training(DIGITS, DIGITS.settings().changed({"precision": "bfloat16"}))
+        Training(DIGITS, DIGITS.settings().with_changes({"precision": "bfloat16"}))
 
 
 def test_indices_of_a_part_take_few_bytes():
@@ -165,7 +165,7 @@ def test_a_gpu_that_is_not_there_is_said():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SettingError, match="device='cuda' is not there; write --set device=cpu"):
-        Training(DIGITS, DIGITS.settings().changed({"device": "cuda"}))
+        Training(DIGITS, DIGITS.settings().with_changes({"device": "cuda"}))
 
 
 # beginning from another run
@@ -174,7 +174,7 @@ def test_a_gpu_that_is_not_there_is_said():
 def test_a_run_begins_with_the_weights_of_another(bigbatch, tmp_path):
     train(bigbatch, tmp_path / "first")
     changes = {**FIXED, "init_from": str(tmp_path / "first")}
-    second = Training(DIGITS, DIGITS.settings().changed(changes))
+    second = Training(DIGITS, DIGITS.settings().with_changes(changes))
     saved = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["state"]["model"]
     assert all(torch.equal(saved[name], now) for name, now in second.model.state_dict().items())
 
@@ -191,7 +191,7 @@ def test_weights_of_another_shape_start_again_which_is_said(bigbatch, tmp_path):
     changes = {**FIXED, "init_from": str(tmp_path / "first")}
     recipe = replace(DIGITS, model=wider)
     with pytest.warns(UserWarning, match=r"6 of 8 tensors begin as .* new are 9.bias, 9.weight"):
-        Training(recipe, DIGITS.settings().changed(changes))
+        Training(recipe, DIGITS.settings().with_changes(changes))
 
 
 @pytest.mark.thorough
@@ -243,7 +243,7 @@ def test_a_run_continues_where_those_that_it_needed_first_are_gone(bigbatch, tmp
 @pytest.mark.thorough
 def test_an_arm_begins_from_an_earlier_one_of_its_study_and_seed(bigbatch, tmp_path, monkeypatch):
     def data(settings):
-        return replace(DIGITS.data(settings), keeps={"words.txt": settings.init_from})
+        return replace(DIGITS.data(settings), run_files={"words.txt": settings.init_from})
 
     arms = {"one": FIXED, "two": {**FIXED, "lr": 0.0, "init_from": "one"}}
     monkeypatch.setitem(RECIPES, "digits", replace(DIGITS, arms=arms, data=data))
@@ -309,7 +309,7 @@ def test_missing_data_are_one_line_that_says_which_files_from_where(tmp_path, mo
 
 
 def test_columns_of_unequal_length_are_refused():
-    with pytest.raises(SettingError, match=r"columns of \[2, 3\] rows"):
+    with pytest.raises(AssertionError, match="Size mismatch between tensors"):
         InMemoryDataset(torch.ones(2), torch.ones(3))
 
 
@@ -320,8 +320,8 @@ def judged(rank, ranks, samples):
     """Accuracy of a model that is right on every third of so many samples."""
     x = torch.arange(samples)
     data = InMemoryDataset(torch.nn.functional.one_hot((x % 3 == 0).long(), 2).double(), x * 0 + 1)
-    settings = DIGITS.settings().changed({"micro_batch": 4})
-    return share_right(torch.nn.Identity(), data, settings)
+    settings = DIGITS.settings().with_changes({"micro_batch": 4})
+    return accuracy_of(torch.nn.Identity(), data, settings)
 
 
 @pytest.mark.parametrize("samples", [1, 7, 30])
@@ -336,12 +336,12 @@ def judged_strange(rank, ranks, logit):
     x = torch.eye(4)
     x[3, 3] = logit
     data = InMemoryDataset(x, torch.zeros(4, dtype=torch.long))
-    settings = DIGITS.settings().changed({"micro_batch": 4})
+    settings = DIGITS.settings().with_changes({"micro_batch": 4})
 
     def scores(model):
-        return {"right": share_right(model, data, settings)}
+        return {"right": accuracy_of(model, data, settings)}
 
-    return sound_scores(torch.nn.Identity(), scores, torch.device("cpu"))
+    return finite_scores(torch.nn.Identity(), scores, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])

@@ -23,7 +23,7 @@ CUT = 5  # steps before a training is left; the first epoch has 7 or so
 
 
 def settings(**changes):
-    return DIGITS.settings().changed({**SMALL, **changes})
+    return DIGITS.settings().with_changes({**SMALL, **changes})
 
 
 def on_zero(stage, **changes):
@@ -127,7 +127,7 @@ def refusal(rank, ranks, asked):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"double": True}, "engine=deepspeed makes float32 of parameters, and torch.float64"),
+        ({"double": True}, "parameters to float32, and the model has torch.float64"),
         ({"precision": "float16"}, "engine=deepspeed with precision=float16: DeepSpeed's loss"),
     ],
 )
@@ -153,7 +153,7 @@ def test_vr_keeps_no_sums_on_ranks_or_on_deepspeed_as_a_dry_run_says(deepspeed_r
     asked = settings(optimizer="vr-sgd", engine=engine, clip=1.0, batch_size=64)
     for found in deepspeed_ranks(ranks)(sums_kept, asked):
         assert (8, 0) == found
-    assert (0, 0) == dry_run(DIGITS, asked, ranks).keeps.sums
+    assert (0, 0) == dry_run(DIGITS, asked, ranks).memory.sums
 
 
 def saved_on_a_full_disk(rank, ranks, folder, asked):

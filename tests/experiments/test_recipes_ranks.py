@@ -7,7 +7,7 @@ import torch
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.digits import DIGITS
-from bigbatch.experiments.process_group import from_leader, leads
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch.experiments.train_run import Training
 from distributed_states import states_of
 
@@ -18,10 +18,10 @@ def refuse():
 
 def take_part(rank, ranks):
     try:
-        from_leader(refuse)
+        run_on_rank_zero(refuse)
     except RunError as error:
         said = str(error)
-    return from_leader(lambda: f"by {rank}"), said, leads()
+    return run_on_rank_zero(lambda: f"by {rank}"), said, is_rank_zero()
 
 
 def test_what_rank_0_makes_or_fails_to_make_is_everybodys(ranks):
@@ -57,7 +57,7 @@ def notes_of_two(rank, ranks, settings):
 
 
 def test_other_groups_of_samples_are_noted_once_a_process(ranks):
-    settings = DIGITS.settings().changed({"min_batch": 64, "batch_size": 64})
+    settings = DIGITS.settings().with_changes({"min_batch": 64, "batch_size": 64})
     for (note,) in ranks(3)(notes_of_two, settings):
         assert "virtual_ranks=4 is no multiple of the 3 ranks, so 12 are used" in note
 
@@ -68,7 +68,7 @@ def curve(rank, ranks, settings):
     for _ in training.train.epochs(settings.epochs):
         for step in training.train:
             for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
+                step.backward(training.loss_of(training.wrapped_model, batch))
             record = step.update()
             noise = record.statistics
             rows.append((record.batch_size, record.loss, noise.grad_sqnorm, noise.grad_variance))
@@ -79,7 +79,7 @@ def curve(rank, ranks, settings):
 @pytest.mark.parametrize("arm", ["noise-scale", "simigrad-vr"])
 def test_the_curve_of_25_epochs_is_that_of_one_process(ranks, arm):
     """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of an arm part."""
-    settings = DIGITS.settings().changed(DIGITS.arms[arm])
+    settings = DIGITS.settings().with_changes(DIGITS.arms[arm])
     rows, accuracy = curve(0, 1, settings)
     for others, test in ranks(2)(curve, settings):
         assert accuracy == test

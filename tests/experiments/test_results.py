@@ -19,7 +19,7 @@ FIGURE_2 = ("x0.1 at 91 and 136 epochs", 0.0)
     ("result", "expected"), [(None, TABLE_5), ("table-5", TABLE_5), ("figure-2", FIGURE_2)]
 )
 def test_table_5_warms_up_smooths_and_has_a_cosine_figure_2_has_steps_and_neither(result, expected):
-    recipe = RESNET56.repeating(result) if result else RESNET56
+    recipe = RESNET56.for_result(result) if result else RESNET56
     asked = recipe.settings(paper_scale=True)
     assert expected == (asked.lr_schedule, asked.task["label_smoothing"])
     named = sources(recipe, asked, paper_scale=True)
@@ -34,12 +34,12 @@ def test_table_5_warms_up_smooths_and_has_a_cosine_figure_2_has_steps_and_neithe
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.results])
 def test_every_result_is_of_arms_that_there_are_and_says_its_sources(name):
     for result, one in RECIPES[name].results.items():
-        recipe = RECIPES[name].repeating(result)
+        recipe = RECIPES[name].for_result(result)
         arms = recipe.arms_at(paper_scale=True)
         assert list(one.arms or RECIPES[name].arms_at(paper_scale=True)) == list(arms)
         for arm in arms:  # what a phase begins from is among them
             asked = recipe.arm(arm, recipe.settings(paper_scale=True), paper_scale=True)
-            assert set(asked.before.values()) <= set(arms)
+            assert set(asked.required_runs.values()) <= set(arms)
         assert all(source for _, source in one.settings.values())
 
 
@@ -93,7 +93,7 @@ def test_the_sweep_of_bert_at_scale_has_simigrad_and_every_batch_of_a_short_phas
 
 
 def test_table_2_has_momentum_and_lamb_next_to_lars_at_every_batch():
-    recipe = RESNET50.repeating("table-2")
+    recipe = RESNET50.for_result("table-2")
     swept = points_of(
         recipe, recipe.paper_sweep, recipe.settings(paper_scale=True), paper_scale=True
     )

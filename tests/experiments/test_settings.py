@@ -11,7 +11,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.build_optimizer import OPTIMIZERS, build_optimizer
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import OURS
-from bigbatch.experiments.settings import KINDS, Settings, policy_settings
+from bigbatch.experiments.settings import SETTING_TYPES, Settings, policy_settings
 from bigbatch.policies.parse import POLICIES
 
 DEFAULT = DIGITS.settings()
@@ -52,8 +52,8 @@ def test_a_config_file_brings_them_back():
     ],
 )
 def test_a_text_is_read_in_the_type_of_the_present_value(text, name, value):
-    assert {name: value} == DEFAULT.parsed(text)
-    changed = DEFAULT.changed(DEFAULT.parsed(text))
+    assert {name: value} == DEFAULT.parse_change(text)
+    changed = DEFAULT.with_changes(DEFAULT.parse_change(text))
     assert value == changed.task.get(name, getattr(changed, name, None))
 
 
@@ -70,7 +70,7 @@ def test_a_text_is_read_in_the_type_of_the_present_value(text, name, value):
 )
 def test_a_text_that_cannot_be_read_says_what_can(text, message):
     with pytest.raises(SettingError, match=message):
-        DEFAULT.parsed(text)
+        DEFAULT.parse_change(text)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_text_that_cannot_be_read_says_what_can(text, message):
 )
 def test_a_bad_value_is_refused_at_once(changes, message):
     with pytest.raises(SettingError, match=message):
-        DEFAULT.changed(changes)
+        DEFAULT.with_changes(changes)
 
 
 # the optimizer
@@ -100,7 +100,7 @@ def test_a_bad_value_is_refused_at_once(changes, message):
 def groups(optimizer, **changes):
     """(weight decay, vr) of each parameter, by name."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    settings = DEFAULT.changed({"optimizer": optimizer, "weight_decay": 0.5, **changes})
+    settings = DEFAULT.with_changes({"optimizer": optimizer, "weight_decay": 0.5, **changes})
     built = build_optimizer(settings, model.named_parameters(), frozenset({"0.weight"}))
     return {
         name: (group["weight_decay"], group.get("vr"))
@@ -124,7 +124,7 @@ def test_a_vr_optimizer_steps_the_excluded_as_its_base_does():
 
 def test_a_share_of_the_rate_is_not_for_what_a_vr_optimizer_steps_as_its_base_does():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    settings = DEFAULT.changed({"optimizer": "sgd", "lr": 0.5})
+    settings = DEFAULT.with_changes({"optimizer": "sgd", "lr": 0.5})
     built = build_optimizer(settings, model.named_parameters(), frozenset({"0.weight"}), 0.25)
     rates = {name: group["lr"] for group in built.param_groups for name in group["param_names"]}
     assert {"0.weight": 0.5, "0.bias": 0.125, "1.weight": 0.125, "1.bias": 0.125} == rates
@@ -133,28 +133,30 @@ def test_a_share_of_the_rate_is_not_for_what_a_vr_optimizer_steps_as_its_base_do
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_rate_and_decay_of_the_settings(name):
     (group,) = build_optimizer(
-        DEFAULT.changed({"optimizer": name, "lr": 0.25, "weight_decay": 0.125}),
+        DEFAULT.with_changes({"optimizer": name, "lr": 0.25, "weight_decay": 0.125}),
         [("w", nn.Parameter(torch.ones(2, 2)))],
     ).param_groups
     assert (0.25, 0.125) == (group["lr"], group["weight_decay"])
 
 
 def test_momentum_is_the_settings():
-    settings = DEFAULT.changed({"momentum": 0.875})
+    settings = DEFAULT.with_changes({"momentum": 0.875})
     for name in ("momentum", "lars", "vr-momentum"):
         optimizer = build_optimizer(
-            settings.changed({"optimizer": name}), [("w", nn.Parameter(torch.ones(2)))]
+            settings.with_changes({"optimizer": name}), [("w", nn.Parameter(torch.ones(2)))]
         )
         assert [0.875] == [group["momentum"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"task", "init_from", "lr_control_from"}))
+@pytest.mark.parametrize(
+    "name", sorted(SETTING_TYPES.keys() - {"task", "init_from", "lr_control_from"})
+)
 def test_an_option_reads_what_a_setting_is(name):
     value = getattr(DEFAULT, name)
-    assert value == Settings.read(name, str(value))
+    assert value == Settings.parse_value(name, str(value))
 
 
 def test_the_policies_of_the_settings_are_those_that_there_are():
-    assert tuple(POLICIES) == get_args(KINDS["policy"])
+    assert tuple(POLICIES) == get_args(SETTING_TYPES["policy"])
     for policy in POLICIES:
-        assert KINDS.keys() >= set(policy_settings(policy).values())
+        assert SETTING_TYPES.keys() >= set(policy_settings(policy).values())

@@ -193,7 +193,7 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
     `losses` are those of the last step where they are not 1.
     """
     recipe = replace(DIGITS, higher_is_better=higher)
-    settings = SETTINGS.changed({"epochs": 1, **changes})
+    settings = SETTINGS.with_changes({"epochs": 1, **changes})
     found = points("lr=0.1,0.2", "target=0.2,0.4", tuned=tuned, settings=settings)
     start_sweep(recipe, path, found, tuned, seeds)
     for name, training in trainings_of(recipe, found, seeds).items():
@@ -236,7 +236,7 @@ def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
     for name, training in trainings_of(DIGITS, found, 1).items():
         score = "F1" if training.target == 0.4 else "accuracy"
         run = RunDirectory.create(
-            tmp_path / "sweep" / name, training.changed({"epochs": 1}).as_dict()
+            tmp_path / "sweep" / name, training.with_changes({"epochs": 1}).as_dict()
         )
         run.append(row(1, metrics={score: training.lr}))
     sweep = read_sweep_results(tmp_path / "sweep")
@@ -338,7 +338,7 @@ def test_a_damaged_run_is_left_out_with_a_note(tmp_path):
 
 @pytest.mark.thorough
 def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
-    settings = SETTINGS.changed({"epochs": 1})
+    settings = SETTINGS.with_changes({"epochs": 1})
     found = points("target=" + ",".join(f"0.{n}" for n in range(10, 41)), settings=settings)
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 2)
     for name, training in trainings_of(DIGITS, found, 2).items():

@@ -26,20 +26,22 @@ def begin(place):
 
 def test_workers_after_a_restart_continue_where_the_first_began(tmp_path):
     place, store = tmp_path / "run-1", dist.HashStore()
-    assert (place, False) == Launch(store).place(lambda: place)
-    assert (place, False) == Launch(store).place(never)  # nothing was written before the restart
+    assert (place, False) == Launch(store).choose_directory(lambda: place)
+    assert (place, False) == Launch(store).choose_directory(
+        never
+    )  # nothing was written before the restart
     begin(place)
-    assert (place, True) == Launch(store).place(never)
+    assert (place, True) == Launch(store).choose_directory(never)
 
 
 def test_an_empty_directory_is_no_begun_run(tmp_path):
     store = dist.HashStore()
-    assert (tmp_path / "run", False) == Launch(store).place(lambda: tmp_path / "run")
+    assert (tmp_path / "run", False) == Launch(store).choose_directory(lambda: tmp_path / "run")
     (tmp_path / "run").mkdir()
-    assert (tmp_path / "run", False) == Launch(store).place(never)
+    assert (tmp_path / "run", False) == Launch(store).choose_directory(never)
     (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(RunError, match="already in use"):
-        Launch(store).place(never)
+        Launch(store).choose_directory(never)
 
 
 @pytest.fixture
@@ -64,32 +66,32 @@ def study_of(path, launch):
 @pytest.mark.parametrize("begin", [run_of, study_of])
 def test_a_restart_without_the_store_knows_what_its_launch_began(tmp_path, launch, begin):
     def fresh(launch):
-        return launch.place(lambda: reserve(tmp_path, "run", launch.id))
+        return launch.choose_directory(lambda: reserve(tmp_path, "run", launch.id))
 
     begin(tmp_path / "run-1", launch("other"))
     place = tmp_path / "run-2"
     assert (place, False) == fresh(launch("mine"))
     begin(place, launch("mine"))
-    for choose in (fresh, lambda launch: launch.place(lambda: place)):
+    for choose in (fresh, lambda launch: launch.choose_directory(lambda: place)):
         with pytest.warns(UserWarning, match="run-2, which launch mine began"):
             assert (place, True) == choose(launch("mine"))
     for other in ("other", "none"):
         with pytest.raises(RunError, match="already in use"):
-            launch(other).place(lambda: place)
+            launch(other).choose_directory(lambda: place)
 
 
 def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
     run_of(tmp_path / "run-1", launch("none"))
     assert "launch" not in (tmp_path / "run-1" / "config.yaml").read_text()
     with pytest.raises(RunError, match="already in use"):
-        launch("none").place(lambda: tmp_path / "run-1")
+        launch("none").choose_directory(lambda: tmp_path / "run-1")
     assert tmp_path / "run-2" == reserve(tmp_path, "run", launch("none").id)
 
 
 def test_a_lost_rank_is_reported_once_with_the_way_to_continue(capsys):
     store = dist.HashStore()
     for _ in range(2):
-        Launch(store).tell_failure(dist.DistNetworkError("Connection closed by peer. At gloo."))
+        Launch(store).report_failure(dist.DistNetworkError("Connection closed by peer. At gloo."))
     err = capsys.readouterr().err
     assert 1 == err.count("another rank was lost (Connection closed by peer)")
     assert "--max-restarts" in err
@@ -103,7 +105,7 @@ class GoneStore(dist.Store):
 
 
 def test_what_goes_wrong_is_reported_without_the_store_too(capsys):
-    Launch(GoneStore()).tell("why")
+    Launch(GoneStore()).report_error("why")
     assert "bigbatch: why\n" == capsys.readouterr().err
 
 
@@ -112,7 +114,7 @@ def test_workers_started_again_tell_again(monkeypatch, capsys, name):
     store = dist.HashStore()
     for attempt in (29500, 29501):
         monkeypatch.setenv(name, str(attempt))
-        Launch(store).tell("why")
+        Launch(store).report_error("why")
     assert "bigbatch: why\n" * 2 == capsys.readouterr().err
 
 
@@ -121,22 +123,22 @@ def test_a_restart_does_not_continue_with_what_others_left(tmp_path):
     store = dist.HashStore()
     for _ in range(2):
         with pytest.raises(RunError, match="already in use; nothing was overwritten"):
-            Launch(store).place(lambda: tmp_path / "theirs")
+            Launch(store).choose_directory(lambda: tmp_path / "theirs")
 
 
 def test_without_ranks_every_place_must_be_free(tmp_path):
-    assert (tmp_path / "run", False) == Launch().place(lambda: tmp_path / "run")
+    assert (tmp_path / "run", False) == Launch().choose_directory(lambda: tmp_path / "run")
     begin(tmp_path / "run")
     with pytest.raises(RunError, match="already in use"):
-        Launch().place(lambda: tmp_path / "run")
+        Launch().choose_directory(lambda: tmp_path / "run")
 
 
 def test_what_all_ranks_say_is_written_once(capsys):
     store = dist.HashStore()
     ranks = [Launch(store) for _ in range(3)]
     for rank in ranks:
-        rank.tell("the disk\nis full")
-    ranks[2].tell("so is this one")
+        rank.report_error("the disk\nis full")
+    ranks[2].report_error("so is this one")
     assert "bigbatch: the disk is full\nbigbatch: so is this one\n" == capsys.readouterr().err
 
 
@@ -145,11 +147,11 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 def test_a_rank_that_lost_another_says_so_where_that_did_not(capsys):
     message, killed = dist.HashStore(), dist.HashStore()
-    Launch(message).tell("why")
-    Launch(message).tell_failure(CLOSED)
+    Launch(message).report_error("why")
+    Launch(message).report_failure(CLOSED)
     assert "bigbatch: why\n" == capsys.readouterr().err
-    Launch(killed).tell_failure(CLOSED)
-    Launch(killed).tell_failure(dist.DistNetworkError("Broken pipe"))
+    Launch(killed).report_failure(CLOSED)
+    Launch(killed).report_failure(dist.DistNetworkError("Broken pipe"))
     line = capsys.readouterr().err
     assert (1, True) == (line.count("\n"), "--max-restarts N would continue" in line)
 
@@ -158,14 +160,14 @@ def test_a_rank_that_fails_is_named_with_its_error_and_the_others_are_silent(cap
     error, store = IndexError("no label\n11"), dist.HashStore()
     error.add_note("bigbatch: what to do")
     error.add_note("of somebody else")
-    Launch(store).tell_failure(error)
+    Launch(store).report_failure(error)
     traced, _, line = capsys.readouterr().err.partition("bigbatch: rank ")
     assert "0 of 1: IndexError: no label 11; what to do\n" == line
     assert "of somebody else" in traced
-    Launch(store).tell_failure(CLOSED)
+    Launch(store).report_failure(CLOSED)
     assert "" == capsys.readouterr().err
     with pytest.raises(IndexError):  # alone: as Python ends
-        Launch().tell_failure(error)
+        Launch().report_failure(error)
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -28,7 +28,7 @@ def dumped(content):
 
 def write_few(folder, train, test):
     """The first so many images of the real CIFAR-10."""
-    sets = [columns.columns for columns in cifar10.read(FOLDER / "cifar10")]
+    sets = [dataset.tensors for dataset in cifar10.read(FOLDER / "cifar10")]
     parts = [(sets[0], number * train // 5, (number + 1) * train // 5) for number in range(5)]
     parts.append((sets[1], 0, test))
     for name, ((images, labels), start, end) in zip(NAMES, parts, strict=True):

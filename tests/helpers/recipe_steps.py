@@ -2,14 +2,14 @@
 
 import torch
 
-from bigbatch.experiments import recipe_named
+from bigbatch.experiments import get_recipe
 from bigbatch.experiments.train_run import Training
 
 
 def few_steps(rank, ranks, settings):
     """The sum of each weight tensor after an epoch, and the scores."""
     torch.set_num_threads(1)
-    training = Training(recipe_named(settings.recipe), settings)
+    training = Training(get_recipe(settings.recipe), settings)
     for _ in training.train.epochs(1):
         for step in training.train:
             for batch in step:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bigbatch.errors import RunError
 from bigbatch.experiments import RECIPES
-from bigbatch.experiments.study import settings_in
+from bigbatch.experiments.study import settings_from
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
 from bigbatch.policies.policy import Fixed
 from bigbatch.runs.console import LiveView
@@ -30,7 +30,7 @@ from property_tests import property_test
 FACTORS = {"w": [0.5, 0.1, None, 1.0], "b": [1.0, 0.0, 0.2, 1.0]}
 ROWS = [row(step, accuracy=0.5 if step == 4 else None, factors=FACTORS) for step in range(1, 5)]
 DIGITS = RECIPES["digits"]
-SETTINGS = DIGITS.settings().changed({"epochs": 1})
+SETTINGS = DIGITS.settings().with_changes({"epochs": 1})
 
 ODD = st.sampled_from(
     ["", "8", "nan", None, True, False, -1, 0, 1.5, 10**30, 10**400, 1e308, math.nan, math.inf]
@@ -174,7 +174,7 @@ def a_config_with_another_value(tmp_path_factory, config):
     run = run_with(tmp_path_factory.mktemp("fuzz") / "run")
     file = run.path / "config.yaml"
     file.write_text(yaml.safe_dump(config, sort_keys=False))
-    settings, said = or_said(lambda: settings_in(file, read_all(run).settings))
+    settings, said = or_said(lambda: settings_from(file, read_all(run).settings))
     if settings is None:
         assert str(file) in said
     else:
@@ -285,7 +285,7 @@ def read_sweep_whole(place):
         texts = results.table(), results.title, as_csv(results), json.dumps(as_json(results))
         assert all(texts)
     for name, settings in read_trainings(place).items():
-        settings_in(place / name, settings)
+        settings_from(place / name, settings)
     return results or read_trainings(place)
 
 

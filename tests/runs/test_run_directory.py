@@ -187,7 +187,7 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
     settings = (
         RECIPES["digits"]
         .settings()
-        .changed({"policy": "fixed", "batch_size": 64, "epochs": 1, "samples": 128})
+        .with_changes({"policy": "fixed", "batch_size": 64, "epochs": 1, "samples": 128})
     )
     run = RunDirectory.create(tmp_path / "run", settings.as_dict())
     if lost == "checkpoint":

@@ -79,7 +79,7 @@ def _outcome(optimizer: str, r_max: float, lr: float, seeds: int, name: str) -> 
 
 
 def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, float, float]:
-    settings = DIGITS.settings().changed(
+    settings = DIGITS.settings().with_changes(
         {
             "dropout": 0.25,
             "double": False,
@@ -98,7 +98,7 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
     for _ in training.train.epochs(settings.epochs):
         for step in training.train:
             for batch in step:
-                step.backward(training.loss_of(training.joined, batch))
+                step.backward(training.loss_of(training.wrapped_model, batch))
             record = step.update()
             losses.append(record.loss)
             gsnr = record.gsnr

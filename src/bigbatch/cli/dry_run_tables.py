@@ -6,7 +6,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bigbatch.experiments.dry_run import MOMENTS, DryRun, Planned, Stated, dry_run, sources
+from bigbatch.experiments.dry_run import (
+    MOMENTS,
+    DryRun,
+    PlanEstimate,
+    SourcedValue,
+    dry_run,
+    sources,
+)
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import Settings
@@ -47,28 +54,28 @@ def show_dry_run(
 
 def facts(run: DryRun) -> Rows:
     """Sizes, memory, batches and rates of a dry run, by name."""
-    keeps = run.keeps
-    memory = {
-        "parameters, buffers": keeps.weights,
-        "gradients": keeps.gradients,
-        "DDP's buckets": keeps.gradients if run.ranks > 1 else 0,
-        "optimizer state": keeps.state,
-        "second moment of VR": keeps.second_moment,
-        f"VR's own sum, {'every' if keeps.sums[1] else 'first'} step": keeps.sums[0],
-        "a micro-batch": keeps.sample * run.settings.micro_batch,
+    memory = run.memory
+    sizes = {
+        "parameters, buffers": memory.weights,
+        "gradients": memory.gradients,
+        "DDP's buckets": memory.gradients if run.ranks > 1 else 0,
+        "optimizer state": memory.state,
+        "second moment of VR": memory.second_moment,
+        f"VR's own sum, {'every' if memory.sums[1] else 'first'} step": memory.sums[0],
+        "a micro-batch": memory.sample * run.settings.micro_batch,
     }
-    acts = keeps.activations
+    acts = memory.activations
     total = run.settings.epochs * run.samples
     return {
         "ranks": f"{run.ranks:,}",
         "samples an epoch": f"{run.samples:,}",
         "samples in all": f"{total:,}",
-        "parameters": f"{keeps.parameters:,}",
-        **{f"memory: {name}": format_bytes(size) for name, size in memory.items() if size},
+        "parameters": f"{memory.parameters:,}",
+        **{f"memory: {name}": format_bytes(size) for name, size in sizes.items() if size},
         "memory: its activations": UNKNOWN if acts is None else format_bytes(acts),
-        "memory: in all": UNKNOWN if acts is None else format_bytes(sum(memory.values()) + acts),
-        "operations a sample": UNKNOWN if keeps.flops is None else f"{keeps.flops:.3g}",
-        "inputs of the model, an epoch": format_bytes(keeps.sample * run.samples),
+        "memory: in all": UNKNOWN if acts is None else format_bytes(sum(sizes.values()) + acts),
+        "operations a sample": UNKNOWN if memory.flops is None else f"{memory.flops:.3g}",
+        "inputs of the model, an epoch": format_bytes(memory.sample * run.samples),
         **{
             f"{name}: {fact}": value
             for name, planned in run.plans.items()
@@ -91,7 +98,7 @@ def format_amount(amount: float, units: Sequence[str]) -> str:
     return f"{amount:.3g}{unit}" if amount < 999.5 else f"{amount:,.0f}{unit}"
 
 
-def _plan_facts(planned: Planned, run: DryRun) -> Rows:
+def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
     plan = planned.plan
     rates = {f", {moment}": lr for moment, lr in zip(MOMENTS, planned.lr, strict=True)}
     if len({*planned.lr}) == 1:
@@ -102,7 +109,7 @@ def _plan_facts(planned: Planned, run: DryRun) -> Rows:
         "batch": f"{plan.batch_size:,} = {run.ranks} x {planned.accumulation} x {plan.micro}",
         "steps": f"{planned.steps:,}, {planned.steps // run.settings.epochs:,} an epoch",
         **{f"lr{moment}": f"{lr:.4g}{more}" for moment, lr in rates.items()},
-        **({"sent by a rank a step": format_bytes(planned.sent)} if run.ranks > 1 else {}),
+        **({"sent by a rank a step": format_bytes(planned.bytes_sent)} if run.ranks > 1 else {}),
     }
 
 
@@ -120,7 +127,7 @@ def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = No
     return table
 
 
-def _value_text(one: Stated) -> str:
+def _value_text(one: SourcedValue) -> str:
     text = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
     return f"{text} *" if one.source.startswith("small scale") else text
 
@@ -141,13 +148,13 @@ def _notes(
     }
     lines = ["* of the small scale, ours." for paper_scale in settings if not paper_scale]
     lines += [line for line, holds in conditions.items() if any(map(holds, settings.values()))]
-    if any(run.keeps.sums[0] for run in runs.values()):
+    if any(run.memory.sums[0] for run in runs.values()):
         lines.append(
             "VR on one process has its own sum of gradients in its first step; the second frees it "
             "and keeps the sum in .grad, unless clip or float16 write to .grad."
         )
     for run in runs.values():
-        note = LRSchedule(run.settings.lr_schedule).note(run.settings.epochs, run.samples)
+        note = LRSchedule(run.settings.lr_schedule).truncation_warning(run.settings.epochs, run.samples)
         lines += [note] * bool(note and note not in lines)
     if not all(one.samples for one in settings.values()):
         lines.append(

@@ -10,8 +10,8 @@ import typer
 from typer.exceptions import TyperException
 
 from bigbatch.errors import BigbatchError
-from bigbatch.experiments.process_group import leads
-from bigbatch.experiments.torchrun import Launch, heard_if_leading
+from bigbatch.experiments.process_group import is_rank_zero
+from bigbatch.experiments.torchrun import Launch, stdout_of_rank_zero
 from bigbatch.interrupts import INTERRUPTED, ignore, interrupts_by
 
 
@@ -22,22 +22,22 @@ def run(app: typer.Typer) -> None:
     try:
         try:
             launch = Launch.join(trains=sys.argv[1:2] == ["train"])
-            with heard_if_leading(), interrupts_by(signal.default_int_handler):
+            with stdout_of_rank_zero(), interrupts_by(signal.default_int_handler):
                 status = app(standalone_mode=False, obj=launch) or 0
         finally:
             ignore()
     except (BigbatchError, TyperException, OSError) as error:
-        launch.tell(_line_of(error))
+        launch.report_error(_line_of(error))
         status = 2
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except Exception as error:
-        launch.tell_failure(error)
+        launch.report_failure(error)
         status = 1
     except SystemExit as ending:
         launch.end(ending.code)
     if status == INTERRUPTED:  # which typer may return too
-        launch.tell("interrupted")
+        launch.report_error("interrupted")
     launch.end(status)
 
 
@@ -60,6 +60,6 @@ def _message_of(error: Exception) -> str:
 
 
 def _one_line_warning(shown: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
-    if leads() and str(message) not in shown:
+    if is_rank_zero() and str(message) not in shown:
         shown.add(str(message))
         sys.stderr.write(f"bigbatch: note: {message}\n")

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments import recipe_named
-from bigbatch.experiments.process_group import leads
+from bigbatch.experiments import get_recipe
+from bigbatch.experiments.process_group import is_rank_zero
 from bigbatch.experiments.recipe import Recipe
-from bigbatch.experiments.settings import HELP, KINDS, Settings, Value
+from bigbatch.experiments.settings import HELP, SETTING_TYPES, Settings, Value
 
 RecipeName = Annotated[str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")]
 Set = Annotated[
@@ -53,7 +53,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[
-                    str | None, typer.Option(help=HELP.get(name, ""), metavar=_metavar(KINDS[name]))
+                    str | None,
+                    typer.Option(help=HELP.get(name, ""), metavar=_metavar(SETTING_TYPES[name])),
                 ],
             )
             for name in names
@@ -80,7 +81,9 @@ def parse_settings(texts: dict[str, str | None]) -> dict[str, Value]:
     Raises:
         SettingError: a text has another type than its setting.
     """
-    return {name: Settings.read(name, text) for name, text in texts.items() if text is not None}
+    return {
+        name: Settings.parse_value(name, text) for name, text in texts.items() if text is not None
+    }
 
 
 def names_on_command_line(context: typer.Context) -> set[str]:
@@ -124,14 +127,14 @@ def select_recipe(name: str | None, result: str | None, *, paper_scale: bool) ->
     Raises:
         SettingError: there is no such recipe or result, or a result without the paper's scale.
     """
-    recipe = recipe_named(name or "digits")
+    recipe = get_recipe(name or "digits")
     if result is None:
         return recipe
     if not recipe.results:
         raise SettingError(f"recipe {recipe.name!r} has no --result {result}; leave it out")
     if not paper_scale:
         raise SettingError(f"--result {result} is of the paper's scale; give --paper-scale too")
-    return recipe.repeating(result)
+    return recipe.for_result(result)
 
 
 def apply_set_options(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:
@@ -142,10 +145,10 @@ def apply_set_options(settings: Settings, texts: Sequence[str]) -> tuple[Setting
     """
     names: set[str] = set()
     for text in texts:
-        change = settings.parsed(text)
+        change = settings.parse_change(text)
         for name in change.keys() & _NOT_BY_SET.keys():
             raise SettingError(f"--set cannot change {name!r}: {_NOT_BY_SET[name]}")
-        settings, names = settings.changed(change), names | change.keys()
+        settings, names = settings.with_changes(change), names | change.keys()
     return settings, names
 
 
@@ -171,6 +174,6 @@ def find_data(recipe: Recipe, folder: Path | None) -> str:
     if folder is not None and not recipe.origin.files:
         raise SettingError(f"recipe {recipe.name!r} brings its own data; leave --data out")
     data_folder = recipe.origin.find(folder)
-    if data_folder is None and recipe.origin.files and leads():
+    if data_folder is None and recipe.origin.files and is_rank_zero():
         sys.stderr.write(f"bigbatch: note: no --data; {recipe.origin.otherwise} is used\n")
     return "" if data_folder is None else str(data_folder)

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from bigbatch.cli.dry_run_tables import format_amount
 from bigbatch.errors import MissingPackageError, RunError
-from bigbatch.experiments import EXPERIMENTS, RECIPES, recipe_named
-from bigbatch.experiments.datasets.location import HERE, DatasetLocation
-from bigbatch.experiments.memory_estimate import parameters_of
+from bigbatch.experiments import EXPERIMENTS, RECIPES, get_recipe
+from bigbatch.experiments.datasets.location import DEFAULT_FOLDER, DatasetLocation
+from bigbatch.experiments.memory_estimate import count_parameters
 from bigbatch.experiments.recipe import Changes, Recipe, Result
 from bigbatch.experiments.sweep import points_of
 from bigbatch.runs.console import LiveView, plain_console
@@ -32,7 +32,7 @@ def recipes(
         view.print(f"{name}: {EXPERIMENTS[name].summary}")
         view.print(f"  bigbatch train {name}")
     elif name is not None:
-        for line in _description(recipe_named(name), data):
+        for line in _description(get_recipe(name), data):
             view.print(line)
     else:
         view.console.print(_table(data))
@@ -100,16 +100,18 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
     try:
         folder = origin.find(given)
     except RunError:
-        return f"not in {given or HERE}"
+        return f"not in {given or DEFAULT_FOLDER}"
     if folder is None:
-        return f"not in {HERE}, {origin.otherwise} instead"
+        return f"not in {DEFAULT_FOLDER}, {origin.otherwise} instead"
     return f"in {folder}"
 
 
 def _weight_counts(recipe: Recipe) -> list[str]:
     """Numbers of weights at the small scale and at the paper's; "?" where a package is missing."""
     try:
-        counts = [parameters_of(recipe, recipe.settings(paper_scale=one)) for one in (False, True)]
+        counts = [
+            count_parameters(recipe, recipe.settings(paper_scale=one)) for one in (False, True)
+        ]
     except MissingPackageError:
         return ["?", "?"]  # `bigbatch train` names the package
     return [format_amount(count, ("", " K", " M", " B")) for count in counts]

@@ -7,7 +7,7 @@ import typer
 
 from bigbatch.cli.options import parse_settings, with_settings
 from bigbatch.errors import SettingError
-from bigbatch.experiments.settings import CONTROLS
+from bigbatch.experiments.settings import CONTROLLER_SETTINGS
 from bigbatch.policies.parse import POLICIES, parse_policy
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
@@ -60,7 +60,7 @@ def report(
     LiveView(plain_console()).print(f"report: {out}")
 
 
-@with_settings(*CONTROLS)
+@with_settings(*CONTROLLER_SETTINGS)
 def replay(
     paths: Paths,
     policy: Annotated[

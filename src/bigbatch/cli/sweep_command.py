@@ -9,10 +9,10 @@ from bigbatch.cli import options
 from bigbatch.cli.options import refuse_options
 from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.process_pool import train_side_by_side
-from bigbatch.experiments.settings import KINDS
+from bigbatch.experiments.settings import SETTING_TYPES
 from bigbatch.experiments.study import report_study
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
-from bigbatch.experiments.torchrun import Launch, alone
+from bigbatch.experiments.torchrun import Launch, is_single_process
 from bigbatch.runs.atomic_files import reserve
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_config import read_sweep
@@ -21,7 +21,7 @@ _GRID = "Values of a setting; separate values that have commas by |. Repeat it f
 
 
 @options.with_settings(
-    *(one for one in KINDS if one not in ("recipe", "arm", "seed", "data", "task"))
+    *(one for one in SETTING_TYPES if one not in ("recipe", "arm", "seed", "data", "task"))
 )
 def sweep(
     context: typer.Context,
@@ -61,7 +61,7 @@ def sweep(
     After an interruption: bigbatch sweep --resume runs/digits-sweep-1
     """
     view = LiveView(plain_console(), quiet=quiet)
-    if not alone():
+    if not is_single_process():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     option_names = options.names_on_command_line(context)
     if resume is not None:
@@ -77,9 +77,9 @@ def sweep(
     settings = chosen.settings(paper_scale=paper_scale)
     settings, set_names = options.apply_set_options(settings, set_ or ())
     changes = options.parse_settings(texts)
-    settings, names = settings.changed(changes), set_names | changes.keys()
+    settings, names = settings.with_changes(changes), set_names | changes.keys()
     if not dry_run:  # which needs no data
-        settings = settings.changed({"data": options.find_data(chosen, data)})
+        settings = settings.with_changes({"data": options.find_data(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), paper_scale=paper_scale)
     if repeated := names & {key for one in grids.grids for key in one}:
         owner = "--grid" if grid else "the sweep of the recipe"

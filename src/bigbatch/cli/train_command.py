@@ -11,19 +11,21 @@ from bigbatch.cli.dry_run_tables import show_dry_run
 from bigbatch.cli.options import refuse_options
 from bigbatch.errors import SettingError
 from bigbatch.experiments import EXPERIMENTS
-from bigbatch.experiments.process_group import count, from_leader
+from bigbatch.experiments.process_group import run_on_rank_zero, world_size
 from bigbatch.experiments.recipe import SEEDS, Recipe
-from bigbatch.experiments.settings import KINDS, Settings
+from bigbatch.experiments.settings import SETTING_TYPES, Settings
+from bigbatch.experiments.study import build_training, start_study, train_one, train_study
 from bigbatch.experiments.study import resume as resume_at
-from bigbatch.experiments.study import start_study, train_one, train_study, training_at
 from bigbatch.experiments.torchrun import Launch
-from bigbatch.experiments.unused_settings import unused_by_optimizer, unused_by_policy
+from bigbatch.experiments.validate import unused_by_optimizer, unused_by_policy
 from bigbatch.runs.atomic_files import release, reserve
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_directory import RunDirectory
 
 
-@options.with_settings(*(name for name in KINDS if name not in ("recipe", "arm", "data", "task")))
+@options.with_settings(
+    *(name for name in SETTING_TYPES if name not in ("recipe", "arm", "data", "task"))
+)
 def train(
     context: typer.Context,
     recipe: options.RecipeName = None,
@@ -108,7 +110,7 @@ def train(
     if changes:
         single = f"{options.format_options(changes)}, of a single training,"
         refuse_options(single, option_names & {"seeds"})
-    settings = settings.changed({"data": options.find_data(chosen, data)})
+    settings = settings.with_changes({"data": options.find_data(chosen, data)})
     if changes:
         _require_runs(chosen, settings)
         _train_one(settings, folder, run_dir, launch, view)
@@ -118,7 +120,7 @@ def train(
     start = partial(start_study, chosen, path, settings, seeds, launch.id)
     with launch.resumable(path):
         if not has_begun:
-            from_leader(partial(start, paper_scale=paper_scale))
+            run_on_rank_zero(partial(start, paper_scale=paper_scale))
             names = options.apply_set_options(settings, set_ or ())[1] | epochs.keys()
             remedy = "--arm trains one alone with it"
             options.warn_of_arm_values(chosen, names, remedy, paper_scale=paper_scale)
@@ -137,8 +139,8 @@ def _settings(
     settings = recipe.settings(paper_scale=paper_scale)
     if "arm" in changes:
         settings = recipe.arm(changes["arm"], settings, paper_scale=paper_scale)
-    settings, set_names = options.apply_set_options(settings.changed(epochs), sets)
-    settings = settings.changed(changes)
+    settings, set_names = options.apply_set_options(settings.with_changes(epochs), sets)
+    settings = settings.with_changes(changes)
     if not changes:
         return settings  # of a study, in which an arm may use a setting that others do not
     for name, unused_by in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
@@ -160,7 +162,7 @@ def _settings(
 
 def _require_runs(recipe: Recipe, settings: Settings) -> None:
     """Raises SettingError where one arm needs a run that its study would train before."""
-    for name, run in settings.before.items():
+    for name, run in settings.required_runs.items():
         if run in recipe.arm_names:
             raise SettingError(
                 f"{name} of arm {settings.arm} is arm {run}; name a run of it by "
@@ -181,8 +183,8 @@ def _train_one(
         if has_begun:
             resume_at(path, view)
             return
-        training = training_at(path, settings)  # before anything is written
-        run = from_leader(lambda: RunDirectory.create(path, settings.as_dict(), launch.id))
+        training = build_training(path, settings)  # before anything is written
+        run = run_on_rank_zero(lambda: RunDirectory.create(path, settings.as_dict(), launch.id))
         train_one(training, run, view)
 
 
@@ -190,11 +192,13 @@ def _choose_path(
     launch: Launch, run_dir: Path | None, runs_dir: Path, name: str
 ) -> tuple[Path, bool]:
     """The directory to train in, and whether workers before a restart have begun there."""
-    return from_leader(lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id)))
+    return run_on_rank_zero(
+        lambda: launch.choose_directory(lambda: run_dir or reserve(runs_dir, name, launch.id))
+    )
 
 
 def _require_one_rank(experiment: str) -> None:
-    if count() > 1:
+    if world_size() > 1:
         raise SettingError(
-            f"{experiment} is nothing that {count()} ranks could share; run it without torchrun"
+            f"{experiment} cannot be shared by {world_size()} ranks; run it without torchrun"
         )

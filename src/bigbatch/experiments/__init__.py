@@ -1,4 +1,4 @@
-"""One file a published experiment: what to train, on which data, with which numbers."""
+"""The papers' experiments: one file each, with model, data and settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from bigbatch.experiments.squad import SQUAD
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe that is no training of one model, and so has no settings, arms or checkpoints.
+    """An experiment that does not train one model, and has no settings, arms or checkpoints.
 
     Args:
-        name: on the command line.
-        summary: one line.
-        run: does all of it, given the directory to make, the number of seeds, and quiet.
+        name: name on the command line.
+        summary: description in one line.
+        run: runs it; takes the directory to create, the number of seeds, and quiet.
     """
 
     name: str
@@ -61,11 +61,11 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def recipe_named(name: str) -> Recipe:
+def get_recipe(name: str) -> Recipe:
     """The recipe of that name.
 
     Raises:
-        SettingError: there is none, or it is an experiment.
+        SettingError: the name is unknown, or that of an experiment.
     """
     require_choice("recipe", name, (*RECIPES, *EXPERIMENTS))
     if name in EXPERIMENTS:

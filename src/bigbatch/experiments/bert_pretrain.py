@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from bigbatch.experiments.datasets.masking import Masking
-from bigbatch.experiments.datasets.sentence_pairs import Book, SentencePairs, spread
+from bigbatch.experiments.datasets.sentence_pairs import Book, Masking, SentencePairs, spread
 from bigbatch.experiments.datasets.text import ORIGIN, corpus_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, kept, load_tokenizer
+from bigbatch.experiments.models.bert import SAVED_AS, TINY, bert, load_tokenizer, vocabulary_file
 from bigbatch.experiments.pretraining_loss import example, loss_of, scores_of
 from bigbatch.experiments.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch.experiments.settings import Settings
@@ -38,16 +37,16 @@ def _data(settings: Settings) -> Data:
     (tokenizer, frame), task = load_tokenizer(settings, corpus.train), settings.task
     masking = Masking(tokenizer.mask, tokenizer.ordinary, int(task["predictions"]))
 
-    def pairs(documents: Iterable[str], part: str, draws: int, seed: int) -> SentencePairs:
-        book = Book.of(tokenizer.numbers(documents), part)
+    def pairs(documents: Iterable[str], name: str, draws: int, seed: int) -> SentencePairs:
+        book = Book.of(tokenizer.encode(documents), name)
         return SentencePairs(book, frame, masking, tokenizer.special, draws=draws, seed=seed)
 
     train = pairs(corpus.train(), "the text to train on", int(task["draws"]), settings.seed)
     held_out = pairs(corpus.held_out(), f"the text held out ({corpus.rule})", draws=1, seed=0)
-    judged = spread(held_out, int(task["judged"]))
-    where = f"(held out of {corpus.name})"
-    scores = partial(scores_of, held_out=judged, settings=settings, where=where)
-    return Data(train, scores, kept(tokenizer))
+    evaluated = spread(held_out, int(task["judged"]))
+    suffix = f"(held out of {corpus.name})"
+    scores = partial(scores_of, held_out=evaluated, settings=settings, suffix=suffix)
+    return Data(train, scores, vocabulary_file(tokenizer))
 
 
 BERT_PRETRAIN = Recipe(
@@ -99,11 +98,7 @@ BERT_PRETRAIN = Recipe(
         "lr": 0.01,
         "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
         "samples": 30_000,
-        "device": "cpu",
-        "precision": "float32",
-        "workers": 0,
-        "size": "tiny",
-        "vocabulary": 300,
+        **TINY,
         "dropout": 0.0,
         "length": 64,
         "predictions": 10,
@@ -143,5 +138,5 @@ BERT_PRETRAIN = Recipe(
     loss=lambda settings: loss_of,
     data=_data,
     example=example,
-    kept_as=KEPT_AS,
+    saved_as=SAVED_AS,
 )

@@ -1,4 +1,4 @@
-"""The loop of a training, over its data: what settings say of batches, order and ranks."""
+"""Builds the loop of a training: batches, order of the data and ranks, as the settings say."""
 
 import math
 import warnings
@@ -15,7 +15,7 @@ from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.datasets.in_memory import identity_collate
 from bigbatch.experiments.datasets.subset import Subset, chosen_indices
-from bigbatch.experiments.process_group import count
+from bigbatch.experiments.process_group import world_size
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.statistics.meter import GradientMeter
@@ -23,7 +23,7 @@ from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import LRScaling
 
 
-def loop_over(
+def build_loop(
     data: Data,
     settings: Settings,
     model: nn.Module,
@@ -32,10 +32,10 @@ def loop_over(
     scaler: GradScaler | None = None,
     min_micro_batches: int | None = None,
 ) -> AdaptiveBatch:
-    """The loop that settings name, over a data set.
+    """The loop of the settings over a data set.
 
     Raises:
-        SettingError: the settings cannot work.
+        SettingError: a setting is invalid.
     """
     return AdaptiveBatch(
         model,
@@ -44,14 +44,14 @@ def loop_over(
         policy=build_controller(settings),
         micro_batch=settings.micro_batch,
         min_micro_batches=min_micro_batches,
-        lr_scaling=scaling_of(settings),
+        lr_scaling=lr_scaling_of(settings),
         meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
         scaler=scaler,
     )
 
 
-def scaling_of(settings: Settings) -> LRScaling:
-    """The rule by which the rate follows the batch; None for none."""
+def lr_scaling_of(settings: Settings) -> LRScaling:
+    """The rule that scales lr with the batch size; None for none."""
     return None if settings.lr_scaling == "none" else settings.lr_scaling
 
 
@@ -61,29 +61,29 @@ def batches_of(data: Data, settings: Settings, virtual_ranks: int) -> Batches:
 
 
 def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
-    part, samples = data.train, len(data.train)  # type: ignore[arg-type]
+    dataset, samples = data.train, len(data.train)  # type: ignore[arg-type]
     if 0 < settings.samples < samples:
-        part = Subset(part, chosen_indices(samples, settings.samples))
+        dataset = Subset(dataset, chosen_indices(samples, settings.samples))
     return DataLoader(
-        part,
+        dataset,
         min(settings.base_batch, settings.micro_batch),
-        sampler=ElasticDistributedSampler(part, seed=settings.seed),  # type: ignore[arg-type]
+        sampler=ElasticDistributedSampler(dataset, seed=settings.seed),  # type: ignore[arg-type]
         collate_fn=identity_collate,
         num_workers=settings.workers,
     )
 
 
 def virtual_ranks_of(settings: Settings) -> int:
-    """Those of the settings, or the least multiple that the ranks divide."""
-    needed = math.lcm(settings.virtual_ranks, count())
+    """`virtual_ranks`, or its smallest multiple that the number of ranks divides."""
+    needed = math.lcm(settings.virtual_ranks, world_size())
     if needed != settings.virtual_ranks:
-        _note_other_groups(settings.virtual_ranks, count(), needed)
+        _warn_of_groups(settings.virtual_ranks, world_size(), needed)
     return needed
 
 
 @cache
-def _note_other_groups(given: int, ranks: int, needed: int) -> None:
-    """Once a process, not once a training of a study."""
+def _warn_of_groups(given: int, ranks: int, needed: int) -> None:
+    """Warns once per process, not for each training of a study."""
     warnings.warn(
         f"virtual_ranks={given} is no multiple of the {ranks} ranks, so {needed} are used: other "
         "groups of samples, and another run, than on fewer ranks",

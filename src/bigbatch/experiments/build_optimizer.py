@@ -1,4 +1,4 @@
-"""The optimizer and the controller that settings name."""
+"""Builds the optimizer and the controller of the settings."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.settings import CONTROLS, Settings, policy_settings, require_choice
+from bigbatch.experiments.settings import (
+    CONTROLLER_SETTINGS,
+    Settings,
+    policy_settings,
+    require_choice,
+)
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
@@ -17,10 +22,10 @@ Named = tuple[str, Tensor]
 
 
 def build_controller(settings: Settings) -> Controller:
-    """The policy that the settings name, with the controller's options.
+    """The controller with the policy of the settings.
 
     Raises:
-        SettingError: a value out of range, or a schedule without its text.
+        SettingError: a value is out of range, or a schedule has no text.
     """
     if settings.policy == "schedule" and not settings.batch_schedule:
         raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
@@ -32,7 +37,7 @@ def build_controller(settings: Settings) -> Controller:
         policy,
         getattr(policy, "batch_size", settings.batch_size),
         settings.base_batch,
-        **{name: getattr(settings, name) for name in CONTROLS},
+        **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
     )
 
 
@@ -40,20 +45,20 @@ def build_optimizer(
     settings: Settings,
     parameters: Iterable[Named],
     without_vr: frozenset[str] = frozenset(),
-    share: float = 1.0,
+    lr_factor: float = 1.0,
 ) -> Optimizer:
-    """The optimizer that the settings name, over a model's named parameters.
+    """The optimizer of the settings for a model's named parameters.
 
-    LARS and LAMB leave biases and norms (one dimension at most) without decay and trust ratio; the
-    others decay them where `decay_all` says so.
+    LARS and LAMB apply no decay and no trust ratio to biases and norms (one dimension at most); the
+    others decay them if `decay_all`.
 
     Args:
-        settings: its name and numbers.
-        parameters: by name.
-        without_vr: names of those that a VR optimizer steps as its base does.
-        share: of lr that all the others have.
+        settings: name and options of the optimizer.
+        parameters: parameters with their names.
+        without_vr: names of the parameters that a VR optimizer steps as its base does.
+        lr_factor: factor of lr for all other parameters.
     Raises:
-        SettingError: an unknown name, or a value out of range.
+        SettingError: the name is unknown, or a value is out of range.
     """
     require_choice("optimizer", settings.optimizer, OPTIMIZERS)
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
@@ -61,13 +66,13 @@ def build_optimizer(
         decays = settings.decay_all or parameter.ndim > 1
         group = groups.setdefault((decays, name not in without_vr), {"params": []})
         group["params"].append((name, parameter))
-    adapted = settings.optimizer.startswith("vr-")
+    is_vr = settings.optimizer.startswith("vr-")
     for (decays, vr), group in groups.items():
         group |= {} if decays else {"weight_decay": 0.0}
-        group |= {"lr": share * settings.lr} if vr else {}
-        group |= {} if vr or not adapted else {"vr": False}
+        group |= {"lr": lr_factor * settings.lr} if vr else {}
+        group |= {} if vr or not is_vr else {"vr": False}
     base = _BASES[settings.optimizer.removeprefix("vr-")](list(groups.values()), settings)
-    if not adapted:
+    if not is_vr:
         return base
     beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
     watch = settings.engine == "ddp"  # DeepSpeed flattens the weights into shards without names
@@ -75,8 +80,8 @@ def build_optimizer(
     return VarianceReduced(base, **options)
 
 
-def stepped_by(optimizer: Optimizer) -> Optimizer:
-    """Whose `step` an engine may call itself."""
+def base_of(optimizer: Optimizer) -> Optimizer:
+    """The base of a VR optimizer, or the optimizer itself; LR schedulers patch its `step`."""
     return getattr(optimizer, "base", optimizer)
 
 

@@ -1,7 +1,7 @@
-"""A small causal transformer over characters: Shakespeare, or what Python says of itself.
+"""A small causal transformer over characters: Shakespeare, or Python's own documentation.
 
-A demonstration that needs no download, not a benchmark; the full settings are those of a model that
-many know, as far as they carry over. A sample is a window of the text; the windows of an epoch do
+A demonstration that needs no download, not a benchmark; the full settings are nanoGPT's, where
+they apply. A sample is a window of the text; the windows of an epoch do
 not overlap. The last tenth of the text is held out.
 
 Source of the settings: A. Karpathy, nanoGPT, config/train_shakespeare_char.py and train.py.
@@ -14,36 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.experiments.datasets.characters import CHARACTERS, first_and_rest, windows_of
+from bigbatch.experiments.datasets.characters import CHARACTERS, split_codes, windows_of
 from bigbatch.experiments.datasets.files import text_of
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
-from bigbatch.experiments.distributed_eval import device_of, share_of, summed
+from bigbatch.experiments.distributed_eval import all_reduce_sum, device_of, local_batches
 from bigbatch.experiments.models.char_transformer import CharTransformer
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
-from bigbatch.setting_types import Count, setting
 
 NANOGPT = "nanoGPT's shakespeare_char"
-_TRAINED = 0.9  # of the characters
+_TRAIN_SHARE = 0.9  # of the characters
 
 
 def _model(settings: Settings) -> nn.Module:
-    task = settings.task
+    names = ("length", "width", "depth", "heads")
+    length, width, depth, heads = (int(settings.task[name]) for name in names)
+    dropout = float(settings.task["dropout"])
     return CharTransformer(
-        CHARACTERS,
-        int(task["length"]),
-        width=int(task["width"]),
-        depth=int(task["depth"]),
-        heads=int(task["heads"]),
-        dropout=float(task["dropout"]),
+        CHARACTERS, length, width=width, depth=depth, heads=heads, dropout=dropout
     )
 
 
-def _surprise(model: nn.Module, windows: Tensor, reduction: str) -> Tensor:
-    """Of each next character, in nats."""
+def _cross_entropy(model: nn.Module, windows: Tensor, reduction: str) -> Tensor:
+    """Cross-entropy of the next characters, in nats."""
     logits = model(windows[:, :-1].long())
     return functional.cross_entropy(
         logits.flatten(0, 1), windows[:, 1:].long().flatten(), reduction=reduction
@@ -51,32 +47,30 @@ def _surprise(model: nn.Module, windows: Tensor, reduction: str) -> Tensor:
 
 
 def _loss(settings: Settings) -> LossOf:
-    return lambda model, batch: _surprise(model, batch[0], "mean")
+    return lambda model, batch: _cross_entropy(model, batch[0], "mean")
 
 
 def _data(settings: Settings) -> Data:
     documents = [text_of(Path(settings.data) / "input.txt")] if settings.data else stdlib_text()
     length = int(settings.task["length"])
-    train, test = (windows_of(codes, length) for codes in first_and_rest(documents, _TRAINED))
+    train, test = (windows_of(codes, length) for codes in split_codes(documents, _TRAIN_SHARE))
     text = "Shakespeare" if settings.data else "Python's texts"
     name = f"bits per character ({text})"  # held out
     return Data(train, lambda model: {name: _bits(model, test, settings)})
 
 
 def _bits(model: nn.Module, test: InMemoryDataset, settings: Settings) -> float:
-    """Per character, each predicted from those before it in its window. Collective."""
+    """Bits per character, each predicted from those before it in its window. Collective."""
     total = torch.zeros(2, dtype=torch.float64)
-    for (windows,) in share_of(test, settings):
-        nats = _surprise(model, windows, "sum")
+    for (windows,) in local_batches(test, settings):
+        nats = _cross_entropy(model, windows, "sum")
         total += torch.tensor([nats.item(), windows[:, 1:].numel()], dtype=torch.float64)
-    nats_of_all, characters = summed(total.to(device_of(settings))).tolist()
-    return float(nats_of_all) / float(characters) / math.log(2)
+    nats_sum, characters = all_reduce_sum(total.to(device_of(settings))).tolist()
+    return float(nats_sum) / float(characters) / math.log(2)
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor]:
-    length = int(settings.task["length"])
-    setting("length", length, Count)
-    return (torch.empty(samples, length + 1, dtype=torch.uint8, device="meta"),)
+    return (torch.empty(samples, settings.count("length") + 1, dtype=torch.uint8, device="meta"),)
 
 
 CHAR_LM = Recipe(
@@ -118,8 +112,6 @@ CHAR_LM = Recipe(
         "lr_schedule": "warm-up 1000 samples; cosine",
         "max_batch": 512,
         "samples": 15_000,
-        "device": "cpu",
-        "precision": "float32",
     },
     paper_samples=3_921,
     minutes=1.4,

@@ -13,10 +13,10 @@ from bigbatch.experiments.image_classification import (
     accuracies,
     class_loss,
     examples,
-    shifted_and_flipped,
+    random_shift_and_flip,
 )
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
-from bigbatch.experiments.recipe import OURS, Data, Grid, LossOf, Recipe, Sweep
+from bigbatch.experiments.recipe import OURS, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
 
@@ -26,18 +26,14 @@ _STD = (0.2023, 0.1994, 0.2010)  # SimiGrad's code; not the channels' own
 _STEPS = "x0.1 at 80 and 120 epochs"
 
 _TARGETS = tuple(hundredths / 100 for hundredths in range(21))
-_LEAST = (32, 64, 128, 256, 512, 1024)
+_MIN_BATCHES = (32, 64, 128, 256, 512, 1024)
 _RATES = (0.025, 0.05, 0.1, 0.2, 0.4)
-_HELD: Grid = {"policy": ("simigrad",)}
+_SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
 
 
 def _model(settings: Settings) -> nn.Module:
     depth, width = int(settings.task["depth"]), int(settings.task["width"])
     return OfBytes(resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD)
-
-
-def _loss(settings: Settings) -> LossOf:
-    return class_loss(augment=shifted_and_flipped)
 
 
 def _data(settings: Settings) -> Data:
@@ -76,7 +72,6 @@ CIFAR10_RESNET18 = Recipe(
         "epochs": 10,
         "max_batch": 1024,
         "lr_schedule": "x0.1 at 6 and 9 epochs",
-        "device": "cpu",
         "depth": 10,
         "width": 8,
     },
@@ -93,7 +88,7 @@ CIFAR10_RESNET18 = Recipe(
     },
     sweep=Sweep(
         (
-            {**_HELD, "target": (0.1, 0.4), "min_batch": (64, 256), "lr": _RATES[1::2]},
+            {**_SIMIGRAD_GRID, "target": (0.1, 0.4), "min_batch": (64, 256), "lr": _RATES[1::2]},
             {
                 "policy": ("fixed",),
                 "batch_size": (128, 256, 512, 1024),
@@ -105,12 +100,17 @@ CIFAR10_RESNET18 = Recipe(
     ),
     paper_sweep=Sweep(
         (  # 609 points of SimiGrad, then fixed batches; these with rates that are ours
-            {**_HELD, "target": _TARGETS, "max_batch": (1024,), "min_batch": _LEAST[:-1]},
             {
-                **_HELD,
+                **_SIMIGRAD_GRID,
+                "target": _TARGETS,
+                "max_batch": (1024,),
+                "min_batch": _MIN_BATCHES[:-1],
+            },
+            {
+                **_SIMIGRAD_GRID,
                 "target": _TARGETS,
                 "max_batch": (2048, 4096, 8192, 16384),
-                "min_batch": _LEAST,
+                "min_batch": _MIN_BATCHES,
             },
             {
                 "policy": ("fixed",),
@@ -123,7 +123,7 @@ CIFAR10_RESNET18 = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=_loss,
+    loss=lambda _: class_loss(augment=random_shift_and_flip),
     data=_data,
     example=examples(3, 32),
 )

@@ -18,7 +18,7 @@ from bigbatch.experiments.image_classification import (
     accuracies,
     class_loss,
     examples,
-    shifted_and_flipped,
+    random_shift_and_flip,
 )
 from bigbatch.experiments.models.resnet import resnet_of_three_stages
 from bigbatch.experiments.recipe import OURS, Arm, Arms, Data, Grid, Recipe, Result, Rows, Sweep
@@ -44,12 +44,12 @@ _DECAY: Rows = {
 def _arms(base: str) -> Arms:
     """A base, its VR version with both upper clips, and momentum at their mean rates.
 
-    Momentum at the same rate and momentum at the mean rate are the two controls for a version whose
-    factors shorten its steps; the other three bases do not see a factor that all weights share.
+    Momentum at the same rate and momentum at the mean rate are the two controls for a VR version,
+    whose factors shorten its steps; the other three bases are invariant to a common factor.
     """
-    own: Arm = {"lr": _LR[base], "weight_decay": _DECAY[base]}
-    plain: Arm = {"optimizer": (base, _TABLE), **own}
-    vr: Arm = {"optimizer": (f"vr-{base}", _TABLE), **own}
+    base_settings: Arm = {"lr": _LR[base], "weight_decay": _DECAY[base]}
+    plain: Arm = {"optimizer": (base, _TABLE), **base_settings}
+    vr: Arm = {"optimizer": (f"vr-{base}", _TABLE), **base_settings}
     vr_arms: Arms = {
         f"vr-{base}": {**vr, "r_max": CLIPS["r_max"]},
         f"vr-{base}-10": {**vr, "r_max": TO_TEN},
@@ -62,11 +62,11 @@ def _arms(base: str) -> Arms:
 
 
 def _grids(
-    bases: Iterable[str], rates: Iterable[float], **others: tuple[Value, ...]
+    bases: Iterable[str], rates: Iterable[float], **fixed: tuple[Value, ...]
 ) -> tuple[Grid, ...]:
-    """For each base its arms, all over the same rates."""
+    """A grid of the arms of each base, over the same multiples of its rate."""
     return tuple(
-        {"arm": tuple(_arms(base)), "lr": tuple(_LR[base] * rate for rate in rates), **others}
+        {"arm": tuple(_arms(base)), "lr": tuple(_LR[base] * rate for rate in rates), **fixed}
         for base in bases
     )
 
@@ -79,8 +79,8 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    seen = scored_indices(len(train), settings.samples, len(test))
-    return Data(train, accuracies(test, settings, InMemoryDataset(*train.__getitems__(seen))))
+    scored = scored_indices(len(train), settings.samples, len(test))
+    return Data(train, accuracies(test, settings, InMemoryDataset(*train.__getitems__(scored))))
 
 
 CIFAR10_RESNET56 = Recipe(
@@ -115,7 +115,6 @@ CIFAR10_RESNET56 = Recipe(
         "epochs": 12,
         "batch_size": 512,
         "lr_schedule": "warm-up 1 epoch; x0.1 at 8 and 11 epochs",
-        "device": "cpu",
         "depth": 8,
         "width": 8,
     },
@@ -137,7 +136,9 @@ CIFAR10_RESNET56 = Recipe(
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
     paper_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
     model=_model,
-    loss=lambda settings: class_loss(float(settings.task["label_smoothing"]), shifted_and_flipped),
+    loss=lambda settings: class_loss(
+        float(settings.task["label_smoothing"]), random_shift_and_flip
+    ),
     data=_data,
     example=examples(3, 32),
 )

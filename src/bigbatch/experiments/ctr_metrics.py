@@ -1,4 +1,4 @@
-"""What models of clicks share: the loss, and the scores of a test."""
+"""Loss and scores of models that predict clicks."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bigbatch.experiments.datasets.click_rows import Batch, Clicks
-from bigbatch.experiments.distributed_eval import collected, share_of
+from bigbatch.experiments.distributed_eval import all_gather_rows, local_batches
 from bigbatch.experiments.settings import Settings
 from bigbatch.optional_packages import required
 
@@ -18,25 +18,29 @@ def click_loss(model: nn.Module, batch: Batch) -> Tensor:
     return binary_cross_entropy_with_logits(model(numbers, rows), labels)
 
 
-def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) -> dict[str, float]:
-    """Area under the ROC curve, and mean loss, over all ranks' rows. Collective.
+def click_scores(
+    model: nn.Module, test: Clicks, settings: Settings, dataset: str
+) -> dict[str, float]:
+    """Area under the ROC curve and mean loss over the rows of all ranks. Collective.
 
-    Of a model whose logits are not all numbers, as of one that diverged, the area is nan.
+    The area is nan if a logit is not finite, for example after divergence.
 
     Args:
-        model: gives logits.
-        test: rows.
-        settings: how many at once, and where.
-        of: which data, for the names of the scores.
+        model: returns logits.
+        test: test rows.
+        settings: their micro-batch and device are used.
+        dataset: name of the data, for the names of the scores.
     """
-    metrics = required("sklearn.metrics", "experiments")  # two seconds
-    local = [
+    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
+    rank_rows = [
         torch.stack([model(numbers, rows).float(), labels], 1)
-        for numbers, rows, labels in share_of(test, settings)
+        for numbers, rows, labels in local_batches(test, settings)
     ]
-    logits, labels = collected(torch.cat(local)).double().unbind(1)
-    ranked = bool(logits.isfinite().all())
+    logits, labels = all_gather_rows(torch.cat(rank_rows)).double().unbind(1)
+    finite = bool(logits.isfinite().all())
     return {
-        f"test AUC ({of})": float(metrics.roc_auc_score(labels, logits)) if ranked else math.nan,
-        f"test loss ({of})": float(binary_cross_entropy_with_logits(logits, labels)),
+        f"test AUC ({dataset})": float(metrics.roc_auc_score(labels, logits))
+        if finite
+        else math.nan,
+        f"test loss ({dataset})": float(binary_cross_entropy_with_logits(logits, labels)),
     }

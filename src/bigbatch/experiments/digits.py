@@ -6,16 +6,13 @@ same samples, with one learning rate for the base batch and the square root for 
 Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, 1998.
 """
 
-from functools import partial
-
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
-from bigbatch.experiments.distributed_eval import share_right
-from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.experiments.image_classification import ImageBatch, accuracies, class_loss
+from bigbatch.experiments.recipe import OURS, Data, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
 from bigbatch.optional_packages import required
@@ -48,14 +45,6 @@ def _model(settings: Settings) -> nn.Module:
     return network(float(settings.task["dropout"])).to(_dtype(settings))
 
 
-def _loss(settings: Settings) -> LossOf:
-    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return functional.cross_entropy(model(x), y)
-
-    return loss_of
-
-
 def _data(settings: Settings) -> Data:
     datasets = required("sklearn.datasets", "experiments")  # two seconds
     model_selection = required("sklearn.model_selection", "experiments")
@@ -63,16 +52,15 @@ def _data(settings: Settings) -> Data:
     x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
     train, test = (
-        InMemoryDataset(x[part], y[part])
-        for part in model_selection.train_test_split(
+        InMemoryDataset(x[indices], y[indices])
+        for indices in model_selection.train_test_split(
             range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
         )
     )
-    right = partial(share_right, data=test, settings=settings)
-    return Data(train, lambda model: {"test accuracy, %": right(model)})
+    return Data(train, accuracies(test, settings))
 
 
-def _example(settings: Settings, samples: int) -> tuple[Tensor, Tensor]:
+def _example(settings: Settings, samples: int) -> ImageBatch:
     x = torch.empty(samples, 1, 8, 8, dtype=_dtype(settings), device="meta")
     return x, torch.empty(samples, dtype=torch.long, device="meta")
 
@@ -122,7 +110,7 @@ DIGITS = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=_loss,
+    loss=lambda _: class_loss(),
     data=_data,
     example=_example,
 )

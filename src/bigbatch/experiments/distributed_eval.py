@@ -1,4 +1,4 @@
-"""What ranks do together to judge a model: each its share, the sums over all."""
+"""Evaluation on all ranks: each evaluates its share of the data, and sums are reduced."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from bigbatch.errors import SettingError
 from bigbatch.experiments.datasets.in_memory import identity_collate
-from bigbatch.experiments.process_group import count, rank
+from bigbatch.experiments.process_group import rank, world_size
 from bigbatch.experiments.recipe import Batch
 from bigbatch.experiments.settings import Settings
 
 
 def device_of(settings: Settings) -> torch.device:
-    """This rank's.
+    """The device of this rank.
 
     Raises:
-        SettingError: there is no such device.
+        SettingError: the device does not exist.
     """
     if settings.device == "cuda":
         if not torch.cuda.is_available():
@@ -30,70 +30,70 @@ def device_of(settings: Settings) -> torch.device:
     return torch.device(settings.device)
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on the device."""
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
 
 
-def share_of(data: Dataset[Any], settings: Settings) -> Iterator[Batch]:
+def local_batches(data: Dataset[Any], settings: Settings) -> Iterator[Batch]:
     """Micro-batches of this rank's share of a data set, on its device; each sample is in one."""
-    local = Subset(data, range(rank(), len(data), count()))  # type: ignore[arg-type]
-    own = torch.Generator()  # a loader draws one number, which training must not miss
+    local = Subset(data, range(rank(), len(data), world_size()))  # type: ignore[arg-type]
+    generator = torch.Generator()  # a loader draws a number, which must not change training's draws
     loader = DataLoader(
         local,
         settings.micro_batch,
         collate_fn=identity_collate,
         num_workers=settings.workers,
-        generator=own,
+        generator=generator,
     )
     device = device_of(settings)
     for batch in loader:
-        yield moved(batch, device)
+        yield to_device(batch, device)
 
 
-def sound_scores(
+def finite_scores(
     model: nn.Module, measure: Callable[[nn.Module], dict[str, float]], device: torch.device
 ) -> dict[str, float]:
-    """What is measured of the model; nan where an output of it is no finite number. Collective.
+    """The measured scores; nan if an output of the model is not finite. Collective.
 
-    The largest of such outputs is the first one, which now and then is right.
+    `argmax` of outputs that are nan is 0, which would count as right now and then.
     """
-    strange = torch.zeros((), device=device)
+    nonfinite = torch.zeros((), device=device)
 
-    def count_strange(_: nn.Module, __: Any, output: Any) -> None:
+    def count_nonfinite(_: nn.Module, __: Any, output: Any) -> None:
         for x in tree_leaves(output):
-            strange.add_((~x.isfinite()).sum())
+            nonfinite.add_((~x.isfinite()).sum())
 
-    handle = model.register_forward_hook(count_strange)
+    handle = model.register_forward_hook(count_nonfinite)
     try:
         scores = measure(model)
     finally:
         handle.remove()
-    return dict.fromkeys(scores, math.nan) if summed(strange).item() else scores
+    return dict.fromkeys(scores, math.nan) if all_reduce_sum(nonfinite).item() else scores
 
 
-def summed(values: Tensor) -> Tensor:
-    """Over all ranks, in float64. Collective."""
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum over all ranks, in float64. Collective."""
     values = values.detach().double()
-    if count() > 1:
+    if world_size() > 1:
         dist.all_reduce(values)
     return values
 
 
-def collected(values: Tensor) -> Tensor:
-    """The rows of all ranks on each, on the CPU, rank after rank. Collective."""
+def all_gather_rows(values: Tensor) -> Tensor:
+    """The rows of all ranks, on the CPU, in the order of the ranks. Collective."""
     values = values.detach().cpu()
-    if count() == 1:
+    if world_size() == 1:
         return values
-    rows: list[Any] = [None] * count()
+    rows: list[Any] = [None] * world_size()
     dist.all_gather_object(rows, values)
     return torch.cat(rows)
 
 
-def share_right(model: nn.Module, data: Dataset[Any], settings: Settings) -> float:
+def accuracy_of(model: nn.Module, data: Dataset[Any], settings: Settings) -> float:
     """Percentage of samples (x, label) whose largest logit is the label's. Collective."""
     right = torch.zeros(2, device=device_of(settings))
-    for x, labels in share_of(data, settings):
+    for x, labels in local_batches(data, settings):
         right += torch.stack([(model(x).argmax(-1) == labels).sum(), right.new_tensor(len(labels))])
-    hits, samples = summed(right).tolist()
+    hits, samples = all_reduce_sum(right).tolist()
     return 100 * float(hits) / float(samples)

@@ -1,7 +1,7 @@
 """DLRM on Criteo's click logs: one epoch of SGD and VR-SGD with batches of 32 to 512 thousand.
 
-The paper says the model, the batches, one epoch, warm-up and polynomial decay. What it does not say
-is that of DLRM's published code for the terabyte log, or ours.
+The model, the batches, one epoch, warm-up and polynomial decay are the paper's. All other settings
+are those of DLRM's published code for the terabyte log, or ours.
 """
 
 from pathlib import Path
@@ -11,15 +11,15 @@ from torch import nn
 
 from bigbatch.errors import SettingError
 from bigbatch.experiments.ctr_metrics import click_loss, click_scores
-from bigbatch.experiments.datasets.click_rows import CATEGORIES, NUMBERS, Batch, Clicks
+from bigbatch.experiments.datasets.click_rows import Batch, Clicks
 from bigbatch.experiments.datasets.criteo import CRITEO, read_criteo, split
+from bigbatch.experiments.datasets.criteo_tsv import CATEGORIES, NUMBERS
 from bigbatch.experiments.datasets.synthetic_clicks import click_log
 from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 from bigbatch.optional_packages import required
-from bigbatch.setting_types import Count, setting
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
 _ARMS: Arms = {
@@ -38,40 +38,34 @@ def _model(settings: Settings) -> nn.Module:
     bottom, top = _widths(settings, "bottom"), _widths(settings, "top")
     if top[-1] != 1:
         raise SettingError(f"top={settings.task['top']!r} must end in 1, the logit")
-    return DLRM(NUMBERS, CATEGORIES, _count(settings, "table_rows"), bottom, top)
-
-
-def _count(settings: Settings, name: str) -> int:
-    found = int(settings.task[name])
-    setting(name, found, Count)
-    return found
+    return DLRM(NUMBERS, CATEGORIES, settings.count("table_rows"), bottom, top)
 
 
 def _widths(settings: Settings, name: str) -> list[int]:
     text = str(settings.task[name])
-    parts = text.split("-")
-    if not all(part.isdecimal() and int(part) for part in parts):
+    widths = text.split("-")
+    if not all(width.isdecimal() and int(width) for width in widths):
         raise SettingError(f"{name}={text!r} must be widths of layers, such as 512-256-64")
-    return [int(part) for part in parts]
+    return [int(width) for width in widths]
 
 
 def _data(settings: Settings) -> Data:
-    table_rows = _count(settings, "table_rows")
+    table_rows = settings.count("table_rows")
     if settings.data:
         train, test = read_criteo(Path(settings.data), table_rows)
-        of = f"of {len(train) + len(test):,} Criteo rows"
-        return Data(train, lambda model: click_scores(model, test, settings, of))
-    metrics = required("sklearn.metrics", "experiments")  # two seconds
-    log = click_log(_count(settings, "log_rows"))
-    first, last = split(len(log.rows))
-    drawn = Clicks([log.rows], table_rows, last)
-    best = float(metrics.roc_auc_score(log.rows["label"][last], log.truth[last]))
+        dataset = f"of {len(train) + len(test):,} Criteo rows"
+        return Data(train, lambda model: click_scores(model, test, settings, dataset))
+    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
+    log = click_log(settings.count("log_rows"))
+    train_rows, test_rows = split(len(log.rows))
+    test = Clicks([log.rows], table_rows, test_rows)
+    best = float(metrics.roc_auc_score(log.rows["label"][test_rows], log.truth[test_rows]))
 
     def scores(model: nn.Module) -> dict[str, float]:
-        found = click_scores(model, drawn, settings, "generated log")
-        return {**found, "best reachable AUC (generated log)": best}
+        model_scores = click_scores(model, test, settings, "generated log")
+        return {**model_scores, "best reachable AUC (generated log)": best}
 
-    return Data(Clicks([log.rows], table_rows, first), scores)
+    return Data(Clicks([log.rows], table_rows, train_rows), scores)
 
 
 def _example(settings: Settings, samples: int) -> Batch:
@@ -81,7 +75,7 @@ def _example(settings: Settings, samples: int) -> Batch:
 
 
 def _without_vr(settings: Settings, model: nn.Module) -> frozenset[str]:
-    """The tables, unless they are asked for: rows few groups see are measured by how few."""
+    """The tables, unless `vr_tables` is set: few groups see a rare row, which distorts its GSNR."""
     if settings.task["vr_tables"]:
         return frozenset()
     return frozenset(name for name, _ in model.named_parameters() if name.startswith("tables."))
@@ -128,8 +122,6 @@ DLRM_CRITEO = Recipe(
         "top": "64-32-1",
         "table_rows": 2_000,
         "log_rows": 100_000,
-        "device": "cpu",
-        "workers": 0,
         "checkpoint_every": "100 steps",
     },
     paper_seeds=REPEATS,

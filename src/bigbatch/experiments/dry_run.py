@@ -1,15 +1,15 @@
-"""What a training would take, from its settings alone: no data, no weights, no other rank."""
+"""Estimates of a training from its settings alone, without data, weights or other ranks."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from bigbatch.experiments.build_loop import loop_over
+from bigbatch.experiments.build_loop import build_loop, lr_scaling_of
 from bigbatch.experiments.build_optimizer import build_optimizer
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.experiments.memory_estimate import MemoryEstimate, footprint
+from bigbatch.experiments.memory_estimate import MemoryEstimate, estimate_memory
 from bigbatch.experiments.recipe import OURS, Data, Recipe
 from bigbatch.experiments.settings import Settings, Value
 from bigbatch.experiments.validate import require_trainable
@@ -22,19 +22,19 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import scaling_named
 
-_JOINED = 8  # backwards of a rank, each joined with the others', that VR compares on DeepSpeed
-_PLACES = 1_000  # of a schedule that are looked at for its least and largest batch
+_DEEPSPEED_BACKWARDS = 8  # of a rank and step, which VR compares on DeepSpeed
+_SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
 
-MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, for its learning rates
+MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, at which lr is listed
 
 
 @dataclass(frozen=True)
-class Stated:
-    """A setting, and whose number it is.
+class SourcedValue:
+    """A setting and the source of its value.
 
     Args:
-        value: that is used.
-        source: of the value, or what changed the paper's.
+        value: the value of the setting.
+        source: the paper or code it is from, or what changed the paper's value.
     """
 
     value: Value
@@ -42,85 +42,87 @@ class Stated:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A training whose batch stayed at one size.
+class PlanEstimate:
+    """A training at one batch size.
 
     Args:
-        plan: of a step, among the virtual ranks.
-        accumulation: backwards of a rank.
-        steps: of all epochs, about.
-        lr: at `MOMENTS`.
-        sent: bytes that a rank sends in a step for its gradients, by rings; `sent` has the rule.
+        plan: plan of a step over the virtual ranks.
+        accumulation: backwards of a rank in a step.
+        steps: approximate number of steps of all epochs.
+        lr: learning rates at `MOMENTS`.
+        bytes_sent: bytes that a rank sends in a step for its gradients, by ring all-reduces; see
+            `bytes_sent_per_step`.
     """
 
     plan: BatchPlan
     accumulation: int
     steps: int
     lr: tuple[float, ...]
-    sent: int
+    bytes_sent: int
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Of one training.
+    """Estimates of one training.
 
     Args:
-        settings: with which.
-        ranks: how many.
-        samples: of an epoch, over all ranks.
-        keeps: what a rank keeps, and computes.
-        plans: where the batch starts, at its least and at its largest, by these names.
+        settings: settings of the training.
+        ranks: number of ranks.
+        samples: samples of an epoch, over all ranks.
+        memory: memory and operations of a rank.
+        plans: estimates at the batch sizes "start", "least" and "largest".
     """
 
     settings: Settings
     ranks: int
     samples: int
-    keeps: MemoryEstimate
-    plans: Mapping[str, Planned]
+    memory: MemoryEstimate
+    plans: Mapping[str, PlanEstimate]
 
 
 def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
-    """What one training would take on so many ranks.
+    """Estimates one training on so many ranks.
 
     An epoch has the samples of the settings, else those of the paper's data.
 
     Raises:
-        SettingError: the settings cannot work, as a training would say.
+        SettingError: the settings are invalid, as a training would report.
     """
     setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
-    keeps = footprint(recipe, settings, ranks)
+    memory = estimate_memory(recipe, settings, ranks)
     loop = _loop(recipe, settings, samples, ranks)
     plans = {
-        name: _planned(settings, loop.planned(size), keeps, samples, ranks)
+        name: _estimate_plan(settings, loop.planned(size), memory, samples, ranks)
         for name, size in _sizes(loop, settings, samples).items()
     }
-    return DryRun(settings, ranks, samples, keeps, plans)
+    return DryRun(settings, ranks, samples, memory, plans)
 
 
-def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, Stated]:
+def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, SourcedValue]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
-    scale, values = recipe.settings(paper_scale=paper_scale), _values(settings)
-    listed = [*recipe.paper_scale, *recipe.small, *values]
-    before, arm = _values(scale), recipe.arm_tables(paper_scale=paper_scale).get(settings.arm, {})
+    values = _values(settings)
+    recipe_values = _values(recipe.settings(paper_scale=paper_scale))
+    names = dict.fromkeys([*recipe.paper_scale, *recipe.small_scale, *values])
+    arm = recipe.arm_tables(paper_scale=paper_scale).get(settings.arm, {})
 
     def source(name: str) -> str:
-        if values[name] != before[name]:
-            value, of_arm = arm.get(name, (None, ""))
-            return f"arm {settings.arm}, {of_arm}" if value == values[name] else "given here"
-        if name in recipe.small and not paper_scale:
+        if values[name] != recipe_values[name]:
+            value, arm_source = arm.get(name, (None, ""))
+            return f"arm {settings.arm}, {arm_source}" if value == values[name] else "given here"
+        if name in recipe.small_scale and not paper_scale:
             return f"small scale, {OURS}"
         return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 
-    return {name: Stated(values[name], source(name)) for name in dict.fromkeys(listed)}
+    return {name: SourcedValue(values[name], source(name)) for name in names}
 
 
-def sent(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
-    """Bytes that leave a rank in a step under DDP, without sums of some bytes a layer or rank.
+def bytes_sent_per_step(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
+    """Bytes that a rank sends in a step under DDP, without sums of a few bytes a layer or rank.
 
-        2 (W - 1) / W gradients     a ring's all-reduce; in the shards that VR exchanges, the same
-        (W - 1) / W M2              more with VR, where a rank has several micro-batches
+        2 (W - 1) / W gradients     a ring all-reduce; the shards that VR exchanges take the same
+        (W - 1) / W M2              in addition with VR, if a rank has several micro-batches
 
     Source:
         docs/scaling.md.
@@ -129,73 +131,64 @@ def sent(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
 
 
 def _values(settings: Settings) -> dict[str, Value]:
-    """By name, those of the task among them."""
+    """The values of all settings by name, those of `task` included."""
     values = settings.as_dict()
-    own: dict[str, Value] = values.pop("task")
-    return {name: value for name, value in values.items() if name != "recipe"} | own
+    task: dict[str, Value] = values.pop("task")
+    return {name: value for name, value in values.items() if name != "recipe"} | task
 
 
 def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> AdaptiveBatch:
-    """The loop itself, over samples that nobody reads and a model of one weight."""
+    """A real loop over numbers in place of samples, with a model of one weight."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = build_optimizer(settings, model.named_parameters())
-    numbered = Data(range(samples), lambda _: {})  # type: ignore[arg-type]
-    settings = settings.changed({"workers": 0})
+    data = Data(range(samples), lambda _: {})  # type: ignore[arg-type]
+    settings = settings.with_changes({"workers": 0})
     virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
-    joins = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
-    least = _JOINED * ranks if joins else None
-    return loop_over(numbered, settings, model, optimizer, virtual_ranks, min_micro_batches=least)
+    compares = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
+    min_micro_batches = _DEEPSPEED_BACKWARDS * ranks if compares else None
+    return build_loop(
+        data, settings, model, optimizer, virtual_ranks, min_micro_batches=min_micro_batches
+    )
 
 
 def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, int]:
-    """The batch at the start, and its least and largest, as far as policies know."""
+    """The first, the smallest and the largest batch size, as far as the policy fixes them."""
     policy, start = loop.controller.policy, loop.controller.decision.batch_size
     if isinstance(policy, Fixed):
         return {"start": start}
     least, largest = loop.controller.min_batch, loop.controller.max_batch or samples
     if isinstance(policy, Schedule):
-        noise = GradientStatistics(1.0, 1.0, samples=start, micro_batches=2)
+        statistics = GradientStatistics(1.0, 1.0, samples=start, micro_batches=2)
         total = settings.epochs * samples
-        wanted = [
-            policy.decide(
-                noise,
-                TrainingState(
-                    start,
-                    start,
-                    settings.base_batch,
-                    samples=seen,
-                    steps=seen // start,
-                    epoch=seen // samples,
-                    max_batch=largest,
-                ),
-            ).batch_size
-            for seen in range(0, total, max(1, total // _PLACES))
-        ]
-        least, largest = min(wanted), min(largest, max(wanted))
+        state = TrainingState(start, start, settings.base_batch, max_batch=largest)
+        sizes = []
+        for seen in range(0, total, max(1, total // _SCHEDULE_POINTS)):
+            position = replace(state, samples=seen, steps=seen // start, epoch=seen // samples)
+            sizes.append(policy.decide(statistics, position).batch_size)
+        least, largest = min(sizes), min(largest, max(sizes))
     return {"start": start, "least": least, "largest": largest}
 
 
-def _planned(
-    settings: Settings, plan: BatchPlan, keeps: MemoryEstimate, samples: int, ranks: int
-) -> Planned:
+def _estimate_plan(
+    settings: Settings, plan: BatchPlan, memory: MemoryEstimate, samples: int, ranks: int
+) -> PlanEstimate:
     batch = plan.batch_size
     accumulation = plan.accumulation * plan.ranks // ranks
-    return Planned(
+    return PlanEstimate(
         plan,
         accumulation,
         settings.epochs * math.ceil(samples / batch),
         _rates(settings, batch, samples),
-        sent(keeps.gradients, keeps.m2_sent, ranks, accumulated=accumulation > 1),
+        bytes_sent_per_step(memory.gradients, memory.m2_sent, ranks, accumulated=accumulation > 1),
     )
 
 
 def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
-    """The learning rates at `MOMENTS`, as they are read: in the middle of a base batch."""
+    """The learning rates at `MOMENTS`, each in the middle of a base batch."""
     schedule, base = LRSchedule(settings.lr_schedule), settings.base_batch
-    rule = None if settings.lr_scaling == "none" else settings.lr_scaling
-    lr = settings.lr * scaling_named(rule, base)(batch, base, None)
+    lr = settings.lr * scaling_named(lr_scaling_of(settings), base)(batch, base, None)
     if settings.lr_schedule == "constant":
         return (lr,) * len(MOMENTS)
-    total, factor = settings.epochs * samples, schedule.over(settings.epochs, samples)
+    total, factor = settings.epochs * samples, schedule.lr_lambda(settings.epochs, samples)
     ticks = [0, schedule.warmup(samples) // base, total // 2 // base, (total - 1) // base]
     return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)

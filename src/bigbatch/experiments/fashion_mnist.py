@@ -77,7 +77,6 @@ FASHION_MNIST = Recipe(
         "epochs": 4,
         "max_batch": 1024,
         "lr_schedule": "warm-up 0.2 epochs; cosine",
-        "device": "cpu",
         "depth": 8,
         "width": 8,
     },

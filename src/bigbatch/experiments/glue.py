@@ -6,6 +6,7 @@ same), RTE (does one follow from the other); `glue_task` says which.
 Source of the tasks: A. Wang et al., GLUE, 2018.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -15,15 +16,22 @@ from torch.nn import functional
 
 from bigbatch.experiments.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
-from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
-from bigbatch.experiments.distributed_eval import collected, share_of
-from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
-from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.experiments.distributed_eval import all_gather_rows, local_batches
+from bigbatch.experiments.models.bert import (
+    FINE_TUNING_ARMS,
+    SAVED_AS,
+    TINY,
+    bert,
+    example_rows,
+    load_tokenizer,
+    vocabulary_file,
+)
+from bigbatch.experiments.recipe import OURS, Data, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
 from bigbatch.optional_packages import required
 
-_OFFICIAL = {  # scores, the first of which counts, and scikit-learn's metrics
+_OFFICIAL = {  # scores, the first of which is the main one, and scikit-learn's metrics
     "SST-2": {"accuracy, %": "accuracy_score"},
     "CoLA": {"Matthews correlation, %": "matthews_corrcoef"},
     "MRPC": {"F1, %": "f1_score", "accuracy, %": "accuracy_score"},
@@ -31,12 +39,9 @@ _OFFICIAL = {  # scores, the first of which counts, and scikit-learn's metrics
 }
 
 
-def _loss(settings: Settings) -> LossOf:
-    def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        *rows, classes = batch
-        return functional.cross_entropy(model(*rows), classes)
-
-    return loss_of
+def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    *rows, classes = batch
+    return functional.cross_entropy(model(*rows), classes)
 
 
 def _data(settings: Settings) -> Data:
@@ -44,38 +49,31 @@ def _data(settings: Settings) -> Data:
     train, dev = (read_task(Path(settings.data), name, part) for part in ("train", "dev"))
     tokenizer, frame = load_tokenizer(settings, lambda: (t for texts, _ in train for t in texts))
 
-    def columns(rows: Rows) -> InMemoryDataset:
-        texts = [
-            list(tokenizer.numbers(column)) for column in zip(*(t for t, _ in rows), strict=True)
-        ]
-        return _columns(frame, texts, [label for _, label in rows])
+    def dataset(rows: Rows) -> InMemoryDataset:
+        """(tokens, segments, is_token, class) of each row."""
+        columns = zip(*(texts for texts, _ in rows), strict=True)
+        tokens = zip(*(tokenizer.encode(column) for column in columns), strict=True)
+        encoded = [frame.encode(*row) for row in tokens]
+        stacked = (torch.from_numpy(numpy.stack(column)) for column in zip(*encoded, strict=True))
+        return InMemoryDataset(*stacked, torch.tensor([label for _, label in rows]))
 
-    judged = columns(dev)
-    return Data(
-        columns(train), lambda model: _scores(model, judged, name, settings), keeps=kept(tokenizer)
-    )
-
-
-def _columns(frame: SequencePair, texts: list[list[Numbers]], labels: list[int]) -> InMemoryDataset:
-    """(tokens, segments, real, class) of each row."""
-    rows = [frame.around(*row) for row in zip(*texts, strict=True)]
-    stacked = (torch.from_numpy(numpy.stack(column)) for column in zip(*rows, strict=True))
-    return InMemoryDataset(*stacked, torch.tensor(labels))
+    scores = partial(_scores, dev=dataset(dev), name=name, settings=settings)
+    return Data(dataset(train), scores, vocabulary_file(tokenizer))
 
 
 def _scores(
     model: nn.Module, dev: InMemoryDataset, name: str, settings: Settings
 ) -> dict[str, float]:
-    """The task's official ones."""
-    metrics = required("sklearn.metrics", "experiments")  # two seconds
-    found = [
+    """The task's official scores. Collective."""
+    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
+    pairs = [
         torch.stack([classes, model(*rows).argmax(-1)], 1)
-        for *rows, classes in share_of(dev, settings)
+        for *rows, classes in local_batches(dev, settings)
     ]
-    wanted, predicted = collected(torch.cat(found)).unbind(1)
+    labels, predictions = all_gather_rows(torch.cat(pairs)).unbind(1)
     return {
-        f"{score} ({name} dev)": 100 * float(getattr(metrics, measured)(wanted, predicted))
-        for score, measured in _OFFICIAL[name].items()
+        f"{score} ({name} dev)": 100 * float(getattr(metrics, metric)(labels, predictions))
+        for score, metric in _OFFICIAL[name].items()
     }
 
 
@@ -113,25 +111,16 @@ GLUE = Recipe(
         "length": (128, OURS),
         "glue_task": ("SST-2", OURS),
     },
-    small={
-        "epochs": 1,
-        "samples": 8_000,
-        "lr": 1e-3,
-        "device": "cpu",
-        "precision": "float32",
-        "size": "tiny",
-        "vocabulary": 300,  # as at bert-pretrain's small scale
-        "length": 48,
-    },
+    small={"epochs": 1, "samples": 8_000, "lr": 1e-3, **TINY, "length": 48},
     paper_samples=67_349,
     minutes=0.8,
     origin=ORIGIN,
-    arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
-    sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    paper_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
+    arms=FINE_TUNING_ARMS,
+    sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
     model=lambda settings: bert(settings, "Classifier"),
-    loss=_loss,
+    loss=lambda _: _loss,
     data=_data,
     example=_example,
-    kept_as=KEPT_AS,
+    saved_as=SAVED_AS,
 )

@@ -1,10 +1,9 @@
-"""Images of classes: normalised in the network, augmented where they are, scored.
+"""Image classification: normalisation, augmentation on the device, loss and accuracy.
 
 A batch is (images, labels): bytes (N, channels, height, width) and int64 (N,).
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bigbatch.experiments.distributed_eval import share_right
+from bigbatch.experiments.distributed_eval import accuracy_of
 from bigbatch.experiments.recipe import LossOf
 from bigbatch.experiments.settings import Settings
 
 ImageBatch = tuple[Tensor, Tensor]
-_VECTOR = 8  # numbers of float32
+_VECTOR = 8  # elements of float32
 
 TEST = "test accuracy, %"
 GAP = "train minus test, %"
@@ -29,9 +28,9 @@ class OfBytes(nn.Module):
         network((x / 255 - mean) / std)
 
     Args:
-        network: takes numbers; its weights are laid out for channels that lie last, which is
-            quicker on CPUs and GPUs, but where oneDNN would write past its arrays.
-        mean, std: of each channel of the training images, in [0, 1].
+        network: takes normalised images; its weights are converted to channels_last, which is
+            faster on CPUs and GPUs, unless oneDNN would write out of bounds.
+        mean, std: mean and standard deviation of each channel of the training images, in [0, 1].
     """
 
     mean: Tensor
@@ -39,7 +38,7 @@ class OfBytes(nn.Module):
 
     def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        if not any(map(_is_written_past, network.modules())):
+        if not any(map(_overflows_in_onednn, network.modules())):
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.network = network
         for name, values in (("mean", mean), ("std", std)):
@@ -51,11 +50,11 @@ class OfBytes(nn.Module):
         return out
 
 
-def _is_written_past(module: nn.Module) -> bool:
-    """Whether oneDNN's backward for channels that lie last, on a CPU with AVX2, is out of bounds.
+def _overflows_in_onednn(module: nn.Module) -> bool:
+    """Whether oneDNN's backward for channels_last, on a CPU with AVX2, writes out of bounds.
 
-    Found with torch 2.13: strides of 1 x 1 convolutions over fewer channels than a vector holds
-    numbers end in `free(): invalid next size`, now and then in a segmentation fault.
+    Found with torch 2.13: strided 1 x 1 convolutions with fewer channels than a vector has elements
+    fail with `free(): invalid next size` or a segmentation fault.
     """
     return (
         isinstance(module, nn.Conv2d)
@@ -65,8 +64,8 @@ def _is_written_past(module: nn.Module) -> bool:
     )
 
 
-def shifted_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
-    """Each image moved by up to `padding` pixels over black, and mirrored in half of all cases.
+def random_shift_and_flip(x: Tensor, padding: int = 4) -> Tensor:
+    """Each image shifted by up to `padding` pixels over black, and flipped with probability 1/2.
 
     A random crop of the padded image, and a random flip, for a whole batch on its device; draws
     from torch's generator.
@@ -76,8 +75,8 @@ def shifted_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
     top, left = torch.randint(2 * padding + 1, (2, samples, 1), device=device)
     rows = top + torch.arange(height, device=device)
     columns = left + torch.arange(width, device=device)
-    mirrored = torch.randint(2, (samples, 1), device=device) == 1
-    columns = torch.where(mirrored, columns.flip(1), columns)
+    flips = torch.randint(2, (samples, 1), device=device) == 1
+    columns = torch.where(flips, columns.flip(1), columns)
     padded = functional.pad(x, (padding, padding, padding, padding))
     sample = torch.arange(samples, device=device)[:, None, None, None]
     channel = torch.arange(channels, device=device)[None, :, None, None]
@@ -87,11 +86,11 @@ def shifted_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
 def class_loss(
     label_smoothing: float = 0.0, augment: Callable[[Tensor], Tensor] | None = None
 ) -> LossOf:
-    """The mean cross-entropy of a micro-batch.
+    """A loss: the mean cross-entropy of a micro-batch.
 
     Args:
-        label_smoothing: share of the label that all classes divide among themselves.
-        augment: of the images, while the model is in training.
+        label_smoothing: share of the label that is spread over all classes.
+        augment: augments the images while the model is in training mode.
     """
 
     def loss_of(model: nn.Module, batch: ImageBatch) -> Tensor:
@@ -106,28 +105,30 @@ def class_loss(
 def accuracies(
     test: Dataset[Any], settings: Settings, train: Dataset[Any] | None = None
 ) -> Callable[[nn.Module], dict[str, float]]:
-    """The scores of a model: test accuracy; with a part of the training set also the gap.
+    """The scores of a model: test accuracy; with training images also the generalization gap.
 
     Args:
         test: images that are not trained on.
-        settings: of the training.
-        train: images that are trained on, here as they are, without augmentation.
+        settings: settings of the training.
+        train: images that are trained on, without augmentation.
     """
-    right = partial(share_right, settings=settings)
 
     def scores(model: nn.Module) -> dict[str, float]:
-        found = {TEST: right(model, test)}
-        if train is not None:
-            of_train = right(model, train)
-            found |= {f"train accuracy, % ({len(train):,} samples)": of_train}  # type: ignore[arg-type]
-            found |= {GAP: of_train - found[TEST]}
-        return found
+        test_accuracy = accuracy_of(model, test, settings)
+        if train is None:
+            return {TEST: test_accuracy}
+        train_accuracy = accuracy_of(model, train, settings)
+        return {
+            TEST: test_accuracy,
+            f"train accuracy, % ({len(train):,} samples)": train_accuracy,  # type: ignore[arg-type]
+            GAP: train_accuracy - test_accuracy,
+        }
 
     return scores
 
 
 def examples(channels: int, size: int) -> Callable[[Settings, int], ImageBatch]:
-    """The `example` of a recipe with such images."""
+    """The `example` of a recipe with images of this shape."""
 
     def example(settings: Settings, samples: int) -> ImageBatch:
         images = torch.empty(samples, channels, size, size, dtype=torch.uint8, device="meta")

@@ -10,8 +10,11 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.errors import SettingError
-from bigbatch.experiments.datasets.crops import middle_of, part_of
-from bigbatch.experiments.datasets.image_files import ImageFiles
+from bigbatch.experiments.datasets.image_files import (
+    ImageFiles,
+    random_resized_crop,
+    resize_and_center_crop,
+)
 from bigbatch.experiments.datasets.image_splits import FILES, splits_of
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.subset import Subset, scored_indices
@@ -29,8 +32,8 @@ from bigbatch.experiments.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
 _SIMIGRAD, _JABAS = "SimiGrad's code", "JABAS's example of SimiGrad"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_HELD: Grid = {"policy": ("simigrad",)}
-_FIXED: Grid = {"policy": ("fixed",)}
+_SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
+_FIXED_GRID: Grid = {"policy": ("fixed",)}
 _TABLE: Arm = {"policy": ("fixed", VRGD), "momentum": (0.9, VRGD)}
 _VR_LARS: Arm = {"optimizer": ("vr-lars", VRGD), **_TABLE, "lr": 8.0}
 _TABLE_2 = {"momentum": 0.8, "lamb": 0.01, "lars": 8.0, "vr-lars": 8.0, "vr-lars-10": 8.0}  # lr
@@ -48,16 +51,19 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
-    part = partial(part_of, size=size, smallest=float(settings.task["smallest_part"]))
-    middle = partial(middle_of, resize=resize, size=size)
+    train_crop = partial(
+        random_resized_crop, size=size, min_area=float(settings.task["smallest_part"])
+    )
+    test_crop = partial(resize_and_center_crop, resize=resize, size=size)
     train, val = splits_of(Path(settings.data), classes)
-    seen = scored_indices(len(train.labels), settings.samples, len(val.labels))
-    scores = accuracies(ImageFiles(val, middle), settings, Subset(ImageFiles(train, middle), seen))
+    scored = scored_indices(len(train.labels), settings.samples, len(val.labels))
+    scored_train = Subset(ImageFiles(train, test_crop), scored)
+    scores = accuracies(ImageFiles(val, test_crop), settings, scored_train)
 
-    def named(model: nn.Module) -> dict[str, float]:
+    def named_scores(model: nn.Module) -> dict[str, float]:
         return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
 
-    return Data(ImageFiles(train, part, settings.seed), named)
+    return Data(ImageFiles(train, train_crop, settings.seed), named_scores)
 
 
 def _example(settings: Settings, samples: int) -> ImageBatch:
@@ -113,9 +119,6 @@ IMAGENET_RESNET50 = Recipe(
         "smallest_part": 0.35,
         "depth": 14,
         "width": 12,
-        "device": "cpu",
-        "precision": "float32",
-        "workers": 0,
     },
     paper_seeds=REPEATS,
     results={"table-2": Result(arms=tuple(_TABLE_2))},
@@ -138,10 +141,12 @@ IMAGENET_RESNET50 = Recipe(
         "vr-lars": {"r_max": CLIPS["r_max"], **_VR_LARS},
         "vr-lars-10": {"r_max": TO_TEN, **_VR_LARS},
     },
-    sweep=Sweep(({**_HELD, "target": (0.05, 0.1, 0.2)}, {**_FIXED, "batch_size": (128, 512)})),
+    sweep=Sweep(
+        ({**_SIMIGRAD_GRID, "target": (0.05, 0.1, 0.2)}, {**_FIXED_GRID, "batch_size": (128, 512)})
+    ),
     paper_sweep=Sweep(
         (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
-            {**_HELD, "target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
+            {**_SIMIGRAD_GRID, "target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
             *_GRIDS,
         ),
         tuned=("lr",),

@@ -1,4 +1,4 @@
-"""A model that begins with the weights of another run, of this recipe or the one before it."""
+"""Initial weights from another run, of this recipe or another one."""
 
 import warnings
 from pathlib import Path
@@ -7,32 +7,32 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.process_group import from_leader, leads
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_directory import RunDirectory
 
 
 def init_from(path: Path, model: nn.Module) -> None:
-    """Fills the model with the run's weights, by name; says which of them are others. Collective.
+    """Loads the run's weights by name and shape; warns of missing ones. Collective.
 
     Raises:
-        RunError: there is no such run, it is not finished, has no checkpoint, or none
-            of its weights fit.
+        RunError: the run does not exist, is not finished, has no checkpoint, or none of its weights
+            fit.
     """
-    found = from_leader(lambda: _weights(path))
-    own = model.state_dict()
-    taken = {
-        name: value
-        for name, value in found.items()
-        if name in own and own[name].shape == value.shape
+    run_weights = run_on_rank_zero(lambda: _weights(path))
+    state = model.state_dict()
+    fitting = {
+        name: weights
+        for name, weights in run_weights.items()
+        if name in state and state[name].shape == weights.shape
     }
-    if not taken:
+    if not fitting:
         raise RunError(f"no weight of {path} fits this model; begin from a run of the same network")
-    model.load_state_dict(taken, strict=False)
-    if leads() and (missing := sorted(own.keys() - taken.keys())):
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    model.load_state_dict(fitting, strict=False)
+    if is_rank_zero() and (missing := sorted(state.keys() - fitting.keys())):
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         warnings.warn(
-            f"{len(taken)} of {len(own)} tensors begin as {path} left them; new are {shown}",
+            f"{len(fitting)} of {len(state)} tensors begin as {path} left them; new are {names}",
             stacklevel=2,
         )
 

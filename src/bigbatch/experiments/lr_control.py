@@ -1,11 +1,11 @@
-"""The learning rate that another run with a VR optimizer had on average: a control for it."""
+"""The mean learning rate of a run with a VR optimizer, for a control of that run."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.process_group import from_leader
+from bigbatch.experiments.process_group import run_on_rank_zero
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_directory import RunDirectory
 
@@ -13,18 +13,17 @@ from bigbatch.runs.run_directory import RunDirectory
 def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:
     """The mean of r over the steps and weights of a run.
 
-    Its base at this share of the rate has the mean rate of the weights that were stepped with r, in
-    all of them alike. The run's own steps are longer, as r is larger where the gradient is.
-    Collective.
+    The base optimizer at this multiple of lr has the mean rate of the weights that r scaled. The
+    run's own steps are longer, as r is larger where the gradient is. Collective.
 
     Args:
-        path: of the run.
-        sizes: weights of each of its network's layers, by name.
+        path: directory of the run.
+        sizes: number of weights of each of its network's layers, by name.
     Raises:
-        RunError: there is no such run, it is not finished, its optimizer has no r, or its network
-            is another.
+        RunError: the run does not exist or is not finished, its optimizer has no r, or its network
+            is another one.
     """
-    return from_leader(lambda: _mean(path, sizes))
+    return run_on_rank_zero(lambda: _mean(path, sizes))
 
 
 def _mean(path: Path, sizes: Mapping[str, int]) -> float:
@@ -32,12 +31,12 @@ def _mean(path: Path, sizes: Mapping[str, int]) -> float:
     if not history.finished:
         raise RunError(f"{path} is not finished, so its mean r is not known; finish it first")
     rows = [row["gsnr"] for row in history.rows if row.get("gsnr")]
-    known = [(name, r) for row in rows for name, (r, *_) in row.items() if r is not None]
-    if not known:
+    factors = [(name, r) for row in rows for name, (r, *_) in row.items() if r is not None]
+    if not factors:
         raise RunError(f"{path} has no factors r; take a run with a VR optimizer")
-    if strange := next((name for name, _ in known if name not in sizes), None):
+    if unknown := next((name for name, _ in factors if name not in sizes), None):
         raise RunError(
-            f"{path} has a layer {strange}, which is none of this network's; take a run "
-            "of the same network"
+            f"{path} has a layer {unknown}, which this network lacks; take a run of the "
+            "same network"
         )
-    return fmean([r for _, r in known], [sizes[name] for name, _ in known])
+    return fmean([r for _, r in factors], [sizes[name] for name, _ in factors])

@@ -1,4 +1,4 @@
-"""How the learning rate goes over the samples of a training, written down in words."""
+"""Learning-rate schedules over the samples of a training, described by a text."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
 
 _NUMBER = rf"{NUMBER}(?:e-?\d+)?"
-_AMOUNT = amount_pattern("sample", "epoch")  # whose rate counts base batches, not steps
+_AMOUNT = amount_pattern("sample", "epoch")  # not steps, since the batch size changes
 
 _FORMS = {
     "constant": re.compile("constant"),
@@ -25,7 +25,7 @@ _WARM_UP = re.compile(rf"warm-up {_AMOUNT}(?: power (?P<power>{_NUMBER}))?")
 
 
 class LRSchedule:
-    """What the learning rate is multiplied by after each number of samples.
+    """The factor of the learning rate after each number of samples.
 
     A text names one shape, and before it, with a semicolon, a warm-up from 0:
 
@@ -34,48 +34,49 @@ class LRSchedule:
         polynomial 1 over 400M samples
         warm-up 4.9M samples power 2; x0.9 every 16M samples
 
-    Cosine and polynomial go to 0 at the training's end, or over an amount; they begin where the
-    warm-up ends. Epochs of "at" are counted from the training's start, all else from there.
+    Cosine and polynomial reach 0 at the training's end, or after an amount; they begin at the end
+    of the warm-up. Epochs of "at" count from the training's start, all others from the warm-up's
+    end.
 
         cosine      (1 + cos(pi t)) / 2         t = share of the samples after the warm-up
         polynomial  (1 - t)^power
         every       factor^(samples / amount)
-        warm-up     (samples / amount)^power    power 1 unless said
+        warm-up     (samples / amount)^power    power 1 by default
 
     Args:
-        text: as above.
+        text: a schedule in this grammar.
     Raises:
-        SettingError: it is none.
+        SettingError: the text is invalid.
     Example:
-        >>> factor = LRSchedule("warm-up 1 epoch; cosine").over(epochs=3, samples=100)
+        >>> factor = LRSchedule("warm-up 1 epoch; cosine").lr_lambda(epochs=3, samples=100)
         >>> [round(factor(n), 3) for n in (0, 50, 100, 200, 300)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
 
     def __init__(self, text: str) -> None:
-        *before, shape = (part.strip() for part in text.split(";"))
-        warmup = _WARM_UP.fullmatch(before[0]) if before else None
-        found = {form: match for form in _FORMS if (match := _FORMS[form].fullmatch(shape))}
-        if not found or len(before) > 1 or (before and warmup is None):
+        *prefixes, shape = (part.strip() for part in text.split(";"))
+        warmup = _WARM_UP.fullmatch(prefixes[0]) if prefixes else None
+        matches = {form: match for form in _FORMS if (match := _FORMS[form].fullmatch(shape))}
+        if not matches or len(prefixes) > 1 or (prefixes and warmup is None):
             raise SettingError(
                 f"lr_schedule {text!r} is not understood; write one of: {', '.join(_FORMS)}; or "
                 "'warm-up AMOUNT [power POWER]' and a semicolon before it; an AMOUNT is 5 epochs "
                 "or 2M samples"
             )
-        ((form, match),) = found.items()
+        ((form, match),) = matches.items()
         self.text = text
         self._shape, self._form, self._amount = match, form, _amount(match)
         self._warmup = _amount(warmup) if warmup else None
         self._warmup_power = float((warmup and warmup["power"]) or 1)
 
     def warmup(self, samples: int) -> float:
-        """Samples of the warm-up, in epochs of so many; 0 for none."""
+        """Samples of the warm-up; an epoch has `samples`. 0 without a warm-up."""
         return self._warmup.in_samples(samples) if self._warmup else 0.0
 
-    def reach(self, samples: int) -> float:
-        """Samples that a training must have for all that the text says to happen.
+    def required_samples(self, samples: int) -> float:
+        """Samples that a training needs to reach the end of the schedule.
 
-        0 for what is as long as the training; epochs are of so many `samples`.
+        0 if the schedule is as long as the training; an epoch has `samples`.
         """
         if self._form.startswith("polynomial") and self._amount:
             return self.warmup(samples) + self._amount.in_samples(samples)
@@ -83,46 +84,46 @@ class LRSchedule:
             return max(float(epoch) for epoch in self._shape["epochs"].split(" and ")) * samples
         return self.warmup(samples)
 
-    def note(self, epochs: int, samples: int) -> str:
-        """What to say of a training that ends before the text is at its end; "" for nothing."""
-        reach, total = self.reach(samples), epochs * samples
-        if reach <= total:
+    def truncation_warning(self, epochs: int, samples: int) -> str:
+        """A warning if the training ends before the schedule does; "" otherwise."""
+        required, total = self.required_samples(samples), epochs * samples
+        if required <= total:
             return ""
         return (
-            f"lr_schedule {self.text!r} continues for {reach:,.0f} samples, and the training ends "
-            f"after {total:,}; raise epochs (or samples, draws), or shorten the schedule"
+            f"lr_schedule {self.text!r} continues for {required:,.0f} samples, and the training "
+            f"ends after {total:,}; raise epochs (or samples, draws), or shorten the schedule"
         )
 
-    def over(self, epochs: int, samples: int) -> Callable[[float], float]:
-        """The factor after so many samples, in a training of `epochs` with `samples` each."""
-        first = self.warmup(samples)
-        rule = self._rule(first, max(epochs * samples - first, 1.0), samples)
+    def lr_lambda(self, epochs: int, samples: int) -> Callable[[float], float]:
+        """The function from samples to the factor, for `epochs` with `samples` each."""
+        warmup = self.warmup(samples)
+        shape = self._shape_function(warmup, max(epochs * samples - warmup, 1.0), samples)
 
         def factor(seen: float) -> float:
-            warmed = min(1.0, seen / first) ** self._warmup_power if first else 1.0
-            return warmed * rule(max(0.0, seen - first))
+            scale = min(1.0, seen / warmup) ** self._warmup_power if warmup else 1.0
+            return scale * shape(max(0.0, seen - warmup))
 
         return factor
 
-    def _rule(self, first: float, rest: float, samples: int) -> Callable[[float], float]:
-        found = self._shape.groupdict()
+    def _shape_function(self, warmup: float, rest: float, samples: int) -> Callable[[float], float]:
+        values = self._shape.groupdict()
         amount = self._amount.in_samples(samples) if self._amount else None
         if self._form == "cosine":
             return lambda seen: (1 + math.cos(math.pi * min(1.0, seen / rest))) / 2
         if self._form.startswith("polynomial"):
-            total, power = amount or rest, float(found["power"])
+            total, power = amount or rest, float(values["power"])
             return lambda seen: float(max(0.0, 1 - seen / total) ** power)
         if self._form.startswith("xFACTOR at"):
-            at = [float(epoch) * samples - first for epoch in found["epochs"].split(" and ")]
-            drop = float(found["factor"])
-            return lambda seen: float(drop ** sum(seen >= place for place in at))
+            drops = [float(epoch) * samples - warmup for epoch in values["epochs"].split(" and ")]
+            factor = float(values["factor"])
+            return lambda seen: float(factor ** sum(seen >= drop for drop in drops))
         if amount is not None:  # xFACTOR every AMOUNT
-            decay = float(found["factor"])
+            decay = float(values["factor"])
             return lambda seen: float(decay ** (seen / amount))
         return lambda seen: 1.0
 
 
-def _amount(found: re.Match[str]) -> Amount | None:
-    """That of a form, where it names one."""
-    groups = found.groupdict()
+def _amount(match: re.Match[str]) -> Amount | None:
+    """The amount of a form, if it has one."""
+    groups = match.groupdict()
     return Amount.from_match(groups) if groups.get("unit") else None

@@ -1,4 +1,4 @@
-"""What the ranks of one training do together; a process that is alone does it by itself."""
+"""Collective operations of the ranks of one training, for a single process too."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -13,33 +13,33 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Which one this process is."""
-    return dist.get_rank() if _together() else 0
+    """Rank of this process; 0 for a single process."""
+    return dist.get_rank() if _has_group() else 0
 
 
-def count() -> int:
-    """How many there are."""
-    return dist.get_world_size() if _together() else 1
+def world_size() -> int:
+    """Number of ranks; 1 for a single process."""
+    return dist.get_world_size() if _has_group() else 1
 
 
-def leads() -> bool:
-    """Whether this is the one that writes and is heard: rank 0."""
+def is_rank_zero() -> bool:
+    """Whether this is rank 0, which alone writes and prints."""
     return rank() == 0
 
 
-def joined(model: nn.Module) -> nn.Module:
-    """The model, wrapped so that its gradients are those of all ranks."""
-    return DistributedDataParallel(model) if count() > 1 else model
+def wrap_ddp(model: nn.Module) -> nn.Module:
+    """The model in DDP if there are several ranks."""
+    return DistributedDataParallel(model) if world_size() > 1 else model
 
 
-def from_leader(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, for all; an error there is raised on all. Collective."""
-    if count() == 1:
-        return make()
+def run_on_rank_zero(function: Callable[[], T]) -> T:
+    """The result of `function` on rank 0, on all ranks; an error is raised on all. Collective."""
+    if world_size() == 1:
+        return function()
     result: list[Any] = [None, None]
-    if leads():
+    if is_rank_zero():
         try:
-            result[0] = make()
+            result[0] = function()
         except (BigbatchError, OSError) as error:
             result[1] = error
     dist.broadcast_object_list(result)
@@ -49,12 +49,12 @@ def from_leader(make: Callable[[], T]) -> T:
     return value
 
 
-def from_first(tensors: Iterable[Tensor]) -> None:
-    """Fills the tensors with those of rank 0. Collective."""
-    if count() > 1:
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
+    """Copies the tensors of rank 0 into those of the other ranks. Collective."""
+    if world_size() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 
 
-def _together() -> bool:
+def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()

@@ -1,4 +1,4 @@
-"""What a training is started with, and all that is needed to repeat it."""
+"""Settings of a training: all that is needed to repeat it."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ Value = bool | int | float | str
 class Settings:
     """Everything needed to repeat one training.
 
-    A command line has an option for each, whose help is its line here.
+    The command line has an option for each setting, with its line here as help.
 
     Args:
         recipe: experiment that is trained.
@@ -150,82 +150,96 @@ class Settings:
             )
         LRSchedule(self.lr_schedule)
 
-    def changed(self, changes: Mapping[str, Any]) -> "Settings":
-        """A copy with some settings changed, those of `task` among them.
+    def with_changes(self, changes: Mapping[str, Any]) -> "Settings":
+        """A copy with some settings changed, among them settings of `task`.
 
         Raises:
-            SettingError: a name that there is not, or a value of another type.
+            SettingError: a name is unknown, or a value has another type.
         """
-        of_all = {name: value for name, value in changes.items() if name in KINDS}
-        own = {name: value for name, value in changes.items() if name not in of_all}
-        for name, value in own.items():
+        general = {name: value for name, value in changes.items() if name in SETTING_TYPES}
+        task = {name: value for name, value in changes.items() if name not in general}
+        for name, value in task.items():
             if name not in self.task:
                 raise self._unknown(name)
-            own[name] = setting(name, value, _kind_of(self.task[name]))
-        return replace(self, **{"task": {**self.task, **own}, **of_all})
+            task[name] = setting(name, value, _type_of(self.task[name]))
+        return replace(self, **{"task": {**self.task, **task}, **general})
 
-    def parsed(self, text: str) -> dict[str, Value]:
-        """A change that is written as KEY=VALUE, its value read in the type of the present one.
+    def parse_change(self, text: str) -> dict[str, Value]:
+        """A change that is written as KEY=VALUE; the value has the type of the present one.
 
         Raises:
-            SettingError: no such key, or the value is none of that type.
+            SettingError: the key is unknown, or the value has another type.
         """
         key, _, value = (part.strip() for part in text.partition("="))
-        if key not in (KINDS.keys() - {"task"}) | set(self.task):
+        if key not in (SETTING_TYPES.keys() - {"task"}) | set(self.task):
             raise self._unknown(key)
         if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
         if key in self.task:
-            return {key: parsed(key, value, _kind_of(self.task[key]))}
-        return {key: self.read(key, value)}
+            return {key: parsed(key, value, _type_of(self.task[key]))}
+        return {key: self.parse_value(key, value)}
 
     @staticmethod
-    def read(name: str, text: str) -> Value:
-        """The value of a setting that all recipes have, written as text.
+    def parse_value(name: str, text: str) -> Value:
+        """Parses the value of a setting that all recipes have.
 
         The path of a run is relative to the working directory, not to the run's own.
 
         Raises:
-            SettingError: the text has another type.
+            SettingError: the value has another type.
         """
         text = str(Path(text).resolve()) if name in PREREQUISITES else text
-        value: Value = parsed(name, text, KINDS[name])
+        value: Value = parsed(name, text, SETTING_TYPES[name])
         return value
 
     @property
-    def before(self) -> dict[str, str]:
-        """The runs that have to be finished before, by the settings that name them."""
+    def required_runs(self) -> dict[str, str]:
+        """The runs that must be finished before, by the settings that name them."""
         return {name: run for name in PREREQUISITES if (run := getattr(self, name))}
 
+    def count(self, name: str) -> int:
+        """A setting of `task` that must be an integer of at least 1.
+
+        Raises:
+            SettingError: it is less.
+        """
+        setting(name, self.task[name], Count)
+        return int(self.task[name])
+
     def _unknown(self, name: str) -> SettingError:
-        known = sorted((KINDS.keys() - {"task"}) | set(self.task))
+        names = sorted((SETTING_TYPES.keys() - {"task"}) | set(self.task))
         return SettingError(
-            f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(known)}"
+            f"recipe {self.recipe!r} has no setting {name!r}; it has {', '.join(names)}"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For a config file."""
+        """The settings for a config file."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Settings":
-        """From a config file.
+        """The settings of a config file.
 
         Raises:
-            SettingError: a name that this release does not know, or one is missing.
+            SettingError: a name is unknown to this release, or missing.
         """
-        if unknown := sorted(values.keys() - KINDS.keys()):
-            raise SettingError(f"unknown settings {unknown}; known are {sorted(KINDS)}")
-        required = {
-            one.name for one in fields(cls) if one.default is one.default_factory is MISSING
-        }
+        if unknown := sorted(values.keys() - SETTING_TYPES.keys()):
+            raise SettingError(f"unknown settings {unknown}; known are {sorted(SETTING_TYPES)}")
+        required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
         if missing := sorted(required - set(values)):
             raise SettingError(f"settings {missing} are missing")
         return cls(**values)
 
 
-CONTROLS = ("decide_every", "smoothing", "dead_band", "max_change", "confidence", "warmup")
-KINDS: Mapping[str, Any] = {one.name: one.type for one in fields(Settings)}
+CONTROLLER_SETTINGS = (
+    "decide_every",
+    "smoothing",
+    "dead_band",
+    "max_change",
+    "confidence",
+    "warmup",
+)
+SETTING_TYPES: Mapping[str, Any] = {field.name: field.type for field in fields(Settings)}
 HELP: Mapping[str, str] = {  # from the docstring
     name: text[0].upper() + " ".join(text[1:].split())
     for name, text in re.findall(r"(?m)^ {8}(\w+): (.+(?:\n {12}.+)*)", Settings.__doc__ or "")
@@ -237,12 +251,12 @@ def policy_settings(policy: str) -> dict[str, str]:
     return {name: "batch_schedule" if name == "text" else name for name in arguments_of(policy)}
 
 
-def _kind_of(value: Value) -> Any:
-    """The type of what a recipe alone has, by its present value."""
+def _type_of(value: Value) -> Any:
+    """The type of a setting of `task`, from its present value."""
     return Number if isinstance(value, float) else type(value)
 
 
-def require_choice(what: str, name: str, choices: Iterable[str]) -> None:
-    """Raises SettingError where `name` is none of the choices."""
+def require_choice(kind: str, name: str, choices: Iterable[str]) -> None:
+    """Raises SettingError if `name` is not one of the choices."""
     if name not in choices:
-        raise SettingError(f"{what} {name!r} is unknown; choose one of: {', '.join(choices)}")
+        raise SettingError(f"{kind} {name!r} is unknown; choose one of: {', '.join(choices)}")

@@ -1,7 +1,7 @@
 """SQuAD 1.1: BERT learns to point to the answer of a question in a paragraph.
 
-How both papers judge their pre-training. It begins from a run of `bert-pretrain`, with that run's
-vocabulary; without one from nothing, which shows that all works and no more.
+Both papers evaluate their pre-training with it. It begins from a run of `bert-pretrain`, with that
+run's vocabulary; without one from random weights, which is only a test of the code.
 
 Source of the task: P. Rajpurkar et al., SQuAD, 2016.
 """
@@ -20,29 +20,33 @@ from bigbatch.experiments.datasets.squad_questions import (
     read_questions,
     train_file,
 )
-from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, load_tokenizer
-from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch.experiments.models.bert import (
+    FINE_TUNING_ARMS,
+    SAVED_AS,
+    TINY,
+    bert,
+    example_rows,
+    load_tokenizer,
+    vocabulary_file,
+)
+from bigbatch.experiments.recipe import OURS, Data, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.squad_metrics import scores_of
 from bigbatch.experiments.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
-from bigbatch.setting_types import Count, setting
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
 
 
-def _loss(settings: Settings) -> LossOf:
-    def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        *rows, first, last = batch
-        of_first, of_last = model(*rows)
-        ends = functional.cross_entropy(of_first, first) + functional.cross_entropy(of_last, last)
-        return ends / 2
-
-    return loss_of
+def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    *rows, first, last = batch
+    first_logits, last_logits = model(*rows)
+    first_loss = functional.cross_entropy(first_logits, first)
+    return (first_loss + functional.cross_entropy(last_logits, last)) / 2
 
 
 def _data(settings: Settings) -> Data:
     folder = Path(settings.data)
-    file, trained_on = train_file(folder)
+    file, note = train_file(folder)
     train, dev = read_questions(file), read_questions(dev_file(folder))
     limit = int(settings.task["judged"])
     if 0 < limit < len(dev):
@@ -50,20 +54,20 @@ def _data(settings: Settings) -> Data:
     tokenizer, frame = load_tokenizer(settings, lambda: (f"{q.text}\n{q.context}" for q in train))
 
     def windows(questions: list[Question]) -> SquadFeatures:
-        asked = tokenizer.located(question.text for question in questions)
-        contexts = tokenizer.located(question.context for question in questions)
-        return windows_of(questions, asked, contexts, frame, int(settings.task["stride"]))
+        texts = tokenizer.encode(question.text for question in questions)
+        contexts = tokenizer.encode_with_offsets(question.context for question in questions)
+        return windows_of(questions, texts, contexts, frame, int(settings.task["stride"]))
 
-    judged, where = windows(dev), f"({len(dev):,} dev questions{trained_on})"
+    dev_windows, suffix = windows(dev), f"({len(dev):,} dev questions{note})"
     return Data(
         windows(train).rows,
-        lambda model: scores_of(model, judged, dev, settings, where),
-        keeps=kept(tokenizer),
+        lambda model: scores_of(model, dev_windows, dev, settings, suffix),
+        vocabulary_file(tokenizer),
     )
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
-    setting("stride", settings.task["stride"], Count)
+    settings.count("stride")  # must be at least 1
     end = torch.empty(samples, dtype=torch.long, device="meta")
     return (*example_rows(settings, samples), end, end)
 
@@ -100,10 +104,7 @@ SQUAD = Recipe(
         "epochs": 2,
         "samples": 2_400,
         "lr": 1e-3,
-        "device": "cpu",
-        "precision": "float32",
-        "size": "tiny",
-        "vocabulary": 300,  # as at bert-pretrain's small scale
+        **TINY,
         "dropout": 0.0,
         "length": 256,
         "stride": 128,
@@ -113,12 +114,12 @@ SQUAD = Recipe(
     paper_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
     minutes=1.8,
     origin=ORIGIN,
-    arms={"adam": {}, "vr-adam": {"optimizer": "vr-adam"}},
-    sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    paper_sweep=Sweep(({"arm": ("adam", "vr-adam"), "lr": (2e-5, 3e-5, 5e-5)},), tuned=("lr",)),
+    arms=FINE_TUNING_ARMS,
+    sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
     model=lambda settings: bert(settings, "SpanFinder"),
-    loss=_loss,
+    loss=lambda _: _loss,
     data=_data,
     example=_example,
-    kept_as=KEPT_AS,
+    saved_as=SAVED_AS,
 )

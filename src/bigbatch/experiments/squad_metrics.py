@@ -1,4 +1,4 @@
-"""What a model answers to SQuAD's questions, and its official scores."""
+"""Answers of a model to SQuAD's questions, and the official scores."""
 
 import numpy
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.squad_features import SquadFeatures, best_spans
 from bigbatch.experiments.datasets.squad_questions import Question, exact_match, f1
-from bigbatch.experiments.distributed_eval import collected, share_of
+from bigbatch.experiments.distributed_eval import all_gather_rows, local_batches
 from bigbatch.experiments.settings import Settings
 
 
@@ -17,45 +17,46 @@ def scores_of(
     windows: SquadFeatures,
     questions: list[Question],
     settings: Settings,
-    where: str,
+    suffix: str,
 ) -> dict[str, float]:
-    """Of the likeliest span in any of a question's windows. Collective.
+    """Scores of the likeliest span in all windows of each question. Collective.
 
     Args:
-        model: as it is.
-        windows: of the questions.
-        questions: with their golden answers.
-        settings: of the training.
-        where: what the names of the scores say of the questions.
+        model: the model to evaluate.
+        windows: windows of the questions.
+        questions: the questions with their golden answers.
+        settings: settings of the training.
+        suffix: end of the scores' names.
     """
-    numbers = torch.arange(len(windows.question))
-    inside = torch.from_numpy(windows.texts[:, :, 0] >= 0)
-    shared = InMemoryDataset(
-        numbers, torch.from_numpy(windows.begins), inside, *windows.rows.columns[:3]
-    )
-    found = []
-    for number, begins, within, *rows in share_of(shared, settings):
+    row_numbers = torch.arange(len(windows.question))
+    in_window = torch.from_numpy(windows.offsets[:, :, 0] >= 0)
+    may_begin = torch.from_numpy(windows.may_begin)
+    dataset = InMemoryDataset(row_numbers, may_begin, in_window, *windows.rows.tensors[:3])
+    rank_spans = []
+    for number, may_begin, in_window, *rows in local_batches(dataset, settings):
         first, last = model(*rows)
-        found.append(torch.cat([number[:, None], best_spans(first, last, begins, within)], 1))
-    spans = collected(torch.cat(found)).double().numpy()
+        best = best_spans(first, last, may_begin, in_window)
+        rank_spans.append(torch.cat([number[:, None], best], 1))
+    spans = all_gather_rows(torch.cat(rank_spans)).double().numpy()
     answers = _answers(spans, windows, questions)
     golden = [question.answers for question in questions]
     return {
-        f"F1, % {where}": 100 * float(numpy.mean(list(map(f1, answers, golden)))),
-        f"exact match, % {where}": 100 * float(numpy.mean(list(map(exact_match, answers, golden)))),
+        f"F1, % {suffix}": 100 * float(numpy.mean(list(map(f1, answers, golden)))),
+        f"exact match, % {suffix}": 100
+        * float(numpy.mean(list(map(exact_match, answers, golden)))),
     }
 
 
 def _answers(
     spans: NDArray[numpy.float64], windows: SquadFeatures, questions: list[Question]
 ) -> list[str]:
-    """The text that each question's likeliest span stands for; spans are (row, logit, ends)."""
+    """The text of each question's likeliest span; spans are (row, logit, first, last)."""
     best: dict[int, tuple[float, str]] = {}
     for row, logit, *ends in spans.tolist():
         first, last = map(int, ends)
         number = int(windows.question[int(row)])
         if number not in best or logit > best[number][0]:
-            place = windows.texts[int(row)]
-            text = questions[number].context[place[first, 0] : place[last, 1]] if last else ""
+            offsets = windows.offsets[int(row)]
+            text = questions[number].context[offsets[first, 0] : offsets[last, 1]] if last else ""
             best[number] = (logit, text)
     return [best[number][1] for number in range(len(questions))]

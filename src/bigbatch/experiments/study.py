@@ -1,6 +1,6 @@
 """A study: the arms of a recipe over several seeds, one training after another.
 
-On several ranks all call the same; rank 0 reads, writes and shows.
+All ranks call the same functions; rank 0 reads, writes and shows.
 """
 
 import gc
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments import recipe_named
-from bigbatch.experiments.process_group import from_leader, leads
+from bigbatch.experiments import get_recipe
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.train_run import Training, train_run
@@ -21,7 +21,7 @@ from bigbatch.runs.html_report import write_report, write_sweep_files
 from bigbatch.runs.metrics import history_of, seeds_of, table_of
 from bigbatch.runs.run_config import config_yaml, read_trainings
 from bigbatch.runs.run_directory import RunDirectory, find_runs
-from bigbatch.runs.sweep_results import SweepResults, read_sweep_results
+from bigbatch.runs.sweep_results import read_sweep_results
 
 
 def start_study(
@@ -33,29 +33,34 @@ def start_study(
     *,
     paper_scale: bool = False,
 ) -> None:
-    """Writes down what the study at `path` will train, and which launch of torchrun began it.
+    """Writes the trainings of a study to `path`, and the launch of torchrun that began it.
 
     Args:
-        recipe: whose arms.
-        path: the directory to make.
-        settings: that the arms change; of the paper's scale where `paper_scale`.
-        seeds: 0 and on.
-        launch: of torchrun.
+        recipe: the recipe whose arms to train.
+        path: the directory to create.
+        settings: the settings that the arms change; of the paper's scale if `paper_scale`.
+        seeds: number of seeds, from 0.
+        launch: id of torchrun's launch.
         paper_scale: whether the arms are those of the paper's scale.
-
     Raises:
         RunError: something is at `path` already.
         SettingError: an arm cannot be trained with these settings.
     """
     arms = recipe.arms_at(paper_scale=paper_scale)
 
-    def trained(arm: str, seed: int) -> Settings:
-        asked = recipe.arm(arm, settings, paper_scale=paper_scale)
-        before = {name: f"{run}-seed{seed}" for name, run in asked.before.items() if run in arms}
-        return asked.changed({"seed": seed, **before})
+    def settings_of(arm: str, seed: int) -> Settings:
+        arm_settings = recipe.arm(arm, settings, paper_scale=paper_scale)
+        before = {
+            name: f"{run}-seed{seed}"
+            for name, run in arm_settings.required_runs.items()
+            if run in arms
+        }
+        return arm_settings.with_changes({"seed": seed, **before})
 
-    require_trainable(recipe, *(trained(arm, 0) for arm in arms))
-    trainings = {f"{arm}-seed{seed}": trained(arm, seed) for seed in range(seeds) for arm in arms}
+    require_trainable(recipe, *(settings_of(arm, 0) for arm in arms))
+    trainings = {
+        f"{arm}-seed{seed}": settings_of(arm, seed) for seed in range(seeds) for arm in arms
+    }
     write_study(path, trainings, launch)
 
 
@@ -65,123 +70,120 @@ def write_study(
     launch: str | None = None,
     sweep: dict[str, Any] | None = None,
 ) -> None:
-    """Writes down the trainings of a study, by the names of their directories.
+    """Writes the trainings of a study by the names of their directories.
 
     Args:
-        path: of the study.
-        trainings: their settings.
-        launch: of torchrun that began it.
-        sweep: what `read_sweep` of runs/run_config.py reads, where the study is one.
+        path: the directory to create.
+        trainings: settings by name.
+        launch: id of torchrun's launch.
+        sweep: the sweep's description, which `read_sweep` of runs/run_config.py reads.
     Raises:
-        RunError: something is at `path` already, or a run that a training needs is nowhere.
+        RunError: something is at `path` already, or a run that a training needs is missing.
     """
     for settings in trainings.values():
-        for run in settings.before.values():
+        for run in settings.required_runs.values():
             if run not in trainings:
                 RunDirectory.open(path / run)
-    with create_directory_atomically(path) as directory:
-        listed = {name: settings.as_dict() for name, settings in trainings.items()}
-        about = {"trainings": listed, **({"sweep": sweep} if sweep else {})}
-        text = config_yaml("study", about, launch)
-        write_atomically(directory / "study.yaml", text)
+    content: dict[str, Any] = {"trainings": {n: s.as_dict() for n, s in trainings.items()}}
+    if sweep:
+        content["sweep"] = sweep
+    with create_directory_atomically(path) as folder:
+        write_atomically(folder / "study.yaml", config_yaml("study", content, launch))
 
 
 def train_study(path: Path, view: LiveView) -> None:
-    """Trains what is not finished yet, then shows the table and writes the report.
+    """Trains the unfinished runs, then shows the table and writes the report.
 
     Raises:
         RunError: `path` holds no study, or another process trains in it.
     """
-    trainings = from_leader(lambda: read_trainings(path))
+    trainings = run_on_rank_zero(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        run = from_leader(partial(opened, path / name, settings))
+        run = run_on_rank_zero(partial(open_or_create_run, path / name, settings))
         train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
-        gc.collect()  # its model is in cycles, and a GPU has no room for two
-    if leads():
+        gc.collect()  # frees the model, which is in reference cycles
+    if is_rank_zero():
         report_study(path, view)
 
 
 def report_study(path: Path, view: LiveView) -> None:
-    """Writes and shows what there is of the study at `path`; of a sweep a figure and tables too.
+    """Writes and shows the results of the study at `path`; of a sweep a figure and tables too.
 
     Raises:
         RunError: nothing is logged yet, or a file is damaged or cannot be written.
     """
-    sweep = read_sweep_results(path)
-    if sweep is not None and not sweep.begun:
-        view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
-        return
+    sweep, report = read_sweep_results(path), path / "report.html"
     if sweep is None:
-        write_report(find_runs(path), path / "report.html", path.name)
+        write_report(find_runs(path), report, path.name)
+        _show_runs(path, view)
+    elif not sweep.begun:
+        view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
     else:
         write_sweep_files(sweep, path)
-        write_report(sweep.drawn, path / "report.html", path.name, [sweep])
-    _show(path, sweep, view)
-
-
-def _show(path: Path, sweep: SweepResults | None, view: LiveView) -> None:
-    """The table of what is at `path`, and where its report lies."""
-    if sweep is not None:
+        write_report(sweep.drawn, report, path.name, [sweep])
         view.table(sweep.table(), f"{path.name}: {sweep.title}")
-        view.print(f"figure: {path / 'sweep.png'}")
-    else:
-        histories = [history_of(run) for run in find_runs(path)]
-        view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
+        view.print(f"figure: {path / 'sweep.png'}\nreport: {report}")
+
+
+def _show_runs(path: Path, view: LiveView) -> None:
+    """Shows the table of the run or the runs at `path`, and the path of the report."""
+    histories = [history_of(run) for run in find_runs(path)]
+    view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
     view.print(f"report: {path / 'report.html'}")
 
 
-def opened(place: Path, settings: dict[str, Any]) -> RunDirectory:
-    """The run directory at `place`, made if there is none."""
-    return RunDirectory.open(place) if place.exists() else RunDirectory.create(place, settings)
+def open_or_create_run(path: Path, settings: dict[str, Any]) -> RunDirectory:
+    """The run directory at `path`, which is created if it does not exist."""
+    return RunDirectory.open(path) if path.exists() else RunDirectory.create(path, settings)
 
 
 def resume(path: Path, view: LiveView) -> None:
-    """Resumes a run or a study, whichever is at `path`.
+    """Resumes the run or the study at `path`.
 
     Raises:
-        RunError: it is neither.
+        RunError: neither is there.
     """
-    if from_leader((path / "study.yaml").exists):
+    if run_on_rank_zero((path / "study.yaml").exists):
         train_study(path, view)
         return
-    run = from_leader(lambda: RunDirectory.open(path))
+    run = run_on_rank_zero(lambda: RunDirectory.open(path))
     train_one(_training(run), run, view)
 
 
 def _training(run: RunDirectory) -> Training:
-    return training_at(run.path, settings_in(run.path / "config.yaml", run.settings))
+    return build_training(run.path, settings_from(run.path / "config.yaml", run.settings))
 
 
-def settings_in(place: Path | str, values: dict[str, Any]) -> Settings:
-    """The settings that a file holds, with all that the recipe they name has.
+def settings_from(source: Path | str, values: dict[str, Any]) -> Settings:
+    """The settings in a file, which must have all settings of their recipe.
 
     Raises:
-        RunError: they cannot be trained with.
+        RunError: a setting is missing, unknown or invalid.
     """
     try:
         settings = Settings.from_dict(values)
-        own = recipe_named(settings.recipe).settings()
-        if missing := own.task.keys() - settings.task.keys():
+        recipe_settings = get_recipe(settings.recipe).settings()
+        if missing := recipe_settings.task.keys() - settings.task.keys():
             raise SettingError(f"settings {sorted(missing)} of task are missing")
-        own.changed(settings.task)  # whose types are the recipe's
+        recipe_settings.with_changes(settings.task)  # checks names and types
         return settings
     except SettingError as error:
-        raise RunError(f"{place}: {error}") from None
+        raise RunError(f"{source}: {error}") from None
 
 
-def training_at(place: Path, settings: Settings) -> Training:
-    """A training whose run lies at `place`: what it needs is next to it, what it kept is in it."""
-    recipe, folder = recipe_named(settings.recipe), place.resolve().parent  # where it lies now
-    before = {name: str(folder / path) for name, path in settings.before.items()}
-    own = {name: place / file for name, file in recipe.kept_as.items()}
-    kept = {name: str(file) for name, file in own.items() if file.is_file()}
-    if from_leader((place / "checkpoint.pt").exists):
-        before = dict.fromkeys(before, "")  # they did their part, and may be gone
-    return Training(recipe, settings.changed({**before, **kept}))
+def build_training(path: Path, settings: Settings) -> Training:
+    """The training of the run at `path`; required runs are relative to its folder."""
+    recipe, folder = get_recipe(settings.recipe), path.resolve().parent
+    required_runs = {name: str(folder / run) for name, run in settings.required_runs.items()}
+    files = {name: path / file for name, file in recipe.saved_as.items()}
+    saved_files = {name: str(file) for name, file in files.items() if file.is_file()}
+    if run_on_rank_zero((path / "checkpoint.pt").exists):
+        required_runs = dict.fromkeys(required_runs, "")  # no longer needed, and may be deleted
+    return Training(recipe, settings.with_changes({**required_runs, **saved_files}))
 
 
 def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
     """Trains one run and shows its table."""
     train_run(training, run, view, run.name)
-    if leads():
-        _show(run.path, None, view)
+    if is_rank_zero():
+        _show_runs(run.path, view)

@@ -1,4 +1,4 @@
-"""What a recipe refuses of its settings: before data are read, and the same everywhere."""
+"""Checks of a recipe's settings, before data are read; and settings without effect."""
 
 import torch
 from torch import nn
@@ -6,69 +6,67 @@ from torch import nn
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.experiments.build_optimizer import build_controller, build_optimizer
 from bigbatch.experiments.recipe import Recipe
-from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.settings import CONTROLLER_SETTINGS, Settings, policy_settings
+from bigbatch.policies.parse import POLICIES
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
 
 
-def on_paper(recipe: Recipe, settings: Settings) -> nn.Module:
-    """The model, its tensors without memory."""
+def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
+    """The model on the meta device."""
     with torch.device("meta"):
         return recipe.model(settings)
 
 
-def require_trainable(recipe: Recipe, *asked: Settings) -> None:
-    """Raises SettingError where no data would let the recipe train at these settings.
+def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
+    """Raises SettingError if the recipe cannot train with one of these settings on any data.
 
-    A training, a study, a sweep and a dry run all ask here. Policy and optimizer are built as they
-    are named; what a recipe cannot make of its own settings, its `example` and its `model` say.
+    Trainings, studies, sweeps and dry runs call it. It builds policy, optimizer, an example and the
+    model, which check their own settings.
     """
-    for settings in asked:
+    for settings in settings_list:
         build_controller(settings)
         if settings.engine == "deepspeed" and settings.confidence and not settings.smoothing:
             raise SettingError(
                 "confidence with engine=deepspeed is that of a window; set smoothing"
             )
         build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
-    unlike = {repr((one.task, one.precision, one.engine)): one for one in asked}
-    for settings in unlike.values():
-        kinds = {p.dtype for p in _built(recipe, settings).parameters()}
-        _require_castable(kinds, settings.precision)
+    different = {repr((s.task, s.precision, s.engine)): s for s in settings_list}
+    for settings in different.values():
+        dtypes = {p.dtype for p in _build(recipe, settings).parameters()}
+        if settings.precision in CAST and torch.float64 in dtypes:
+            raise SettingError(
+                f"precision={settings.precision} has no effect on a model in float64, which "
+                "autocast leaves as it is; set the model to float32"
+            )
         if settings.engine == "deepspeed":
-            _require_for_deepspeed(kinds, settings.precision)
+            _require_for_deepspeed(dtypes, settings.precision)
 
 
-def _built(recipe: Recipe, settings: Settings) -> nn.Module:
-    """The model on paper, after an example for it; what torch refuses there is said as ours."""
+def _build(recipe: Recipe, settings: Settings) -> nn.Module:
+    """An example and the model on the meta device; errors of torch become SettingError."""
     try:
         recipe.example(settings, 1)
-        return on_paper(recipe, settings)
+        return build_on_meta_device(recipe, settings)
     except BigbatchError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
-        own = ", ".join(f"{name}={value}" for name, value in settings.task.items())
-        raise SettingError(f"recipe {recipe.name!r} cannot be built with {own}: {error}") from error
-
-
-def _require_castable(kinds: set[torch.dtype], precision: str) -> None:
-    """Raises SettingError where autocast would leave everything as it is."""
-    if precision in CAST and torch.float64 in kinds:
+        values = ", ".join(f"{name}={value}" for name, value in settings.task.items())
         raise SettingError(
-            f"precision={precision} has no effect on a model in float64, which autocast leaves as "
-            "it is; set the model to float32"
-        )
+            f"recipe {recipe.name!r} cannot be built with {values}: {error}"
+        ) from error
 
 
-def _require_for_deepspeed(kinds: set[torch.dtype], precision: str) -> None:
-    """Raises SettingError for what DeepSpeed, or its connection, gives wrong numbers in.
+def _require_for_deepspeed(dtypes: set[torch.dtype], precision: str) -> None:
+    """Raises SettingError where DeepSpeed, or its integration, would give wrong numbers.
 
     Source:
         integrations/deepspeed/config_checks.py, of float16.
     """
-    if others := kinds - {torch.float32}:
+    if others := dtypes - {torch.float32}:
         raise SettingError(
-            f"engine=deepspeed makes float32 of parameters, and {others.pop()} is asked for; leave "
-            "engine out, or set the model to float32"
+            f"engine=deepspeed converts parameters to float32, and the model has {others.pop()}; "
+            "leave engine out, or set the model to float32"
         )
     if precision == "float16":
         raise SettingError(
@@ -76,3 +74,25 @@ def _require_for_deepspeed(kinds: set[torch.dtype], precision: str) -> None:
             "batches that change, and at stage 0 gradients are divided by one that they never "
             "had; set precision=bfloat16"
         )
+
+
+def unused_in(settings: Settings) -> set[str]:
+    """Settings without effect on the training, because of its policy and its optimizer."""
+    return unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+
+
+def unused_by_policy(policy: str) -> set[str]:
+    """Settings that the policy of this name lacks, or that cannot change its decisions."""
+    unused = {name for each in POLICIES for name in policy_settings(each).values()}
+    unused -= {"batch_size", *policy_settings(policy).values()}
+    if policy == "schedule":  # decides without measurements
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
+    return unused | set(CONTROLLER_SETTINGS if policy == "fixed" else ())
+
+
+def unused_by_optimizer(optimizer: str) -> set[str]:
+    """Settings that the optimizer of this name lacks."""
+    base = optimizer.removeprefix("vr-")
+    unused = set() if optimizer.startswith("vr-") else {"gamma", "r_max"}
+    unused |= set() if base in ("momentum", "lars") else {"momentum"}
+    return unused | ({"decay_all"} if base in ("lars", "lamb") else set())

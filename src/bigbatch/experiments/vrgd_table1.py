@@ -1,7 +1,7 @@
 """VRGD's table 1 as arms of bert-pretrain: LAMB and VR-LAMB, a batch size for each of two phases.
 
-The steps are the paper's. That nine tenths of the samples are of the short phase, and which batch
-is of which phase in the columns with one number, follows from them: each column has 512M samples.
+The numbers of steps are the paper's. Each column has 512M samples; it follows that nine tenths of
+them are in the short phase, and that columns with one number have it in both phases.
 """
 
 from bigbatch.experiments.recipe import Arm, Arms
@@ -30,30 +30,30 @@ ROWS: Arm = {"length": (512, "Devlin et al."), "predictions": (80, LONG), "micro
 
 
 def columns(optimizer: str) -> Arms:
-    """Of one optimizer, first the phases of the column 64k-32k, which small scales have too.
+    """The arms of one optimizer, first those of the column 64k-32k, which small scales have too.
 
-    A short phase that two columns share is one arm, and the column that is first names it.
+    A short phase that two columns share is one arm, which the first column names.
     """
     arms: dict[str, Arm] = {}
     for name in ("64k-32k", *COLUMNS):
         short, long, steps = COLUMNS[name]
-        one: Arm = {**_LAMB, "optimizer": (optimizer, TABLE)}
-        said = f"{TABLE}: {steps:,} steps in all"
-        before = _named(optimizer, short, "short")
+        lamb: Arm = {**_LAMB, "optimizer": (optimizer, TABLE)}
+        source = f"{TABLE}: {steps:,} steps in all"
+        short_arm = _arm_name(optimizer, short, "short")
         arms.setdefault(
-            before,
-            {**one, "batch_size": (1024 * short, TABLE), "samples": (SAMPLES["short"], said)},
+            short_arm,
+            {**lamb, "batch_size": (1024 * short, TABLE), "samples": (SAMPLES["short"], source)},
         )
-        after = f"{optimizer}-long" if name == "64k-32k" else f"{optimizer}-{name}-long"
-        arms[after] = {
-            "init_from": before,
-            **one,
+        long_arm = f"{optimizer}-long" if name == "64k-32k" else f"{optimizer}-{name}-long"
+        arms[long_arm] = {
+            "init_from": short_arm,
+            **lamb,
             **ROWS,
             "batch_size": (1024 * long, TABLE),
-            "samples": (SAMPLES["long"], said),
+            "samples": (SAMPLES["long"], source),
         }
     return arms
 
 
-def _named(optimizer: str, thousands: int, phase: str) -> str:
+def _arm_name(optimizer: str, thousands: int, phase: str) -> str:
     return f"{optimizer}-{phase}" if thousands == 64 else f"{optimizer}-{thousands}k-{phase}"

@@ -22,29 +22,29 @@ def codes_of(text: str) -> Tensor:
 
 
 def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
-    """Windows of `length` characters and the one that follows, which begins the next window.
+    """Windows of `length` characters and the next one, which is also the first of the next window.
 
-    What is left at the end, less than a window, is not used.
+    An incomplete window at the end is dropped.
 
     Args:
-        codes: of a text, (characters,).
-        length: characters of a window that are predicted.
+        codes: codes of a text, (characters,).
+        length: number of predicted characters of a window.
     Raises:
-        SettingError: there is no whole window.
+        SettingError: the text is shorter than a window.
     Example:
-        >>> windows_of(codes_of("abcdef"), 2).columns[0].tolist()
+        >>> windows_of(codes_of("abcdef"), 2).tensors[0].tolist()
         [[97, 98, 99], [99, 100, 101]]
     """
     if length < 1 or len(codes) <= length:
         raise SettingError(
             f"a text of {len(codes)} characters has no window of length={length} and the next "
-            "character; choose a length from 1 to what it has"
+            "character; choose a length from 1 to the text's length - 1"
         )
     return InMemoryDataset(codes.unfold(0, length + 1, length))
 
 
-def first_and_rest(documents: Sequence[str], share: float) -> tuple[Tensor, Tensor]:
+def split_codes(documents: Sequence[str], share: float) -> tuple[Tensor, Tensor]:
     """Codes of the documents one after another: the first share of the characters, and the rest."""
     codes = codes_of("\n\n".join(documents))
-    begun = int(share * len(codes))
-    return codes[:begun], codes[begun:]
+    size = int(share * len(codes))
+    return codes[:size], codes[size:]

@@ -1,4 +1,4 @@
-"""CIFAR-10 in its publishers' form, the version for Python: one pickle for 10,000 images."""
+"""CIFAR-10 in the published version for Python: one pickle for 10,000 images."""
 
 import pickle
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ def read(folder: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
     """Training and test set: images (N, 3, 32, 32) of bytes, and labels.
 
     Args:
-        folder: with data_batch_1 to data_batch_5 and test_batch.
+        folder: a folder with data_batch_1 to data_batch_5 and test_batch.
     Raises:
-        RunError: one is missing, or is no such file.
+        RunError: a file is missing or damaged.
     """
     return _read([folder / name for name in _TRAIN]), _read([folder / "test_batch"])
 
@@ -49,16 +49,15 @@ def _read(files: Sequence[Path]) -> InMemoryDataset:
 def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """The rows of images of one file, and their labels."""
     try:
-        with file.open("rb") as opened:
-            found = _Numpy(opened, encoding="bytes").load()
-        images, labels = found[b"data"], np.array(found[b"labels"], dtype=np.int64)
-        rows = (len(labels), int(np.prod(_SHAPE)))
-        if images.dtype != np.uint8 or images.shape != rows:
+        with file.open("rb") as stream:
+            content = _NumpyUnpickler(stream, encoding="bytes").load()
+        images, labels = content[b"data"], np.array(content[b"labels"], dtype=np.int64)
+        if images.dtype != np.uint8 or images.shape != (len(labels), int(np.prod(_SHAPE))):
             raise ValueError(f"data of {images.dtype} {images.shape}, and {len(labels)} labels")
         if labels.min(initial=0) < 0 or labels.max(initial=0) >= CLASSES:
             raise ValueError(f"labels from {labels.min()} to {labels.max()}")
     except FileNotFoundError:
-        raise ORIGIN.lacking(file) from None
+        raise ORIGIN.missing_file(file) from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise RunError(
             f"{file} is no batch of CIFAR-10 ({type(error).__name__}: {error}); unpack it again "
@@ -67,11 +66,11 @@ def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     return images, labels
 
 
-class _Numpy(pickle.Unpickler):
-    """Makes NumPy's arrays and nothing else: a pickle may name any function to be called."""
+class _NumpyUnpickler(pickle.Unpickler):
+    """Loads NumPy arrays and nothing else, since a pickle may call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names, where that makes an array."""
+        """The function of this name, if arrays need it."""
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
         return _ALLOWED[module, name]

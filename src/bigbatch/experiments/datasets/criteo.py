@@ -1,4 +1,4 @@
-"""Criteo's click logs as training and test rows; Kaggle's log, the terabyte's days, or a part."""
+"""Criteo's click logs as training and test rows."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy
 from numpy.typing import NDArray
 
 from bigbatch.errors import RunError
-from bigbatch.experiments.datasets.click_rows import Clicks, packed
+from bigbatch.experiments.datasets.click_rows import Clicks, read_packed
 from bigbatch.experiments.datasets.location import DatasetLocation
 
 _ONE_FILE = ("train.txt", "train.txt.gz", "criteo_kaggle_rows.tsv.gz")  # Kaggle's, or rows of it
@@ -24,37 +24,37 @@ CRITEO = DatasetLocation(
 
 
 def read_criteo(folder: Path, table_rows: int) -> tuple[Clicks, Clicks]:
-    """Training and test rows of what is in the folder: days if there are some, else one file.
+    """Training and test rows of a folder, from the files of days if there are any, else one file.
 
-    Of several days the last is the test. Of one file a tenth of the rows is drawn for it. Of a file
-    that is there both packed and not, one is read.
+    The last of several days is the test set. Of one file a tenth of the rows is drawn as test set.
+    A file that exists both compressed and not is read once.
 
     Args:
-        folder: with files that `CRITEO` names.
-        table_rows: that a category is hashed to.
+        folder: a folder with files of `CRITEO`.
+        table_rows: rows of a table, see `Clicks`.
     Raises:
-        RunError: there is no such file, or one is no click log.
+        RunError: no such file exists, or one is no click log.
         MissingPackageError: pandas is not installed.
     """
     plain = {file for file in folder.glob("day_*") if not file.suffix}
-    days = in_order(plain | {f for f in folder.glob("day_*.gz") if f.with_suffix("") not in plain})
-    one = [folder / name for name in _ONE_FILE if (folder / name).exists()][:1]
-    if not days + one:
+    days = sort_days(plain | {f for f in folder.glob("day_*.gz") if f.with_suffix("") not in plain})
+    files = days or [folder / name for name in _ONE_FILE if (folder / name).exists()][:1]
+    if not files:
         raise RunError(f"{folder} has no {' or '.join(CRITEO.files)} itself; put it there again")
-    parts = [packed(file) for file in days or one]
+    parts = [read_packed(file) for file in files]
     if len(parts) > 1:
         return Clicks(parts[:-1], table_rows), Clicks(parts[-1:], table_rows)
     train, test = split(len(parts[0]))
     return Clicks(parts, table_rows, train), Clicks(parts, table_rows, test)
 
 
-def in_order(files: Iterable[Path]) -> list[Path]:
-    """day_2 before day_10."""
+def sort_days(files: Iterable[Path]) -> list[Path]:
+    """The files by the number of the day: day_2 before day_10."""
     return sorted(files, key=lambda file: (len(file.name.removesuffix(".gz")), file.name))
 
 
 def split(rows: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
-    """Rows to train on and to test with, drawn once for every seed and arm."""
-    drawn = numpy.random.default_rng(_SPLIT_SEED).permutation(rows)
+    """Indices of the training and the test rows, the same for every seed and arm."""
+    order = numpy.random.default_rng(_SPLIT_SEED).permutation(rows)
     test_rows = round(rows * _TEST_SHARE)
-    return numpy.sort(drawn[test_rows:]), numpy.sort(drawn[:test_rows])
+    return numpy.sort(order[test_rows:]), numpy.sort(order[:test_rows])

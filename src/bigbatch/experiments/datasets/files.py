@@ -1,4 +1,4 @@
-"""Files that are read as they were published, or said to be damaged, in one line."""
+"""Files of published data sets; errors of reading become one line."""
 
 import gzip
 import tarfile
@@ -10,31 +10,31 @@ from typing import TextIO
 
 from bigbatch.errors import RunError
 
-UTF_8 = "utf-8-sig"  # a mark of the byte order is no text
-_DAMAGES = (EOFError, OSError, UnicodeDecodeError, tarfile.TarError, zlib.error)
+UTF_8 = "utf-8-sig"  # without a byte order mark
+_READ_ERRORS = (EOFError, OSError, UnicodeDecodeError, tarfile.TarError, zlib.error)
 
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Reading the file in here fails by name.
+    """Errors of reading the file in this context name the file.
 
     Raises:
-        RunError: it cannot be read, what packed it is damaged, or it is no UTF-8 where text is.
+        RunError: the file cannot be read, its compressed data are damaged, or text is not UTF-8.
     """
     try:
         yield
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         raise RunError(
             f"{file} cannot be read ({type(error).__name__}: {error}); fetch it again, whole"
         ) from error
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[TextIO]:
-    """A file of text, out of gzip where its name ends in .gz.
+def open_text(file: Path) -> Iterator[TextIO]:
+    """Opens a text file, with gzip if its name ends in .gz.
 
     Raises:
-        RunError: as of `readable`.
+        RunError: as `readable` raises it.
     """
     open_as = gzip.open if file.suffix == ".gz" else open
     with readable(file), open_as(file, "rt", encoding=UTF_8) as text:
@@ -42,10 +42,10 @@ def opened(file: Path) -> Iterator[TextIO]:
 
 
 def text_of(file: Path) -> str:
-    """All of a file of text.
+    """The contents of a text file.
 
     Raises:
-        RunError: as of `readable`.
+        RunError: as `readable` raises it.
     """
-    with opened(file) as text:
+    with open_text(file) as text:
         return text.read()

@@ -1,4 +1,4 @@
-"""IDX, the form of MNIST and of those that took its place: a header, then bytes; gzip or plain."""
+"""IDX, the format of MNIST and similar data sets: a header, then bytes; gzip or plain."""
 
 import gzip
 from pathlib import Path
@@ -12,28 +12,28 @@ from bigbatch.experiments.datasets.files import readable
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 
-_BYTES = 8  # the type's number in the header
+_BYTE_TYPE = 8  # in the header
 
 
 def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Training and test set of a folder in MNIST's form: images (N, 1, H, W) and labels.
+    """Training and test set of a folder with MNIST's files: images (N, 1, H, W) and labels.
 
     Args:
-        folder: with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of t10k; each
-            with .gz at its end, or without.
-        origin: where they come from.
+        folder: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of
+            t10k, with or without .gz.
+        origin: source of the files, for messages.
     Raises:
-        RunError: one is missing, is no IDX, or there are more images than labels, or fewer.
+        RunError: a file is missing or is no IDX, or the numbers of images and labels differ.
     """
     return _set(folder, origin, "train"), _set(folder, origin, "t10k")
 
 
-def _set(folder: Path, origin: DatasetLocation, part: str) -> InMemoryDataset:
-    images = read_idx(_file(folder, origin, f"{part}-images-idx3-ubyte"), dimensions=3)
-    labels = read_idx(_file(folder, origin, f"{part}-labels-idx1-ubyte"), dimensions=1)
+def _set(folder: Path, origin: DatasetLocation, split: str) -> InMemoryDataset:
+    images = read_idx(_file(folder, origin, f"{split}-images-idx3-ubyte"), dimensions=3)
+    labels = read_idx(_file(folder, origin, f"{split}-labels-idx1-ubyte"), dimensions=1)
     if len(images) != len(labels):
         raise RunError(
-            f"{folder} has {len(images)} images and {len(labels)} labels of {part}; take both "
+            f"{folder} has {len(images)} images and {len(labels)} labels of {split}; take both "
             "files from one place"
         )
     return InMemoryDataset(images[:, None], labels.long())
@@ -43,20 +43,20 @@ def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
     for file in (folder / f"{name}.gz", folder / name):
         if file.exists():
             return file
-    raise origin.lacking(folder / f"{name}.gz")
+    raise origin.missing_file(folder / f"{name}.gz")
 
 
 def read_idx(file: Path, dimensions: int) -> Tensor:
-    """The bytes of one file, in its own shape.
+    """The bytes of one file, in the shape of its header.
 
     The header is two zeros, 8 for bytes, the number of dimensions, then each of them as four bytes,
-    the highest first.
+    big-endian.
 
     Args:
-        file: gzip or plain.
-        dimensions: that it must have.
+        file: a file, gzip or plain.
+        dimensions: required number of dimensions.
     Raises:
-        RunError: it is no such file.
+        RunError: the file is no IDX file of bytes.
     """
     with readable(file):
         raw = file.read_bytes()
@@ -64,7 +64,7 @@ def read_idx(file: Path, dimensions: int) -> Tensor:
     start = 4 + 4 * dimensions
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     size = int(np.prod(shape))
-    if content[:4] != bytes((0, 0, _BYTES, dimensions)) or len(content) != start + size:
+    if content[:4] != bytes((0, 0, _BYTE_TYPE, dimensions)) or len(content) != start + size:
         raise RunError(
             f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
             f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"

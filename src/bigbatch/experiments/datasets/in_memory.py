@@ -1,43 +1,37 @@
-"""A data set in memory that gives whole batches."""
+"""Data sets that return whole batches, and one in memory."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
-
-from bigbatch.errors import SettingError
+from torch.utils.data import Dataset, TensorDataset
 
 
-class InMemoryDataset(Dataset[tuple[Tensor, ...]]):
-    """Tensors of equal length, side by side; a batch is one indexing of each.
+class BatchDataset(Dataset[tuple[Tensor, ...]]):
+    """A data set whose `__getitems__` returns a batch, a tuple of tensors."""
 
-    Args:
-        columns: (samples, ...) each.
-    Raises:
-        SettingError: none, or of unequal length.
+    def __getitem__(self, index: int) -> Any:
+        return tuple(column[0] for column in self.__getitems__([index]))
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """The samples of these indices as a batch."""
+        raise NotImplementedError
+
+
+class InMemoryDataset(TensorDataset):
+    """Tensors of equal length; a batch is one indexing of each.
+
     Example:
         >>> import torch
         >>> InMemoryDataset(torch.arange(4), torch.eye(4)).__getitems__([1, 3])[0]
         tensor([1, 3])
     """
 
-    def __init__(self, *columns: Tensor) -> None:
-        if len({len(column) for column in columns}) != 1:
-            raise SettingError(f"columns of {[len(column) for column in columns]} rows; need equal")
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(column[index] for column in self.columns)
-
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """The rows of these indices, a batch of them."""
-        return tuple(column[list(indices)] for column in self.columns)
+        """The samples of these indices as a batch."""
+        return tuple(tensor[list(indices)] for tensor in self.tensors)
 
 
 def identity_collate(batch: Any) -> Any:
-    """The `collate_fn` of a data set whose `__getitems__` gives a whole batch."""
+    """The `collate_fn` of a data set whose `__getitems__` returns a batch."""
     return batch

@@ -1,4 +1,4 @@
-"""Where a data set lies, or one line on which files are needed and where they come from."""
+"""Location of a data set, and the message that names its files and their source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from pathlib import Path
 
 from bigbatch.errors import RunError
 
-HERE = Path("data")  # looked into where no folder is named
+DEFAULT_FOLDER = Path("data")  # searched without --data
 
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """A data set as its publishers lay it out.
+    """A data set in its published layout.
 
     Args:
-        name: what people call it.
-        folders: names its folder has; the folder given may be it, or hold it.
-        files: by which it is known, one of the patterns at least; () for what needs no files.
-        source: who publishes it, and where.
-        size: in words.
-        otherwise: what is used where no folder is given; "" for nothing.
-        other_files: what is needed too.
+        name: its name.
+        folders: names of its folder, which may be in the folder that is searched.
+        files: patterns, one of which its folder must match; () if it needs no files.
+        source: publisher and web page.
+        size: its size in words.
+        otherwise: the data that are used without a folder; "" for none.
+        other_files: other files that are needed.
     """
 
     name: str
@@ -32,35 +32,30 @@ class DatasetLocation:
     other_files: Sequence[str] = ()
 
     def find(self, given: Path | None) -> Path | None:
-        """The folder with the files, below the one that is given, or below `data`.
+        """The folder with the files: the given one, or `data`, or a subfolder of it.
 
         Returns:
-            None where none was given and there is something else to train on.
+            None if no folder is given or found, and the recipe has other data to train on.
         Raises:
-            RunError: it lacks the files; says which, and where they come from.
+            RunError: the files are missing; names them and their source.
         """
-        places = [given] if given is not None else [HERE]
-        for place in places:
-            for folder in (place, *(place / name for name in self.folders)):
-                if self.is_in(folder):
-                    return folder.resolve()
+        root = DEFAULT_FOLDER if given is None else given
+        for folder in (root, *(root / name for name in self.folders)):
+            if any(next(folder.glob(pattern), None) for pattern in self.files):
+                return folder.resolve()
         if given is None and self.otherwise:
             return None
         raise RunError(
-            f"{self.name} is not in {given or HERE}: {self.needed} must be there, or in a folder "
-            f"{' or '.join(self.folders)} of it; name the place by --data"
+            f"{self.name} is not in {root}: {self.needed} must be there, or "
+            f"in a folder {' or '.join(self.folders)} of it; name the place by --data"
         )
 
     @property
     def needed(self) -> str:
-        """Which files, and where they come from."""
+        """The files and their source."""
         files = " or ".join(self.files)
         return f"{', and '.join((files, *self.other_files))} of {self.source}"
 
-    def lacking(self, file: Path) -> RunError:
-        """What to raise where one of the files is not in the folder."""
+    def missing_file(self, file: Path) -> RunError:
+        """The error to raise if a file is not in the folder."""
         return RunError(f"{file} is missing; needed are {self.needed}")
-
-    def is_in(self, folder: Path) -> bool:
-        """Whether the files are in this very folder."""
-        return any(next(folder.glob(pattern), None) for pattern in self.files)

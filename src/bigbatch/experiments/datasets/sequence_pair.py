@@ -1,4 +1,4 @@
-"""[CLS] first [SEP] second [SEP]: how BERT reads one text or two."""
+"""Rows of BERT for one text or two: [CLS] first [SEP] second [SEP]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ Numbers = NDArray[numpy.int32]
 
 @dataclass(frozen=True)
 class SequencePair:
-    """What is put around tokens, by its numbers, and the length of every row.
+    """Encodes token sequences as rows of one length.
 
     Args:
         begin, end, pad: numbers of [CLS], [SEP] and [PAD].
-        length: tokens of a row.
+        length: number of tokens of a row.
     Example:
         >>> frame = SequencePair(begin=2, end=3, pad=0, length=8)
-        >>> tokens, segments, real = frame.around([7, 8], [9])
-        >>> tokens.tolist(), segments.tolist(), int(real.sum())
+        >>> tokens, segments, is_token = frame.encode([7, 8], [9])
+        >>> tokens.tolist(), segments.tolist(), int(is_token.sum())
         ([2, 7, 8, 3, 9, 3, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], 6)
     """
 
@@ -28,33 +28,28 @@ class SequencePair:
     pad: int
     length: int
 
-    def around(
+    def encode(
         self, first: Sequence[int] | Numbers, second: Sequence[int] | Numbers = ()
     ) -> tuple[Numbers, Numbers, NDArray[numpy.bool_]]:
-        """Tokens, segments (0 or 1) and which are no padding, of one row or a pair, cut to fit.
+        """Tokens, segments (0 or 1) and a mask that is False at padding, of one text or a pair.
 
-        Of a pair that is too long the longer one loses tokens at its end, then both in turn.
+        Of a pair that is too long the longer text is cut at its end first, then both equally.
         """
-        room = self.length - (3 if len(second) else 2)
-        ends = _ends(len(first), len(second), room)
-        row = [self.begin, *first[: ends[0]], self.end]
-        parted = len(row)
+        first_size, second_size = self._sizes(len(first), len(second))
+        row = [self.begin, *first[:first_size], self.end]
+        second_start = len(row)
         if len(second):
-            row += [*second[: ends[1]], self.end]
+            row += [*second[:second_size], self.end]
         tokens = numpy.full(self.length, self.pad, dtype=numpy.int32)
         tokens[: len(row)] = row
-        place = numpy.arange(self.length, dtype=numpy.int32)
-        segments = ((place >= parted) & (place < len(row))).astype(numpy.int32)
-        return tokens, segments, place < len(row)
+        index = numpy.arange(self.length, dtype=numpy.int32)
+        segments = ((index >= second_start) & (index < len(row))).astype(numpy.int32)
+        return tokens, segments, index < len(row)
 
-
-def _ends(first: int, second: int, room: int) -> tuple[int, int]:
-    """How much of each fits."""
-    if first + second <= room:
-        return first, second
-    half = room // 2
-    if second <= half:
-        return room - second, second
-    if first <= room - half:
-        return first, room - first
-    return room - half, half
+    def _sizes(self, first: int, second: int) -> tuple[int, int]:
+        """Number of tokens of each text that fit, from the lengths of both."""
+        room = self.length - (3 if second else 2)
+        if first + second <= room:
+            return first, second
+        second_size = min(second, max(room - first, room // 2))
+        return min(first, room - second_size), second_size

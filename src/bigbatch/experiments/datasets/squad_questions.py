@@ -14,7 +14,7 @@ from bigbatch.experiments.datasets.files import text_of
 from bigbatch.experiments.datasets.location import DatasetLocation
 
 _TRAIN = "train-v1.1.json"
-_PART = "train-subset-tokenized.json"  # 5 % of the questions, cut into words
+_SUBSET = "train-subset-tokenized.json"  # 5 % of the questions, tokenised
 _DEV = "dev-v1.1.json"
 ORIGIN = DatasetLocation(
     "SQuAD 1.1",
@@ -34,10 +34,10 @@ class Question:
     """One question about one paragraph.
 
     Args:
-        text: of the question.
+        text: the question.
         context: the paragraph.
-        answers: that people gave, one or more.
-        begin: where in the paragraph the first of them begins.
+        answers: the golden answers, one or more.
+        begin: index of the first answer's first character in the paragraph.
     """
 
     text: str
@@ -47,18 +47,14 @@ class Question:
 
 
 def train_file(folder: Path) -> tuple[Path, str]:
-    """The official training questions, or the part of them; and what a score has to say of it.
+    """The official training questions, or the subset of them; and a note for the scores' names.
 
     Raises:
         RunError: neither exists.
     """
-    whole = _packed_or_not(folder, _TRAIN)
-    if whole is not None:
-        return whole, ""
-    part = _packed_or_not(folder, _PART)
-    if part is not None:
-        return part, "; trained on a tokenised 5 % of the questions"
-    raise ORIGIN.lacking(folder / _TRAIN)
+    if _path_of(folder, _SUBSET) and not _path_of(folder, _TRAIN):
+        return _require_file(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
+    return _require_file(folder, _TRAIN), ""
 
 
 def dev_file(folder: Path) -> Path:
@@ -67,13 +63,18 @@ def dev_file(folder: Path) -> Path:
     Raises:
         RunError: they do not exist.
     """
-    found = _packed_or_not(folder, _DEV)
-    if found is None:
-        raise ORIGIN.lacking(folder / _DEV)
-    return found
+    return _require_file(folder, _DEV)
 
 
-def _packed_or_not(folder: Path, name: str) -> Path | None:
+def _require_file(folder: Path, name: str) -> Path:
+    path = _path_of(folder, name)
+    if path is None:
+        raise ORIGIN.missing_file(folder / name)
+    return path
+
+
+def _path_of(folder: Path, name: str) -> Path | None:
+    """The file, compressed or not; None if it does not exist."""
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
 
 
@@ -85,32 +86,31 @@ def read_questions(file: Path) -> list[Question]:
     """
     text = text_of(file)
     try:
-        found = [
-            _question(asked, paragraph["context"])
+        return [
+            _question(entry, paragraph["context"])
             for article in json.loads(text)["data"]
             for paragraph in article["paragraphs"]
-            for asked in paragraph["qas"]
+            for entry in paragraph["qas"]
         ]
     except (ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"{file} is no SQuAD 1.1 JSON ({type(error).__name__}: {error}); fetch it again"
         ) from error
-    return found
 
 
-def _question(asked: dict[str, Any], context: str) -> Question:
-    answers = asked["answers"]
+def _question(entry: dict[str, Any], context: str) -> Question:
+    answers = entry["answers"]
     texts = tuple(answer["text"] for answer in answers)
-    return Question(asked["question"], context, texts, int(answers[0]["answer_start"]))
+    return Question(entry["question"], context, texts, int(answers[0]["answer_start"]))
 
 
 def exact_match(answer: str, golden: Sequence[str]) -> float:
-    """1 where the answer, plainly written, is one of the golden ones, else 0."""
-    return float(max(plain(answer) == plain(one) for one in golden))
+    """1 if the normalized answer equals a normalized golden answer, else 0."""
+    return float(max(normalize(answer) == normalize(text) for text in golden))
 
 
 def f1(answer: str, golden: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over words, for the golden answer that suits best.
+    """Harmonic mean of precision and recall over words, for the best golden answer.
 
     Source:
         P. Rajpurkar et al., SQuAD, 2016, and its evaluate-v1.1.
@@ -118,7 +118,7 @@ def f1(answer: str, golden: Sequence[str]) -> float:
         >>> round(f1("the red house", ["red houses", "a house, red"]), 3)
         1.0
     """
-    return max(_f1(plain(answer).split(), plain(one).split()) for one in golden)
+    return max(_f1(normalize(answer).split(), normalize(text).split()) for text in golden)
 
 
 def _f1(answer: Sequence[str], golden: Sequence[str]) -> float:
@@ -126,7 +126,7 @@ def _f1(answer: Sequence[str], golden: Sequence[str]) -> float:
     return 2 * common / (len(answer) + len(golden)) if common else 0.0
 
 
-def plain(answer: str) -> str:
+def normalize(answer: str) -> str:
     """In lower case, without punctuation and articles, single spaces between words."""
-    without = answer.lower().translate(_WITHOUT_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", without).split())
+    words = answer.lower().translate(_WITHOUT_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", words).split())

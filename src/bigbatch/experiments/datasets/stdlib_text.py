@@ -1,4 +1,4 @@
-"""Text that is on every machine with Python: the documentation inside its standard library."""
+"""Text of every Python installation: the documentation in its standard library."""
 
 import ast
 import inspect
@@ -13,15 +13,15 @@ from bigbatch.errors import RunError
 
 _TOPICS = "pydoc_data/topics.py"  # a dict of chapters of the language reference
 _WITHOUT_PROSE = {"ensurepip", "idlelib", "lib2to3", "test", "tests", "turtledemo"}
-_NAMED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def stdlib_text() -> list[str]:
     """The standard library's documentation in English, one document a module or chapter.
 
     A document is the docstrings of one module in the order of its source, or one topic of `help`;
-    its paragraphs are parted by empty lines. Nothing is imported. The documents are in the order of
-    their names; another release of Python has other ones.
+    empty lines separate its paragraphs. Nothing is imported. The documents are in the order of
+    their names; another release of Python has other documents.
 
     Raises:
         RunError: the library's sources are not installed.
@@ -34,21 +34,21 @@ def stdlib_text() -> list[str]:
 
 @cache
 def _documents(library: Path) -> tuple[str, ...]:
-    found = tuple(
+    documents = tuple(
         document for file in _sources(library) for document in _documents_of(file) if document
     )
-    if not found:
+    if not documents:
         raise RunError(
             f"no documentation in {library}, where Python's standard library should be; install "
             "its sources, or name a folder of text by --data"
         )
-    return found
+    return documents
 
 
 def _sources(library: Path) -> Iterator[Path]:
-    """The library's own modules, in the order of their names; none that were installed later."""
-    own = sorted(path for path in library.iterdir() if path.stem in sys.stdlib_module_names)
-    for path in own:
+    """The standard library's modules, in the order of their names, without installed packages."""
+    paths = sorted(path for path in library.iterdir() if path.stem in sys.stdlib_module_names)
+    for path in paths:
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:
             if not _WITHOUT_PROSE & set(file.relative_to(library).parts):
@@ -56,14 +56,13 @@ def _sources(library: Path) -> Iterator[Path]:
 
 
 def _documents_of(file: Path) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd escapes, of no concern here
+    with warnings.catch_warnings(action="ignore"):  # invalid escape sequences
         tree = ast.parse(file.read_bytes())
     if file.as_posix().endswith(_TOPICS):
         return _topics(tree)
-    named = [node for node in ast.walk(tree) if isinstance(node, _NAMED)]
-    named.sort(key=lambda node: getattr(node, "lineno", 0))  # the module itself has no line
-    texts = (ast.get_docstring(node) for node in named)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module itself has no line
+    texts = (ast.get_docstring(node) for node in nodes)
     return ["\n\n".join(text for text in texts if text)]
 
 

@@ -1,4 +1,4 @@
-"""Part of a data set: which samples are used, and a view of them."""
+"""A subset of a data set: indices of its samples, and a view of them."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,30 +18,30 @@ class Subset(data.Subset[Any]):
             self.dataset.set_epoch(epoch)
 
 
-def chosen_indices(size: int, wanted: int) -> Sequence[int]:
-    """Indices of the samples that are used: all, or `wanted` of them, the same for every seed.
+def chosen_indices(size: int, samples: int) -> Sequence[int]:
+    """Indices of `samples` random samples of a data set, the same for every seed.
 
-    A smaller choice is part of a larger one. An index takes 4 bytes, 8 from 2^32 samples on; while
-    the choice is made, each sample of the data set takes 8 bytes more.
+    A smaller subset is part of a larger one. An index takes 4 bytes, 8 from 2^32 samples on; during
+    the draw, each sample of the data set takes 8 bytes more.
 
     Args:
         size: number of samples in the data set.
-        wanted: `samples` of the settings; 0 for all.
+        samples: number of samples in the subset; 0 for all.
     Example:
         >>> chosen_indices(3, 0), sorted(chosen_indices(3, 3))
         (range(0, 3), [0, 1, 2])
         >>> set(chosen_indices(9, 2)) <= set(chosen_indices(9, 5))
         True
     """
-    if not 0 < wanted < size:
+    if not 0 < samples < size:
         return range(size)
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:wanted]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:samples]
     code, dtype = ("I", numpy.uint32) if size < 2**32 else ("Q", numpy.uint64)
-    return array(code, order.numpy().astype(dtype).tobytes())  # as a list, an index takes 40 bytes
+    return array(code, order.numpy().astype(dtype).tobytes())  # in a list an index takes 40 bytes
 
 
-def scored_indices(size: int, wanted: int, most: int) -> Sequence[int]:
-    """At most `most` of `chosen_indices(size, wanted)`, spread over files that are sorted by class.
+def scored_indices(size: int, samples: int, max_samples: int) -> Sequence[int]:
+    """At most `max_samples` of `chosen_indices(size, samples)`, which are not sorted by class.
 
     Example:
         >>> set(scored_indices(90, 50, 20)) <= set(chosen_indices(90, 50))
@@ -49,4 +49,4 @@ def scored_indices(size: int, wanted: int, most: int) -> Sequence[int]:
         >>> len(scored_indices(90, 0, 20))
         20
     """
-    return chosen_indices(size, min(wanted or size, most))
+    return chosen_indices(size, min(samples or size, max_samples))

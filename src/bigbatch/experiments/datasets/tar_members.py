@@ -1,6 +1,6 @@
-"""Where the images inside tars lie, so that any of them can be read at once.
+"""Positions of the images inside tars, for random access.
 
-A tar is read through once, header by header. It must be a plain one, not compressed.
+All headers of a tar are read once. The tar must not be compressed.
 """
 
 import tarfile
@@ -9,33 +9,33 @@ from pathlib import Path, PurePosixPath
 
 from bigbatch.errors import RunError
 
-Place = tuple[int, int, int]  # which of the tars, first byte, bytes
+Place = tuple[int, int, int]  # index of the tar, offset and size in bytes
 SUFFIXES = (".jpeg", ".jpg", ".png")
 _BLOCK = 512
 
 
 def in_tar(path: Path) -> tuple[list[str], list[Place]]:
-    """The images CLASS/NAME.JPEG of a tar: the class of each by name, and its place.
+    """The images CLASS/NAME.JPEG of a tar: name of the class, and place, of each.
 
     Raises:
         RunError: the tar is damaged, or has no such member.
     """
-    named: list[str] = []
+    class_names: list[str] = []
     places: list[Place] = []
-    others: list[str] = []
+    other_members: list[str] = []
     for member, _ in _members_of(path):
         name = PurePosixPath(member.name)
         if name.suffix.lower() in SUFFIXES and name.parent.name:
-            named.append(name.parent.name)
+            class_names.append(name.parent.name)
             places.append((0, member.offset_data, member.size))
-        elif not others:
-            others.append(member.name)
-    if not named:
+        elif not other_members:
+            other_members.append(member.name)
+    if not class_names:
         raise RunError(
-            f"{path} has no member CLASS/NAME.JPEG, but {' '.join(others) or 'none at all'}; pack "
-            "it with a folder for each class"
+            f"{path} has no member CLASS/NAME.JPEG, but "
+            f"{' '.join(other_members) or 'none at all'}; pack it with a folder for each class"
         )
-    return named, places
+    return class_names, places
 
 
 def in_shards(paths: Sequence[Path]) -> tuple[list[int], list[Place]]:
@@ -45,36 +45,36 @@ def in_shards(paths: Sequence[Path]) -> tuple[list[int], list[Place]]:
         RunError: a tar is damaged, or a sample lacks one of its two members.
     Source:
         The naming of github.com/webdataset/webdataset: a key ends at the first point of the
-        member's last name; other members of a key are of no concern.
+        member's last name; other members of a key are ignored.
     """
     labels: list[int] = []
     places: list[Place] = []
     for number, path in enumerate(paths):
-        found: dict[str, tuple[list[Place], list[int]]] = {}
+        samples: dict[str, tuple[list[Place], list[int]]] = {}
         for member, tar in _members_of(path):
-            before, slash, name = member.name.rpartition("/")
+            folder, slash, name = member.name.rpartition("/")
             key, _, suffix = name.partition(".")
-            place, label = found.setdefault(before + slash + key, ([], []))
+            images, classes = samples.setdefault(folder + slash + key, ([], []))
             if suffix == "cls":
-                label.append(_class_in(tar, member, path))
+                classes.append(_class_in(tar, member, path))
             elif f".{suffix.lower()}" in SUFFIXES:
-                place.append((number, member.offset_data, member.size))
-        for key, (place, label) in found.items():
-            if (len(place), len(label)) != (1, 1):
+                images.append((number, member.offset_data, member.size))
+        for key, (images, classes) in samples.items():
+            if (len(images), len(classes)) != (1, 1):
                 raise RunError(
-                    f"{path}: {key} has {len(place)} images and {len(label)} classes, and needs "
+                    f"{path}: {key} has {len(images)} images and {len(classes)} classes, and needs "
                     f"one {key}.jpg and one {key}.cls"
                 )
-            places += place
-            labels += label
+            places += images
+            labels += classes
     if not labels:
-        raise RunError(f"{paths[0]} and its likes are empty; replace them by good copies")
+        raise RunError(f"{paths[0]} and the other shards are empty; replace them by good copies")
     return labels, places
 
 
-def name_at(path: Path, first: int) -> str:
-    """What the member is called whose contents begin at this byte."""
-    names = (member.name for member, _ in _members_of(path) if member.offset_data == first)
+def name_at(path: Path, offset: int) -> str:
+    """Name of the member whose contents begin at this byte."""
+    names = (member.name for member, _ in _members_of(path) if member.offset_data == offset)
     return f"{path}: {next(names)}"
 
 
@@ -87,16 +87,15 @@ def _class_in(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
 
 
 def _members_of(path: Path) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
-    """The files in a tar, which has to be whole.
+    """The files in a tar, which must be complete.
 
-    Where a header is damaged or missing, tarfile takes it for the end; a true end is a block of
-    zeros.
+    tarfile takes a damaged or missing header for the end; the real end is a block of zeros.
     """
     last = "its start"
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # else a million headers stay
+                tar.members = []  # type: ignore[attr-defined]  # frees the headers
                 last = member.name
                 if member.isfile():
                     yield member, tar

@@ -1,4 +1,4 @@
-"""A training whose ranks DistributedDataParallel joins."""
+"""Training with DistributedDataParallel."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +7,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bigbatch.experiments.build_loop import loop_over, virtual_ranks_of
+from bigbatch.experiments.build_loop import build_loop, virtual_ranks_of
 from bigbatch.experiments.engines.engine import Loss, State
-from bigbatch.experiments.process_group import joined, leads
+from bigbatch.experiments.process_group import is_rank_zero, wrap_ddp
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.runs.run_directory import RunDirectory
@@ -18,24 +18,24 @@ from bigbatch.training.step_record import StepRecord
 
 
 class DDP:
-    """DistributedDataParallel; one process alone goes without.
+    """DistributedDataParallel; a single process trains the bare model.
 
     Args:
-        model: on this rank's device.
-        optimizer: of its parameters.
-        data: to train on.
-        settings: of the training.
+        model: the model on this rank's device.
+        optimizer: its optimizer.
+        data: the training data.
+        settings: settings of the training.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, data: Data, settings: Settings
     ) -> None:
-        self.joined = joined(model)
+        self.wrapped_model = wrap_ddp(model)
         self._model, self._optimizer, self._clip = model, optimizer, settings.clip
-        half = settings.precision == "float16"
-        self._scaler = GradScaler(settings.device) if half else None
+        uses_scaler = settings.precision == "float16"
+        self._scaler = GradScaler(settings.device) if uses_scaler else None
         ranks = virtual_ranks_of(settings)
-        self.train = loop_over(data, settings, self.joined, optimizer, ranks, self._scaler)
+        self.train = build_loop(data, settings, self.wrapped_model, optimizer, ranks, self._scaler)
         self._states = DistributedState(self.train)
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
@@ -65,13 +65,13 @@ class DDP:
     def save(self, run: RunDirectory) -> None:
         """As `Engine` says."""
         state = self.state_dict()
-        if leads():
+        if is_rank_zero():
             run.save_checkpoint(state)
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """As `Engine` says; each rank from its own state, if there are as many."""
+        """As `Engine` says; each rank loads its own state, if their number is the same."""
         self._model.load_state_dict(state["model"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._states.load_state_dict(state["train"])  # with other ranks, one of which may be gone
+        self._states.load_state_dict(state["train"])  # collective, and may find that a rank is lost

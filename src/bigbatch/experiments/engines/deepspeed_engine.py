@@ -1,4 +1,4 @@
-"""A training whose ranks DeepSpeed joins, and its checkpoints."""
+"""Training with DeepSpeed, and its checkpoints."""
 
 import os
 import shutil
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from bigbatch.digest import digests_of, require_digests
 from bigbatch.errors import RunError, SettingError, StateError
-from bigbatch.experiments.build_loop import batches_of, scaling_of, virtual_ranks_of
+from bigbatch.experiments.build_loop import batches_of, lr_scaling_of, virtual_ranks_of
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.engines.engine import Loss, State
-from bigbatch.experiments.process_group import count, from_leader, leads
+from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero, world_size
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.torchrun import backend
@@ -27,16 +27,16 @@ _FOLDER = "deepspeed"  # of a run, with DeepSpeed's own checkpoint
 
 
 class DeepSpeed:
-    """DeepSpeed at one of its ZeRO stages; its checkpoint lies in a folder of the run's.
+    """DeepSpeed at one of its ZeRO stages; its checkpoint is a folder in the run directory.
 
     Args:
-        model: on this rank's device.
-        optimizer: of its parameters.
-        data: to train on.
-        settings: of the training.
+        model: the model on this rank's device.
+        optimizer: its optimizer.
+        data: the training data.
+        settings: settings of the training.
     Raises:
-        SettingError: what DeepSpeed, or its connection, cannot do.
-        MissingPackageError: it is not installed.
+        SettingError: DeepSpeed, or its integration, does not support a setting.
+        MissingPackageError: DeepSpeed is not installed.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class DeepSpeed:
     ) -> None:
         from bigbatch.integrations import deepspeed
 
-        if not dist.is_initialized():  # one process, whom DeepSpeed wants in a group too
-            os.environ.setdefault("LOCAL_RANK", "0")  # which it asks for
+        if not dist.is_initialized():  # DeepSpeed needs a group for one process too
+            os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed reads
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend(), store=store, rank=0, world_size=1)
         self._model, self._stage = model, settings.zero_stage
@@ -56,71 +56,73 @@ class DeepSpeed:
             config=_config_of(settings),
             policy=build_controller(settings),
             adaptive_batch_params={"max_micro_batch_size": settings.micro_batch},
-            lr_scaling=scaling_of(settings),
+            lr_scaling=lr_scaling_of(settings),
         )
         if engine.device.type != settings.device:
             raise SettingError(
                 f"device={settings.device}: DeepSpeed trains on {engine.device.type} here; set "
                 f"device={engine.device.type}, or DS_ACCELERATOR={settings.device} for DeepSpeed"
             )
-        self.joined: Any = engine
+        self.wrapped_model: Any = engine
         self.train: AdaptiveBatch = engine.bigbatch
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
         """As `Engine` says."""
-        for batch in self.joined.batches():
-            self.joined.backward(loss_of(batch))
+        for batch in self.wrapped_model.batches():
+            self.wrapped_model.backward(loss_of(batch))
             before = self.train.record
-            self.joined.step()
+            self.wrapped_model.step()
             if self.train.record is not before and self.train.record is not None:
                 yield self.train.record
 
     def state_dict(self) -> State:
         """As `Engine` says.
 
-        The last step of an epoch may be saved twice, before and after its end: in two folders, so
-        that none is written over which checkpoint.pt names.
+        The last step of an epoch may be saved twice, before and after the epoch's end: in two
+        folders, so that the folder in checkpoint.pt is never overwritten.
         """
-        place = f"epoch{self.train.epoch}-step{self.train.steps + self.train.skipped}"
-        return {"model": self._model.state_dict(), "folder": place, "ranks": count()}
+        folder = f"epoch{self.train.epoch}-step{self.train.steps + self.train.skipped}"
+        return {"model": self._model.state_dict(), "folder": folder, "ranks": world_size()}
 
     def save(self, run: RunDirectory) -> None:
-        """As `Engine` says; a folder that nothing names is taken away.
+        """As `Engine` says; deletes the folder of the checkpoint before.
 
-        On several ranks an error of writing is raised: the others wait for this one in DeepSpeed.
+        On several ranks a write error is raised, since the others wait for this one in DeepSpeed.
         """
         state, folder = self.state_dict(), run.path / _FOLDER
         try:
-            self.joined.save_checkpoint(str(folder), state["folder"], save_latest=False)
-        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            if count() > 1:
+            self.wrapped_model.save_checkpoint(str(folder), state["folder"], save_latest=False)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+            if world_size() > 1:
                 raise
             run.warn_checkpoint_not_written(error)
             shutil.rmtree(folder / state["folder"], ignore_errors=True)
             return
         dist.barrier()
-        if leads():
-            state["digests"] = digests_of(folder / state["folder"])  # after the barrier: of all
+        if is_rank_zero():
+            state["digests"] = digests_of(
+                folder / state["folder"]
+            )  # after the barrier: of all ranks' files
             _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
     def load_state_dict(self, state: State, path: Path) -> None:
         """As `Engine` says.
 
         Raises:
-            RunError: DeepSpeed's folder is gone or damaged, or it is of another number of ranks.
+            RunError: DeepSpeed's folder is missing or damaged, or of another number of ranks.
         """
         folder, ranks = path / _FOLDER, state["ranks"]
-        if self._stage and ranks != count():
+        if self._stage and ranks != world_size():
             raise RunError(
                 f"{path} was saved by {ranks} ranks at zero_stage={self._stage}, whose shards "
-                f"{count()} cannot take; resume it on {ranks}"
+                f"{world_size()} cannot take; resume it on {ranks}"
             )
         if not (folder / state["folder"]).is_dir():
             raise RunError(
                 f"{folder / state['folder']} is gone; delete checkpoint.pt to start the run again"
             )
-        from_leader(lambda: _require_unchanged(folder / state["folder"], state["digests"]))
-        self.joined.load_checkpoint(str(folder), state["folder"])
+        run_on_rank_zero(lambda: _require_unchanged(folder / state["folder"], state["digests"]))
+        self.wrapped_model.load_checkpoint(str(folder), state["folder"])
 
 
 def _require_unchanged(folder: Path, digests: dict[str, str]) -> None:
@@ -133,14 +135,14 @@ def _require_unchanged(folder: Path, digests: dict[str, str]) -> None:
 
 
 def _keep_one(folder: Path, name: str, *, newest: bool) -> None:
-    """Takes away the folders before the one of that name, or that one alone."""
-    for one in folder.iterdir():
-        if one.is_dir() and (one.name != name) == newest:
-            shutil.rmtree(one, ignore_errors=True)
+    """Deletes all folders but the one of that name, or that one alone."""
+    for path in folder.iterdir():
+        if path.is_dir() and (path.name != name) == newest:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _config_of(settings: Settings) -> State:
-    """DeepSpeed's; batch sizes follow the plan from the first step on."""
+    """DeepSpeed's config; the plan sets the batch sizes from the first step on."""
     config: State = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -1,7 +1,7 @@
-"""What a training asks of the engine that runs it on its ranks.
+"""The protocol of an engine, which runs a training on its ranks.
 
-An engine owns the loop: it runs micro-batches backward, ends steps, saves and resumes. Its caller
-says what the loss of a micro-batch is, and what is logged.
+An engine owns the loop: it runs backwards of micro-batches, ends steps, saves and resumes. Its
+caller computes the loss of a micro-batch, and logs.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,24 +21,24 @@ State = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What a training asks of its engine.
+    """Runs a training on its ranks.
 
     Args:
-        joined: the model, called so that its gradients are those of all ranks.
+        wrapped_model: the model in a wrapper that reduces its gradients over all ranks.
         train: the loop, over this rank's share of the data.
     """
 
-    joined: nn.Module
+    wrapped_model: nn.Module
     train: AdaptiveBatch
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:
-        """Trains through one pass over the data, or the rest of it; one record a step."""
+        """Trains for one epoch, or the rest of it; yields one record per step."""
 
     def state_dict(self) -> State:
-        """What `load_state_dict` needs in addition to what `save` leaves elsewhere. Collective."""
+        """The state that `load_state_dict` needs, without files that `save` writes. Collective."""
 
     def save(self, run: RunDirectory) -> None:
         """Replaces the run's checkpoint. Collective."""
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """Continues from the checkpoint of the run at `path`. Collective."""
+        """Restores the checkpoint of the run at `path`. Collective."""

@@ -1,4 +1,4 @@
-"""Linear regression by SGD and VR-SGD, many arms at once over the same draws.
+"""Linear regression by SGD and VR-SGD: many arms train at once on the same draws.
 
     y = sum_i W_i x_i,  W_i = i  (i = 1 .. 10);   w_0 = 0;   loss = E (w x - y)^2
 
@@ -12,9 +12,10 @@ Source:
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ GROUPS = 64
 GAMMA = 0.1
 TEST_INPUTS = 4096
 TRUTH = torch.arange(1, INPUTS + 1, dtype=torch.float64)
+GAMMAS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+KS = tuple(2**power for power in range(1, 11))
+STIFFNESS = tuple(0.01 * 2 ** (power / 4) for power in range(39))  # lr x curvature, .01 to 7.2
+PASSES = 2  # over the batches of a distribution: the controls need the mean r of the first pass
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +40,7 @@ class Arm:
     """One way to train. SGD is gamma = 1, r_max = 1, where r = 1.
 
     Args:
-        k: groups that the batch is split into; divides 2,048.
+        k: number of groups that the batch is split into; divides 2,048.
         gamma: lower clip of r.
         r_max: upper clip of r.
         lr: learning rate.
@@ -57,19 +62,23 @@ def sgd(lr: float) -> Arm:
     return Arm(GROUPS, 1.0, 1.0, lr)
 
 
-def printed(lr: float, gamma: float = GAMMA, k: int = GROUPS) -> Arm:
+def vr_sgd(lr: float, gamma: float = GAMMA, k: int = GROUPS) -> Arm:
     """VR-SGD with r in [gamma, 1], as equation 9 prints it."""
     return Arm(k, gamma, 1.0, lr)
 
 
-def widened(lr: float, gamma: float = GAMMA, k: int = GROUPS) -> Arm:
+def vr_sgd_wide(lr: float, gamma: float = GAMMA, k: int = GROUPS) -> Arm:
     """VR-SGD with r in [gamma, 1 / gamma], as the paper's text can be read."""
     return Arm(k, gamma, 1 / gamma, lr)
 
 
+CLIPS: dict[str, Callable[..., Arm]] = {"r <= 1": vr_sgd, "r <= 1/gamma": vr_sgd_wide}
+METHODS: dict[str, Callable[..., Arm]] = {"SGD": sgd, **CLIPS}
+
+
 @dataclass(frozen=True)
 class Trace:
-    """What one arm did.
+    """Losses, weights and factors of one arm.
 
     Args:
         losses: (S, 101), on the fixed test inputs, before the first step and after each.
@@ -86,8 +95,8 @@ class Draws:
     """The batches of each seed, one after another; equal seeds give equal draws.
 
     Args:
-        inputs: how they are drawn.
-        seeds: 0 .. seeds - 1.
+        inputs: the input distribution.
+        seeds: number of seeds: 0 .. seeds - 1.
     """
 
     def __init__(self, inputs: InputDistribution, seeds: int) -> None:
@@ -99,8 +108,8 @@ class Draws:
         """The next batch, (S, 2048, 10)."""
         return self._draw(BATCH)
 
-    def _draw(self, number: int) -> Tensor:
-        return torch.stack([self._inputs.draw(one, number) for one in self._generators])
+    def _draw(self, samples: int) -> Tensor:
+        return torch.stack([self._inputs.draw(each, samples) for each in self._generators])
 
 
 def moments(inputs: Tensor, k: int) -> Tensor:
@@ -134,15 +143,9 @@ def step(
     gradients = 2 * (groups @ (weights - TRUTH).mT.unsqueeze(1))  # (S, K, 10, L)
     total = gradients.sum(1)
     m2 = (gradients - total.unsqueeze(1) / k).square().sum(1)
-    r = _each_layer(total, m2, k, gamma, r_max)
+    rule = torch.vmap(partial(gsnr, weight=k, gamma=gamma, r_max=r_max))  # a vector is a layer
+    r = rule(total.mT.flatten(0, 1), m2.mT.flatten(0, 1)).view(total.mT.shape)
     return weights - lrs.unsqueeze(1) * r * total.mT / k, r
-
-
-def _each_layer(total: Tensor, m2: Tensor, k: int, gamma: float, r_max: float) -> Tensor:
-    """`gsnr` of every seed and learning rate: (S, 10, L) to (S, L, 10)."""
-    rule = torch.vmap(partial(gsnr, weight=k, gamma=gamma, r_max=r_max))
-    r: Tensor = rule(total.mT.flatten(0, 1), m2.mT.flatten(0, 1))
-    return r.view(total.mT.shape)
 
 
 def losses_of(weights: Tensor, test: Tensor) -> Tensor:
@@ -161,31 +164,131 @@ def train(
     """Trains every arm on the same batches.
 
     Args:
-        inputs: how they are drawn.
-        arms: what to compare.
+        inputs: the input distribution.
+        arms: the arms to compare.
         seeds: runs of each arm.
-        steps: of each run.
+        steps: number of steps of each run.
         advance: called after each step, to show progress.
     """
     draws = Draws(inputs, seeds)
     test = moments(draws.test, 1).squeeze(1)
-    alike = [list(same) for _, same in groupby(sorted(set(arms)), key=lambda arm: arm.rule)]
-    rules = [same[0].rule for same in alike]
-    rates = [torch.tensor([arm.lr for arm in same], dtype=torch.float64) for same in alike]
-    paths = [[torch.zeros(seeds, len(same), INPUTS, dtype=torch.float64)] for same in alike]
-    factors: list[list[Tensor]] = [[] for _ in alike]
+    arm_groups = [list(group) for _, group in groupby(sorted(set(arms)), key=lambda arm: arm.rule)]
+    lrs = [torch.tensor([arm.lr for arm in group], dtype=torch.float64) for group in arm_groups]
+    weights = [[torch.zeros(seeds, len(group), INPUTS).double()] for group in arm_groups]
+    factors: list[list[Tensor]] = [[] for _ in arm_groups]
     for _ in range(steps):
         batch = draws.batch()
-        groups = {k: moments(batch, k) for k in {rule[0] for rule in rules}}
-        for (k, gamma, r_max), lrs, path, used in zip(rules, rates, paths, factors, strict=True):
-            weights, r = step(path[-1], groups[k], lrs, gamma, r_max)
-            path.append(weights)
-            used.append(r)
+        groups = {k: moments(batch, k) for k in {group[0].k for group in arm_groups}}
+        for number, (arm, *_) in enumerate(arm_groups):
+            before = weights[number][-1]
+            after, r = step(before, groups[arm.k], lrs[number], arm.gamma, arm.r_max)
+            weights[number].append(after)
+            factors[number].append(r)
         advance()
     traces = {}
-    for same, path, used in zip(alike, paths, factors, strict=True):
-        weights, r = torch.stack(path, 2), torch.stack(used, 2)
-        for number, arm in enumerate(same):
-            own = weights[:, number]
-            traces[arm] = Trace(losses_of(own, test), own, r[:, number])
+    for group, group_weights, group_factors in zip(arm_groups, weights, factors, strict=True):
+        w, r = torch.stack(group_weights, 2), torch.stack(group_factors, 2)
+        for number, arm in enumerate(group):
+            traces[arm] = Trace(losses_of(w[:, number], test), w[:, number], r[:, number])
     return traces
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest value over seeds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Spread":
+        """Of a tensor with one value per seed; nan counts as inf."""
+        numbers = values.double().where(~values.isnan(), torch.inf).tolist()
+        return cls(median(numbers), min(numbers), max(numbers))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Measurements with one input distribution.
+
+    Args:
+        inputs: the input distribution.
+        traces: of every arm.
+        controls: traces of SGD at lr x mean(r), by the arm whose r it is.
+    """
+
+    inputs: InputDistribution
+    traces: dict[Arm, Trace]
+    controls: dict[Arm, Trace] = field(default_factory=dict)
+
+    def final(self, arm: Arm) -> Spread:
+        """Loss after the last step."""
+        return Spread.of(self.traces[arm].losses[:, -1])
+
+    def relative(self, arm: Arm) -> Spread:
+        """Loss after the last step over SGD's, at the same learning rate and seed."""
+        return Spread.of(self.traces[arm].losses[:, -1] / self.traces[sgd(arm.lr)].losses[:, -1])
+
+    def steps_needed(self, arm: Arm, reference: Arm) -> Spread:
+        """Steps until the arm's loss is the reference's last loss or less; inf for never."""
+        goal = self.traces[reference].losses[:, -1:]
+        return Spread.of(first_below(self.traces[arm].losses, goal))
+
+    def mean_r(self, arm: Arm) -> Spread:
+        """Mean of r over all weights and steps."""
+        return Spread.of(self.traces[arm].r.mean((1, 2)))
+
+    def control(self, arm: Arm) -> Spread:
+        """Last loss of SGD at lr x mean(r)."""
+        return Spread.of(self.controls[arm].losses[:, -1])
+
+    def best(self, method: str) -> Arm:
+        """The method at the learning rate of the grid whose worst seed has the least last loss."""
+        arms = [METHODS[method](lr) for lr in lr_grid(self.inputs)]
+        return min(arms, key=lambda arm: (self.final(arm).most, self.final(arm).median))
+
+
+def first_below(losses: Tensor, goal: Tensor) -> Tensor:
+    """First step at which each row of (S, 101) losses is no more than its goal; inf for never."""
+    below = losses <= goal
+    first = below.double().argmax(1).double()
+    return first.where(below.any(1), torch.inf)
+
+
+def lr_grid(inputs: InputDistribution) -> list[float]:
+    """The learning rates that every method is tuned over."""
+    return [stiffness / inputs.curvature for stiffness in STIFFNESS]
+
+
+def arms_along(parameter: str, clip: str, lr: float) -> dict[float, Arm]:
+    """One arm for each of `GAMMAS` or `KS`, where `parameter` is "gamma" or "k"."""
+    values = GAMMAS if parameter == "gamma" else KS
+    return {value: CLIPS[clip](lr, **{parameter: value}) for value in values}
+
+
+def study(
+    inputs: InputDistribution,
+    seeds: int,
+    steps: int = STEPS,
+    advance: Callable[[], None] = lambda: None,
+) -> Findings:
+    """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r).
+
+    Args:
+        inputs: the input distribution.
+        seeds: runs of each arm.
+        steps: number of steps of each run.
+        advance: called after each step of each of the `PASSES`.
+    """
+    arms = {make(lr) for make in METHODS.values() for lr in (*inputs.lrs, *lr_grid(inputs))}
+    for lr in inputs.lrs:
+        for clip in CLIPS:
+            arms |= {*arms_along("gamma", clip, lr).values(), *arms_along("k", clip, lr).values()}
+    findings = Findings(inputs, train(inputs, arms, seeds, steps, advance))
+    vr_arms = [clip(lr) for clip in CLIPS.values() for lr in inputs.lrs]
+    vr_arms += [findings.best(clip) for clip in CLIPS]
+    controls = {arm: sgd(arm.lr * findings.mean_r(arm).median) for arm in vr_arms}
+    traces = train(inputs, controls.values(), seeds, steps, advance)
+    findings.controls.update({arm: traces[control] for arm, control in controls.items()})
+    return findings

@@ -1,4 +1,4 @@
-"""How the inputs are drawn; the paper does not say, so distributions and rates are ours."""
+"""Distributions of the inputs; the paper does not name them, so they and the rates are ours."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class InputDistribution:
     """Independent inputs x_i of one shape, each with its own mean and standard deviation.
 
     Args:
-        name: as shown in tables.
-        uniform: uniform draws; normal ones otherwise.
-        mean: of every input.
-        std: one for each input.
+        name: its name in tables and figures.
+        uniform: whether draws are uniform; they are normal otherwise.
+        mean: mean of every input.
+        std: standard deviation of each input.
         lrs: learning rates to compare at.
-        shown: the one of them that the first figure draws.
+        shown: the learning rate that the first figure draws.
     """
 
     name: str
@@ -29,9 +29,9 @@ class InputDistribution:
     lrs: tuple[float, ...]
     shown: float
 
-    def draw(self, generator: torch.Generator, number: int) -> Tensor:
-        """Inputs of shape (number, 10), float64."""
-        shape = (number, INPUTS)
+    def draw(self, generator: torch.Generator, samples: int) -> Tensor:
+        """Inputs of shape (samples, 10), float64."""
+        shape = (samples, INPUTS)
         if self.uniform:
             z = torch.rand(shape, generator=generator, dtype=torch.float64)
             z = (z - 0.5) * math.sqrt(12)

@@ -1,4 +1,4 @@
-"""`bigbatch train linear-regression`: trains everything, leaves a table and both figures.
+"""`bigbatch train linear-regression`: trains all arms, writes a table and both figures.
 
 table.md       losses, mean r and controls at every setting
 figure1.png    training curves, weights, r
@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bigbatch.experiments.linear_regression.experiment import STEPS, Arm
-from bigbatch.experiments.linear_regression.figures import figure1, figure3
-from bigbatch.experiments.linear_regression.findings import (
+from bigbatch.experiments.linear_regression.experiment import (
     CLIPS,
-    METHODS,
     PASSES,
-    SGD,
+    STEPS,
+    Arm,
     Findings,
     Spread,
+    sgd,
     study,
 )
+from bigbatch.experiments.linear_regression.figures import figure1, figure3
 from bigbatch.experiments.linear_regression.input_distributions import DISTRIBUTIONS
 from bigbatch.runs.atomic_files import create_directory_atomically
 from bigbatch.runs.console import plain_console
@@ -37,27 +37,27 @@ COLUMNS = (
 )
 _WIDTH = 200  # columns of the file
 _DPI = 90
-_ROUNDING = 1e-27  # a loss of weights that are right to float64
+_ROUNDING = 1e-27  # the loss of weights that are exact up to float64's rounding
 
 
-def run(place: Path, seeds: int, quiet: bool) -> None:
-    """Trains everything, writes the directory as a whole, and shows the table.
+def run(path: Path, seeds: int, quiet: bool) -> None:
+    """Trains all arms, writes the directory at once, and shows the table.
 
     Args:
-        place: the directory; must be free.
+        path: the directory; must not exist.
         seeds: runs of each arm.
         quiet: show no progress.
     Raises:
-        RunError: something is at `place` already.
+        RunError: something is at `path` already.
     """
-    with create_directory_atomically(place) as folder:
-        write(_measured(seeds, quiet), folder)
+    with create_directory_atomically(path) as folder:
+        write(_train_all(seeds, quiet), folder)
         text = (folder / "table.md").read_text()
     plain_console().print(text, soft_wrap=True)
-    plain_console().print(f"table and figures: {place}", soft_wrap=True)
+    plain_console().print(f"table and figures: {path}", soft_wrap=True)
 
 
-def _measured(seeds: int, quiet: bool) -> list[Findings]:
+def _train_all(seeds: int, quiet: bool) -> list[Findings]:
     torch.set_num_threads(1)  # tensors this small gain nothing from more
     findings = []
     with Progress(console=plain_console(stderr=True), disable=quiet) as progress:
@@ -73,8 +73,8 @@ def write(findings: Sequence[Findings], folder: Path) -> None:
     for name, figure in (("figure1", figure1(findings)), ("figure3", figure3(findings))):
         figure.savefig(folder / f"{name}.png", dpi=_DPI)
     table = Table(*COLUMNS, box=MARKDOWN)
-    for found in findings:
-        for row in rows_of(found):
+    for finding in findings:
+        for row in rows_of(finding):
             table.add_row(*row)
     text = io.StringIO()
     Console(file=text, width=_WIDTH).print(table)
@@ -82,34 +82,34 @@ def write(findings: Sequence[Findings], folder: Path) -> None:
     (folder / "table.md").write_text("\n".join(lines) + "\n")
 
 
-def rows_of(found: Findings) -> Iterator[tuple[str, ...]]:
+def rows_of(findings: Findings) -> Iterator[tuple[str, ...]]:
     """Both clips at every learning rate, then SGD and each clip at its own best one."""
-    for lr in found.inputs.lrs:
-        for clip in CLIPS:
-            yield _row(found, f"{lr:g}", clip, METHODS[SGD](lr), METHODS[clip](lr))
-    plain = found.best(SGD)
+    for lr in findings.inputs.lrs:
+        for clip, method in CLIPS.items():
+            yield _row(findings, f"{lr:g}", clip, sgd(lr), method(lr))
+    sgd_arm = findings.best("SGD")
     for clip in CLIPS:
-        arm = found.best(clip)
-        yield _row(found, f"best: {plain.lr:.3g}, {arm.lr:.3g}", clip, plain, arm)
+        arm = findings.best(clip)
+        yield _row(findings, f"best: {sgd_arm.lr:.3g}, {arm.lr:.3g}", clip, sgd_arm, arm)
 
 
-def _row(found: Findings, lr: str, clip: str, plain: Arm, arm: Arm) -> tuple[str, ...]:
-    losses = (found.final(plain), found.final(arm), found.control(arm))
-    mean, steps = f"{found.mean_r(arm).median:.3f}", steps_text(found.steps_needed(arm, plain))
+def _row(findings: Findings, lr: str, clip: str, sgd_arm: Arm, arm: Arm) -> tuple[str, ...]:
+    losses = (findings.final(sgd_arm), findings.final(arm), findings.control(arm))
+    mean, steps = findings.mean_r(arm).median, steps_text(findings.steps_needed(arm, sgd_arm))
     if losses[0].median < _ROUNDING:
         steps = "-"
-    return found.inputs.name, lr, clip, mean, *map(loss_text, losses), steps
+    return findings.inputs.name, lr, clip, f"{mean:.3f}", *map(loss_text, losses), steps
 
 
 def loss_text(loss: Spread) -> str:
-    """Median [least, most]; below 1e-27 a loss is float64's rounding."""
+    """Median [least, most]; a loss below 1e-27 is float64's rounding."""
 
-    def one(value: float) -> str:
+    def text_of(value: float) -> str:
         if value < _ROUNDING:
             return "rounding"
         return f"{value:.3g}" if value < math.inf else "diverged"
 
-    return _spread_text(loss, one)
+    return _spread_text(loss, text_of)
 
 
 def steps_text(steps: Spread) -> str:
@@ -117,6 +117,6 @@ def steps_text(steps: Spread) -> str:
     return _spread_text(steps, lambda value: f"{value:g}" if value < math.inf else "never")
 
 
-def _spread_text(spread: Spread, one: Callable[[float], str]) -> str:
-    middle, least, most = one(spread.median), one(spread.least), one(spread.most)
+def _spread_text(spread: Spread, text_of: Callable[[float], str]) -> str:
+    middle, least, most = map(text_of, (spread.median, spread.least, spread.most))
     return middle if least == most else f"{middle} [{least}, {most}]"

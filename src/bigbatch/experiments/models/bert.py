@@ -14,85 +14,88 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments.datasets.files import text_of
 from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.text import VOCAB
-from bigbatch.experiments.process_group import from_leader
+from bigbatch.experiments.process_group import run_on_rank_zero
+from bigbatch.experiments.recipe import Arms, Changes
 from bigbatch.experiments.settings import Settings
 
 if TYPE_CHECKING:
-    from bigbatch.experiments.models.hf_bert import WordPieceTokenizer
+    from bigbatch.experiments.models.hf_bert.wordpiece import WordPieceTokenizer
+
+FINE_TUNING_ARMS: Arms = {"adam": {}, "vr-adam": {"optimizer": "vr-adam"}}
+SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
+TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of all three recipes
+_MIN_LENGTH, _MAX_LENGTH = 16, 512  # tokens of a row; BERT has 512 positions
 
 
 def bert(settings: Settings, head: str) -> nn.Module:
-    """The network with a head of `hf_bert`, as `size`, `vocabulary`, `dropout` say.
+    """The network with a head of `bert_heads`, as `size`, `vocabulary` and `dropout` set it.
 
     Raises:
         MissingPackageError: `transformers` is not installed.
-        SettingError: there is no such size.
+        SettingError: the size is unknown.
     """
-    from bigbatch.experiments.models import hf_bert as networks
+    from bigbatch.experiments.models.hf_bert import bert_heads
 
     task = settings.task
-    made: nn.Module = getattr(networks, head)(task["size"], task["vocabulary"], task["dropout"])
-    return made
+    model: nn.Module = getattr(bert_heads, head)(task["size"], task["vocabulary"], task["dropout"])
+    return model
 
 
 def load_tokenizer(
     settings: Settings, texts: Callable[[], Iterable[str]]
 ) -> tuple["WordPieceTokenizer", SequencePair]:
-    """The vocabulary of a training, and its rows: the first vocabulary that there is of these four.
+    """The tokenizer of a training, and the frame of its rows.
 
-    The file that the setting `vocab` names, which is the run's own where it resumes; the one in
-    the run that this begins from; the one next to the data; one of at most `vocabulary` tokens,
-    trained on the texts. Collective.
+    Takes the first vocabulary that exists: the file of the setting `vocab`, which is the run's own
+    if it resumes; that of the run in `init_from`; that in the folder of the data; one of at most
+    `vocabulary` tokens, trained on the texts. Collective.
 
     Raises:
         RunError: `vocab` names no file.
-        SettingError: there are more tokens than the network has room for, BERT has fewer positions
-            than `length`, or a pair does not fit.
+        SettingError: the vocabulary is larger than the network's, `length` exceeds BERT's
+            positions, or a pair does not fit.
     """
-    from bigbatch.experiments.models.hf_bert import WordPieceTokenizer, train_wordpiece
+    from bigbatch.experiments.models.hf_bert.wordpiece import WordPieceTokenizer, train_wordpiece
 
-    room, length = int(settings.task["vocabulary"]), _length(settings)
+    size, length = int(settings.task["vocabulary"]), _length(settings)
 
     def read() -> tuple[str, ...]:
-        file = _file(settings)
+        file = _vocabulary_path(settings)
         if file is None:
-            return train_wordpiece(texts, room).vocabulary
+            return train_wordpiece(texts, size).vocabulary
         vocabulary = tuple(text_of(file).splitlines())
-        if len(vocabulary) > room:
+        if len(vocabulary) > size:
             raise SettingError(
-                f"{file} has {len(vocabulary)} tokens and the network room for vocabulary={room}; "
+                f"{file} has {len(vocabulary)} tokens and the network room for vocabulary={size}; "
                 f"set vocabulary={len(vocabulary)}"
             )
         return vocabulary
 
-    tokenizer = WordPieceTokenizer(from_leader(read))
+    tokenizer = WordPieceTokenizer(run_on_rank_zero(read))
     return tokenizer, SequencePair(tokenizer.begin, tokenizer.end, tokenizer.pad, length)
 
 
-def _file(settings: Settings) -> Path | None:
-    """The vocabulary that is given, if one is."""
-    given = Path(str(settings.task["vocab"]))
+def _vocabulary_path(settings: Settings) -> Path | None:
+    """The file of the vocabulary, if one exists."""
     if settings.task["vocab"]:
-        if not given.is_file():
-            raise RunError(f"there is no vocabulary {given}; name a vocab.txt that exists")
-        return given
-    places = [Path(folder) / VOCAB for folder in (settings.init_from, settings.data) if folder]
-    return next((place for place in places if place.is_file()), None)
+        path = Path(str(settings.task["vocab"]))
+        if not path.is_file():
+            raise RunError(f"there is no vocabulary {path}; name a vocab.txt that exists")
+        return path
+    paths = [Path(folder) / VOCAB for folder in (settings.init_from, settings.data) if folder]
+    return next((path for path in paths if path.is_file()), None)
 
 
-def kept(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
-    """The vocabulary as a run keeps it, for another that begins from it."""
+def vocabulary_file(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
+    """The vocabulary as a run stores it, for another run that begins from it."""
     return {VOCAB: "\n".join(tokenizer.vocabulary) + "\n"}
 
 
-KEPT_AS = {"vocab": VOCAB}  # of each recipe with tokens
-
-
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, segments, real) on the meta device.
+    """(tokens, segments, is_token) on the meta device.
 
     Raises:
-        SettingError: BERT has fewer positions, or a pair does not fit.
+        SettingError: `length` exceeds BERT's positions, or a pair does not fit.
     """
     shape = (samples, _length(settings))
     number = torch.empty(shape, dtype=torch.int32, device="meta")
@@ -102,9 +105,6 @@ def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tens
 def _length(settings: Settings) -> int:
     """Tokens of a row."""
     length = int(settings.task["length"])
-    if not _SHORTEST <= length <= _POSITIONS:
-        raise SettingError(f"length={length} must be from {_SHORTEST} to {_POSITIONS} tokens")
+    if not _MIN_LENGTH <= length <= _MAX_LENGTH:
+        raise SettingError(f"length={length} must be from {_MIN_LENGTH} to {_MAX_LENGTH} tokens")
     return length
-
-
-_SHORTEST, _POSITIONS = 16, 512

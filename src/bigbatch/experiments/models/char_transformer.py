@@ -8,12 +8,12 @@ class CharTransformer(nn.Module):
     """Causal transformer over character codes: norm first, learned positions, GELU.
 
     Args:
-        characters: codes that there are.
-        length: most characters of an input.
-        width, depth, heads: of the network.
-        dropout: in each layer.
+        characters: number of character codes.
+        length: maximum number of characters of an input.
+        width, depth, heads: size of the network.
+        dropout: dropout of each layer.
     Source:
-        Radford et al. 2019, GPT-2; its first weights, normal with deviation 0.02, are used too.
+        Radford et al. 2019, GPT-2, with its initial weights, normal with standard deviation 0.02.
     Example:
         >>> import torch
         >>> model = CharTransformer(128, 16, width=8, depth=1, heads=2)
@@ -42,15 +42,15 @@ class CharTransformer(nn.Module):
         )
         self.head = nn.Linear(width, characters)
         for parameter in self.parameters():
-            if parameter.ndim > 1:  # the layers are copies of one until now
+            if parameter.ndim > 1:  # the layers begin as copies of one
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Logits of what follows each character, (samples, length, characters)."""
         length = codes.shape[1]
-        places = torch.arange(length, device=codes.device)
-        later = nn.Transformer.generate_square_subsequent_mask(length, codes.device)
-        x = self.characters(codes) + self.positions(places)
-        x = self.body(x, mask=later, is_causal=True)
+        positions = torch.arange(length, device=codes.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, codes.device)
+        x = self.characters(codes) + self.positions(positions)
+        x = self.body(x, mask=mask, is_causal=True)
         logits: Tensor = self.head(x)
         return logits

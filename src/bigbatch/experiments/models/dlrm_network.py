@@ -1,7 +1,7 @@
 """DLRM: numbers through one network, categories through tables, their products through another.
 
 Source: M. Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation
-Systems, arXiv 1906.00091, 2019; the start of the weights is that of its published code.
+Systems, arXiv 1906.00091, 2019; the initial weights are those of its published code.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class DLRM(nn.Module):
     The gradients of the tables are dense.
 
     Args:
-        numbers: of a row.
-        tables: of categories, one embedding each.
-        table_rows: of each table.
-        bottom: widths of its layers, each with a ReLU; the last is that of an embedding.
-        top: widths of its layers, with a ReLU between them; the last is 1.
+        numbers: number of numeric features of a row.
+        tables: number of categories, each with an embedding table.
+        table_rows: rows of each table.
+        bottom: widths of the layers, each with a ReLU; the last is the embedding's.
+        top: widths of the layers, with a ReLU between them; the last is 1.
     Example:
         >>> model = DLRM(2, 3, 10, (8, 4), (5, 1))
         >>> model(torch.ones(6, 2), torch.zeros(6, 3, dtype=torch.long)).shape
@@ -48,8 +48,8 @@ class DLRM(nn.Module):
     def forward(self, numbers: Tensor, rows: Tensor) -> Tensor:
         """Logits (n,) of numbers (n, numbers) and rows of the tables (n, tables)."""
         x = self.bottom(numbers)
-        found = [table(row) for table, row in zip(self.tables, rows.unbind(1), strict=True)]
-        vectors = torch.stack([x, *found], 1)
+        embeddings = [table(row) for table, row in zip(self.tables, rows.unbind(1), strict=True)]
+        vectors = torch.stack([x, *embeddings], 1)
         products = (vectors @ vectors.transpose(1, 2)).flatten(1)[:, self.pairs]
         logits: Tensor = self.top(torch.cat([x, products], 1)).squeeze(1)
         return logits
@@ -63,9 +63,9 @@ def _table(rows: int, width: int) -> nn.Embedding:
 
 def _layers(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inward, outward in pairwise(widths):
-        layer = nn.Linear(inward, outward)
-        nn.init.normal_(layer.weight, std=(2 / (inward + outward)) ** 0.5)
-        nn.init.normal_(layer.bias, std=outward**-0.5)
+    for in_features, out_features in pairwise(widths):
+        layer = nn.Linear(in_features, out_features)
+        nn.init.normal_(layer.weight, std=(2 / (in_features + out_features)) ** 0.5)
+        nn.init.normal_(layer.bias, std=out_features**-0.5)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))

@@ -1,7 +1,7 @@
-"""Residual networks for images: of basic blocks, of three thin stages, of bottlenecks.
+"""Residual networks for images: with basic blocks, with three stages, with bottlenecks.
 
-Each is a sequence stem, stage1, stage2, ..., mean, flat, head. Convolutions have no
-bias; every one is followed by a BatchNorm. A width and a depth make each as small as wanted.
+Each is a sequence stem, stage1, stage2, ..., mean, flat, head. Convolutions have no bias, and a
+BatchNorm follows each. Width and depth set the size.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from bigbatch.errors import SettingError
 
-_BOTTLENECK = 4  # channels that a bottleneck gives, in its width
+_EXPANSION = 4  # output channels of a bottleneck over its width
 
 
 def resnet_of_basic_blocks(
@@ -26,10 +26,10 @@ def resnet_of_basic_blocks(
     Args:
         depth: 10, 18 or 34.
         width: channels of the first stage; each stage has twice those of the one before.
-        classes: logits.
-        channels: of an image.
+        classes: number of logits.
+        channels: channels of an image.
     Raises:
-        SettingError: another depth.
+        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), as github.com/kuangliu/pytorch-cifar builds it.
     Example:
@@ -38,7 +38,7 @@ def resnet_of_basic_blocks(
         11173962
     """
     blocks = _blocks_of(depth, {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3)})
-    return _network(_normed(channels, width, 3), _basic, width, blocks, classes)
+    return _network(_conv_bn(channels, width, 3), _basic, width, blocks, classes)
 
 
 def resnet_of_three_stages(
@@ -52,10 +52,10 @@ def resnet_of_three_stages(
     Args:
         depth: 8, 14, 20, ..., 56, ...
         width: channels of the first stage; each stage has twice those of the one before.
-        classes: logits.
-        channels: of an image.
+        classes: number of logits.
+        channels: channels of an image.
     Raises:
-        SettingError: another depth.
+        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), section 4.2.
     Example:
@@ -66,7 +66,7 @@ def resnet_of_three_stages(
     if depth < 8 or depth % 6 != 2:
         raise SettingError(f"depth={depth} must be 6 n + 2: 8, 14, 20, 32, 44, 56, ...")
     blocks = [(depth - 2) // 6] * 3
-    return _with_he_weights(_network(_normed(channels, width, 3), _padded, width, blocks, classes))
+    return _with_he_weights(_network(_conv_bn(channels, width, 3), _padded, width, blocks, classes))
 
 
 def resnet_of_bottlenecks(
@@ -80,10 +80,10 @@ def resnet_of_bottlenecks(
         depth: 14, 26, 50, 101 or 152.
         width: of the first stage's 3 x 3 convolutions; each stage has twice that of the one before,
             and its blocks give four times their width.
-        classes: logits.
-        channels: of an image.
+        classes: number of logits.
+        channels: channels of an image.
     Raises:
-        SettingError: another depth.
+        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), with the stride where NVIDIA's ResNet50 v1.5 has it.
     Example:
@@ -93,9 +93,11 @@ def resnet_of_bottlenecks(
     """
     depths = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
     depths |= {101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-    stem = [*_normed(channels, width, 7, 2), nn.MaxPool2d(3, 2, 1)]
+    stem = [*_conv_bn(channels, width, 7, 2), nn.MaxPool2d(3, 2, 1)]
     blocks = _blocks_of(depth, depths)
-    return _with_he_weights(_network(stem, _bottleneck, width, blocks, classes, gives=_BOTTLENECK))
+    return _with_he_weights(
+        _network(stem, _bottleneck, width, blocks, classes, expansion=_EXPANSION)
+    )
 
 
 class _Residual(nn.Module):
@@ -118,48 +120,52 @@ class _Subsampled(nn.Module):
         self.stride, self.zeros = stride, zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        before = self.zeros // 2
-        picked = x[..., :: self.stride, :: self.stride]
-        return functional.pad(picked, (0, 0, 0, 0, before, self.zeros - before))
+        first = self.zeros // 2
+        pixels = x[..., :: self.stride, :: self.stride]
+        return functional.pad(pixels, (0, 0, 0, 0, first, self.zeros - first))
 
 
-def _basic(inside: int, width: int, stride: int) -> nn.Module:
-    return _Residual(_two(inside, width, stride), _projection(inside, width, stride))
+def _basic(in_channels: int, width: int, stride: int) -> nn.Module:
+    return _Residual(
+        _two_convs(in_channels, width, stride), _projection(in_channels, width, stride)
+    )
 
 
-def _padded(inside: int, width: int, stride: int) -> nn.Module:
-    same = stride == 1 and inside == width
-    shortcut = nn.Identity() if same else _Subsampled(stride, width - inside)
-    return _Residual(_two(inside, width, stride), shortcut)
+def _padded(in_channels: int, width: int, stride: int) -> nn.Module:
+    same = stride == 1 and in_channels == width
+    shortcut = nn.Identity() if same else _Subsampled(stride, width - in_channels)
+    return _Residual(_two_convs(in_channels, width, stride), shortcut)
 
 
-def _bottleneck(inside: int, width: int, stride: int) -> nn.Module:
-    outside = _BOTTLENECK * width
-    body = [_normed(inside, width, 1), _normed(width, width, 3, stride)]
-    body.append(_normed(width, outside, 1, relu=False))
-    return _Residual(_joined(body), _projection(inside, outside, stride))
+def _bottleneck(in_channels: int, width: int, stride: int) -> nn.Module:
+    out_channels = _EXPANSION * width
+    body = [_conv_bn(in_channels, width, 1), _conv_bn(width, width, 3, stride)]
+    body.append(_conv_bn(width, out_channels, 1, relu=False))
+    return _Residual(_sequential(body), _projection(in_channels, out_channels, stride))
 
 
-def _two(inside: int, width: int, stride: int) -> nn.Module:
-    return _joined([_normed(inside, width, 3, stride), _normed(width, width, 3, relu=False)])
+def _two_convs(in_channels: int, width: int, stride: int) -> nn.Module:
+    return _sequential(
+        [_conv_bn(in_channels, width, 3, stride), _conv_bn(width, width, 3, relu=False)]
+    )
 
 
-def _projection(inside: int, outside: int, stride: int) -> nn.Module:
-    if stride == 1 and inside == outside:
+def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return _joined([_normed(inside, outside, 1, stride, relu=False)])
+    return _sequential([_conv_bn(in_channels, out_channels, 1, stride, relu=False)])
 
 
-def _normed(
-    inside: int, outside: int, size: int, stride: int = 1, *, relu: bool = True
+def _conv_bn(
+    in_channels: int, out_channels: int, size: int, stride: int = 1, *, relu: bool = True
 ) -> list[nn.Module]:
-    """A convolution and what follows it."""
-    convolution = nn.Conv2d(inside, outside, size, stride, size // 2, bias=False)
-    norm = nn.BatchNorm2d(outside)
+    """A convolution, its BatchNorm, and a ReLU."""
+    convolution = nn.Conv2d(in_channels, out_channels, size, stride, size // 2, bias=False)
+    norm = nn.BatchNorm2d(out_channels)
     return [convolution, norm, nn.ReLU(inplace=True)] if relu else [convolution, norm]
 
 
-def _joined(parts: Sequence[list[nn.Module]]) -> nn.Module:
+def _sequential(parts: Sequence[list[nn.Module]]) -> nn.Module:
     return nn.Sequential(*(layer for part in parts for layer in part))
 
 
@@ -175,25 +181,25 @@ def _network(
     width: int,
     blocks: Sequence[int],
     classes: int,
-    gives: int = 1,
+    expansion: int = 1,
 ) -> nn.Module:
-    """The parts by name; every stage after the first begins with a stride of 2."""
+    """The parts by name; each stage after the first begins with a stride of 2."""
     parts: dict[str, nn.Module] = {"stem": nn.Sequential(*stem)}
-    inside = width
+    in_channels = width
     for stage, count in enumerate(blocks):
         layers = []
         for number in range(count):
             stride = 2 if stage and not number else 1
-            layers.append(block(inside, width << stage, stride))
-            inside = gives * (width << stage)
+            layers.append(block(in_channels, width << stage, stride))
+            in_channels = expansion * (width << stage)
         parts[f"stage{stage + 1}"] = nn.Sequential(*layers)
     parts |= {"mean": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
-    parts["head"] = nn.Linear(inside, classes)
+    parts["head"] = nn.Linear(in_channels, classes)
     return nn.Sequential(OrderedDict(parts))
 
 
 def _with_he_weights(network: nn.Module) -> nn.Module:
-    """Convolutions that keep the variance going forwards, behind a relu."""
+    """Initializes convolutions as He et al.: the variance of the forward pass is constant."""
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")

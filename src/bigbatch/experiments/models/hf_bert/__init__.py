@@ -1,23 +1,6 @@
-"""BERT: networks from `transformers`, WordPieces from `tokenizers`."""
+"""BERT: networks from `transformers`, WordPiece tokens from `tokenizers`."""
 
 from bigbatch.optional_packages import required
 
 required("transformers", "transformers")
 required("tokenizers", "transformers")
-
-from bigbatch.experiments.models.hf_bert.bert_heads import (
-    SIZES,
-    Classifier,
-    Pretraining,
-    SpanFinder,
-)
-from bigbatch.experiments.models.hf_bert.wordpiece import WordPieceTokenizer, train_wordpiece
-
-__all__ = [
-    "SIZES",
-    "Classifier",
-    "Pretraining",
-    "SpanFinder",
-    "WordPieceTokenizer",
-    "train_wordpiece",
-]

@@ -1,6 +1,6 @@
 """BERT with each of three heads; the weights of the body have the same names in all of them.
 
-N samples, T tokens, P places to predict, V vocabulary, H width.
+N samples, T tokens, P positions to predict, V vocabulary, H width.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers.models.bert import (
 
 from bigbatch.errors import SettingError
 
-_POSITIONS = 512  # of every published BERT, so that weights fit whatever the length trained on
+_POSITIONS = 512  # of every published BERT, so that weights fit at any length
 _HEAD_WIDTH = 64
 _FEED_FORWARD = 4  # widths
 
@@ -46,27 +46,27 @@ def _config(size: str, vocabulary: int, dropout: float, **more: int) -> BertConf
     )
 
 
-def _read(bert: BertModel, tokens: Tensor, segments: Tensor, real: Tensor) -> Tensor:
+def _encode(bert: BertModel, tokens: Tensor, segments: Tensor, is_token: Tensor) -> Tensor:
     """States of the last layer, (N, T, H), of tensors (N, T).
 
-    The mask is given in its final shape: from a flat one, `transformers` would first ask the device
-    whether anything is padded, which makes the CPU wait, and which meta tensors cannot answer.
+    The mask has its final shape: for a flat mask `transformers` would first check on the device
+    whether anything is padded, which makes the CPU wait and fails for meta tensors.
     """
     states: Tensor = bert(
-        tokens.long(), attention_mask=real[:, None, None, :], token_type_ids=segments.long()
+        tokens.long(), attention_mask=is_token[:, None, None, :], token_type_ids=segments.long()
     ).last_hidden_state
     return states
 
 
 class Pretraining(BertForPreTraining):
-    """BERT that fills in masked tokens, and tells whether the second segment follows the first.
+    """BERT that predicts masked tokens, and whether the second segment follows the first.
 
     Args:
-        size: a name of `SIZES`, as Google published them.
-        vocabulary: tokens.
-        dropout: of states and of attention.
+        size: a name of `SIZES`, which Google published.
+        vocabulary: number of tokens.
+        dropout: dropout of states and of attention.
     Raises:
-        SettingError: there is no such size.
+        SettingError: the size is unknown.
     Source:
         J. Devlin et al., BERT, 2018; the small sizes I. Turc et al., 2019.
     """
@@ -75,50 +75,50 @@ class Pretraining(BertForPreTraining):
         super().__init__(_config(size, vocabulary, dropout))
 
     def forward(
-        self, tokens: Tensor, segments: Tensor, real: Tensor, places: Tensor
+        self, tokens: Tensor, segments: Tensor, is_token: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the tokens at the places (N, P), and of "follows" and "random".
+        """Logits of the tokens at the positions (N, P), and of "follows" and "random".
 
         Returns:
             (N, P, V) and (N, 2).
         """
-        states = _read(self.bert, tokens, segments, real)
-        at = places[:, :, None].expand(-1, -1, states.shape[-1])
+        states = _encode(self.bert, tokens, segments, is_token)
+        index = positions[:, :, None].expand(-1, -1, states.shape[-1])
         pooled = self.bert.pooler(states)
-        logits: tuple[Tensor, Tensor] = self.cls(states.gather(1, at), pooled)
+        logits: tuple[Tensor, Tensor] = self.cls(states.gather(1, index), pooled)
         return logits
 
 
 class SpanFinder(BertForQuestionAnswering):
-    """BERT that points to the first and the last token of an answer.
+    """BERT that predicts the first and the last token of an answer.
 
     Args:
-        size, vocabulary, dropout: as of `Pretraining`.
+        size, vocabulary, dropout: see `Pretraining`.
     """
 
     def __init__(self, size: str, vocabulary: int, dropout: float = 0.1) -> None:
         super().__init__(_config(size, vocabulary, dropout))
 
-    def forward(self, tokens: Tensor, segments: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, segments: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of each token to be the first, and the last, (N, T) each."""
-        logits = self.qa_outputs(_read(self.bert, tokens, segments, real))
+        logits = self.qa_outputs(_encode(self.bert, tokens, segments, is_token))
         first, last = logits.unbind(-1)
         return first, last
 
 
 class Classifier(BertForSequenceClassification):
-    """BERT that puts a text, or a pair of them, into a class.
+    """BERT that classifies a text or a pair of texts.
 
     Args:
-        size, vocabulary, dropout: as of `Pretraining`.
-        classes: how many.
+        size, vocabulary, dropout: see `Pretraining`.
+        classes: number of classes.
     """
 
     def __init__(self, size: str, vocabulary: int, dropout: float = 0.1, classes: int = 2) -> None:
         super().__init__(_config(size, vocabulary, dropout, num_labels=classes))
 
-    def forward(self, tokens: Tensor, segments: Tensor, real: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, segments: Tensor, is_token: Tensor) -> Tensor:
         """Logits of the classes, (N, classes)."""
-        states = _read(self.bert, tokens, segments, real)
+        states = _encode(self.bert, tokens, segments, is_token)
         logits: Tensor = self.classifier(self.dropout(self.bert.pooler(states)))
         return logits
