@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import stacked
+from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.gradients.gradient_hooks import accumulated_hook, only_watched, remove, weakly
 
 # Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
@@ -199,4 +199,4 @@ class GradGuard:
 def all_zero(tensors: Iterable[Tensor]) -> bool:
     """Whether they hold zeros alone; waits for the device once, if there is anything."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    return not filled or not bool(stacked(torch._foreach_norm(filled, torch.inf)).any())
+    return not filled or not bool(stack_scalars(torch._foreach_norm(filled, torch.inf)).any())

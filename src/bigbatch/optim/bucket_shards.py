@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.collectives import Chunk, Level
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
@@ -65,7 +65,7 @@ class Shard:
             self.chunk_slices.append(slice(at, at + length))
             self.spans += self.spans_of(chunk.shard, at)
             at += length
-        self.mean = torch.zeros(at, dtype=full(buffer.dtype), device=buffer.device)
+        self.mean = torch.zeros(at, dtype=sum_dtype(buffer.dtype), device=buffer.device)
         self._average: Tensor | None = None
         self._next: Tensor | None = None  # what p is if the step is taken
         self._steps: dict[Tensor, int] = {}  # of p

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource, only_watched
-from bigbatch.gradients.dtypes import FULL
+from bigbatch.gradients.dtypes import FULL_PRECISION
 from bigbatch.statistics.second_moment import GradientMoments
 
 _COMPARED_EVERY = 16  # steps; on a GPU it waits
@@ -41,7 +41,7 @@ class GradAliasing:
         """
         self._able, self._intact, all_reached = [], source.sums_intact, True
         for p in parameters:  # one pass: of many small ones, looking is what costs
-            able = p.dtype in FULL and only_watched(p)
+            able = p.dtype in FULL_PRECISION and only_watched(p)
             if able:
                 self._able.append(p)
             reached, kept = self._moments.seen(p)

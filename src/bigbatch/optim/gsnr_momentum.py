@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import StateError
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.sharding import local, sharded_like
 
 _AVERAGE = "gsnr_average"
@@ -50,7 +50,7 @@ class GsnrMomentum:
         """p before the first step: zeros, float32 at least."""
         if parameter not in self._state:
             shard = local(parameter)
-            zeros = torch.zeros_like(shard, dtype=full(shard.dtype), requires_grad=False)
+            zeros = torch.zeros_like(shard, dtype=sum_dtype(shard.dtype), requires_grad=False)
             self._state[parameter] = zeros, 0
 
     def entries(self, parameter: Tensor) -> dict[str, Tensor | None]:
@@ -156,7 +156,7 @@ def _present(state: dict[str, Any]) -> dict[str, Any]:
 def _unpacked(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
     _require_shape({_AVERAGE: state[_AVERAGE]}, parameter)
     average = local(state[_AVERAGE])
-    return average.to(parameter.device, full(parameter.dtype), copy=True), int(state[_STEPS])
+    return average.to(parameter.device, sum_dtype(parameter.dtype), copy=True), int(state[_STEPS])
 
 
 def _require_present(lost: list[Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.kernels import native
 from bigbatch.optim.sharding import Join
 
@@ -69,7 +69,7 @@ class TwoPass:
     def _zeros(self, columns: int) -> Tensor:
         first = self.layers[0][0] if self.layers else None
         device = torch.device("cpu") if first is None else first.device
-        return torch.zeros(len(self.layers), columns, dtype=wide(device), device=device)
+        return torch.zeros(len(self.layers), columns, dtype=widest_float(device), device=device)
 
     def _kernel(
         self, chosen: list[int], passes: native.Which, sums: Tensor | None = None

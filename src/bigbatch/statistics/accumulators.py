@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import moved, wide, without_autocast
+from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import left_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
@@ -100,12 +100,12 @@ class StepAccumulators:
 
     def _of_micro_batches(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
         """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank has none."""
-        kind = wide(self._device)
+        kind = widest_float(self._device)
         if not sizes:
             none = torch.zeros(1, self.norms.count, dtype=kind, device=self._device)
             return none, torch.ones(1, dtype=kind, device=self._device)
-        squares = [moved(s, self._device, kind) for s in self.norms.squares]
-        return torch.stack(squares), moved(
+        squares = [to_device(s, self._device, kind) for s in self.norms.squares]
+        return torch.stack(squares), to_device(
             torch.tensor(sizes, dtype=kind, device="cpu"), self._device
         )
 
@@ -114,7 +114,7 @@ class StepAccumulators:
     ) -> dict[str, Tensor]:
         """This rank's share of every sum."""
         source = self._source
-        of_grad = moved(self.of_grad(), n.device)
+        of_grad = to_device(self.of_grad(), n.device)
         of_each = squares.sum(1)
         parts = {
             "over_sizes": (squares / n[:, None]).sum(0),

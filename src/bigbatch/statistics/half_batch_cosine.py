@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import stacked
+from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.statistics.norms import squared_norm
 
 _LEAST = 2e-3  # about twice the shorter half over the longer
@@ -62,7 +62,7 @@ class HalfBatchCosine:
                 shard.new_zeros(()) if grad is None else shard.dot(grad.reshape(-1).to(shard.dtype))
             )
             products += [squared_norm(shard), dot]
-        return stacked(products).view(-1, 2).sum(0)
+        return stack_scalars(products).view(-1, 2).sum(0)
 
     @staticmethod
     def cosine(total_sqnorm: float, of_signed: float, dot: float) -> float:

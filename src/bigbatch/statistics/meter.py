@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients import GradientSource, find_source
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
 from bigbatch.statistics.accumulators import StepAccumulators
@@ -153,7 +153,9 @@ class GradientMeter:
             return None
         sizes, failure = self._checked_sizes(samples)
         device = self.source.parameters[0].device
-        reached = torch.full((1,), has_gradient(self.source), dtype=wide(device), device=device)
+        reached = torch.full(
+            (1,), has_gradient(self.source), dtype=widest_float(device), device=device
+        )
         values = self.measure(sizes, reached).tolist()
         if failure is not None:
             raise failure  # now that the other ranks know

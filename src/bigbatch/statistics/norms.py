@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import FULL, moved, stacked
+from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device
 
 _SMALL = 1 << 14  # elements; up to here a call costs more than its read
 _HELD = 1 << 17  # elements of small gradients that are held, and stay in cache
@@ -52,7 +52,7 @@ class MicroBatchNorms:
             )
         size = gradient.numel()
         self._types.add(gradient.dtype)
-        if size > _SMALL or gradient.dtype not in FULL or not gradient.is_cpu:
+        if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
             self._present[parameter] = squared_norm(gradient)
             return
         self._small[parameter] = gradient  # itself: torch writes into a detached one's memory
@@ -79,11 +79,11 @@ class MicroBatchNorms:
         """The sum of `squares` over each layer's parameters, (L,)."""
         if not squares:
             return torch.zeros(self.count, dtype=torch.float64)
-        values = stacked(list(squares.values()))
+        values = stack_scalars(list(squares.values()))
         if not self._layers:
             return values.sum().reshape(1)
         places = torch.tensor([self._layers[p] for p in squares], device="cpu")
-        places = moved(places, values.device)
+        places = to_device(places, values.device)
         return values.new_zeros(self.count).index_add_(0, places, values)
 
     def _read_small(self) -> None:
@@ -102,7 +102,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
     1e-5; docs/LOG.md). Half types are summed in float32.
     """
     flat = flattened(gradient, gradient.stride())
-    if flat.dtype in FULL:
+    if flat.dtype in FULL_PRECISION:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import FULL, moved, wide, without_autocast
+from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.statistics.norms import flattened
 
 _SIZE = 1021  # prime, so that rows of a weight matrix do not line up with it
@@ -40,7 +40,7 @@ class RandomProjections:
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds the gradient to the current projection."""
         flat = flattened(gradient, parameter.stride())
-        if flat.dtype not in FULL:
+        if flat.dtype not in FULL_PRECISION:
             flat = flat.float()
         rows, rest = divmod(flat.numel(), _SIZE)
         signs = self._signs_of(parameter, flat)
@@ -48,10 +48,10 @@ class RandomProjections:
         if rows:
             with without_autocast(flat.device):
                 projected = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
-            sketch.add_(moved(projected, sketch.device))
+            sketch.add_(to_device(projected, sketch.device))
         if rest:
             last = flat[rows * _SIZE :] * signs[rows]
-            sketch[:rest].add_(moved(last, sketch.device))
+            sketch[:rest].add_(to_device(last, sketch.device))
 
     def end(self) -> None:
         """The micro-batch is complete."""
@@ -106,7 +106,11 @@ class ProjectionProbe:
         chosen = [trained[number] for number in sorted(numbers)]
         device = self._source.parameters[0].device
         same = [id(p) for p in chosen] == [id(p) for p in self._places]
-        if same and device == self._elements.device and self._elements.dtype == wide(device):
+        if (
+            same
+            and device == self._elements.device
+            and self._elements.dtype == widest_float(device)
+        ):
             return
         self._indices.clear()
         self._places = {
@@ -114,7 +118,7 @@ class ProjectionProbe:
             for number, p in enumerate(chosen)
         }
         size = _ELEMENTS * len(chosen)
-        self._elements = torch.zeros(size, dtype=wide(device), device=device)
+        self._elements = torch.zeros(size, dtype=widest_float(device), device=device)
         self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
     def micro_batch(self, weight: float) -> None:
@@ -150,7 +154,7 @@ class ProjectionProbe:
         return self._projections()
 
     def _put(self, place: slice | Tensor, elements: Tensor) -> None:
-        self._elements[place] = moved(elements, self._elements.device, self._elements.dtype)
+        self._elements[place] = to_device(elements, self._elements.device, self._elements.dtype)
 
     def _projections(self) -> Tensor:
         with without_autocast(self._elements.device):
@@ -160,7 +164,7 @@ class ProjectionProbe:
         """Where the probed elements that this rank holds are in its shard, and their numbers."""
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
         positions, numbers = self._source.shard_indices(parameter, count)
-        return moved(positions, device), moved(numbers, self._elements.device)
+        return to_device(positions, device), to_device(numbers, self._elements.device)
 
 
 def _head(tensor: Tensor, whole: torch.Size) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import FULL, full
+from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.gradients.source import GradientSource
 from bigbatch.kernels import native
 
@@ -113,7 +113,7 @@ class GradientMoments:
         if self._before:
             share = self._before / ((self.weight - self._before) * self.weight)
             moment.m2.addcmul_(gradient, gradient, value=share)
-        if self.lender and gradient.dtype in FULL and parameter not in self.keeps:
+        if self.lender and gradient.dtype in FULL_PRECISION and parameter not in self.keeps:
             moment.total = None
         elif moment.total is None:
             moment.total = gradient.to(moment.m2.dtype, copy=True)
@@ -135,7 +135,7 @@ class GradientMoments:
         moment = self._moments.get(parameter)
         if moment is None or (gradient is not None and gradient.shape != moment.m2.shape):
             like = parameter if gradient is None else gradient
-            m2 = torch.empty_like(like, dtype=full(like.dtype), requires_grad=False)
+            m2 = torch.empty_like(like, dtype=sum_dtype(like.dtype), requires_grad=False)
             moment = self._moments[parameter] = _Moment(m2)
         return moment
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import moved, wide
+from bigbatch.gradients.dtypes import to_device, widest_float
 
 _ALONE = 1e-4  # of .grad against what was seen, relative, in one process
 _REDUCED = 2**-8  # rounding of bfloat16, in which engines may reduce, once a rank
@@ -112,7 +112,9 @@ class StepTotals:
 def pack(parts: Mapping[str, Tensor]) -> Tensor:
     """All parts in one vector, on the device of the first; nothing waits."""
     device = next(iter(parts.values())).device
-    return torch.cat([moved(part.reshape(-1), device, wide(device)) for part in parts.values()])
+    return torch.cat(
+        [to_device(part.reshape(-1), device, widest_float(device)) for part in parts.values()]
+    )
 
 
 def unpack(values: Sequence[float], sizes: Mapping[str, int]) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.data.collate import Batch
 from bigbatch.data.micro_batches import Cut
 from bigbatch.errors import GradientError, LoopError, SettingError
-from bigbatch.gradients.dtypes import moved, wide, without_autocast
+from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.setting_types import NotNegative, setting
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -303,15 +303,15 @@ class Step:
         self._message_length, zeros = len(message), [0.0] * len(message)
         slots = [value for each in range(ranks) for value in (message if each == rank else zeros)]
         device = self._source.parameters[0].device
-        kind = wide(device)
+        kind = widest_float(device)
         own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
         counts = [*own, has_gradient(self._source), *slots]
         with without_autocast(device):
             loss = torch.zeros(1, dtype=kind, device=device)
             if self._losses:
-                weights = moved(torch.tensor(self._weights, dtype=kind), device)
-                loss += weights @ moved(torch.stack(self._losses), device, kind)
-            return torch.cat([loss, moved(torch.tensor(counts, dtype=kind), device)])
+                weights = to_device(torch.tensor(self._weights, dtype=kind), device)
+                loss += weights @ to_device(torch.stack(self._losses), device, kind)
+            return torch.cat([loss, to_device(torch.tensor(counts, dtype=kind), device)])
 
     def _total_weight(self) -> float:
         """Over all ranks; known without asking them where weights are samples."""

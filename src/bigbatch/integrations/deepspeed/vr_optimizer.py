@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import HookTap
 from bigbatch.gradients.protocols import OnGradient
@@ -99,7 +99,7 @@ class SumsGuard(GradGuard):
             if parameter in self.totals:
                 self.totals[parameter].add_(shard)
             else:
-                self.totals[parameter] = shard.to(full(shard.dtype), copy=True)
+                self.totals[parameter] = shard.to(sum_dtype(shard.dtype), copy=True)
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Forgets the sums of the previous step."""
@@ -184,7 +184,7 @@ class ZeroScaling:
         state = self._optimizer.base.state.get(flat, {})
         average = state.get(_AVERAGE)
         if average is None:
-            average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
+            average = torch.zeros_like(flat, dtype=sum_dtype(flat.dtype), requires_grad=False)
         steps = int(state.get(_STEPS, 0)) + 1
         self._made[flat] = average, steps
         return average, 1 / (1 - beta3**steps)
