@@ -39,7 +39,7 @@ class HostCollectives:
         slots = torch.zeros(self.ranks, len(values), dtype=widest_float(device), device=device)
         slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
         try:
-            self._source.all_reduce(slots)
+            self._source.reducer.all_reduce(slots)
         except RuntimeError as error:
             if what:
                 error.add_note(f"bigbatch: the ranks were to compare {what}")
@@ -84,7 +84,7 @@ class HostCollectives:
         device = self._source.parameters[0].device
         slots = torch.zeros(self.ranks, max(lengths), dtype=torch.uint8, device=device)
         slots[self.rank, : len(data)] = data
-        self._source.all_reduce(slots)
+        self._source.reducer.all_reduce(slots)
         return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
 
 

@@ -96,7 +96,7 @@ class DDPCommHook(ReducedShards):
         share = (max_norm / (norm + _EPS)).clamp(max=1.0)
         with torch.no_grad():
             torch._foreach_mul_(grads, share)
-        self.scaled(share)
+        self.after_scale(share)
         return norm
 
     def consolidate(self) -> None:
@@ -117,7 +117,7 @@ class DDPCommHook(ReducedShards):
 
     def bind(self, source: GradientSource) -> None:
         """Under no_sync `.grad` is this rank's sum, which the moments read."""
-        self._state.moments.lender = source
+        self._state.moments.sum_guard = source.guard
 
     def is_pending(self, source: GradientSource) -> bool:
         """Whether there are gradients that no step has used."""
@@ -172,16 +172,16 @@ class DDPCommHook(ReducedShards):
         """Whether `.grad` of the current step is r g."""
         return self._reduction is not None and self._reduction.done
 
-    def local(self, parameter: Tensor) -> Tensor:
+    def local_grad(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient of a parameter, flat; before r."""
         parts = [shard.mean[span.shard_slice] for shard, span in self._spans.get(parameter, ())]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else parameter.new_zeros(0)
 
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
-        flat = flattened(whole, parameter.stride())
+        flat = flattened(full, parameter.stride())
         parts = [flat[span.parameter_slice] for _, span in self._spans.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
 
@@ -191,8 +191,8 @@ class DDPCommHook(ReducedShards):
         places = places_in_memory(count, parameter.shape, parameter.stride())
         return indices_in_runs(places, [(run.start, run.stop - run.start) for run in runs])
 
-    def scaled(self, factor: float | Tensor) -> None:
-        """The gradients were multiplied."""
+    def after_scale(self, factor: float | Tensor) -> None:
+        """The gradients were multiplied by `factor`."""
         if self._reduction is not None:
             for square in self._reduction.squares.values():
                 square.mul_(factor**2)

@@ -31,7 +31,7 @@ class GradAliasing:
     def stop(self) -> None:
         """The next step keeps sums of its own."""
         self._aliases = False
-        self._moments.lender = None
+        self._moments.sum_guard = None
 
     def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> bool:
         """Whether the step's sums are what the backwards left; before anything is done to them.
@@ -39,7 +39,7 @@ class GradAliasing:
         Returns:
             Whether every parameter was reached.
         """
-        self._able, self._intact, all_reached = [], source.sums_intact, True
+        self._able, self._intact, all_reached = [], source.guard.sums_intact, True
         for p in parameters:  # one pass: of many small ones, looking is what costs
             able = p.dtype in FULL_PRECISION and only_watched(p)
             if able:
@@ -51,7 +51,7 @@ class GradAliasing:
             if kept is None:
                 self._intact = able
             elif able:  # what is kept should be in `.grad` too
-                self._intact = torch.equal(kept, source.grad_sum(p))
+                self._intact = torch.equal(kept, source.guard.grad_sum(p))
         if self._aliases and not self._intact:
             warnings.warn(
                 "gradients were changed between backward() and step() or by a hook, as they were "
@@ -65,7 +65,7 @@ class GradAliasing:
         """Chooses for the next step, when the sums of this one are no longer needed."""
         self._steps += 1
         self._aliases = self._intact and bool(self._able)
-        self._moments.lender = source if self._aliases else None
+        self._moments.sum_guard = source.guard if self._aliases else None
         all_able = len(self._able) == len(parameters)  # hashing tensors takes its time
         self._moments.keeps = set() if all_able else parameters - set(self._able)
         turn, left = divmod(self._steps, _COMPARED_EVERY)

@@ -78,14 +78,14 @@ class StepAccumulators:
             packed = self._summed(parts)
             x = self._left_out(packed, means, n)[: len(sizes or ())]
             sums = torch.stack([x.sum(), x.square().sum()])
-            self._source.all_reduce(sums)
+            self._source.reducer.all_reduce(sums)
             self.lengths["left_out"] = 2
             return torch.cat([packed, sums])
 
     @torch.no_grad()
     def measure_grad(self, extra: Tensor) -> Tensor:
         """[*extra, |.grad|^2], added up over the ranks."""
-        squares = self.of_grad().sum() / self._source.replicas
+        squares = self.of_grad().sum() / self._source.reducer.replicas
         return self._summed({"extra": extra, "total_sqnorm": squares})
 
     @torch.no_grad()
@@ -119,16 +119,16 @@ class StepAccumulators:
         parts = {
             "over_sizes": (squares / n[:, None]).sum(0),
             "squares": squares.sum(0),
-            "total_sqnorm": of_grad / source.replicas,
+            "total_sqnorm": of_grad / source.reducer.replicas,
             "inverse_sizes": (1 / n).sum() * bool(sizes),
             "slope": _slope(n, of_each),
             "seen": self._probe.seen,
-            "in_grad": self._probe.of_grad() / source.replicas,
+            "in_grad": self._probe.of_grad() / source.reducer.replicas,
             "probed": self._probe.squares,
             "of_ranks": self._slots(n, of_each, of_grad.sum(), sizes),
         }
         if self.half_batch_cosine is not None:
-            parts["half_batch"] = self.half_batch_cosine.dots() / source.replicas
+            parts["half_batch"] = self.half_batch_cosine.dots() / source.reducer.replicas
         return parts
 
     def _slots(
@@ -154,7 +154,7 @@ class StepAccumulators:
     def _summed(self, parts: Mapping[str, Tensor]) -> Tensor:
         self.lengths = {name: part.numel() for name, part in parts.items()}
         packed = pack(parts)
-        self._source.all_reduce(packed)
+        self._source.reducer.all_reduce(packed)
         return packed
 
     def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class HalfBatchCosine:
             if not parameter.requires_grad:
                 continue
             grad, signed = self._source.local_grad(parameter), self._summed(parameter)
-            shard = self._source.shard(parameter, signed).reshape(-1)
+            shard = self._source.reducer.shard(parameter, signed).reshape(-1)
             dot = (
                 shard.new_zeros(()) if grad is None else shard.dot(grad.reshape(-1).to(shard.dtype))
             )
@@ -83,5 +83,5 @@ class HalfBatchCosine:
             signed = torch.zeros(
                 self._source.reducer.shape(parameter), dtype=kind, device=parameter.device
             )
-        self._source.all_reduce(signed)
+        self._source.reducer.all_reduce(signed)
         return signed

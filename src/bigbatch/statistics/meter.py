@@ -128,7 +128,7 @@ class GradientMeter:
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Makes every backward inside one micro-batch; keeps one gradient's copy meanwhile."""
-        return self.source.micro_batch(whole=True)
+        return self.source.micro_batch(several_backwards=True)
 
     @property
     def due(self) -> bool:
@@ -214,7 +214,7 @@ class GradientMeter:
         Raises:
             GradientError: as `read`.
         """
-        replicated = self.source.replicas == self.source.ranks
+        replicated = self.source.reducer.replicas == self.source.ranks
         c = totals.reduction(self._sums.norms.eps, replicated) if totals.finite else 1.0
         if of_all_ranks and totals.finite and c * self.source.ranks != 1:
             raise GradientError(

@@ -163,7 +163,7 @@ class ProjectionProbe:
     def _indices_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the probed elements that this rank holds are in its shard, and their numbers."""
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
-        positions, numbers = self._source.shard_indices(parameter, count)
+        positions, numbers = self._source.reducer.shard_indices(parameter, count)
         return to_device(positions, device), to_device(numbers, self._elements.device)
 
 

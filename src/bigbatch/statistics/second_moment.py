@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
-from bigbatch.gradients.source import GradientSource
+from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 16  # elements, of 256 KB in float32
@@ -35,8 +35,8 @@ class GradientMoments:
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 is float32 at least. So is S, in a buffer of its own that nothing done to `.grad` reaches;
-    or it is that of `lender`, a source that is known to have S to the last bit; but not for the
-    parameters in `keeps`.
+    or it is the `grad_sum` of `sum_guard`, the guard of a source that is known to have S to the
+    last bit; but not for the parameters in `keeps`.
 
     Args:
         watched: whose moments are wanted, now and as it grows; None: everybody's.
@@ -48,7 +48,7 @@ class GradientMoments:
     def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
         self.micro_batches = 0
         self.weight = 0.0  # of all micro-batches, the present one included
-        self.lender: GradientSource | None = None  # set between steps only
+        self.sum_guard: GradGuard | None = None  # set between steps only
         self.keeps: set[Tensor] = set()  # likewise
         self._watched = watched
         self._fused = fused
@@ -113,7 +113,7 @@ class GradientMoments:
         if self._before:
             share = self._before / ((self.weight - self._before) * self.weight)
             moment.m2.addcmul_(gradient, gradient, value=share)
-        if self.lender and gradient.dtype in FULL_PRECISION and parameter not in self.keeps:
+        if self.sum_guard and gradient.dtype in FULL_PRECISION and parameter not in self.keeps:
             moment.total = None
         elif moment.total is None:
             moment.total = gradient.to(moment.m2.dtype, copy=True)
@@ -126,9 +126,9 @@ class GradientMoments:
         total = _laid_out(stored, moment.m2)
         self._catch_up(moment, total, self._before)
         weight, adds = self.weight - self._before, moment.total is not None
-        if self.lender is not None and not adds and total is stored and total.is_cpu:
+        if self.sum_guard is not None and not adds and total is stored and total.is_cpu:
             # in one pass with M2; GPUs have several anyway
-            adds = self.lender.defer_accumulation(parameter)
+            adds = self.sum_guard.defer_accumulation(parameter)
         _add(gradient, weight, total, moment.m2, self._before, fused=self._fused, adds=adds)
 
     def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
@@ -143,8 +143,8 @@ class GradientMoments:
         """S, where it is."""
         if moment.total is not None:
             return moment.total
-        assert self.lender is not None
-        return self.lender.grad_sum(parameter)
+        assert self.sum_guard is not None
+        return self.sum_guard.grad_sum(parameter)
 
     def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
         """Counts the micro-batches that missed the parameter since its last gradient."""

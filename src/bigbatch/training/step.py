@@ -67,12 +67,16 @@ class Step:
             for batch, samples in self._cut:
                 self._waiting, self._present = True, samples
                 self._hints.samples = samples
-                self._source.synchronize(self._cut.last)  # before the forward, which reads it
+                self._source.reducer.set_requires_gradient_sync(
+                    self._cut.last
+                )  # before the forward, which reads it
                 yield batch
                 if self._waiting:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
         except BaseException:
-            self._source.synchronize(True)  # for a backward of the user's own
+            self._source.reducer.set_requires_gradient_sync(
+                True
+            )  # for a backward of the user's own
             raise
         finally:
             self._hints.samples = 0
@@ -203,7 +207,7 @@ class Step:
             )
         else:
             norm = attached.clip_grad_norm_(max_norm, self._scaler)
-        self._source.accept_grads()
+        self._source.guard.accept_edit()
         return norm
 
     def update(self) -> StepRecord:
@@ -244,7 +248,7 @@ class Step:
                 "step.update(); run it outside the step, or as part of the loss"
             )
         statistics = self._collect()
-        zeroed = not statistics.vanishes and self._source.was_zeroed()
+        zeroed = not statistics.vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
         assert self._watch is not None
@@ -351,7 +355,9 @@ class Step:
         if vanishes and not reached:
             raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
-            finite = all(all(row) for row in self._collectives.gather(self._source.is_finite()))
+            finite = all(
+                all(row) for row in self._collectives.gather(self._source.guard.is_finite())
+            )
         length = self._message_length
         return StepStatistics(
             samples=round(samples),

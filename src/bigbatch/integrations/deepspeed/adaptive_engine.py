@@ -306,7 +306,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     def _look_ahead(self) -> None:
         """Whether the caller's next micro-batch is the last; of a loader's its iterator says it."""
         last = self._announces and self._done + 1 == self.bigbatch.plan.accumulation
-        self._source.synchronize(last)
+        self._source.reducer.set_requires_gradient_sync(last)
 
 
 def _samples_among(arguments: list[Any]) -> int:

@@ -29,7 +29,12 @@ class ZeroSource(GradientSource):
         self.zero = ZeroReducer(engine, layout)
         tap = LeafTap(copies=True)  # DeepSpeed reduces in the memory of the gradient
         guard = ZeroGuard(layout)
-        super().__init__(layout.parameters, tap, guard, self.zero, on_zero_grad=layout.empty)
+        super().__init__(layout.parameters, tap, guard, self.zero)
+
+    def zero_grad(self) -> None:
+        """Sets every gradient to None, empties ZeRO's buffers and forgets the step."""
+        super().zero_grad()
+        self._layout.empty()
 
     def complete(self) -> None:
         """After a backward: if it was the step's last, puts the mean where it belongs."""
@@ -55,7 +60,7 @@ class ZeroReducer(GroupReducer):
         return self.last or self.always
 
     @property
-    def replicas(self) -> int:
+    def replicas(self) -> int:  # type: ignore[override]
         """How many ranks have the same part of the mean."""
         return self.ranks if self._layout.whole else 1
 
@@ -67,23 +72,23 @@ class ZeroReducer(GroupReducer):
         """The shape of the whole gradient."""
         return shape_of(parameter)
 
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's elements of a tensor shaped like the whole gradient."""
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
+        """This rank's elements of a tensor shaped like the full gradient."""
         first, length = self._layout.place(parameter)
-        return whole.reshape(-1)[first : first + length]
+        return full.reshape(-1)[first : first + length]
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a gradient this rank has."""
         return indices_in_runs(torch.arange(count, device="cpu"), [self._layout.place(parameter)])
 
-    def synchronize(self, now: bool) -> None:
+    def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Sets whether the next backward is the last of its step."""
-        engine, self.last = self._engine(), now
+        engine, self.last = self._engine(), requires_sync
         if engine is not None:
             engine.set_gradient_accumulation_boundary(self.boundary)
 
-    def scaled(self, factor: float) -> None:
-        """The gradients were multiplied."""
+    def after_scale(self, factor: float) -> None:
+        """The gradients were multiplied by `factor`."""
         self._layout.scaled(factor)
 
 
@@ -91,7 +96,9 @@ class ZeroGuard(GradGuard):
     """Watches this rank's shards of the mean, which ZeRO holds outside `.grad`."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(engine_writes=True, local=lambda parameter: self._shards.get(parameter))
+        super().__init__(
+            engine_writes=True, local_grad=lambda parameter: self._shards.get(parameter)
+        )
         self._layout = layout
         self._shards: Shards = {}  # at the last `stamps`
 

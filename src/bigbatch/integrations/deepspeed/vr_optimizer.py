@@ -1,6 +1,6 @@
 """Variance-reduced optimizers on ZeRO: moments of the shards that the ranks have joined."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,8 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
-from bigbatch.gradients.leaf_tap import HookTap
-from bigbatch.gradients.protocols import OnGradient
-from bigbatch.gradients.sharded import EachBackwardReducer
+from bigbatch.gradients.leaf_tap import GradientTap
+from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource, shape_of
 from bigbatch.integrations.deepspeed.zero_layout import (
     Accumulated,
@@ -55,11 +54,13 @@ class ZeroShards(GradientSource):
         self._leaves, self._layout = leaves, layout
         leaves.zero.always = True
         self._sums = SumsGuard()
-        reducer = EachBackwardReducer()
-        super().__init__(layout.parameters, PolledTap(), self._sums, reducer, explicit=True)
+        reducer = RankReducer(reduces_each_backward=True)
+        super().__init__(layout.parameters, GradientTap(), self._sums, reducer, explicit=True)
 
     @contextmanager
-    def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
+    def micro_batch(
+        self, weight: float = 1.0, *, several_backwards: bool = False
+    ) -> Iterator[None]:
         """The backward inside is one of all ranks, of so many samples together."""
         with super().micro_batch(weight):
             yield
@@ -83,7 +84,7 @@ class ZeroShards(GradientSource):
                 shard.copy_(self._sums.totals[parameter])
         else:
             self._layout.clear()
-        self._leaves.accept_grads()
+        self._leaves.guard.accept_edit()
 
 
 class SumsGuard(GradGuard):
@@ -105,7 +106,7 @@ class SumsGuard(GradGuard):
         """Forgets the sums of the previous step."""
         self.totals.clear()
 
-    def grad_sum(self, parameter: Tensor, earlier: dict[Tensor, Tensor | None] | None) -> Tensor:
+    def grad_sum(self, parameter: Tensor) -> Tensor:
         """This rank's shard of the sum so far."""
         return self.totals[parameter]
 
@@ -116,15 +117,6 @@ class SumsGuard(GradGuard):
     def is_clean(self) -> bool:
         """Always: the other source checks it."""
         return True
-
-
-class PolledTap(HookTap):
-    """No hooks: the shards are read after each backward."""
-
-    on_leaves = False
-
-    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Hooks nothing."""
 
 
 class ZeroScaling:
@@ -150,7 +142,7 @@ class ZeroScaling:
 
     def bind(self, source: GradientSource) -> None:
         """The source has the sums too."""
-        self._optimizer.moments.lender = source
+        self._optimizer.moments.sum_guard = source.guard
 
     def is_pending(self, source: GradientSource) -> bool:
         """Whether there are gradients that no step has used."""
