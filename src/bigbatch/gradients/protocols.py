@@ -22,7 +22,7 @@ OnGradient = Callable[[Tensor, Tensor], None]
 class Subscriber(Protocol):
     """Reads each micro-batch's gradient once, before it is summed into `.grad`.
 
-    A subclass may leave out the methods that it does not need.
+    A subclass may leave out `end`.
     """
 
     def begin(self) -> None:
@@ -36,3 +36,4 @@ class Subscriber(Protocol):
 
     def end(self) -> None:
         """The current micro-batch is complete."""
+        return

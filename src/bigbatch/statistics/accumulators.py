@@ -1,4 +1,4 @@
-"""What a step adds up, over micro-batches and ranks, on the device."""
+"""Sums of a step over micro-batches and ranks, on the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,17 +12,17 @@ from bigbatch.statistics.confidence import left_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
-from bigbatch.statistics.step_totals import FIELDS, pack
+from bigbatch.statistics.step_totals import FIELDS, pack, unpack
 
 
 class StepAccumulators:
-    """Everything that is seen of a step, and its sums over ranks; nothing here waits.
+    """The sums of a step over micro-batches and ranks; nothing waits for the device.
 
     Args:
-        source: of the gradients.
-        layers: the number of each parameter's layer; none where all are one.
-        sketches: whether an interval is wanted.
-        half_batch_cosine: whether SimiGrad's cosine is wanted.
+        source: the source of the gradients.
+        layers: the number of each parameter's layer; empty where all are one.
+        sketches: whether to accumulate the projections that an interval needs.
+        half_batch_cosine: whether to accumulate SimiGrad's cosine.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepAccumulators:
 
     @property
     def subscribers(self) -> list[Subscriber]:
-        """Who has to see the gradients."""
+        """The subscribers that have to see the gradients."""
         asked = [s for s in (self._sketches, self.half_batch_cosine) if s is not None]
         return [self.norms, self._probe, *asked]
 
@@ -60,8 +60,8 @@ class StepAccumulators:
         Args:
             sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
             are_means: whether h_d is the mean gradient g_d, and not n_d times as long.
-            scaler: of the losses.
-            extra: what else is to be added up over the ranks; it comes first.
+            scaler: the GradScaler of the losses.
+            extra: more values to sum over the ranks; they come first.
         """
         with without_autocast(self._device):
             squares, n = self._of_micro_batches(sizes)
@@ -158,8 +158,7 @@ class StepAccumulators:
         return packed
 
     def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
-        parts = torch.split(packed, list(self.lengths.values()))
-        sums = dict(zip(self.lengths, parts, strict=True))
+        sums = unpack(packed, self.lengths)
         count, samples = sums["of_ranks"].view(-1, FIELDS)[:, :2].sum(0)
         return left_out(means, n, sums["weighted_sum"], sums["spread"][0], count, samples)
 

@@ -96,7 +96,7 @@ class GradientMeter:
             sketches=confidence is not None,
             half_batch_cosine=half_batch_cosine,
         )
-        self._health = SanityChecks(loss)
+        self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
         self._listening = False
         self._listen()
 
@@ -194,12 +194,11 @@ class GradientMeter:
         """[*extra, |.grad|^2] of a step that is not measured, added up over the ranks."""
         return self._sums.measure_grad(extra)
 
-    def totals(self, values: Sequence[float]) -> StepTotals:
+    def totals(self, values: list[float]) -> StepTotals:
         """What `measure` gave, once the host has read it; raises where a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
-        speak, scaled = self.source.rank == 0, self.scaler is not None
-        self._health.examine(totals, speak=speak, may_overflow=scaled)
+        self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
 
     def statistics(
@@ -233,7 +232,7 @@ class GradientMeter:
             sums = map(math.fsum, (totals.over_sizes, totals.squares, totals.total_sqnorm))
             noise = self._estimate(totals, unit / totals.scale**2, c, *sums)
             noise = replace(noise, layers=dict(zip(self._names, layers, strict=True)))
-        self._health.examine_noise(noise, speak=self.source.rank == 0)
+        self._sanity_checks.check_statistics(noise)
         return replace(
             noise, interval=self._interval(noise, totals), half_batch_cosine=self._cosine(totals, c)
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource
+from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.statistics.norms import flattened
 
@@ -13,7 +13,7 @@ _PROBED = 16  # parameters, so many elements of each
 _ELEMENTS = 256
 
 
-class RandomProjections:
+class RandomProjections(Subscriber):
     """Subscriber of a source: each micro-batch's gradient projected on 1,021 floats.
 
     A tensor is read as rows of 1,021; each row is added with a random sign, the same for every
@@ -52,9 +52,6 @@ class RandomProjections:
         if rest:
             last = flat[rows * _SIZE :] * signs[rows]
             sketch[:rest].add_(to_device(last, sketch.device))
-
-    def end(self) -> None:
-        """The micro-batch is complete."""
 
     def stacked(self) -> Tensor:
         """The sketches of the step, (k, 1021)."""

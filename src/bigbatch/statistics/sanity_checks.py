@@ -1,4 +1,4 @@
-"""What a step's totals say about the run that makes them: said once each, on rank 0."""
+"""Faults of a run that the totals of its steps show; each is warned of once, on rank 0."""
 
 import itertools
 import math
@@ -19,37 +19,41 @@ _AS_WEIGHTED = 0.95  # above; heavy tails lift the slope of mean losses to 0.8
 
 
 class SanityChecks:
-    """Looks at each step and warns once of each thing that is wrong with the run."""
+    """Checks each step and warns once of each fault of the run.
 
-    def __init__(self, loss: str) -> None:
-        self._loss = loss
-        self._said: set[str] = set()
+    Args:
+        loss: the meter's `loss`, "weighted" or "mean".
+        warns: whether this rank is the one that warns.
+    """
+
+    def __init__(self, loss: str, *, warns: bool = True) -> None:
+        self._loss, self._warns = loss, warns
+        self._reported: set[str] = set()  # kinds of faults
         self._alike: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
         self._far: dict[tuple[int, bool], int] = {}  # (rank, whether longer) -> steps on end
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
-    def examine(self, totals: StepTotals, *, speak: bool, may_overflow: bool) -> None:
-        """Looks at the totals of a step.
+    def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
+        """Checks the totals of a step.
 
         Args:
-            totals: over all ranks.
-            speak: whether this rank is the one that warns.
+            totals: the totals over all ranks.
             may_overflow: whether a GradScaler expects gradients that are not finite.
         """
         if not totals.finite:
             if not may_overflow:
-                self._warn("finite", _not_finite(totals.of_ranks), speak)
+                self._warn("finite", _not_finite(totals.of_ranks))
             return
         for kind, message in self._outliers(totals.of_ranks):
-            self._warn(kind, message, speak)
-        self._warn("alike", self._same_data(totals.of_ranks), speak)
+            self._warn(kind, message)
+        self._warn("alike", self._same_data(totals.of_ranks))
         covariance, variance = self._slope
         if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
             self._slope = covariance + totals.slope[0], variance + totals.slope[1]
-            self._warn("slope", _wrong_loss(*self._slope, self._loss), speak)
+            self._warn("slope", _wrong_loss(*self._slope, self._loss))
 
-    def examine_noise(self, noise: GradientStatistics, *, speak: bool) -> None:
-        """Looks at the noise of a step."""
+    def check_statistics(self, noise: GradientStatistics) -> None:
+        """Checks the statistics of a step."""
         if (
             noise.grad_sqnorm > 0
             and noise.grad_variance <= _AGREE * noise.samples * noise.grad_sqnorm
@@ -59,7 +63,6 @@ class SanityChecks:
                 f"all {noise.micro_batches} micro-batches of a step have the same gradient to "
                 "rounding; are they the same data (a missing DistributedSampler, a loader without "
                 "shuffling), or was the gradient averaged before it was measured?",
-                speak,
             )
 
     def _outliers(self, ranks: list[OfRank]) -> Iterator[tuple[str, str]]:
@@ -96,10 +99,10 @@ class SanityChecks:
             "missing, or are gradients averaged before the meter's hooks?"
         )
 
-    def _warn(self, kind: str, message: str, speak: bool) -> None:
-        if message and kind not in self._said:
-            self._said.add(kind)
-            if speak:
+    def _warn(self, kind: str, message: str) -> None:
+        if message and kind not in self._reported:
+            self._reported.add(kind)
+            if self._warns:
                 warnings.warn(message, stacklevel=5)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.protocols import Subscriber
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 16  # elements, of 256 KB in float32
@@ -26,7 +27,7 @@ class _Moment:
     weight: float = 0.0
 
 
-class GradientMoments:
+class GradientMoments(Subscriber):
     """Subscriber of a source: sum and centred second moment of the micro-batch gradients.
 
     Per element, with S and W before micro-batch d (Welford, weighted):
@@ -84,9 +85,6 @@ class GradientMoments:
         else:
             self._start(parameter, moment, gradient)
         moment.weight = self.weight
-
-    def end(self) -> None:
-        """The micro-batch is complete."""
 
     def reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
