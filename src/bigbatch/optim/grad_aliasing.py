@@ -29,7 +29,7 @@ class GradAliasing:
         self._able: list[Tensor] = []  # those whose `.grad` no hook changes after ours
 
     def stop(self) -> None:
-        """The next step keeps sums of its own."""
+        """The next step own_sum_parameters sums of its own."""
         self._aliases = False
         self._moments.sum_guard = None
 
@@ -67,7 +67,7 @@ class GradAliasing:
         self._aliases = self._intact and bool(self._able)
         self._moments.sum_guard = source.guard if self._aliases else None
         all_able = len(self._able) == len(parameters)  # hashing tensors takes its time
-        self._moments.keeps = set() if all_able else parameters - set(self._able)
+        self._moments.own_sum_parameters = set() if all_able else parameters - set(self._able)
         turn, left = divmod(self._steps, _COMPARED_EVERY)
         if self._able and not left:
-            self._moments.keeps.add(self._able[turn % len(self._able)])
+            self._moments.own_sum_parameters.add(self._able[turn % len(self._able)])

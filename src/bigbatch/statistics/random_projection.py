@@ -35,7 +35,7 @@ class RandomProjections(Subscriber):
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
-        self._sketches.append(self.none()[0])
+        self._sketches.append(self.zero_sketch()[0])
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds the gradient to the current projection."""
@@ -53,11 +53,11 @@ class RandomProjections(Subscriber):
             last = flat[rows * _SIZE :] * signs[rows]
             sketch[:rest].add_(to_device(last, sketch.device))
 
-    def stacked(self) -> Tensor:
+    def stack(self) -> Tensor:
         """The sketches of the step, (k, 1021)."""
         return torch.stack(self._sketches)
 
-    def none(self) -> Tensor:
+    def zero_sketch(self) -> Tensor:
         """A sketch of no gradient, (1, 1021)."""
         device = self._parameters[0].device
         return torch.zeros(1, _SIZE, dtype=torch.float32, device=device)
@@ -91,7 +91,7 @@ class ProjectionProbe:
     def begin(self) -> None:
         """A step starts."""
         self._choose()
-        self.seen = self._elements.new_zeros(_PROBES)
+        self.micro_batch_projections = self._elements.new_zeros(_PROBES)
         self.squares = self._elements.new_zeros(())  # of each micro-batch's projections
 
     def _choose(self) -> None:
@@ -131,10 +131,10 @@ class ProjectionProbe:
     def end(self) -> None:
         """The micro-batch is complete."""
         projections = self._projections()
-        self.seen += projections
+        self.micro_batch_projections += projections
         self.squares += projections.square().sum()
 
-    def of_grad(self) -> Tensor:
+    def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
         self._elements.zero_()
         if self._layout != self._source.reducer.layout:
