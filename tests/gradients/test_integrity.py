@@ -425,7 +425,7 @@ def test_what_subscribers_see_is_part_of_no_graph(mark):
     source.subscribe(graphs)
     with GradientMeter(model) as meter:
         for x, y in data():
-            with source.micro_batch(whole=True) if mark else contextlib.nullcontext():
+            with source.micro_batch(several_backwards=True) if mark else contextlib.nullcontext():
                 (mean_loss(model, x, y) * share_of(y)).backward(create_graph=True)
         assert [False] * 16 == graphs.seen
         assert not meter.measure_grad(torch.zeros(1)).requires_grad

@@ -304,7 +304,7 @@ def equal(expected, actual):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_grad_is_what_autograd_alone_would_have_made_of_it(dtype):
     model = network(dtype)
-    trained_once(model)
+    _optimizer = trained_once(model)
     backwards(model, 1)
     assert equal(plain_gradients(dtype), gradients(model))
 
@@ -342,7 +342,7 @@ def test_a_meter_next_to_the_optimizer_sees_nothing_of_it(first):
 
 def test_a_meter_of_some_parameters_measures_next_to_the_optimizer_of_all():
     model = network()
-    trained_once(model)
+    _optimizer = trained_once(model)
     meter = bb.GradientMeter([model[3].weight, model[0].bias])
     backwards(model, 1)
     assert -1 < meter.read([5] * K).similarity < 1
@@ -351,7 +351,7 @@ def test_a_meter_of_some_parameters_measures_next_to_the_optimizer_of_all():
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph:UserWarning")
 def test_a_graph_of_the_gradients_can_be_made():
     model, plain = network(torch.float64), network(torch.float64)
-    trained_once(model)
+    _optimizer = trained_once(model)
     for m in (model, plain):
         for x in batches(1, torch.float64):
             (m(x).square().mean() / K).backward(create_graph=True)
@@ -361,7 +361,7 @@ def test_a_graph_of_the_gradients_can_be_made():
 
 def test_autograd_grad_is_refused_and_leaves_grad_there():
     model = network()
-    trained_once(model)
+    _optimizer = trained_once(model)  # whose hooks it takes along
     (model(batches(1)[0]).square().mean() / K).backward()
     loss = model(batches(1)[1]).square().mean()
     with pytest.raises(GradientError, match=r"torch.autograd.grad"):

@@ -330,7 +330,7 @@ def sketch(gradients, first=0):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         sketches.gradient(parameter, gradient)
     sketches.end()
-    return sketches.stacked()[0]
+    return sketches.stack()[0]
 
 
 def dense(seed):

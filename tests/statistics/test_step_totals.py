@@ -115,9 +115,9 @@ def test_a_rank_is_called_far_off_in_its_twentieth_step_on_end():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(19):
-            health.examine(totals, speak=True, may_overflow=False)
+            health.check_totals(totals, may_overflow=False)
     with pytest.warns(UserWarning, match="the gradients of rank 2 are 99.2 x as long"):
-        health.examine(totals, speak=True, may_overflow=False)
+        health.check_totals(totals, may_overflow=False)
 
 
 def test_gradients_that_cancel_are_no_edit():

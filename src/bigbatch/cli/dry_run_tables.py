@@ -154,7 +154,9 @@ def _notes(
             "and keeps the sum in .grad, unless clip or float16 write to .grad."
         )
     for run in runs.values():
-        note = LRSchedule(run.settings.lr_schedule).truncation_warning(run.settings.epochs, run.samples)
+        note = LRSchedule(run.settings.lr_schedule).truncation_warning(
+            run.settings.epochs, run.samples
+        )
         lines += [note] * bool(note and note not in lines)
     if not all(one.samples for one in settings.values()):
         lines.append(

@@ -10,7 +10,7 @@ from torch import Tensor
 from bigbatch.data.rank_facts import differences
 from bigbatch.errors import RankError
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 
 _NAMED = 3  # differences named in an error
 
@@ -36,10 +36,10 @@ class HostCollectives:
         if self._source is None or self.ranks == 1:
             return [list(values)]
         device = self._source.parameters[0].device
-        slots = torch.zeros(self.ranks, len(values), dtype=wide(device), device=device)
+        slots = torch.zeros(self.ranks, len(values), dtype=widest_float(device), device=device)
         slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
         try:
-            self._source.all_reduce(slots)
+            self._source.reducer.all_reduce(slots)
         except RuntimeError as error:
             if what:
                 error.add_note(f"bigbatch: the ranks were to compare {what}")
@@ -84,7 +84,7 @@ class HostCollectives:
         device = self._source.parameters[0].device
         slots = torch.zeros(self.ranks, max(lengths), dtype=torch.uint8, device=device)
         slots[self.rank, : len(data)] = data
-        self._source.all_reduce(slots)
+        self._source.reducer.all_reduce(slots)
         return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Where micro-batch gradients come from: one process, DDP, FSDP2, sharded; their integrity."""
+"""Sources of micro-batch gradients: one process, DDP, FSDP2, sharded; checks of `.grad`."""
 
 from bigbatch.gradients.auto import find_source, parameters_of
 from bigbatch.gradients.gradient_hooks import changed_later, only_watched

@@ -1,4 +1,4 @@
-"""Which source a model needs."""
+"""The gradient source that fits a model."""
 
 import sys
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ _REPLICATES = {  # torch's module -> the class that its replicate() puts among a
 
 
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
-    """The source of a model's gradients, by how it is wrapped; compiled or not.
+    """The source of a model's gradients, chosen by its wrappers; compiled or not.
 
     Raises:
-        SettingError: a wrapper that cannot be measured, or several.
+        SettingError: the model has a wrapper that cannot be measured, or several wrappers.
     """
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model)
@@ -50,25 +50,24 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """Its parameters as optimizers train them: sharded under fully_shard, after a forward too.
+    """A model's parameters as optimizers train them: sharded under fully_shard.
 
-    A forward without backward leaves whole ones in the modules; they are resharded.
+    A forward without backward leaves unsharded ones in the modules; these are resharded.
     """
     if _is_fully_sharded(list(model.modules())):
         from bigbatch.gradients.fsdp2 import reshard
 
-        reshard(model)
+        reshard(model.modules())
     return list(model.parameters())
 
 
 def _is_fully_sharded(modules: list[nn.Module]) -> bool:
-    """Without importing FSDP2 for those who do not use it."""
+    """Whether a module is sharded by FSDP2, which is not imported for models without it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
 def _is_replicated(modules: list[nn.Module]) -> bool:
-    """By composable replicate(), the older over DDP or the newer over FSDP2."""
-    loaded = [(sys.modules.get(name), kind) for name, kind in _REPLICATES.items()]
-    kinds = tuple(getattr(module, kind) for module, kind in loaded if hasattr(module, kind))
-    return any(isinstance(module, kinds) for module in modules)
+    """Whether composable replicate() wraps a module, the older over DDP or the newer over FSDP2."""
+    bases = {base for module in modules for base in type(module).__mro__}
+    return any(_REPLICATES.get(base.__module__) == base.__name__ for base in bases)

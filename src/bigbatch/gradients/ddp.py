@@ -1,7 +1,7 @@
 """Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean.
 
-DDP reduces after the hooks. An optimizer may put something else than the mean into `.grad` by a
-communication hook; the hook's state then says where the mean is (`ReducedShards`).
+DDP reduces after the hooks. The communication hook of an optimizer may write something else than
+the mean to `.grad`; the hook's state then says where the mean is (`ReducedShards`).
 """
 
 from abc import ABC, abstractmethod
@@ -33,20 +33,20 @@ class ReducedShards(ABC):
         """Whether `.grad` of the current step holds something else than the mean."""
 
     @abstractmethod
-    def local(self, parameter: Tensor) -> Tensor:
+    def local_grad(self, parameter: Tensor) -> Tensor:
         """This rank's elements of the mean gradient, flat."""
 
     @abstractmethod
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
         """This rank's elements of any tensor that is shaped like the parameter."""
 
     @abstractmethod
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements are among them."""
+        """Which of the first `count` elements of a full gradient this rank has."""
 
     @abstractmethod
-    def scaled(self, factor: float | Tensor) -> None:
-        """`.grad` was multiplied."""
+    def after_scale(self, factor: float | Tensor) -> None:
+        """`.grad` was multiplied by `factor`."""
 
 
 class DDPReducer(GroupReducer):
@@ -61,49 +61,49 @@ class DDPReducer(GroupReducer):
         self.ddp = ddp
 
     @property
-    def replicas(self) -> int:
-        """All ranks have the whole mean, unless a communication hook keeps shards of it."""
+    def replicas(self) -> int:  # type: ignore[override]
+        """All ranks have the full mean, unless a communication hook keeps shards of it."""
         return self.ranks if self._shards is None else 1
 
     @property
-    def layout(self) -> int:
+    def layout(self) -> int:  # type: ignore[override]
         """Changes whenever another rank gets a shard."""
         return 0 if self._shards is None else self._shards.layout
 
-    def synchronize(self, now: bool) -> None:
-        """As `no_sync` does: DDP reads it in the forward, so it is set before that.
+    def set_requires_gradient_sync(self, requires_sync: bool) -> None:
+        """Does what `no_sync` does: DDP reads it in the forward, so it is set before that.
 
         The first backward ever of a static graph has to be reduced. The mean of a gradient that is
         reduced before the others is the same mean; a hook that needs the sum leaves it alone.
         """
         first = self.ddp.static_graph and not self.ddp._static_graph_delay_allreduce_enqueued
-        self.ddp.require_backward_grad_sync = now or first
-        if (shards := self._hook_state) is not None:
-            shards.unreduced = first and not now
+        self.ddp.require_backward_grad_sync = requires_sync or first
+        if (hook_state := self._hook_state) is not None:
+            hook_state.unreduced = first and not requires_sync
 
-    def local(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-        """This rank's part of the mean gradient."""
+    def local_grad(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+        """This rank's shard of the mean gradient."""
         shards = self._shards
-        return grad if grad is None or shards is None else shards.local(parameter)
+        return grad if grad is None or shards is None else shards.local_grad(parameter)
 
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor shaped like the whole gradient."""
-        return whole if self._shards is None else self._shards.shard(parameter, whole)
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
+        """This rank's shard of a tensor shaped like the full gradient."""
+        return full if self._shards is None else self._shards.shard(parameter, full)
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a gradient this rank holds."""
+        """Which of the first `count` elements of a gradient this rank has."""
         if (shards := self._shards) is None:
             return super().shard_indices(parameter, count)
         return shards.shard_indices(parameter, count)
 
-    def scaled(self, factor: float) -> None:
-        """The gradients were multiplied."""
+    def after_scale(self, factor: float) -> None:
+        """The gradients were multiplied by `factor`."""
         if self._shards is not None:
-            self._shards.scaled(factor)
+            self._shards.after_scale(factor)
 
     @property
     def _hook_state(self) -> ReducedShards | None:
-        """That of the communication hook which the model has, if it keeps the mean gradient."""
+        """The state of the model's communication hook, if it keeps the mean gradient."""
         states = (state for _, state in self.ddp._comm_hooks)
         return next((state for state in states if isinstance(state, ReducedShards)), None)
 

@@ -1,4 +1,4 @@
-"""Which meshes of ranks can be measured: those that fully_shard alone makes."""
+"""Checks of device meshes: only those that fully_shard alone makes can be measured."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,10 +14,10 @@ _REMEDY = (
 
 
 def require_no_tensor_parallelism(parameters: Iterable[Tensor]) -> None:
-    """Parameters that no `fully_shard` made are whole.
+    """Checks that parameters outside `fully_shard` are not sharded.
 
     Raises:
-        SettingError: they are shards of a tensor-parallel mesh, also as DDP holds those.
+        SettingError: a parameter is a shard of a tensor-parallel mesh, also as DDP holds it.
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor) or hasattr(parameter, "_st_info"):
@@ -31,7 +31,7 @@ def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
     """The first parameter, for the mesh and placements of all.
 
     Raises:
-        SettingError: two meshes, offloaded parameters, or other placements.
+        SettingError: there are two meshes, offloaded parameters, or other placements.
     """
     first = parameters[0]
     assert isinstance(first, DTensor)

@@ -1,4 +1,4 @@
-"""Where sums are computed, and in which type."""
+"""Devices and dtypes of sums."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,34 +6,34 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-FULL = (torch.float32, torch.float64)  # types that squares may be summed in
+FULL_PRECISION = (torch.float32, torch.float64)  # dtypes that squares may be summed in
 
 
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """On another device; waits only where the host is to read it, which has to."""
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies a tensor to a device; waits only for a copy to the CPU, which the host reads."""
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """So that sums are not computed in half types where a user's autocast is on."""
+    """Disables the user's autocast, which would compute sums in half precision."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
-def full(dtype: torch.dtype) -> torch.dtype:
-    """The type itself if it is one of `FULL`, else float32: what state of such tensors has."""
-    return dtype if dtype in FULL else torch.float32
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums of such tensors: the same if it is in `FULL_PRECISION`, else float32."""
+    return dtype if dtype in FULL_PRECISION else torch.float32
 
 
-def wide(device: torch.device) -> torch.dtype:
-    """The widest float type of a device."""
+def widest_float(device: torch.device) -> torch.dtype:
+    """The widest float dtype that a device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def stacked(scalars: Sequence[Tensor]) -> Tensor:
-    """0-dim tensors as one of the widest float type, on the device of the first."""
+def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
+    """Stacks 0-dim tensors, in the widest float dtype, on the device of the first."""
     device = scalars[0].device
     if any(s.device != device or s.dtype != scalars[0].dtype for s in scalars):
-        scalars = [moved(s, device, wide(device)) for s in scalars]
-    return torch.stack(list(scalars)).to(wide(device))
+        scalars = [to_device(s, device, widest_float(device)) for s in scalars]
+    return torch.stack(list(scalars)).to(widest_float(device))

@@ -1,7 +1,7 @@
 """Checks that nobody but the step writes to `.grad`."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import stacked
-from bigbatch.gradients.gradient_hooks import accumulated_hook, only_watched, remove, weakly
+from bigbatch.gradients.dtypes import stack_scalars
+from bigbatch.gradients.gradient_hooks import only_watched, remove_hooks, watching_hook, weak_method
 
 # Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
 # next tensor; its weak reference is one object while anybody holds it, here the last of the three.
@@ -29,7 +29,7 @@ class GradGuard:
         engine_writes: whether an engine rewrites `.grad` between and after backwards. Then only
             what it holds at the end of a step is checked.
         grad_may_wait: whether a backward may leave `.grad` as it was.
-        local: a parameter's gradient on this rank.
+        local_grad: returns this rank's part of the gradient of a parameter.
     """
 
     def __init__(
@@ -37,32 +37,35 @@ class GradGuard:
         *,
         engine_writes: bool = False,
         grad_may_wait: bool = False,
-        local: Callable[[Tensor], Tensor | None] = plain_grad,
+        local_grad: Callable[[Tensor], Tensor | None] = plain_grad,
     ) -> None:
         self.engine_writes, self.grad_may_wait = engine_writes, grad_may_wait
-        self.local = local
+        self.local_grad = local_grad
         self.parameters: list[Tensor] = []  # the source's own list
-        self.before: list[Stamp] = []  # the current micro-batch
-        self._stamps: list[Stamp] = []  # after the last one
-        self._edited = False  # .grad was, as part of the step
-        self._scale = 1.0  # of .grad, by `scale`
-        self._hidden: dict[Tensor, Tensor] = {}  # .grad that autograd must not see for now
-        self._handles: dict[Tensor, RemovableHandle] = {}  # which put it back
-        weakref.finalize(self, remove, self._handles)
+        self.stamps_before: list[Stamp] = []  # before the current micro-batch
+        self._stamps: list[Stamp] = []  # after the last micro-batch
+        self._edited = False  # whether `accept_edit` was called in the step
+        self._factor = 1.0  # by which `scale` multiplied .grad in the step
+        self._grads_before: dict[Tensor, Tensor | None] | None = None  # see `start_total`
+        self._totals: dict[Tensor, Tensor] | None = None  # likewise
+        self._hidden_grads: dict[Tensor, Tensor] = {}  # .grad that autograd must not see for now
+        self._handles: dict[Tensor, RemovableHandle] = {}  # of the hooks that restore it
+        weakref.finalize(self, remove_hooks, self._handles)
 
     def restart(self) -> None:
         """Forgets the step."""
-        self._edited, self._scale = False, 1.0
-        self._hidden.clear()
+        self._edited, self._factor = False, 1.0
+        self._grads_before = self._totals = None
+        self._hidden_grads.clear()
 
     def forget(self, parameter: Tensor) -> None:
-        """The parameter is not watched any more."""
+        """Removes the hook of a parameter that is no longer watched."""
         if parameter in self._handles:
             self._handles.pop(parameter).remove()
 
     def close(self) -> None:
         """Removes every hook."""
-        remove(self._handles)
+        remove_hooks(self._handles)
 
     # versions
 
@@ -70,22 +73,22 @@ class GradGuard:
         """The version of every gradient now."""
         return [
             None
-            if p.grad is None or (grad := self.local(p)) is None
+            if p.grad is None or (grad := self.local_grad(p)) is None
             else (id(ref := weakref.ref(p.grad)), p.grad._version + grad._version, ref)
             for p in self.parameters
         ]
 
-    def open(self) -> bool:
+    def open_micro_batch(self) -> bool:
         """A micro-batch starts; returns whether `.grad` changed since the last one."""
-        self.before = self.stamps()
-        return self.before != self._stamps
+        self.stamps_before = self.stamps()
+        return self.stamps_before != self._stamps
 
     def accept(self, stamps: list[Stamp] | None = None) -> None:
         """Takes the gradients as they are now, or were at `stamps`, as the step's own."""
         self._stamps = self.stamps() if stamps is None else stamps
 
     def accept_edit(self) -> None:
-        """Takes the gradients as they are, after a change that belongs to the step."""
+        """Takes the gradients as they are now, after a change that belongs to the step."""
         self._edited = True
         self.accept()
 
@@ -94,34 +97,38 @@ class GradGuard:
         return self.stamps() != self._stamps
 
     def changed_by_foreign_backward(self) -> bool:
-        """The same, at the end of a backward that does not belong to the step."""
+        """Whether a backward that does not belong to the step, and ends now, wrote to `.grad`."""
         return self.changed()
 
-    def zeroed_since(self) -> bool:
-        """Whether all gradients were set to None since the last micro-batch."""
-        return any(self._stamps) and not any(self.before)
+    def all_set_to_none(self) -> bool:
+        """Whether all gradients were set to None between the last two micro-batches."""
+        return any(self._stamps) and not any(self.stamps_before)
 
-    def written_to(self, now: list[Stamp] | None = None) -> list[Tensor]:
-        """The parameters whose gradient the micro-batch has changed, up to now or to stamps."""
-        stamps = self.stamps() if now is None else now
-        pairs = zip(self.parameters, self.before, stamps, strict=True)
-        return [p for p, before, after in pairs if before != after]
+    def was_zeroed(self) -> bool:
+        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
+        return self.changed() and self.is_clean_within_step()
+
+    def written_parameters(self, stamps: list[Stamp] | None = None) -> list[Tensor]:
+        """The parameters whose gradient the micro-batch has changed, up to now or to `stamps`."""
+        after = self.stamps() if stamps is None else stamps
+        versions = zip(self.parameters, self.stamps_before, after, strict=True)
+        return [p for p, old, new in versions if old != new]
 
     # values
 
     def grads(self) -> list[Tensor]:
         """Every gradient on this rank."""
-        return [grad for p in self.parameters if (grad := self.local(p)) is not None]
+        return [grad for p in self.parameters if (grad := self.local_grad(p)) is not None]
 
     def begin(self, *, foreign_backward: bool) -> None:
-        """Raises GradientError where a step cannot begin, as `.grad` is not empty."""
+        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
         if not self.is_clean():
             raise GradientError(
                 ".grad is not empty before the first backward of a step; call zero_grad() first"
             )
 
     def is_clean(self) -> bool:
-        """Whether every `.grad` is None, or zero; only the latter reads it."""
+        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
         return all_zero(self.grads())
 
     def is_clean_within_step(self) -> bool:
@@ -129,7 +136,7 @@ class GradGuard:
         return self.is_clean()
 
     def is_finite(self) -> bool:
-        """Whether every gradient is; waits for the device."""
+        """Whether every gradient is finite; waits for the device."""
         return all(bool(grad.isfinite().all()) for grad in self.grads())
 
     def scale(self, factor: float) -> None:
@@ -137,66 +144,99 @@ class GradGuard:
         grads = self.grads()
         if grads:  # a rank may have no shard of any
             torch._foreach_mul_(grads, factor)
-        self._scale *= factor
+        self._factor *= factor
         self.accept()
 
-    def added(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """What the micro-batch adds to `.grad`, given what a hook has seen."""
+    def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """What the micro-batch adds to `.grad`, computed from the gradient that a hook reports."""
         return gradient
 
-    def copies(self) -> dict[Tensor, Tensor | None]:
-        """Every gradient as it is now."""
-        return {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
+    def grad_sum(self, parameter: Tensor) -> Tensor:
+        """This rank's part of the sum of what the complete micro-batches added to `.grad`.
 
-    def grad_sum(self, parameter: Tensor, earlier: dict[Tensor, Tensor | None] | None) -> Tensor:
-        """What `.grad`, or an earlier copy of it, holds, without `scale`."""
-        grad = parameter.grad if earlier is None else earlier[parameter]
+        Read only. Correct where `sums_intact`, during a backward too.
+        """
+        grads_before = self._grads_before
+        grad = parameter.grad if grads_before is None else grads_before[parameter]
         assert grad is not None
         grad = grad.detach() if grad.requires_grad else grad
-        return grad if self._scale == 1.0 else grad / self._scale
+        return grad if self._factor == 1.0 else grad / self._factor
 
     @property
     def sums_intact(self) -> bool:
-        """Whether `.grad` is what the micro-batches left there; False where an engine writes."""
+        """Whether `grad_sum` is what the micro-batches left; False where an engine writes."""
         return not (self.engine_writes or self._edited or self.changed())
+
+    # a micro-batch of several backwards
+
+    def start_total(self) -> None:
+        """Starts the total of several backwards, for one copy of the gradient.
+
+        It is the difference of `.grad`, which holds what hooks of the user return. Where an engine
+        writes, a difference may hold other ranks' share, so the gradients are summed.
+        """
+        if self.engine_writes:
+            self._totals = {}
+        else:
+            grads = {p: p.grad for p in self.parameters}
+            self._grads_before = {p: None if g is None else g.clone() for p, g in grads.items()}
+
+    def add_to_total(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Adds the gradient of one backward to the total; False where no total was started."""
+        if self._totals is not None:
+            total = self._totals.get(parameter)
+            self._totals[parameter] = gradient.clone() if total is None else total.add_(gradient)
+        return self._totals is not None or self._grads_before is not None
+
+    def end_total(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the parameters that were reached and their totals; `grad_sum` has none of them."""
+        yield from (self._totals or {}).items()
+        grads_before = self._grads_before or {}
+        for parameter in self.written_parameters() if grads_before else ():
+            if parameter.grad is not None:
+                grad, before = parameter.grad.detach(), grads_before[parameter]
+                yield parameter, grad if before is None else grad - before
+        self._grads_before = self._totals = None
 
     # accumulation by a subscriber
 
     def defer_accumulation(self, parameter: Tensor) -> bool:
-        """Hides `.grad` from autograd for one accumulation; whether that is possible.
+        """Whether the subscriber has to add the gradient it was given to `grad_sum` itself.
 
-        Autograd then leaves the gradient there without copying it, and the former tensor, with
-        the new sum, is put back. Impossible where an engine, a graph or another hook is involved.
+        For one that reads and writes there anyway, so that autograd need not do so again. Asked in
+        `gradient`, once; a yes is binding. Hides `.grad` from autograd for one accumulation:
+        autograd then leaves the gradient there without copying it, and the former tensor, with the
+        new sum, is put back. Impossible where an engine, a graph or another hook is involved.
         """
         only_ours = len(parameter._backward_hooks or ()) == 1 and only_watched(parameter)
-        sums_here = self._scale == 1.0 and not self.engine_writes
-        if not (sums_here and only_ours) or torch.is_grad_enabled() or parameter.grad is None:
+        accumulates = self._factor == 1.0 and not self.engine_writes and self._grads_before is None
+        if not (accumulates and only_ours) or torch.is_grad_enabled() or parameter.grad is None:
             return False
         if parameter not in self._handles:
-            hook = accumulated_hook(weakly(self._put_back))
+            hook = watching_hook(weak_method(self._restore))
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles[parameter] = handle
-        self._hidden[parameter] = parameter.grad
+        self._hidden_grads[parameter] = parameter.grad
         return True
 
-    def reported(self, parameter: Tensor, gradient: Tensor) -> None:
+    def after_report(self, parameter: Tensor, gradient: Tensor) -> None:
         """Every subscriber has read it; hides `.grad` where its accumulation is deferred."""
-        if parameter in self._hidden:
+        if parameter in self._hidden_grads:
             parameter.grad = None
 
-    def put_back(self) -> bool:
-        """Restores every hidden `.grad`; whether autograd had left any unaccumulated."""
-        hidden = list(self._hidden)
+    def restore_hidden(self) -> bool:
+        """Restores every hidden `.grad`; returns whether autograd had not accumulated to one."""
+        hidden = list(self._hidden_grads)
         for parameter in hidden:
-            self._put_back(parameter)
+            self._restore(parameter)
         return bool(hidden)
 
-    def _put_back(self, parameter: Tensor) -> None:
-        if parameter in self._hidden:
-            parameter.grad = self._hidden.pop(parameter)
+    def _restore(self, parameter: Tensor) -> None:
+        if parameter in self._hidden_grads:
+            parameter.grad = self._hidden_grads.pop(parameter)
 
 
 def all_zero(tensors: Iterable[Tensor]) -> bool:
-    """Whether they hold zeros alone; waits for the device once, if there is anything."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    return not filled or not bool(stacked(torch._foreach_norm(filled, torch.inf)).any())
+    """Whether the tensors hold zeros alone; waits for the device once, if there are elements."""
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    return not nonempty or not bool(stack_scalars(torch._foreach_norm(nonempty, torch.inf)).any())

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a bound method as long as its object lives: hooks live as long as models."""
+def weak_method(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a bound method while its object lives: hooks live as long as models."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -26,31 +26,22 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 def gradient_hook(
     report: Callable[[Tensor, Tensor], None], parameter: "weakref.ref[Tensor]"
 ) -> Callable[[Tensor], None]:
-    """For `register_hook` of a leaf: reports the gradient that it is about to get."""
+    """For `register_hook` of a leaf: reports the gradient that the parameter is about to get."""
 
-    @_disable_dynamo  # in a compiled training step
     def hook(gradient: Tensor) -> None:
-        leaf = parameter()
-        if leaf is not None:
-            report(leaf, gradient)
+        alive = parameter()
+        if alive is not None:
+            report(alive, gradient)
 
-    return _marked(hook)
-
-
-def accumulated_hook(report: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """For `register_post_accumulate_grad_hook`: reports that a gradient has come into `.grad`."""
-
-    @_disable_dynamo
-    def hook(parameter: Tensor) -> None:
-        report(parameter)
-
-    return _marked(hook)
+    return watching_hook(hook)
 
 
-def _marked(hook: _Hook) -> _Hook:
-    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save(model) stays silent
-    hook.only_watches = True  # type: ignore[attr-defined]
-    return hook
+def watching_hook(function: _Hook) -> _Hook:
+    """A hook that changes no gradient, also in a compiled training step."""
+    hook: Any = _disable_dynamo(function)
+    hook.__torch_unserializable__ = True  # torch.save(model) stays silent
+    hook.only_watches = True
+    return hook  # type: ignore[no-any-return]
 
 
 def only_watched(parameter: Tensor) -> bool:
@@ -68,8 +59,8 @@ def changed_later(parameter: Tensor) -> bool:
     return True in ours and not all(ours[ours.index(True) :])
 
 
-def remove(handles: MutableMapping[Any, RemovableHandle]) -> None:
-    """Takes hooks off."""
+def remove_hooks(handles: MutableMapping[Any, RemovableHandle]) -> None:
+    """Removes all hooks and their handles."""
     for handle in handles.values():
         handle.remove()
     handles.clear()

@@ -2,30 +2,47 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.gradient_hooks import gradient_hook, remove
+from bigbatch.gradients.gradient_hooks import gradient_hook, remove_hooks
 from bigbatch.gradients.protocols import OnGradient
 
 
-class HookTap:
-    """A tap with one hook for each parameter."""
+class GradientTap:
+    """Puts one hook for each parameter where an engine computes gradients.
 
-    on_leaves = True
+    This class puts none, for a source that reads its gradients after each backward.
+    """
+
+    on_leaves = False
+    """Whether the hooks are on the parameters themselves, so that one shows any backward."""
 
     def __init__(self) -> None:
-        self._handles: dict[Tensor, RemovableHandle] = {}
-        weakref.finalize(self, remove, self._handles)
+        self._handles: dict[Any, RemovableHandle] = {}  # by parameter
+        weakref.finalize(self, remove_hooks, self._handles)
 
     def require_supported(self, parameter: Tensor) -> None:
-        """Raises SettingError for a complex parameter that requires a gradient."""
+        """Raises SettingError for a parameter whose gradient cannot be seen."""
         if parameter.is_complex() and parameter.requires_grad:
             raise SettingError(
                 "a complex parameter cannot be measured; hold torch.view_as_real of it"
             )
+
+    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
+        """Hooks the parameters that require a gradient and have no hook yet."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                handle = self.register(parameter, report)
+                if handle is not None:
+                    self._handles[parameter] = handle
+
+    def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle | None:
+        """Hooks one parameter; None where the source has no use for a hook."""
+        return None
 
     def detach(self, parameter: Tensor) -> None:
         """Removes the hook of one parameter."""
@@ -34,14 +51,14 @@ class HookTap:
 
     def close(self) -> None:
         """Removes every hook."""
-        remove(self._handles)
+        remove_hooks(self._handles)
 
     def is_hooked(self, parameter: Tensor) -> bool:
-        """Whether its gradients are reported."""
+        """Whether the gradients of the parameter are reported."""
         return parameter in self._handles
 
 
-class LeafTap(HookTap):
+class LeafTap(GradientTap):
     """Puts `Tensor.register_hook` on each leaf parameter; copies no gradient.
 
     Args:
@@ -49,21 +66,20 @@ class LeafTap(HookTap):
             before a subscriber has read those that it keeps.
     """
 
+    on_leaves = True
+
     def __init__(self, *, copies: bool = False) -> None:
         super().__init__()
         self._copies = copies
 
-    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Hooks those that require a gradient and have no hook yet."""
-        reported = _copied(report) if self._copies else report
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                hook = gradient_hook(reported, weakref.ref(parameter))
-                self._handles[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle:
+        """Hooks one parameter."""
+        hook = gradient_hook(_copying(report) if self._copies else report, weakref.ref(parameter))
+        return parameter.register_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _copied(report: OnGradient) -> OnGradient:
-    def copy(parameter: Tensor, gradient: Tensor) -> None:
+def _copying(report: OnGradient) -> OnGradient:
+    def report_copy(parameter: Tensor, gradient: Tensor) -> None:
         report(parameter, gradient.clone() if gradient.is_cpu else gradient)
 
-    return copy
+    return report_copy

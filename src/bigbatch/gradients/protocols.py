@@ -1,4 +1,4 @@
-"""What reads micro-batch gradients, and the three parts of a gradient source.
+"""The readers of micro-batch gradients.
 
 One step of a source is
 
@@ -10,7 +10,7 @@ not reach emits nothing; one that it reaches emits once. The tensor may be kept 
 no graph. A micro-batch may be one backward or several.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -20,7 +20,10 @@ OnGradient = Callable[[Tensor, Tensor], None]
 
 
 class Subscriber(Protocol):
-    """Reads each micro-batch's gradient once, before it is summed into `.grad`."""
+    """Reads each micro-batch's gradient once, before it is summed into `.grad`.
+
+    A subclass may leave out `end`.
+    """
 
     def begin(self) -> None:
         """A step starts; discard what the previous one left."""
@@ -29,29 +32,8 @@ class Subscriber(Protocol):
         """A micro-batch starts; `weight` is its n_d, 1.0 where it is unknown."""
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """What the current micro-batch adds to `parameter.grad`, whole, on this rank."""
+        """The current micro-batch adds the full `gradient` to `parameter.grad` on this rank."""
 
     def end(self) -> None:
         """The current micro-batch is complete."""
-
-
-class GradientTap(Protocol):
-    """Puts hooks where an engine computes gradients, and reports what they see."""
-
-    on_leaves: bool
-    """Whether the hooks are on the parameters themselves, so that one shows any backward."""
-
-    def require_supported(self, parameter: Tensor) -> None:
-        """Raises SettingError for a parameter whose gradient cannot be seen."""
-
-    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Hooks those that require a gradient and have no hook yet."""
-
-    def detach(self, parameter: Tensor) -> None:
-        """Removes the hook of one parameter."""
-
-    def close(self) -> None:
-        """Removes every hook."""
-
-    def is_hooked(self, parameter: Tensor) -> bool:
-        """Whether its gradients are reported."""
+        return

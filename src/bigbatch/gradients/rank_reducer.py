@@ -1,4 +1,4 @@
-"""How the gradients of ranks are reduced, and which part of the mean each rank has."""
+"""The ranks that share a step, and the shard of the mean gradient that each of them has."""
 
 import warnings
 
@@ -6,71 +6,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bigbatch.errors import GradientError
 from bigbatch.gradients.shard_indices import ShardIndices
 
 
 class RankReducer:
-    """One process, which has everything.
+    """One process, which has the full gradient of every parameter.
 
     Args:
-        unshared: what to say where there are other ranks after all, `{ranks}` being their number.
+        unshared: the error where other ranks exist after all, with `{ranks}` for their number.
+        reduces_each_backward: whether a micro-batch is that of all ranks together, and not this
+            rank's; its statistics need no communication.
     """
 
     rank, ranks = 0, 1
     lockstep = False
     """Whether the ranks must do equally many backwards in a step."""
-    reduces_each_backward = False
-    """Whether a micro-batch is that of all ranks together, and not this rank's."""
+    replicas = 1
+    """How many ranks have the same `local_grad` of every parameter."""
+    layout = 0
+    """Changes whenever another rank gets a shard."""
 
-    def __init__(self, unshared: str = "") -> None:
-        self.unshared = unshared
+    def __init__(self, unshared: str = "", *, reduces_each_backward: bool = False) -> None:
+        self.reduces_each_backward = reduces_each_backward
+        self._unshared = unshared
 
-    @property
-    def replicas(self) -> int:
-        """How many ranks have the same `local` part of every gradient."""
-        return 1
-
-    @property
-    def layout(self) -> int:
-        """Changes whenever another rank gets a shard."""
-        return 0
+    def require_shared(self) -> None:
+        """Raises GradientError where there are ranks that no engine reduces over."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks > 1 and self._unshared:
+            raise GradientError(self._unshared.format(ranks=ranks))
 
     def model_parameters(self, trained: list[Tensor]) -> list[Tensor]:
-        """The parameters of the model that an optimizer trains, which may hold others for them."""
+        """The model's parameters for those of an optimizer, in which an engine may put others."""
         return trained
 
     def shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of the whole gradient, also where the parameter is not whole at present."""
+        """The shape of the full gradient, also while the parameter is sharded or empty."""
         return parameter.shape
 
-    def local(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-        """This rank's part of the reduced gradient, given what it holds of `.grad`."""
+    def local_grad(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+        """This rank's shard of the reduced gradient; `grad` is what it has in `.grad`."""
         return grad
 
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor shaped like the whole gradient."""
-        return whole
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
+        """This rank's shard of a tensor shaped like the full gradient."""
+        return full
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a whole gradient `local` holds."""
+        """Which of the first `count` elements of a full gradient `local_grad` has."""
         return torch.arange(count, device="cpu"), torch.arange(count, device="cpu")
 
-    def scaled(self, factor: float) -> None:
-        """The gradients were multiplied."""
+    def after_scale(self, factor: float) -> None:
+        """The gradients were multiplied by `factor`."""
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place."""
 
-    def synchronize(self, now: bool) -> None:
-        """Whether the next backward reduces the gradients; called before its forward."""
+    def set_requires_gradient_sync(self, requires_sync: bool) -> None:
+        """Sets whether the next backward reduces the gradients; called before its forward."""
 
 
 class GroupReducer(RankReducer):
-    """Ranks that an engine reduces over some groups.
+    """Ranks whose gradients an engine reduces over process groups.
 
     Args:
-        rank, ranks: of this process among those that share the step.
-        groups: an all-reduce over each of them in turn is one over all of these ranks.
+        rank: rank of this process among the processes that share the step.
+        ranks: number of these processes.
+        groups: an all-reduce over each group in turn is one over all of these ranks.
     """
 
     def __init__(self, rank: int, ranks: int, groups: list[dist.ProcessGroup]) -> None:
@@ -100,8 +103,8 @@ class GroupReducer(RankReducer):
 
 def is_of_network(error: BaseException) -> bool:
     """Whether ranks could not reach each other, as where one of them has ended."""
-    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    return of_gloo or isinstance(error, dist.DistError)
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return is_gloo or isinstance(error, dist.DistError)
 
 
 def note_waiting(error: BaseException, rank: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a model holds its parameters, to see that those watched are still its own."""
+"""Checks that the watched parameters are still the model's own."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,45 +20,44 @@ _NAMED = 3  # parameters named in an error
 
 
 class ReplacementCheck:
-    """Every place of a model that holds a parameter or a module, and what it holds.
+    """Remembers every slot of a model that holds a parameter or a module, and its value.
 
-    `require_held` compares identities alone. Only where one has changed is the model walked
-    through. FSDP2 puts whole parameters where its shards were, for a forward and
-    a backward; that is no change.
+    `require_held` compares identities alone, and walks through the model only where one has
+    changed. FSDP2 puts unsharded parameters in the place of its shards for a forward and a
+    backward; that is no change.
 
     Args:
-        model: wrapped and compiled as it is trained.
+        model: the model, wrapped and compiled as it is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: dict[tuple[int, str], Any] = {}  # (place, name) -> what it held
-        self._look()
+        self._values: dict[tuple[int, str], Any] = {}  # (id of the dict, name) -> value
+        self._record()
 
     def require_held(self, watched: Iterable[Tensor]) -> None:
-        """Whether the watched parameters that were the model's are not replaced by others.
+        """Checks that no watched parameter of the model was replaced by an unwatched one.
 
-        One that was tied to another since, or removed with its layer, is none that is replaced: no
-        parameter has come for it that nobody watches.
+        A parameter that was tied to another one since, or removed with its layer, is not replaced.
 
         Raises:
-            GradientError: some were, so their gradients will not come.
+            GradientError: watched parameters were replaced, so they will get no gradient.
         """
         if all(slots.get(name) is value for slots, name, value in self._slots):
             return
         watched = list(watched)
-        now = self._parameters()
-        lost = [self._names[p] for p in watched if p in self._names and p not in now]
-        others = set(watched) | set(self._names)
-        if lost and any(p not in others for p in now):
-            raise GradientError(_replaced(lost))
-        self._look()
+        parameters = self._parameters()
+        lost_names = [self._names[p] for p in watched if p in self._names and p not in parameters]
+        known_parameters = set(watched) | set(self._names)
+        if lost_names and any(p not in known_parameters for p in parameters):
+            raise GradientError(_replaced_message(lost_names))
+        self._record()
 
-    def _look(self) -> None:
-        """Takes the model as it is."""
+    def _record(self) -> None:
+        """Remembers the model as it is now."""
         self._names = self._parameters()
-        self._slots = list(self._places())
-        self._before = {(id(slots), name): value for slots, name, value in self._slots}
+        self._slots = list(self._iterate_slots())
+        self._values = {(id(slots), name): value for slots, name, value in self._slots}
 
     def _parameters(self) -> dict[Tensor, str]:
         """Every parameter, with its first name."""
@@ -69,17 +68,17 @@ class ReplacementCheck:
             if value is not None
         }
 
-    def _places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _iterate_slots(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in self._model.modules():
             yield from self._contents(module._parameters)
             yield from self._contents(module._modules)
 
     def _contents(self, slots: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """What a module holds; of a shard that is whole at present, the shard."""
+        """The slots of a module; a shard stands for the parameter that FSDP2 gathered from it."""
         for name, value in slots.items() if isinstance(slots, dict) else ():
-            before = self._before.get((id(slots), name))
-            gathered = value is not before and _is_shard(before) and not _is_shard(value)
-            yield slots, name, before if gathered and value is not None else value
+            previous = self._values.get((id(slots), name))
+            gathered = value is not previous and _is_shard(previous) and not _is_shard(value)
+            yield slots, name, previous if gathered and value is not None else value
 
 
 def has_gradient(source: GradientSource) -> bool:
@@ -88,12 +87,12 @@ def has_gradient(source: GradientSource) -> bool:
 
 
 def _is_shard(value: Any) -> bool:
-    """Whether it is a DTensor, without importing DTensor for those who have none."""
+    """Whether a value is a DTensor, which is not imported for models without any."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _replaced(names: list[str]) -> str:
+def _replaced_message(names: list[str]) -> str:
     dots = ", ..." if len(names) > _NAMED else ""
     return (
         f"{len(names)} of the parameters that are trained or measured ({', '.join(names[:_NAMED])}"

@@ -1,4 +1,4 @@
-"""Which elements of a gradient a rank's shard of it holds."""
+"""Indices of the elements of a gradient that a rank's shard of it has."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 ShardIndices = tuple[Tensor, Tensor]
-"""Where they are in the flattened shard, and their numbers among those asked for; on the CPU."""
+"""Positions in the flattened shard, and indices among the requested elements; on the CPU."""
 
 
 def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardIndices:
-    """For a shard that is runs of the flat gradient, one after another.
+    """Indices for a shard that is a concatenation of runs of the flat gradient.
 
     Args:
-        places: of the elements asked for, in the flat gradient.
-        runs: first element and length of each.
+        places: positions of the requested elements in the flat gradient.
+        runs: first element and length of each run.
     """
     positions, numbers = [places[:0]], [places[:0]]
     at = 0
@@ -30,7 +30,7 @@ def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardInd
 def indices_in_rows(
     count: int, shape: Sequence[int], dim: int, first: int, length: int
 ) -> ShardIndices:
-    """For a shard that is `length` neighbours of one dimension, of the first `count` elements."""
+    """Indices of the first `count` elements, for a shard that is a slice of one dimension."""
     inner = math.prod(shape[dim + 1 :])
     numbers = torch.arange(count, device="cpu")
     row = numbers // inner % shape[dim]
@@ -40,7 +40,7 @@ def indices_in_rows(
 
 
 def places_in_memory(count: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Where the first `count` elements are in a dense tensor with its dimensions in this order."""
+    """Positions of the first `count` elements in the memory of a dense tensor."""
     numbers = torch.arange(count, device="cpu")
     places, step = torch.zeros_like(numbers), 1
     for dim in sorted(range(len(shape)), key=lambda dim: -strides[dim])[::-1]:

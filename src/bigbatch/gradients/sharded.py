@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.grad_guard import GradGuard, all_zero
-from bigbatch.gradients.gradient_hooks import accumulated_hook
-from bigbatch.gradients.leaf_tap import HookTap
+from bigbatch.gradients.gradient_hooks import watching_hook
+from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import GradientSource
@@ -24,13 +25,8 @@ class ShardedSource(GradientSource):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         guard = ShardSumsGuard()
-        super().__init__(parameters, AccumulateTap(guard), guard, EachBackwardReducer())
-
-
-class EachBackwardReducer(RankReducer):
-    """The engine reduces in every backward, and nothing is sent for the statistics."""
-
-    reduces_each_backward = True
+        reducer = RankReducer(reduces_each_backward=True)
+        super().__init__(parameters, AccumulateTap(guard), guard, reducer)
 
 
 class ShardSumsGuard(GradGuard):
@@ -38,7 +34,7 @@ class ShardSumsGuard(GradGuard):
 
     def __init__(self) -> None:
         # autograd.grad runs no hook here, so every backward that is seen counts
-        super().__init__(engine_writes=True, grad_may_wait=True, local=local_grad)
+        super().__init__(engine_writes=True, grad_may_wait=True, local_grad=local_shard)
         self.arriving: Tensor | None = None  # the parameter whose hook runs
         self._sums: dict[Tensor, Tensor] = {}
 
@@ -47,31 +43,31 @@ class ShardSumsGuard(GradGuard):
         super().begin(foreign_backward=foreign_backward)
         self._sums.clear()
 
-    def added(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """S_j - S_{j-1}."""
-        earlier = self._sums.get(parameter)
-        return gradient if earlier is None else gradient - earlier
+        previous_sum = self._sums.get(parameter)
+        return gradient if previous_sum is None else gradient - previous_sum
 
-    def reported(self, parameter: Tensor, gradient: Tensor) -> None:
+    def after_report(self, parameter: Tensor, gradient: Tensor) -> None:
         """Keeps S_j, once every subscriber has read what was added to S_{j-1}."""
         if parameter in self._sums:
             self._sums[parameter].copy_(gradient)
         else:
             self._sums[parameter] = gradient.clone()
 
-    def grad_sum(self, parameter: Tensor, earlier: dict[Tensor, Tensor | None] | None) -> Tensor:
+    def grad_sum(self, parameter: Tensor) -> Tensor:
         """This rank's shard of S_j, in a buffer that nobody else writes to."""
         return self._sums[parameter]
 
     @property
     def sums_intact(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def is_clean(self) -> bool:
-        """Whether the other shards are; the arriving one holds the gradient already."""
-        waiting = [p for p in self.parameters if p is not self.arriving]
-        return all_zero(grad for p in waiting if (grad := self.local(p)) is not None)
+        """Whether the other shards are empty; the arriving one holds the gradient already."""
+        other_parameters = [p for p in self.parameters if p is not self.arriving]
+        return all_zero(grad for p in other_parameters if (grad := self.local_grad(p)) is not None)
 
     def is_clean_within_step(self) -> bool:
         """Whether gradients were set to None. Zeros are not looked for, as one rank may have them.
@@ -79,7 +75,7 @@ class ShardSumsGuard(GradGuard):
         Raises:
             GradientError: `.grad` was written to more than once, on every rank alike.
         """
-        for last, now in zip(self._stamps, self.before, strict=True):
+        for last, now in zip(self._stamps, self.stamps_before, strict=True):
             if last and (now is None or now[0] != last[0]):
                 return True
             if last and now and now[1] - last[1] > 1:
@@ -90,38 +86,33 @@ class ShardSumsGuard(GradGuard):
         return False
 
 
-class AccumulateTap(HookTap):
+class AccumulateTap(GradientTap):
     """Post-accumulate hooks on sharded parameters, which report S_j.
 
     Args:
-        guard: of the same source.
+        guard: the guard of the same source.
     """
-
-    on_leaves = False
 
     def __init__(self, guard: ShardSumsGuard) -> None:
         super().__init__()
         self._guard = guard
 
-    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Hooks those that require a gradient and have no hook yet."""
+    def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle:
+        """Hooks one parameter."""
         guard = self._guard
 
-        def accumulated(parameter: Tensor) -> None:
-            shard = local_grad(parameter)
+        def on_accumulation(parameter: Tensor) -> None:
+            shard = local_shard(parameter)
             assert shard is not None
             guard.arriving = parameter
             report(parameter, shard)
             guard.arriving = None
 
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                hook = accumulated_hook(accumulated)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles[parameter] = handle
+        hook = watching_hook(on_accumulation)
+        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def local_grad(parameter: Tensor) -> Tensor | None:
+def local_shard(parameter: Tensor) -> Tensor | None:
     """This rank's shard of `.grad`, whether that is a DTensor or plain."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad

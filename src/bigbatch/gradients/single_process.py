@@ -19,7 +19,7 @@ class SingleProcessSource(GradientSource):
     """Leaf hooks in one process; on several it refuses the first step.
 
     Args:
-        parameters: that are watched.
+        parameters: the parameters to watch.
         explicit: counts only what happens inside `micro_batch`.
         unshared: the error on several ranks, with `{ranks}` for their number.
     """

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import changed_later
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.optim.apply_gsnr import Layer, apply_gsnr
 from bigbatch.optim.bucket_shards import Bucket, Shard
 from bigbatch.optim.functional import share_out_of_range
@@ -72,7 +72,7 @@ class BucketPipeline:
         """Finishes every bucket, and sums |g|^2 of every parameter over the ranks."""
         self._advance(unscaled=0, in_flight=0)
         device = parameters[0].device
-        zero = torch.zeros((), dtype=wide(device), device=device)
+        zero = torch.zeros((), dtype=widest_float(device), device=device)
         squares = torch.stack([self.squares.get(p, zero).to(zero) for p in parameters])
         dist.all_reduce(squares, group=self.group)
         self.squares = dict(zip(parameters, squares, strict=True))

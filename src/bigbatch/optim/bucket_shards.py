@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.collectives import Chunk, Level
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
@@ -64,7 +64,7 @@ class Shard:
             self.chunk_slices.append(slice(offset, offset + length))
             self.spans += self.spans_of(chunk.shard, offset)
             offset += length
-        self.mean = torch.zeros(offset, dtype=full(buffer.dtype), device=buffer.device)
+        self.mean = torch.zeros(offset, dtype=sum_dtype(buffer.dtype), device=buffer.device)
         self._average: Tensor | None = None  # p
         self._next_average: Tensor | None = None  # p after the step, if it is taken
         self._steps: dict[Tensor, int] = {}  # steps of p

@@ -106,7 +106,7 @@ class DDPCommHook(ReducedShards):
         factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
         with torch.no_grad():
             torch._foreach_mul_(grads, factor)
-        self.scaled(factor)
+        self.after_scale(factor)
         return norm
 
     def consolidate(self) -> None:
@@ -125,7 +125,7 @@ class DDPCommHook(ReducedShards):
 
         The moments read their sums from `.grad`, which under no_sync is this rank's sum.
         """
-        self._state.moments.lender = source
+        self._state.moments.sum_guard = source.guard
         return [self] if self.by_ranks else [self, self._state.moments]
 
     @property
@@ -181,16 +181,16 @@ class DDPCommHook(ReducedShards):
         """Whether `.grad` of the current step is r g."""
         return self._pipeline is not None and self._pipeline.done
 
-    def local(self, parameter: Tensor) -> Tensor:
+    def local_grad(self, parameter: Tensor) -> Tensor:
         """This rank's elements of a parameter's mean gradient, before r; flat."""
         parts = [shard.mean[span.shard_slice] for shard, span in self._spans.get(parameter, ())]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else parameter.new_zeros(0)
 
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
         """This rank's elements of a tensor shaped like the parameter."""
-        flat = flattened(whole, parameter.stride())
+        flat = flattened(full, parameter.stride())
         parts = [flat[span.parameter_slice] for _, span in self._spans.get(parameter, ())]
         return torch.cat(parts) if parts else flat[:0]
 
@@ -200,7 +200,7 @@ class DDPCommHook(ReducedShards):
         positions = places_in_memory(count, parameter.shape, parameter.stride())
         return indices_in_runs(positions, [(s.start, s.stop - s.start) for s in slices])
 
-    def scaled(self, factor: float | Tensor) -> None:
+    def after_scale(self, factor: float | Tensor) -> None:
         """Rescales the norms after the gradients were multiplied by a factor."""
         if self._pipeline is not None:
             for square in self._pipeline.squares.values():

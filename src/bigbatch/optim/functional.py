@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 
 _ROUNDINGS = 4  # of the mean; a standard deviation below that counts as none
 
@@ -133,7 +133,7 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
 
 def squares(x: Tensor) -> Tensor:
     """|x|^2, in the widest type of the device, since float32 sums of large layers drift."""
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=wide(x.device))
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=widest_float(x.device))
     return norm.square()
 
 

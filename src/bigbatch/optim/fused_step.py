@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from bigbatch.gradients.dtypes import FULL
+from bigbatch.gradients.dtypes import FULL_PRECISION
 from bigbatch.optim.sharding import is_sharded, local
 
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
@@ -24,7 +24,7 @@ def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
     return (
         parameter.is_floating_point()
         and parameter.grad_dtype in (None, parameter.dtype)
-        and (parameter.is_cuda or (parameter.is_cpu and parameter.dtype in FULL))
+        and (parameter.is_cuda or (parameter.is_cpu and parameter.dtype in FULL_PRECISION))
         and not (is_sharded(parameter) and isinstance(base, SGD))
         and _is_dense(local(parameter))
     )
@@ -80,7 +80,7 @@ def _find_fault(base: Optimizer, group: dict[str, Any]) -> str:
         have_momentum.add(state.get("momentum_buffer") is not None)
         if not p.is_cpu:
             continue
-        if isinstance(base, SGD) and p.dtype not in FULL:
+        if isinstance(base, SGD) and p.dtype not in FULL_PRECISION:
             return f"does not move most of a {p.dtype} parameter on a CPU"
         arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
         if not _same_layout(p, [p.grad, *arrays]):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource, only_watched
-from bigbatch.gradients.dtypes import FULL
+from bigbatch.gradients.dtypes import FULL_PRECISION
 from bigbatch.statistics.second_moment import GradientMoments
 
 _CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
@@ -31,7 +31,7 @@ class GradAliasing:
     def stop(self) -> None:
         """Makes the moments keep their own sums in the next step."""
         self._is_aliased = False
-        self._moments.lender = None
+        self._moments.sum_guard = None
 
     def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> bool:
         """Checks, before the gradients are scaled, that the sums are those of the backwards.
@@ -39,9 +39,9 @@ class GradAliasing:
         Returns:
             Whether every parameter was reached.
         """
-        self._eligible, self._intact, all_reached = [], source.sums_intact, True
+        self._eligible, self._intact, all_reached = [], source.guard.sums_intact, True
         for p in parameters:  # one pass, since the checks dominate over many small parameters
-            is_eligible = p.dtype in FULL and only_watched(p)
+            is_eligible = p.dtype in FULL_PRECISION and only_watched(p)
             if is_eligible:
                 self._eligible.append(p)
             reached, own_sum = self._moments.seen(p)
@@ -51,7 +51,7 @@ class GradAliasing:
             if own_sum is None:
                 self._intact = is_eligible
             elif is_eligible:  # `.grad` should have the same sum
-                self._intact = torch.equal(own_sum, source.grad_sum(p))
+                self._intact = torch.equal(own_sum, source.guard.grad_sum(p))
         if self._is_aliased and not self._intact:
             warnings.warn(
                 "gradients were changed between backward() and step() or by a hook, which they "
@@ -65,9 +65,11 @@ class GradAliasing:
         """Chooses which sums the moments keep in the next step, after this step's last use of S."""
         self._steps += 1
         self._is_aliased = self._intact and bool(self._eligible)
-        self._moments.lender = source if self._is_aliased else None
+        self._moments.sum_guard = source.guard if self._is_aliased else None
         all_eligible = len(self._eligible) == len(parameters)  # hashing tensors is slow
-        self._moments.keeps = set() if all_eligible else parameters - set(self._eligible)
+        self._moments.own_sum_parameters = (
+            set() if all_eligible else parameters - set(self._eligible)
+        )
         turn, remainder = divmod(self._steps, _CHECK_INTERVAL)
         if self._eligible and not remainder:
-            self._moments.keeps.add(self._eligible[turn % len(self._eligible)])
+            self._moments.own_sum_parameters.add(self._eligible[turn % len(self._eligible)])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import StateError
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.sharding import local, sharded_like
 
 _AVERAGE = "gsnr_average"
@@ -30,7 +30,7 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
         """Makes p as it is before the first step: zeros, float32 at least."""
         if parameter not in self:
             shard = local(parameter)
-            zeros = torch.zeros_like(shard, dtype=full(shard.dtype), requires_grad=False)
+            zeros = torch.zeros_like(shard, dtype=sum_dtype(shard.dtype), requires_grad=False)
             self[parameter] = zeros, 0
 
     def entries(self, parameter: Tensor) -> dict[str, Tensor | None]:
@@ -134,7 +134,7 @@ def _base_part(state: dict[str, Any]) -> dict[str, Any]:
 def _loaded_entry(state: dict[str, Any], parameter: Tensor) -> tuple[Tensor, int]:
     _require_shape({_AVERAGE: state[_AVERAGE]}, parameter)
     average = local(state[_AVERAGE])
-    return average.to(parameter.device, full(parameter.dtype), copy=True), int(state[_STEPS])
+    return average.to(parameter.device, sum_dtype(parameter.dtype), copy=True), int(state[_STEPS])
 
 
 def _require_shape(state: dict[str, Any], parameter: Tensor) -> None:

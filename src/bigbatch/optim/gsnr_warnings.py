@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.apply_gsnr import AppliedGsnr
 
 _RANGE_INTERVAL = 16  # steps; on a GPU a check waits for the device
@@ -61,7 +61,7 @@ class GsnrWarnings:
 
 def _out_of_range(layers: Sequence[Tensor], named_parameters: list[tuple[str, Tensor]]) -> str:
     name = next(name for name, p in named_parameters if p is layers[0])
-    dtype = full(layers[0].dtype)
+    dtype = sum_dtype(layers[0].dtype)
     low, high = math.sqrt(torch.finfo(dtype).tiny), math.sqrt(torch.finfo(dtype).max)
     return (
         f"r is not right for {len(set(layers))} layers, {name!r} the first: their micro-batch "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.gsnr_options import Betas, Rate
@@ -67,7 +67,7 @@ class LAMB(TrustRatioOptimizer):
         super().__init__(params, defaults)
 
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        zeros = torch.zeros_like(parameter, dtype=full(parameter.dtype))
+        zeros = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
         return {
             "exp_avg": zeros,
             "exp_avg_sq": zeros.clone(),

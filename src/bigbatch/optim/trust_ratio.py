@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.dtypes import FULL
+from bigbatch.gradients.dtypes import FULL_PRECISION
 from bigbatch.optim.gsnr_options import require_kinds, require_unique
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
@@ -106,7 +106,10 @@ class TrustRatioOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if value.dtype in FULL and self.state[parameter][name].dtype not in FULL:
+                if (
+                    value.dtype in FULL_PRECISION
+                    and self.state[parameter][name].dtype not in FULL_PRECISION
+                ):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
     def _shards(self, parameter: Tensor) -> list[ParameterShard]:

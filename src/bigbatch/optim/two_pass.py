@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.kernels import native
 from bigbatch.optim.sharding import AllReduce
 
@@ -70,7 +70,7 @@ class TwoPass:
 
     def _zeros(self, columns: int) -> Tensor:
         device = self.layers[0][0].device if self.layers else torch.device("cpu")
-        return torch.zeros(len(self.layers), columns, dtype=wide(device), device=device)
+        return torch.zeros(len(self.layers), columns, dtype=widest_float(device), device=device)
 
     def _kernel(
         self, numbers: list[int], passes: native.Passes, sums: Tensor | None = None

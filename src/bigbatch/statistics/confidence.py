@@ -1,7 +1,7 @@
-"""How sure: intervals for similarity and noise scale, within one step and over a window.
+"""Confidence intervals for similarity and noise scale, of one step and of a window.
 
-Everything is computed for x = ln(1 + N signal / noise), whose scatter is nearly the same wherever
-it lies; phi = tanh(x / 2) and B_simple = N / (e^x - 1) are monotonous in it.
+They are computed for x = ln(1 + N signal / noise), whose variance hardly depends on its value;
+phi = tanh(x / 2) and B_simple = N / (e^x - 1) are monotonic in it.
 """
 
 import math
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LEAST = 0.05  # of 1 + N signal / noise: below it x says nothing more
-_MOST = 1e12
-_FAINT = 1e-150  # a noise whose square is no number any more
+_MIN_RATIO = 0.05  # of 1 + N signal / noise: below it x says nothing more
+_MAX_RATIO = 1e12
+_MIN_NOISE = 1e-150  # the square of a smaller noise underflows
 _DIFFERENCES = 2 / 3  # degrees of freedom of the squared difference of successive values
 
 
@@ -53,8 +53,8 @@ def _noise_scale(x: float, samples: float) -> float:
 
 def log_ratio(signal: float, noise: float, samples: float) -> float:
     """x = ln(1 + N signal / noise), within the range where it says something."""
-    ratio = 1 + samples * signal / noise if noise > 0 else _MOST
-    return math.log(min(max(ratio, _LEAST), _MOST))
+    ratio = 1 + samples * signal / noise if noise > 0 else _MAX_RATIO
+    return math.log(min(max(ratio, _MIN_RATIO), _MAX_RATIO))
 
 
 @lru_cache(maxsize=1024)
@@ -68,8 +68,8 @@ def student_t(level: float, freedom: float) -> float:
         (2.92, 2.228)
     """
     freedom = min(freedom, 1e4)
-    most = min(math.pi / 2, 20 / math.sqrt(freedom))  # beyond it nothing is left
-    angle = np.linspace(0.0, most, 40_001)
+    max_angle = min(math.pi / 2, 20 / math.sqrt(freedom))  # the density beyond it is 0
+    angle = np.linspace(0.0, max_angle, 40_001)
     density = np.cos(angle) ** (freedom - 1)
     below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return math.sqrt(freedom) * math.tan(np.interp(level, below / below[-1], angle))
@@ -108,13 +108,13 @@ def left_out(
     mean = total_projection / samples
     squares, dots = means.square().sum(1), means @ mean
     rest = samples - sizes
-    of_rest = (
+    rest_sqnorm = (
         samples**2 * mean.square().sum() - 2 * samples * sizes * dots + sizes**2 * squares
     ) / rest**2
-    noise = (spread - sizes * squares - rest * of_rest) / (count - 2)
+    noise = (spread - sizes * squares - rest * rest_sqnorm) / (count - 2)
     tiny = torch.finfo(noise.dtype).tiny
-    ratio = 1 + samples * (of_rest - noise / rest) / noise.clamp_min(tiny)
-    return ratio.clamp(_LEAST, _MOST).log()
+    ratio = 1 + samples * (rest_sqnorm - noise / rest) / noise.clamp_min(tiny)
+    return ratio.clamp(_MIN_RATIO, _MAX_RATIO).log()
 
 
 def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> Interval:
@@ -128,10 +128,10 @@ def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> 
         count: k; below 3 nothing is known.
         level: nominal coverage.
     """
-    of_x, of_squares = sums
-    if count < 3 or not math.isfinite(of_squares):
+    x_sum, square_sum = sums
+    if count < 3 or not math.isfinite(square_sum):
         return Interval(-math.inf, math.inf, level, "step")
-    scatter = max(0.0, of_squares - of_x**2 / count)
+    scatter = max(0.0, square_sum - x_sum**2 / count)
     variance = scatter * (count - 1) / count / jackknife_excess(x, count)
     reach = student_t(level, count - 1) * math.sqrt(variance)
     return Interval(x - reach, x + reach, level, "step")
@@ -207,12 +207,12 @@ class Scatter:
         """For x of the averages; `weight` is the sum of all w, by which they were divided."""
         freedom = _DIFFERENCES * self._squares**2 / self._fourths if self._fourths else 0.0
         if noise == 0 < signal:
-            sure = log_ratio(signal, noise, samples)
-            return Interval(sure, sure, level, "window")
-        if not self._with_difference or freedom < 1 or noise < _FAINT:
+            x = log_ratio(signal, noise, samples)
+            return Interval(x, x, level, "window")
+        if not self._with_difference or freedom < 1 or noise < _MIN_NOISE:
             return Interval(-math.inf, math.inf, level, "window")
         x = log_ratio(signal, noise, samples)
-        both = noise + samples * max(signal, (_LEAST - 1) * noise / samples)
+        both = noise + samples * max(signal, (_MIN_RATIO - 1) * noise / samples)
         by_signal, by_noise = samples / both, -samples * signal / (noise * both)
         ss, sn, nn = self._products
         variance = by_signal**2 * ss + 2 * by_signal * by_noise * sn + by_noise**2 * nn

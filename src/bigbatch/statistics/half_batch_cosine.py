@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import stacked
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.statistics.norms import squared_norm
 
-_LEAST = 2e-3  # about twice the shorter half over the longer
+_MIN_PRODUCT = 2e-3  # about twice the shorter half over the longer
 
 
-class HalfBatchCosine:
+class HalfBatchCosine(Subscriber):
     """Subscriber of a source: Z = sum of e_d h_d, e_d = +1 or -1 by the parity of rank + d.
 
     With G = sum of h_d, the gradients of the halves are (G + Z) / 2 and (G - Z) / 2, so
@@ -28,12 +28,12 @@ class HalfBatchCosine:
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._signed: dict[Tensor, Tensor] = {}
+        self._signed_sums: dict[Tensor, Tensor] = {}
         self._sign = 1
 
     def begin(self) -> None:
         """A step starts."""
-        self._signed.clear()
+        self._signed_sums.clear()
         self._sign = -1 if self._source.rank % 2 == 0 else 1  # turned by the first micro-batch
 
     def micro_batch(self, weight: float) -> None:
@@ -42,13 +42,10 @@ class HalfBatchCosine:
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds e_d h_d."""
-        if parameter not in self._signed:
-            kind = torch.promote_types(gradient.dtype, torch.float32)
-            self._signed[parameter] = torch.zeros_like(gradient, dtype=kind)
-        self._signed[parameter].add_(gradient, alpha=self._sign)
-
-    def end(self) -> None:
-        """The micro-batch is complete."""
+        if parameter not in self._signed_sums:
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._signed_sums[parameter] = torch.zeros_like(gradient, dtype=dtype)
+        self._signed_sums[parameter].add_(gradient, alpha=self._sign)
 
     def dots(self) -> Tensor:
         """|Z|^2 and G . Z of this rank's shards, Z being summed over the ranks; communicates."""
@@ -56,32 +53,30 @@ class HalfBatchCosine:
         for parameter in self._source.parameters:
             if not parameter.requires_grad:
                 continue
-            grad, signed = self._source.local_grad(parameter), self._summed(parameter)
-            shard = self._source.shard(parameter, signed).reshape(-1)
-            dot = (
-                shard.new_zeros(()) if grad is None else shard.dot(grad.reshape(-1).to(shard.dtype))
-            )
+            grad, signed_sum = self._source.local_grad(parameter), self._reduced(parameter)
+            shard = self._source.reducer.shard(parameter, signed_sum).reshape(-1)
+            flat = None if grad is None else grad.reshape(-1).to(shard.dtype)
+            dot = shard.new_zeros(()) if flat is None else shard.dot(flat)
             products += [squared_norm(shard), dot]
-        return stacked(products).view(-1, 2).sum(0)
+        return stack_scalars(products).view(-1, 2).sum(0)
 
     @staticmethod
-    def cosine(total_sqnorm: float, of_signed: float, dot: float) -> float:
+    def cosine(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:
         """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly 0 next to the other.
 
         Then float32 sums do not tell their difference from rounding.
         """
-        both = math.sqrt(max(0.0, (total_sqnorm + of_signed) ** 2 - 4 * dot**2))
-        if not both > _LEAST * (total_sqnorm + of_signed):
+        norms_product = math.sqrt(max(0.0, (total_sqnorm + signed_sqnorm) ** 2 - 4 * dot**2))
+        if not norms_product > _MIN_PRODUCT * (total_sqnorm + signed_sqnorm):
             return math.nan
-        return min(max((total_sqnorm - of_signed) / both, -1.0), 1.0)
+        return min(max((total_sqnorm - signed_sqnorm) / norms_product, -1.0), 1.0)
 
-    def _summed(self, parameter: Tensor) -> Tensor:
+    def _reduced(self, parameter: Tensor) -> Tensor:
         """Z of one parameter; a rank that did not reach it takes part with zeros."""
-        signed = self._signed.get(parameter)
-        if signed is None:
-            kind = torch.promote_types(parameter.dtype, torch.float32)
-            signed = torch.zeros(
-                self._source.reducer.shape(parameter), dtype=kind, device=parameter.device
-            )
-        self._source.all_reduce(signed)
-        return signed
+        signed_sum = self._signed_sums.get(parameter)
+        if signed_sum is None:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            shape = self._source.reducer.shape(parameter)
+            signed_sum = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        self._source.reducer.all_reduce(signed_sum)
+        return signed_sum

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients import GradientSource, find_source
-from bigbatch.gradients.dtypes import wide
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
 from bigbatch.statistics.accumulators import StepAccumulators
@@ -96,7 +96,7 @@ class GradientMeter:
             sketches=confidence is not None,
             half_batch_cosine=half_batch_cosine,
         )
-        self._health = SanityChecks(loss)
+        self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
         self._listening = False
         self._listen()
 
@@ -128,7 +128,7 @@ class GradientMeter:
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Makes every backward inside one micro-batch; keeps one gradient's copy meanwhile."""
-        return self.source.micro_batch(whole=True)
+        return self.source.micro_batch(several_backwards=True)
 
     @property
     def due(self) -> bool:
@@ -153,7 +153,9 @@ class GradientMeter:
             return None
         sizes, failure = self._checked_sizes(samples)
         device = self.source.parameters[0].device
-        reached = torch.full((1,), has_gradient(self.source), dtype=wide(device), device=device)
+        reached = torch.full(
+            (1,), has_gradient(self.source), dtype=widest_float(device), device=device
+        )
         values = self.measure(sizes, reached).tolist()
         if failure is not None:
             raise failure  # now that the other ranks know
@@ -192,12 +194,11 @@ class GradientMeter:
         """[*extra, |.grad|^2] of a step that is not measured, added up over the ranks."""
         return self._sums.measure_grad(extra)
 
-    def totals(self, values: Sequence[float]) -> StepTotals:
+    def totals(self, values: list[float]) -> StepTotals:
         """What `measure` gave, once the host has read it; raises where a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
-        speak, scaled = self.source.rank == 0, self.scaler is not None
-        self._health.examine(totals, speak=speak, may_overflow=scaled)
+        self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
 
     def statistics(
@@ -212,7 +213,7 @@ class GradientMeter:
         Raises:
             GradientError: as `read`.
         """
-        replicated = self.source.replicas == self.source.ranks
+        replicated = self.source.reducer.replicas == self.source.ranks
         c = totals.reduction(self._sums.norms.eps, replicated) if totals.finite else 1.0
         if of_all_ranks and totals.finite and c * self.source.ranks != 1:
             raise GradientError(
@@ -231,7 +232,7 @@ class GradientMeter:
             sums = map(math.fsum, (totals.over_sizes, totals.squares, totals.total_sqnorm))
             noise = self._estimate(totals, unit / totals.scale**2, c, *sums)
             noise = replace(noise, layers=dict(zip(self._names, layers, strict=True)))
-        self._health.examine_noise(noise, speak=self.source.rank == 0)
+        self._sanity_checks.check_statistics(noise)
         return replace(
             noise, interval=self._interval(noise, totals), half_batch_cosine=self._cosine(totals, c)
         )

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import FULL, moved, stacked
+from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device
 
 _SMALL = 1 << 14  # elements; up to here a call costs more than its read
-_HELD = 1 << 17  # elements of small gradients that are held, and stay in cache
+_MAX_SMALL_ELEMENTS = 1 << 17  # elements of small gradients that are held, and stay in cache
 
 
 class MicroBatchNorms:
@@ -27,9 +27,9 @@ class MicroBatchNorms:
         self.squares: list[Tensor] = []  # (L,) each
         self._types: set[torch.dtype] = set()
         self._layers = layers
-        self._present: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
+        self._sqnorms: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
         self._small: dict[Tensor, Tensor] = {}  # parameter -> h, not read yet
-        self._held = 0  # elements of those
+        self._small_elements = 0  # elements of those
 
     def begin(self) -> None:
         """A step starts."""
@@ -38,13 +38,13 @@ class MicroBatchNorms:
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
-        self._present.clear()
+        self._sqnorms.clear()
         self._small.clear()
-        self._held = 0
+        self._small_elements = 0
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Reads the gradient once, now or at the end of the micro-batch."""
-        if parameter in self._present or parameter in self._small:
+        if parameter in self._sqnorms or parameter in self._small:
             raise GradientError(
                 "a parameter received two gradients in one micro-batch (reentrant checkpointing, "
                 "which use_reentrant=False avoids?); mark the micro-batches with "
@@ -52,18 +52,18 @@ class MicroBatchNorms:
             )
         size = gradient.numel()
         self._types.add(gradient.dtype)
-        if size > _SMALL or gradient.dtype not in FULL or not gradient.is_cpu:
-            self._present[parameter] = squared_norm(gradient)
+        if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
+            self._sqnorms[parameter] = squared_norm(gradient)
             return
         self._small[parameter] = gradient  # itself: torch writes into a detached one's memory
-        self._held += size
-        if self._held > _HELD:
+        self._small_elements += size
+        if self._small_elements > _MAX_SMALL_ELEMENTS:
             self._read_small()
 
     def end(self) -> None:
         """The micro-batch is complete."""
         self._read_small()
-        self.squares.append(self.by_layer(self._present))
+        self.squares.append(self.by_layer(self._sqnorms))
 
     @property
     def eps(self) -> float:
@@ -79,20 +79,20 @@ class MicroBatchNorms:
         """The sum of `squares` over each layer's parameters, (L,)."""
         if not squares:
             return torch.zeros(self.count, dtype=torch.float64)
-        values = stacked(list(squares.values()))
+        values = stack_scalars(list(squares.values()))
         if not self._layers:
             return values.sum().reshape(1)
         places = torch.tensor([self._layers[p] for p in squares], device="cpu")
-        places = moved(places, values.device)
+        places = to_device(places, values.device)
         return values.new_zeros(self.count).index_add_(0, places, values)
 
     def _read_small(self) -> None:
         if self._small:
             norms = torch._foreach_norm(list(self._small.values()))
             torch._foreach_mul_(norms, norms)
-            self._present.update(zip(self._small, norms, strict=True))
+            self._sqnorms.update(zip(self._small, norms, strict=True))
         self._small.clear()
-        self._held = 0
+        self._small_elements = 0
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
     1e-5; docs/LOG.md). Half types are summed in float32.
     """
     flat = flattened(gradient, gradient.stride())
-    if flat.dtype in FULL:
+    if flat.dtype in FULL_PRECISION:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()

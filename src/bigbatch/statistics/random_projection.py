@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import FULL, moved, wide, without_autocast
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.statistics.norms import flattened
 
 _SIZE = 1021  # prime, so that rows of a weight matrix do not line up with it
@@ -13,7 +13,7 @@ _PROBED = 16  # parameters, so many elements of each
 _ELEMENTS = 256
 
 
-class RandomProjections:
+class RandomProjections(Subscriber):
     """Subscriber of a source: each micro-batch's gradient projected on 1,021 floats.
 
     A tensor is read as rows of 1,021; each row is added with a random sign, the same for every
@@ -35,12 +35,12 @@ class RandomProjections:
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
-        self._sketches.append(self.none()[0])
+        self._sketches.append(self.zero_sketch()[0])
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds the gradient to the current projection."""
         flat = flattened(gradient, parameter.stride())
-        if flat.dtype not in FULL:
+        if flat.dtype not in FULL_PRECISION:
             flat = flat.float()
         rows, rest = divmod(flat.numel(), _SIZE)
         signs = self._signs_of(parameter, flat)
@@ -48,19 +48,16 @@ class RandomProjections:
         if rows:
             with without_autocast(flat.device):
                 projected = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
-            sketch.add_(moved(projected, sketch.device))
+            sketch.add_(to_device(projected, sketch.device))
         if rest:
             last = flat[rows * _SIZE :] * signs[rows]
-            sketch[:rest].add_(moved(last, sketch.device))
+            sketch[:rest].add_(to_device(last, sketch.device))
 
-    def end(self) -> None:
-        """The micro-batch is complete."""
-
-    def stacked(self) -> Tensor:
+    def stack(self) -> Tensor:
         """The sketches of the step, (k, 1021)."""
         return torch.stack(self._sketches)
 
-    def none(self) -> Tensor:
+    def zero_sketch(self) -> Tensor:
         """A sketch of no gradient, (1, 1021)."""
         device = self._parameters[0].device
         return torch.zeros(1, _SIZE, dtype=torch.float32, device=device)
@@ -94,7 +91,7 @@ class ProjectionProbe:
     def begin(self) -> None:
         """A step starts."""
         self._choose()
-        self.seen = self._elements.new_zeros(_PROBES)
+        self.micro_batch_projections = self._elements.new_zeros(_PROBES)
         self.squares = self._elements.new_zeros(())  # of each micro-batch's projections
 
     def _choose(self) -> None:
@@ -106,7 +103,11 @@ class ProjectionProbe:
         chosen = [trained[number] for number in sorted(numbers)]
         device = self._source.parameters[0].device
         same = [id(p) for p in chosen] == [id(p) for p in self._places]
-        if same and device == self._elements.device and self._elements.dtype == wide(device):
+        if (
+            same
+            and device == self._elements.device
+            and self._elements.dtype == widest_float(device)
+        ):
             return
         self._indices.clear()
         self._places = {
@@ -114,7 +115,7 @@ class ProjectionProbe:
             for number, p in enumerate(chosen)
         }
         size = _ELEMENTS * len(chosen)
-        self._elements = torch.zeros(size, dtype=wide(device), device=device)
+        self._elements = torch.zeros(size, dtype=widest_float(device), device=device)
         self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
     def micro_batch(self, weight: float) -> None:
@@ -130,10 +131,10 @@ class ProjectionProbe:
     def end(self) -> None:
         """The micro-batch is complete."""
         projections = self._projections()
-        self.seen += projections
+        self.micro_batch_projections += projections
         self.squares += projections.square().sum()
 
-    def of_grad(self) -> Tensor:
+    def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
         self._elements.zero_()
         if self._layout != self._source.reducer.layout:
@@ -150,7 +151,7 @@ class ProjectionProbe:
         return self._projections()
 
     def _put(self, place: slice | Tensor, elements: Tensor) -> None:
-        self._elements[place] = moved(elements, self._elements.device, self._elements.dtype)
+        self._elements[place] = to_device(elements, self._elements.device, self._elements.dtype)
 
     def _projections(self) -> Tensor:
         with without_autocast(self._elements.device):
@@ -159,8 +160,8 @@ class ProjectionProbe:
     def _indices_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the probed elements that this rank holds are in its shard, and their numbers."""
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
-        positions, numbers = self._source.shard_indices(parameter, count)
-        return moved(positions, device), moved(numbers, self._elements.device)
+        positions, numbers = self._source.reducer.shard_indices(parameter, count)
+        return to_device(positions, device), to_device(numbers, self._elements.device)
 
 
 def _head(tensor: Tensor, whole: torch.Size) -> Tensor:

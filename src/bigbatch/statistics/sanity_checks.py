@@ -1,4 +1,4 @@
-"""What a step's totals say about the run that makes them: said once each, on rank 0."""
+"""Faults of a run that the totals of its steps show; each is warned of once, on rank 0."""
 
 import itertools
 import math
@@ -8,66 +8,71 @@ from collections.abc import Iterator
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.statistics.step_totals import OfRank, StepTotals
 
-_FAR = 10.0  # times the other ranks' gradient norm
+_OUTLIER_RATIO = 10.0  # times the other ranks' gradient norm
 _STREAK = 20  # steps on end; of W equal ranks one is the longest so often with W^-20
-_SAME = 1e-7  # relative difference of squared norms; kernels may add in another order
-_SURE = 3  # steps in which two ranks' norms agree so well; exact equality counts as three
-_AGREE = 1e-5  # noise / (N signal): what rounding leaves of equal gradients
+_NORM_TOLERANCE = 1e-7  # relative difference of squared norms; kernels may add in another order
+_SURE_STEPS = 3  # steps in which two ranks' norms agree so well; exact equality counts as three
+_AGREEMENT = 1e-5  # noise / (N signal): what rounding leaves of equal gradients
 _LEVERAGE = 20.0  # sum of squared deviations of ln n_d, for a slope with an error near 0.15
 _AS_MEANS = 0.5  # a slope below: 0 or -1 is expected of mean losses, 1 or 2 of weighted ones
 _AS_WEIGHTED = 0.95  # above; heavy tails lift the slope of mean losses to 0.8
 
 
 class SanityChecks:
-    """Looks at each step and warns once of each thing that is wrong with the run."""
+    """Checks each step and warns once of each fault of the run.
 
-    def __init__(self, loss: str) -> None:
-        self._loss = loss
-        self._said: set[str] = set()
-        self._alike: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
-        self._far: dict[tuple[int, bool], int] = {}  # (rank, whether longer) -> steps on end
+    Args:
+        loss: the meter's `loss`, "weighted" or "mean".
+        warns: whether this rank is the one that warns.
+    """
+
+    def __init__(self, loss: str, *, warns: bool = True) -> None:
+        self._loss, self._warns = loss, warns
+        self._reported: set[str] = set()  # kinds of faults
+        self._equal_norm_steps: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
+        self._outlier_steps: dict[
+            tuple[int, bool], int
+        ] = {}  # (rank, whether longer) -> steps on end
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
-    def examine(self, totals: StepTotals, *, speak: bool, may_overflow: bool) -> None:
-        """Looks at the totals of a step.
+    def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
+        """Checks the totals of a step.
 
         Args:
-            totals: over all ranks.
-            speak: whether this rank is the one that warns.
+            totals: the totals over all ranks.
             may_overflow: whether a GradScaler expects gradients that are not finite.
         """
         if not totals.finite:
             if not may_overflow:
-                self._warn("finite", _not_finite(totals.of_ranks), speak)
+                self._warn("finite", _not_finite(totals.of_ranks))
             return
         for kind, message in self._outliers(totals.of_ranks):
-            self._warn(kind, message, speak)
-        self._warn("alike", self._same_data(totals.of_ranks), speak)
+            self._warn(kind, message)
+        self._warn("alike", self._same_data(totals.of_ranks))
         covariance, variance = self._slope
         if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
             self._slope = covariance + totals.slope[0], variance + totals.slope[1]
-            self._warn("slope", _wrong_loss(*self._slope, self._loss), speak)
+            self._warn("slope", _wrong_loss(*self._slope, self._loss))
 
-    def examine_noise(self, noise: GradientStatistics, *, speak: bool) -> None:
-        """Looks at the noise of a step."""
+    def check_statistics(self, noise: GradientStatistics) -> None:
+        """Checks the statistics of a step."""
         if (
             noise.grad_sqnorm > 0
-            and noise.grad_variance <= _AGREE * noise.samples * noise.grad_sqnorm
+            and noise.grad_variance <= _AGREEMENT * noise.samples * noise.grad_sqnorm
         ):
             self._warn(
                 "agree",
                 f"all {noise.micro_batches} micro-batches of a step have the same gradient to "
                 "rounding; are they the same data (a missing DistributedSampler, a loader without "
                 "shuffling), or was the gradient averaged before it was measured?",
-                speak,
             )
 
     def _outliers(self, ranks: list[OfRank]) -> Iterator[tuple[str, str]]:
         """Ranks that were far off for many steps; late in training healthy ones are in some."""
-        ratios = dict(_far_off(ranks, self._loss))
-        self._far = {far: self._far.get(far, 0) + 1 for far in ratios}
+        ratios = dict(_outlier_ratios(ranks, self._loss))
+        self._outlier_steps = {far: self._outlier_steps.get(far, 0) + 1 for far in ratios}
         for (number, long), ratio in ratios.items():
-            if self._far[number, long] >= _STREAK:
+            if self._outlier_steps[number, long] >= _STREAK:
                 yield (
                     f"outlier {number}",
                     f"the gradients of rank {number} are {ratio:.3g} x as long as the median of "
@@ -83,28 +88,31 @@ class SanityChecks:
         for one, other in pairs:
             a, b = ranks[one], ranks[other]
             if a.squares == b.squares and a.numbered == b.numbered:
-                alike[one, other] = _SURE
-            elif _near(a.squares, b.squares) and _near(a.numbered, b.numbered):
-                alike[one, other] = self._alike.get((one, other), 0) + 1
-        self._alike = alike
-        sure = [pair for pair, steps in alike.items() if steps >= _SURE and ranks[pair[0]].squares]
-        if not sure:
+                alike[one, other] = _SURE_STEPS
+            elif _nearly_equal(a.squares, b.squares) and _nearly_equal(a.numbered, b.numbered):
+                alike[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
+        self._equal_norm_steps = alike
+        sure_pairs = [
+            pair for pair, steps in alike.items() if steps >= _SURE_STEPS and ranks[pair[0]].squares
+        ]
+        if not sure_pairs:
             return ""
+        first, second = sure_pairs[0]
         return (
-            f"ranks {sure[0][0]} and {sure[0][1]} have the same gradients ({len(sure)} such pairs "
-            f"of {len(ranks)} ranks), so the noise looks too small: is a DistributedSampler "
+            f"ranks {first} and {second} have the same gradients ({len(sure_pairs)} such "
+            f"pairs of {len(ranks)} ranks), so the noise looks too small: is a DistributedSampler "
             "missing, or are gradients averaged before the meter's hooks?"
         )
 
-    def _warn(self, kind: str, message: str, speak: bool) -> None:
-        if message and kind not in self._said:
-            self._said.add(kind)
-            if speak:
+    def _warn(self, kind: str, message: str) -> None:
+        if message and kind not in self._reported:
+            self._reported.add(kind)
+            if self._warns:
                 warnings.warn(message, stacklevel=5)
 
 
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_SAME)
+def _nearly_equal(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_NORM_TOLERANCE)
 
 
 def _not_finite(ranks: list[OfRank]) -> str:
@@ -121,7 +129,7 @@ def _not_finite(ranks: list[OfRank]) -> str:
     )
 
 
-def _far_off(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
+def _outlier_ratios(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
     """((rank, whether longer), ratio) of those whose gradients are far from the others' in length.
 
     A step to which a rank adds nothing, having nothing but empty micro-batches, is left out.
@@ -135,8 +143,8 @@ def _far_off(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool],
     for number, norm in enumerate(norms):
         high = in_order[upper + (norm <= in_order[upper])]
         low = in_order[lower + (norm <= in_order[lower])]
-        long = norm > _FAR * high
-        short = len(ranks) > 2 and norm * _FAR < low
+        long = norm > _OUTLIER_RATIO * high
+        short = len(ranks) > 2 and norm * _OUTLIER_RATIO < low
         if long or short:
             middle = high if long else low
             yield (number, long), norm / middle if middle else math.inf

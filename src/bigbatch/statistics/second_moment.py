@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import FULL, full
-from bigbatch.gradients.source import GradientSource
+from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
+from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.protocols import Subscriber
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 16  # elements, of 256 KB in float32
@@ -16,9 +17,9 @@ _CHUNK = 1 << 16  # elements, of 256 KB in float32
 
 @dataclass
 class _Moment:
-    """Of one parameter, over so much weight; nothing where that is 0.
+    """Moments of one parameter over micro-batches of this weight; undefined where it is 0.
 
-    S is here, or the lender has it; both have the shape of the gradients.
+    S is `total`, or the guard's; both have the shape of the gradients.
     """
 
     m2: Tensor
@@ -26,7 +27,7 @@ class _Moment:
     weight: float = 0.0
 
 
-class GradientMoments:
+class GradientMoments(Subscriber):
     """Subscriber of a source: sum and centred second moment of the micro-batch gradients.
 
     Per element, with S and W before micro-batch d (Welford, weighted):
@@ -35,11 +36,11 @@ class GradientMoments:
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 is float32 at least. So is S, in a buffer of its own that nothing done to `.grad` reaches;
-    or it is that of `lender`, a source that is known to have S to the last bit; but not for the
-    parameters in `keeps`.
+    or it is the `grad_sum` of `sum_guard`, the guard of a source that is known to have S to the
+    last bit; but not for the parameters in `own_sum_parameters`.
 
     Args:
-        watched: whose moments are wanted, now and as it grows; None: everybody's.
+        watched: the parameters to read, which may grow; None: all.
         fused: whether compiled kernels may be used.
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
@@ -48,24 +49,24 @@ class GradientMoments:
     def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
         self.micro_batches = 0
         self.weight = 0.0  # of all micro-batches, the present one included
-        self.lender: GradientSource | None = None  # set between steps only
-        self.keeps: set[Tensor] = set()  # likewise
+        self.sum_guard: GradGuard | None = None  # set between steps only
+        self.own_sum_parameters: set[Tensor] = set()  # likewise
         self._watched = watched
         self._fused = fused
-        self._before = 0.0  # weight of the complete micro-batches
+        self._weight_before = 0.0  # weight of the complete micro-batches
         self._moments: dict[Tensor, _Moment] = {}  # kept for reuse
 
     def begin(self) -> None:
         """A step starts."""
         self.micro_batches = 0
-        self.weight = self._before = 0.0
+        self.weight = self._weight_before = 0.0
         for moment in self._moments.values():
             moment.weight = 0.0
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch of n_d = weight starts."""
         self.micro_batches += 1
-        self._before = self.weight
+        self._weight_before = self.weight
         self.weight += weight
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -84,9 +85,6 @@ class GradientMoments:
         else:
             self._start(parameter, moment, gradient)
         moment.weight = self.weight
-
-    def end(self) -> None:
-        """The micro-batch is complete."""
 
     def reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
@@ -110,10 +108,14 @@ class GradientMoments:
     def _start(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
         """The first gradient of a step; it was 0 in the micro-batches before."""
         moment.m2.zero_()
-        if self._before:
-            share = self._before / ((self.weight - self._before) * self.weight)
+        if self._weight_before:
+            share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
             moment.m2.addcmul_(gradient, gradient, value=share)
-        if self.lender and gradient.dtype in FULL and parameter not in self.keeps:
+        if (
+            self.sum_guard
+            and gradient.dtype in FULL_PRECISION
+            and parameter not in self.own_sum_parameters
+        ):
             moment.total = None
         elif moment.total is None:
             moment.total = gradient.to(moment.m2.dtype, copy=True)
@@ -124,18 +126,18 @@ class GradientMoments:
         """A further gradient of a step."""
         stored = self._sum(parameter, moment)
         total = _laid_out(stored, moment.m2)
-        self._catch_up(moment, total, self._before)
-        weight, adds = self.weight - self._before, moment.total is not None
-        if self.lender is not None and not adds and total is stored and total.is_cpu:
+        self._catch_up(moment, total, self._weight_before)
+        weight, adds = self.weight - self._weight_before, moment.total is not None
+        if self.sum_guard is not None and not adds and total is stored and total.is_cpu:
             # in one pass with M2; GPUs have several anyway
-            adds = self.lender.defer_accumulation(parameter)
-        _add(gradient, weight, total, moment.m2, self._before, fused=self._fused, adds=adds)
+            adds = self.sum_guard.defer_accumulation(parameter)
+        _add(gradient, weight, total, moment.m2, self._weight_before, fused=self._fused, adds=adds)
 
     def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
         moment = self._moments.get(parameter)
         if moment is None or (gradient is not None and gradient.shape != moment.m2.shape):
             like = parameter if gradient is None else gradient
-            m2 = torch.empty_like(like, dtype=full(like.dtype), requires_grad=False)
+            m2 = torch.empty_like(like, dtype=sum_dtype(like.dtype), requires_grad=False)
             moment = self._moments[parameter] = _Moment(m2)
         return moment
 
@@ -143,8 +145,8 @@ class GradientMoments:
         """S, where it is."""
         if moment.total is not None:
             return moment.total
-        assert self.lender is not None
-        return self.lender.grad_sum(parameter)
+        assert self.sum_guard is not None
+        return self.sum_guard.grad_sum(parameter)
 
     def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
         """Counts the micro-batches that missed the parameter since its last gradient."""

@@ -4,12 +4,15 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import moved, wide
+from bigbatch.gradients.dtypes import to_device, widest_float
+
+Vector = TypeVar("Vector", Tensor, list[float])
 
 _ALONE = 1e-4  # of .grad against what was seen, relative, in one process
 _REDUCED = 2**-8  # rounding of bfloat16, in which engines may reduce, once a rank
@@ -112,13 +115,16 @@ class StepTotals:
 def pack(parts: Mapping[str, Tensor]) -> Tensor:
     """All parts in one vector, on the device of the first; nothing waits."""
     device = next(iter(parts.values())).device
-    return torch.cat([moved(part.reshape(-1), device, wide(device)) for part in parts.values()])
+    return torch.cat(
+        [to_device(part.reshape(-1), device, widest_float(device)) for part in parts.values()]
+    )
 
 
-def unpack(values: Sequence[float], sizes: Mapping[str, int]) -> dict[str, list[float]]:
-    """The parts of a packed vector that the host has read."""
-    ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
-    return {name: list(values[ends[name] - size : ends[name]]) for name, size in sizes.items()}
+def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:
+    """The parts of a packed vector, on the device or after the host has read it."""
+    ends = itertools.accumulate(lengths.values())
+    pairs = zip(lengths.items(), ends, strict=True)
+    return {name: values[end - length : end] for (name, length), end in pairs}
 
 
 def _pair(values: list[float] | None) -> tuple[float, float]:

@@ -190,13 +190,13 @@ def _no_rank_waits(model: nn.Module, source: GradientSource) -> Iterator[None]:
     """DDP joins no gradients, and sends no buffers around before a forward."""
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     sends = [wrapper.require_forward_param_sync for wrapper in wrappers]
-    source.synchronize(False)
+    source.reducer.set_requires_gradient_sync(False)
     for wrapper in wrappers:
         wrapper.require_forward_param_sync = False
     try:
         yield
     finally:
-        source.synchronize(True)
+        source.reducer.set_requires_gradient_sync(True)
         for wrapper, before in zip(wrappers, sends, strict=True):
             wrapper.require_forward_param_sync = before
 

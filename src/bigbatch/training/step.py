@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.data.collate import Batch
 from bigbatch.data.micro_batches import Cut
 from bigbatch.errors import GradientError, LoopError, SettingError
-from bigbatch.gradients.dtypes import moved, wide, without_autocast
+from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.setting_types import NotNegative, setting
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -67,12 +67,16 @@ class Step:
             for batch, samples in self._cut:
                 self._waiting, self._present = True, samples
                 self._hints.samples = samples
-                self._source.synchronize(self._cut.last)  # before the forward, which reads it
+                self._source.reducer.set_requires_gradient_sync(
+                    self._cut.last
+                )  # before the forward, which reads it
                 yield batch
                 if self._waiting:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
         except BaseException:
-            self._source.synchronize(True)  # for a backward of the user's own
+            self._source.reducer.set_requires_gradient_sync(
+                True
+            )  # for a backward of the user's own
             raise
         finally:
             self._hints.samples = 0
@@ -203,7 +207,7 @@ class Step:
             )
         else:
             norm = attached.clip_grad_norm_(max_norm, self._scaler)
-        self._source.accept_grads()
+        self._source.guard.accept_edit()
         return norm
 
     def update(self) -> StepRecord:
@@ -244,7 +248,7 @@ class Step:
                 "step.update(); run it outside the step, or as part of the loss"
             )
         statistics = self._collect()
-        zeroed = not statistics.vanishes and self._source.was_zeroed()
+        zeroed = not statistics.vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
         assert self._watch is not None
@@ -303,15 +307,15 @@ class Step:
         self._message_length, zeros = len(message), [0.0] * len(message)
         slots = [value for each in range(ranks) for value in (message if each == rank else zeros)]
         device = self._source.parameters[0].device
-        kind = wide(device)
+        kind = widest_float(device)
         own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
         counts = [*own, has_gradient(self._source), *slots]
         with without_autocast(device):
             loss = torch.zeros(1, dtype=kind, device=device)
             if self._losses:
-                weights = moved(torch.tensor(self._weights, dtype=kind), device)
-                loss += weights @ moved(torch.stack(self._losses), device, kind)
-            return torch.cat([loss, moved(torch.tensor(counts, dtype=kind), device)])
+                weights = to_device(torch.tensor(self._weights, dtype=kind), device)
+                loss += weights @ to_device(torch.stack(self._losses), device, kind)
+            return torch.cat([loss, to_device(torch.tensor(counts, dtype=kind), device)])
 
     def _total_weight(self) -> float:
         """Over all ranks; known without asking them where weights are samples."""
@@ -351,7 +355,9 @@ class Step:
         if vanishes and not reached:
             raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
-            finite = all(all(row) for row in self._collectives.gather(self._source.is_finite()))
+            finite = all(
+                all(row) for row in self._collectives.gather(self._source.guard.is_finite())
+            )
         length = self._message_length
         return StepStatistics(
             samples=round(samples),

@@ -303,7 +303,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     def _set_boundary(self) -> None:
         """Sets the accumulation boundary for the caller's micro-batch; a loader's step sets it."""
         last = self._announces and self._micro_batches + 1 == self.bigbatch.plan.accumulation
-        self._source.synchronize(last)
+        self._source.reducer.set_requires_gradient_sync(last)
 
 
 def _samples_in(arguments: list[Any]) -> int:

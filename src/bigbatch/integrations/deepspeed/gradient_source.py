@@ -29,9 +29,12 @@ class ZeroSource(GradientSource):
         self.zero_reducer = ZeroReducer(engine, layout)
         tap = LeafTap(copies=True)  # DeepSpeed reduces gradients in place
         guard = ZeroGuard(layout)
-        super().__init__(
-            layout.parameters, tap, guard, self.zero_reducer, on_zero_grad=layout.zero_unreached
-        )
+        super().__init__(layout.parameters, tap, guard, self.zero_reducer)
+
+    def zero_grad(self) -> None:
+        """Sets every gradient to None, empties ZeRO's buffers and forgets the step."""
+        super().zero_grad()
+        self._layout.zero_unreached()
 
     def complete(self) -> None:
         """Completes this rank's shards of the mean, after the last backward of a step."""
@@ -57,7 +60,7 @@ class ZeroReducer(GroupReducer):
         return self.next_is_last or self.reduces_always
 
     @property
-    def replicas(self) -> int:
+    def replicas(self) -> int:  # type: ignore[override]
         """How many ranks have the same part of the mean."""
         return self.ranks if self._layout.replicated else 1
 
@@ -69,23 +72,23 @@ class ZeroReducer(GroupReducer):
         """The shape of the whole gradient."""
         return shape_of(parameter)
 
-    def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's elements of a tensor shaped like the whole gradient."""
+    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
+        """This rank's elements of a tensor shaped like the full gradient."""
         start, length = self._layout.shard_range(parameter)
-        return whole.reshape(-1)[start : start + length]
+        return full.reshape(-1)[start : start + length]
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a gradient this rank has."""
         run = self._layout.shard_range(parameter)
         return indices_in_runs(torch.arange(count, device="cpu"), [run])
 
-    def synchronize(self, now: bool) -> None:
+    def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Sets whether the next backward is the last of its step."""
-        engine, self.next_is_last = self._engine(), now
+        engine, self.next_is_last = self._engine(), requires_sync
         if engine is not None:
             engine.set_gradient_accumulation_boundary(self.boundary)
 
-    def scaled(self, factor: float) -> None:
+    def after_scale(self, factor: float) -> None:
         """Multiplies the norms that DeepSpeed has computed, after the gradients."""
         self._layout.scale_norms(factor)
 
@@ -94,7 +97,9 @@ class ZeroGuard(GradGuard):
     """Watches this rank's shards of the mean, which ZeRO holds outside `.grad`."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(engine_writes=True, local=lambda parameter: self._shards.get(parameter))
+        super().__init__(
+            engine_writes=True, local_grad=lambda parameter: self._shards.get(parameter)
+        )
         self._layout = layout
         self._shards: Shards = {}  # as of the last call of `stamps`
 

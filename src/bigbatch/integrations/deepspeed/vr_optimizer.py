@@ -1,6 +1,6 @@
 """Variance-reduced optimizers on ZeRO: moments of the shards that the ranks have joined."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import full
+from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
-from bigbatch.gradients.leaf_tap import HookTap
-from bigbatch.gradients.protocols import OnGradient
-from bigbatch.gradients.sharded import EachBackwardReducer
+from bigbatch.gradients.leaf_tap import GradientTap
+from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource, shape_of
 from bigbatch.integrations.deepspeed.zero_layout import (
     Accumulated,
@@ -55,11 +54,13 @@ class ZeroShards(GradientSource):
         self._leaf_source, self._layout = leaf_source, layout
         leaf_source.zero_reducer.reduces_always = True
         self._sums = SumsGuard()
-        reducer = EachBackwardReducer()
-        super().__init__(layout.parameters, PolledTap(), self._sums, reducer, explicit=True)
+        reducer = RankReducer(reduces_each_backward=True)
+        super().__init__(layout.parameters, GradientTap(), self._sums, reducer, explicit=True)
 
     @contextmanager
-    def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
+    def micro_batch(
+        self, weight: float = 1.0, *, several_backwards: bool = False
+    ) -> Iterator[None]:
         """The backward inside is of a micro-batch of all ranks, with so many samples together."""
         with super().micro_batch(weight):
             yield
@@ -83,7 +84,7 @@ class ZeroShards(GradientSource):
                 shard.copy_(self._sums.totals[parameter])
         else:
             self._layout.clear()
-        self._leaf_source.accept_grads()
+        self._leaf_source.guard.accept_edit()
 
 
 class SumsGuard(GradGuard):
@@ -99,13 +100,13 @@ class SumsGuard(GradGuard):
             if parameter in self.totals:
                 self.totals[parameter].add_(shard)
             else:
-                self.totals[parameter] = shard.to(full(shard.dtype), copy=True)
+                self.totals[parameter] = shard.to(sum_dtype(shard.dtype), copy=True)
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Forgets the sums of the previous step."""
         self.totals.clear()
 
-    def grad_sum(self, parameter: Tensor, earlier: dict[Tensor, Tensor | None] | None) -> Tensor:
+    def grad_sum(self, parameter: Tensor) -> Tensor:
         """This rank's shard of the sum so far."""
         return self.totals[parameter]
 
@@ -116,15 +117,6 @@ class SumsGuard(GradGuard):
     def is_clean(self) -> bool:
         """Always: the leaf source checks it."""
         return True
-
-
-class PolledTap(HookTap):
-    """A tap without hooks: the shards are read after each backward."""
-
-    on_leaves = False
-
-    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Puts no hook."""
 
 
 class ZeroScaling:
@@ -145,7 +137,7 @@ class ZeroScaling:
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """Returns the moments, which read sums from the source."""
-        self._state.moments.lender = source
+        self._state.moments.sum_guard = source.guard
         return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
@@ -178,7 +170,7 @@ class ZeroScaling:
         state = self._state.base.state.get(flat, {})
         average = state.get(_AVERAGE)
         if average is None:
-            average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
+            average = torch.zeros_like(flat, dtype=sum_dtype(flat.dtype), requires_grad=False)
         steps = int(state.get(_STEPS, 0)) + 1
         self._averages[flat] = average, steps
         return average, 1 / (1 - beta3**steps)
