@@ -66,13 +66,13 @@ def load_state(file: BinaryIO, name: str) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def digests_of(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below a folder, in hexadecimal digits, by its path from there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): digest_of(path) for path in files}
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return _digest_of(file, path.stat().st_size).hex()
@@ -88,7 +88,7 @@ def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
         path = folder / name
         if not path.is_file():
             raise StateError(f"{path} is gone")
-        if digest_of(path) != digest:
+        if file_digest(path) != digest:
             raise StateError(f"{path} is damaged: its SHA-256 is not the one that was saved")
 
 

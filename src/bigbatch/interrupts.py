@@ -13,7 +13,7 @@ INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
 @contextmanager
-def interrupts_by(handler: Any) -> Iterator[None]:
+def handle_interrupts(handler: Any) -> Iterator[None]:
     """In here an interrupt calls `handler`, or is ignored by `signal.SIG_IGN`.
 
     Nothing changes where interrupts are ignored already, as for a command in a shell's background.
@@ -29,13 +29,13 @@ def interrupts_by(handler: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def leave(number: int, frame: object) -> None:
+def exit_on_interrupt(number: int, frame: object) -> None:
     """Ends the process at once, where nothing has begun that has to be closed; rank 0 says so."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"bigbatch: interrupted\n")
     os._exit(INTERRUPTED)
 
 
-def ignore() -> None:
+def ignore_interrupts() -> None:
     """From here on an interrupt is nothing: what is left is to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,7 +10,7 @@ _OF_EXTRA = re.compile(r'(?P<requirement>[^;]+); extra == "(?P<extra>[\w-]+)"')
 _NESTED = re.compile(r"bigbatch\[(?P<extras>[\w,-]+)\]")
 
 
-def required(package: str, extra: str) -> ModuleType:
+def import_optional(package: str, extra: str) -> ModuleType:
     """Imports an optional package.
 
     Args:

@@ -62,8 +62,10 @@ class In:
         return text + self._why
 
 
-ELSEWHERE = "checked elsewhere"  # Annotated[..., ELSEWHERE]: by code that knows a remedy
-MOST_FACTOR = 1e9  # by which anything may grow at once
+CHECKED_ELSEWHERE = (
+    "checked elsewhere"  # Annotated[..., CHECKED_ELSEWHERE]: by code that knows a remedy
+)
+MAX_FACTOR = 1e9  # by which anything may grow at once
 
 Count = Annotated[int, In("[1, inf)")]
 Whole = Annotated[int, In("[0, inf)")]
@@ -73,7 +75,7 @@ Positive = Annotated[float, In("(0, inf)")]
 Share = Annotated[float, In("[0, 1)")]
 Coverage = Annotated[float, In("(0, 1)", "the coverage of an interval, 0.9 say")]
 Cosine = Annotated[float, In("(-1, 1)", "a cosine")]
-Growth = Annotated[float, In(f"(1, {MOST_FACTOR:g}]", "a factor")]
+Growth = Annotated[float, In(f"(1, {MAX_FACTOR:g}]", "a factor")]
 
 
 def checked(called: Called) -> Called:
@@ -152,12 +154,12 @@ class Kind:
             raise SettingError(f"{name}={_shown(value)} must be {self}{remedy}") from None
 
 
-def setting(name: str, value: Any, annotation: Any) -> Any:
+def check_setting(name: str, value: Any, annotation: Any) -> Any:
     """The value of a setting that is held to an annotation once; see `Kind.of`."""
     return Kind(annotation).of(name, value)
 
 
-def parsed(name: str, text: str, kind: Any) -> Any:
+def parse_setting(name: str, text: str, kind: Any) -> Any:
     """The value of a setting that is written as text.
 
     Raises:
@@ -168,11 +170,11 @@ def parsed(name: str, text: str, kind: Any) -> Any:
         with suppress(KeyError, ValueError):
             value = _OF_TEXT[one](text)
             break
-    return setting(name, value, kind)
+    return check_setting(name, value, kind)
 
 
 @cache
-def kinds_of(made: type) -> dict[str, Any]:
+def argument_kinds(made: type) -> dict[str, Any]:
     """What each argument of a constructor may be, those of the classes below it too."""
     makers = [vars(each)["__init__"] for each in reversed(made.__mro__) if "__init__" in vars(each)]
     return {name: kind for maker in makers for name, kind in _kinds(maker)[0].items()}
@@ -247,7 +249,7 @@ def _reader(kind: Any) -> _Reader:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return partial(_first, [_reader(one) for one in inner])
-    if ELSEWHERE in inner:
+    if CHECKED_ELSEWHERE in inner:
         return partial(_instance, Any)
     if origin is Annotated:
         return partial(_inside, _reader(inner[0]), inner[1:])

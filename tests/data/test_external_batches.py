@@ -11,7 +11,7 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import GradientError, LoopError
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.optim import VRSGD
-from bigbatch.training.step import share_of
+from bigbatch.training.step import weighted_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 
@@ -60,10 +60,10 @@ def run(loop, data=DATA, clip=None, knows_length=True):
     train, batches, done = loop.train, data.split(MICRO), [0]
     for number, rows in enumerate(batches, 1):
         left = len(batches) - number
-        loop.announce(len(rows), ends=not left, left=left if knows_length else None)
+        loop.announce(len(rows), ends_epoch=not left, remaining=left if knows_length else None)
         loss = loss_of(train.model, rows)
         with loop.step.weighted_backward(loss) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
         done[-1] += 1
         if loop.step.complete:
             with loop.step.optimizer_step() as finite:
@@ -159,7 +159,7 @@ def test_a_step_says_which_micro_batch_is_its_last():
         loop.announce(len(rows))
         said.append((loop.step.last, loop.step.waiting))
         with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
         said[-1] += (loop.step.waiting,)
         if loop.step.complete:
             with loop.step.optimizer_step():
@@ -173,7 +173,7 @@ def test_a_micro_batch_before_the_optimizers_step_is_refused():
     for rows in DATA[:8].split(MICRO):
         loop.announce(len(rows))
         with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
 
     with pytest.raises(LoopError, match="came before the optimizer had stepped"):
         loop.announce(MICRO)
@@ -185,7 +185,7 @@ def test_a_state_from_within_a_step_is_that_of_its_start():
     for rows in (first, second):
         loop.announce(len(rows))
         with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
     with loop.step.optimizer_step():
         loop.train.optimizer.step()
     before = loop.train.state_dict()
@@ -220,7 +220,7 @@ def test_gradients_that_were_unscaled_already_are_clipped_as_they_are(unscaled):
     for rows in DATA[:8].split(MICRO):
         loop.announce(len(rows))
         with loop.step.weighted_backward(loss := loss_of(model, rows)) as factor:
-            scaler.scale(share_of(loss, factor)).backward()
+            scaler.scale(weighted_loss(loss, factor)).backward()
     if unscaled:
         scaler.unscale_(optimizer)
 

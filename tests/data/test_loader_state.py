@@ -65,10 +65,10 @@ class Sharded(IterableDataset):
 
 def rest(batches, first=0):
     for index in range(first, 10**6):
-        cut = batches.step(PLANS[index % len(PLANS)], least=4)
-        if cut is None:
+        micro_batches = batches.step(PLANS[index % len(PLANS)], min_batch=4)
+        if micro_batches is None:
             return
-        yield [batch.tolist() for batch, _ in cut]
+        yield [batch.tolist() for batch, *_ in micro_batches]
 
 
 def through_a_file(state):
@@ -168,7 +168,7 @@ def test_a_change_takes_effect_with_the_next_step_though_workers_have_prefetched
     batches = Batches(loader)
     batches.start(0)
     plans = [BatchPlan(1, 2, 2), BatchPlan(1, 8, 3), BatchPlan(1, 1, 3), BatchPlan(1, 11, 3)]
-    sizes = [[samples for _, samples in batches.step(plan, least=1)] for plan in plans]
+    sizes = [[samples for _, samples, _ in batches.step(plan, min_batch=1)] for plan in plans]
     assert [[2, 2], [8, 8, 8], [1, 1, 1], [11, 11, 11]] == sizes
 
 
@@ -176,7 +176,7 @@ def test_a_micro_batch_inside_one_loader_batch_is_a_view_and_only_others_are_cop
     whole = [torch.arange(16), torch.arange(16, 32)]
     batches = Batches(whole)
     batches.start(0)
-    chunks = [batch for batch, _ in batches.step(BatchPlan(1, 6, 5), least=1)]
+    chunks = [batch for batch, *_ in batches.step(BatchPlan(1, 6, 5), min_batch=1)]
     storages = [batch.untyped_storage().data_ptr() for batch in whole]
     of = [chunk.untyped_storage().data_ptr() for chunk in chunks]
     assert [storages[0]] * 2 == of[:2]
@@ -189,7 +189,7 @@ def test_virtual_ranks_are_served_in_turn_in_memory_of_their_own(size):
     tokens = torch.arange(24)[:, None] + torch.tensor([0, 100])
     batches = Batches([*tokens.split(size)], virtual_ranks=3)
     batches.start(0)
-    chunks = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
+    chunks = [batch for batch, *_ in batches.step(BatchPlan(3, 4, 2), min_batch=1)]
     assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p[:, 0].tolist() for p in chunks[:3]]
     assert [[12, 15, 18, 21], [13, 16, 19, 22], [14, 17, 20, 23]] == [
         p[:, 0].tolist() for p in chunks[3:]
@@ -203,8 +203,8 @@ def test_a_loader_of_known_length_is_read_no_further_than_a_micro_batch_and_a_ba
     batches = Batches(DataLoader(data, 10), virtual_ranks=virtual)
     batches.start(0)
     given, most = 0, 0
-    while cut := batches.step(BatchPlan(virtual, 5, 4), least=100, most=300):
-        for _, samples in cut:
+    while micro_batches := batches.step(BatchPlan(virtual, 5, 4), min_batch=100, max_batch=300):
+        for _, samples, _ in micro_batches:
             given += samples
             most = max(most, len(data.read) - given)
     assert 400 == given
@@ -230,8 +230,8 @@ def test_nested_ragged_batches_of_a_users_collate_function_come_whole():
     batches = Batches(loader)
     batches.start(0)
     seen = []
-    while cut := batches.step(BatchPlan(1, 5, 3), least=5):
-        for sentence, samples in cut:
+    while micro_batches := batches.step(BatchPlan(1, 5, 3), min_batch=5):
+        for sentence, samples, _ in micro_batches:
             numbers = sentence.tokens[:, 0].tolist()
             assert samples == len(numbers) == len(sentence.tags)
             assert numbers == sentence.extra["pair"][0].tolist()
@@ -265,7 +265,7 @@ def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_pos
     loader = DataLoader(data, 5, sampler=ElasticDistributedSampler(data, seed=SEED))
     batches = Batches(loader)
     batches.start(0)
-    first = [batch.tolist() for batch, _ in batches.step(BatchPlan(1, 4, 2), least=4)]
+    first = [batch.tolist() for batch, *_ in batches.step(BatchPlan(1, 4, 2), min_batch=4)]
     elsewhere = [n for batch in loader for n in batch.tolist()]
     others = [chunk for step in rest(batches) for chunk in step]
     seen = [n for chunk in first + others for n in chunk]
@@ -277,7 +277,7 @@ def test_pinned_batches_stay_pinned_whether_cut_or_glued():
     loader = DataLoader(torch.arange(40.0), 8, pin_memory=True)
     batches = Batches(loader)
     batches.start(0)
-    chunks = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
+    chunks = [batch for batch, *_ in batches.step(BatchPlan(1, 6, 6), min_batch=1)]
     assert all(chunk.is_pinned() for chunk in chunks)
     assert list(range(36)) == torch.cat(chunks).tolist()
 
@@ -304,8 +304,8 @@ def test_dropping_the_remainder_of_a_stream_teaches_its_whole_length():
     batches = Batches(DataLoader(Sharded(100), 8), remainder="drop")
     for _ in range(2):
         batches.start(0)
-        while cut := batches.step(BatchPlan(1, 30, 2), least=1):
-            list(cut)
+        while micro_batches := batches.step(BatchPlan(1, 30, 2), min_batch=1):
+            list(micro_batches)
         assert 100 == batches.samples
 
 
@@ -455,8 +455,8 @@ def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micr
     batches = Batches(DataLoader(range(64), 8, collate_fn=collate), remainder=remainder)
     batches.start(0)
     steps = []
-    while cut := batches.step(BatchPlan(1, 2, 4), least=8, most=8):
-        steps.append([batch.tolist() for batch, _ in cut])
+    while micro_batches := batches.step(BatchPlan(1, 2, 4), min_batch=8, max_batch=8):
+        steps.append([batch.tolist() for batch, *_ in micro_batches])
     assert all(len(step) == 4 for step in steps)
     good = [n for n in range(64) if n not in bad]
     assert good[: len(good) - len(good) % 8 if remainder == "drop" else None] == seen_in(steps)

@@ -58,7 +58,7 @@ class OfThread(HostCollectives):
         self.rank, self.ranks = rank, len(together.said)
         self._together = together
 
-    def gather(self, *values, what=""):
+    def all_gather(self, *values, subject=""):
         self._together.said[self.rank] = list(values)
         self._together.barrier.wait()
         heard = [list(row) for row in self._together.said]
@@ -84,11 +84,24 @@ def order(samples, epoch=0):
     return list(ledger)
 
 
-def taken(cut):
-    return [batch.tolist() for batch, _ in cut]
+def taken(micro_batches):
+    return [batch.tolist() for batch, *_ in micro_batches]
 
 
-def leg(samples, ranks, virtual, size, remainder, plans, first, stop, state, least, most, epoch=0):
+def leg(
+    samples,
+    ranks,
+    virtual,
+    size,
+    remainder,
+    plans,
+    first,
+    stop,
+    state,
+    min_batch,
+    max_batch,
+    epoch=0,
+):
     """Some steps of one pass on so many ranks: (steps of micro-batches by rank, state of each)."""
 
     def of_rank(agreement):
@@ -103,11 +116,11 @@ def leg(samples, ranks, virtual, size, remainder, plans, first, stop, state, lea
         steps = []
         while len(steps) < stop:
             plan = plans[(first + len(steps)) % len(plans)]
-            cut = batches.step(plan, least, most)
-            if cut is None:
+            micro_batches = batches.step(plan, min_batch, max_batch)
+            if micro_batches is None:
                 break
-            steps.append(taken(cut))
-            assert cut.samples < (most or 10**9) + virtual
+            steps.append(taken(micro_batches))
+            assert micro_batches.samples < (max_batch or 10**9) + virtual
         return steps, through_a_file(batches.state_dict())
 
     return Threads(ranks).run(of_rank)
@@ -128,20 +141,30 @@ def runs(draw):
     ]
     legs.append((draw(st.sampled_from(counts)), draw(st.integers(1, 9)), 10**6))
     remainder = draw(st.sampled_from(["share", "step"]))
-    least = draw(st.integers(1, 12))
+    min_batch = draw(st.integers(1, 12))
     largest = max(plan.batch_size for plan in plans)
-    most = draw(st.one_of(st.none(), st.integers(largest, largest + 20)))
-    return samples, virtual, plans, legs, remainder, least, most
+    max_batch = draw(st.one_of(st.none(), st.integers(largest, largest + 20)))
+    return samples, virtual, plans, legs, remainder, min_batch, max_batch
 
 
 @often
 @given(runs())
 def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_restarts(drawn):
-    samples, virtual, plans, legs, remainder, least, most = drawn
+    samples, virtual, plans, legs, remainder, min_batch, max_batch = drawn
     steps, state = [], None
     for ranks, size, stop in legs:
         answers = leg(
-            samples, ranks, virtual, size, remainder, plans, len(steps), stop, state, least, most
+            samples,
+            ranks,
+            virtual,
+            size,
+            remainder,
+            plans,
+            len(steps),
+            stop,
+            state,
+            min_batch,
+            max_batch,
         )
         by_rank = [answer[0] for answer in answers]
         assert len({tuple(len(step) for step in rank) for rank in by_rank}) == 1  # no rank waits
@@ -161,10 +184,12 @@ def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_resta
 @often
 @given(runs())
 def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
-    samples, virtual, plans, legs, remainder, least, most = drawn
+    samples, virtual, plans, legs, remainder, min_batch, max_batch = drawn
     found = []
     for ranks in {1, virtual, *(count for count, _, _ in legs)}:
-        answers = leg(samples, ranks, virtual, 5, remainder, plans, 0, 10**6, None, least, most)
+        answers = leg(
+            samples, ranks, virtual, 5, remainder, plans, 0, 10**6, None, min_batch, max_batch
+        )
         steps = zip(*(answer[0] for answer in answers), strict=True)
         found.append([sorted(chain.from_iterable(step)) for step in steps])
     assert all(found[0] == other for other in found)
@@ -173,9 +198,9 @@ def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
 @often
 @given(runs())
 def test_dropping_the_remainder_leaves_whole_steps_on_every_rank(drawn):
-    samples, virtual, plans, legs, _, least, _ = drawn
+    samples, virtual, plans, legs, _, min_batch, _ = drawn
     ranks, size, _ = legs[-1]
-    answers = leg(samples, ranks, virtual, size, "drop", plans, 0, 10**6, None, least, None)
+    answers = leg(samples, ranks, virtual, size, "drop", plans, 0, 10**6, None, min_batch, None)
     steps = [list(chain.from_iterable(step)) for step in zip(*(a[0] for a in answers), strict=True)]
     sizes = [sum(map(len, step)) for step in steps]
     expected = [plans[index % len(plans)].batch_size for index in range(len(steps) + 1)]
@@ -268,15 +293,15 @@ def test_a_users_own_set_epoch_after_a_resume_changes_nothing():
         if epoch is not None:
             sampler.set_epoch(epoch)
         steps = []
-        while cut := batches.step(BatchPlan(1, 4, 2), least=4):
-            steps.append(taken(cut))
+        while micro_batches := batches.step(BatchPlan(1, 4, 2), min_batch=4):
+            steps.append(taken(micro_batches))
         return steps
 
     expected = None
     for epoch in (None, 3):
         first = Batches(loader(48, 0, 1, 8))
         first.start(3)
-        before = [taken(first.step(BatchPlan(1, 4, 2), least=4)) for _ in range(2)]
+        before = [taken(first.step(BatchPlan(1, 4, 2), min_batch=4)) for _ in range(2)]
         again = loader(48, 0, 1, 8)
         batches = Batches(again)
         batches.load_state_dict(through_a_file(first.state_dict()), 3)
@@ -297,14 +322,16 @@ def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
         batches = batches_of(agreement)
         batches.start(0)
         plan = BatchPlan(agreement.ranks, 20 // agreement.ranks, 2)
-        return [taken(batches.step(plan, least=4)) for _ in range(3)], batches.state_dict()
+        return [taken(batches.step(plan, min_batch=4)) for _ in range(3)], batches.state_dict()
 
     def gone_on(agreement):
         batches = batches_of(agreement)
         batches.load_state_dict(answers[0][1], 0, same_rank=False)
         steps = []
-        while cut := batches.step(BatchPlan(agreement.ranks, 20 // agreement.ranks, 2), least=4):
-            steps.append(taken(cut))
+        while micro_batches := batches.step(
+            BatchPlan(agreement.ranks, 20 // agreement.ranks, 2), min_batch=4
+        ):
+            steps.append(taken(micro_batches))
         return steps
 
     answers = Threads(ranks).run(begun)
@@ -323,7 +350,7 @@ def test_a_padded_pass_continues_on_a_number_of_ranks_that_needs_no_padding():
         batches = of(2, agreement.rank)
         batches.share(agreement, lockstep=False)
         batches.start(0)
-        for _ in batches.step(BatchPlan(2, 5, 2), least=4):
+        for _ in batches.step(BatchPlan(2, 5, 2), min_batch=4):
             pass
         return batches.state_dict()
 
@@ -332,6 +359,6 @@ def test_a_padded_pass_continues_on_a_number_of_ranks_that_needs_no_padding():
     alone = of(1, 0)
     alone.load_state_dict(state, 0, same_rank=False)
     seen = []
-    while cut := alone.step(BatchPlan(1, 5, 4), least=4):
-        seen += chain.from_iterable(batch.tolist() for batch, _ in cut)
+    while micro_batches := alone.step(BatchPlan(1, 5, 4), min_batch=4):
+        seen += chain.from_iterable(batch.tolist() for batch, *_ in micro_batches)
     assert [*range(20, 101)] == seen

@@ -180,7 +180,7 @@ def bytes_of_all(rank, ranks):
     """A rank's own bytes, the second more of them, and what comes of all."""
     own = torch.arange(251 - rank, 254 + rank, dtype=torch.uint8)
     agreement = HostCollectives(build(rank, ranks, "ddp", noisy=False).meter.source)
-    return own.tolist(), [row.tolist() for row in agreement.gather_bytes(own)]
+    return own.tolist(), [row.tolist() for row in agreement.all_gather_bytes(own)]
 
 
 def test_bytes_in_any_number_come_to_all_ranks_as_they_are(ranks):

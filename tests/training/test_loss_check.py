@@ -217,7 +217,7 @@ def test_an_ordinary_loss_is_never_said(name):
 
 
 def test_a_loss_that_changes_with_its_size_now_and_then_is_no_sum():
-    check = LossCheck(speaks=True, scales=False)
+    check = LossCheck(warns=True, has_scaler=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size, loss in [(4, 1.0), (8, 2.0), (4, 1.1), (8, 1.2), (4, 0.6)] * 5:
@@ -225,7 +225,7 @@ def test_a_loss_that_changes_with_its_size_now_and_then_is_no_sum():
 
 
 def test_another_rank_than_the_first_is_silent():
-    check = LossCheck(speaks=False, scales=False)
+    check = LossCheck(warns=False, has_scaler=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in (4, 8) * 5:

@@ -216,8 +216,8 @@ def _cut(loader: DataLoader[tuple[Tensor, ...]], micro: int) -> tuple[float, flo
     batches.start(0)
     size = loader.batch_size or 1
     given = copied = most = 0
-    while (cut := batches.step(BatchPlan(1, micro, 4), least=1)) is not None:
-        for micro_batch, samples in cut:
+    while (micro_batches := batches.step(BatchPlan(1, micro, 4), min_batch=1)) is not None:
+        for micro_batch, samples, _ in micro_batches:
             given += samples
             most = max(most, size * len(fetched) - given)
             known = {batch.untyped_storage().data_ptr() for batch in fetched}

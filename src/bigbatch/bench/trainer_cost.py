@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 from bigbatch.policies.policy import Fixed
 
 ROWS = 2
@@ -90,7 +90,7 @@ def _median_of(ends: Seconds) -> float:
 
 
 def _lightning(folder: str, *, adaptive: bool) -> float:
-    pl: Any = required("lightning.pytorch", "lightning")
+    pl: Any = import_optional("lightning.pytorch", "lightning")
     from bigbatch.integrations.lightning import AdaptiveBatchCallback
 
     ends: Seconds = []
@@ -131,7 +131,7 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
 
 
 def _transformers(folder: str, *, adaptive: bool) -> float:
-    hf: Any = required("transformers", "transformers")
+    hf: Any = import_optional("transformers", "transformers")
     from bigbatch.integrations.transformers import AdaptiveTrainer
 
     ends: Seconds = []

@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 from bigbatch.errors import BigbatchError
 from bigbatch.experiments.process_group import leads
 from bigbatch.experiments.torchrun import Launch, heard_if_leading
-from bigbatch.interrupts import INTERRUPTED, ignore, interrupts_by
+from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupts
 
 
 def run(app: typer.Typer) -> None:
@@ -22,10 +22,10 @@ def run(app: typer.Typer) -> None:
     try:
         try:
             launch = Launch.join(trains=sys.argv[1:2] == ["train"])
-            with heard_if_leading(), interrupts_by(signal.default_int_handler):
+            with heard_if_leading(), handle_interrupts(signal.default_int_handler):
                 status = app(standalone_mode=False, obj=launch) or 0
         finally:
-            ignore()
+            ignore_interrupts()
     except (BigbatchError, TyperException, OSError) as error:
         launch.tell(_line_of(error))
         status = 2

@@ -1,6 +1,7 @@
 """One pass over the samples of all ranks: what is consumed, and this rank's share of the next."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from bigbatch.data.collate import Batch
@@ -10,12 +11,12 @@ from bigbatch.errors import BatchError
 
 
 class MicroBatch(NamedTuple):
-    """One backward of one rank.
+    """The samples of one backward of one rank.
 
     Args:
-        batch: its samples.
-        samples: how many.
-        global_samples: of the micro-batches that all ranks run together.
+        batch: the samples; None if another loop has them.
+        samples: number of samples.
+        global_samples: samples of the micro-batches that all ranks run together, if known.
     """
 
     batch: Batch
@@ -23,45 +24,41 @@ class MicroBatch(NamedTuple):
     global_samples: int
 
 
+@dataclass
 class SamplePass:
-    """Hands out rows, a row being one sample of every virtual rank.
+    """Hands out rows; a row is one sample of every virtual rank.
 
     Args:
         buffer: this rank's samples.
-        collectives: between the ranks.
+        collectives: collectives between the ranks.
         virtual_ranks: samples in a row, a multiple of the ranks.
-        remainder: what becomes of the last samples: "share", "step" or "drop".
+        remainder: use of the last samples: "share", "step" or "drop".
         lockstep: whether the ranks must do equally many backwards.
-        place: moves a micro-batch to where it is needed; None: it stays.
+        place: moves a micro-batch to its device, for example; None to leave it.
+        consumed: samples that steps have taken, over all ranks.
+        end: samples of the whole pass, once known.
     """
 
-    def __init__(
-        self,
-        buffer: SampleBuffer,
-        collectives: HostCollectives,
-        virtual_ranks: int,
-        remainder: str,
-        *,
-        lockstep: bool = False,
-        place: Callable[[Batch], Batch] | None = None,
-    ) -> None:
-        self.consumed = 0  # samples that steps have taken, over all ranks
-        self.end: int | None = None  # samples of the whole pass, once known
-        self.virtual_ranks, self.remainder = virtual_ranks, remainder
-        self._buffer, self._collectives, self._lockstep = buffer, collectives, lockstep
-        self._place = place or _unmoved
+    buffer: SampleBuffer
+    collectives: HostCollectives
+    virtual_ranks: int
+    remainder: str
+    lockstep: bool = False
+    place: Callable[[Batch], Batch] | None = None
+    consumed: int = 0
+    end: int | None = None
 
-    def rest(self, ahead: int) -> int | None:
-        """Samples still to come; None where at least `ahead` are, and their number is unknown."""
-        if self._collectives.ranks == 1:
-            self._buffer.read_until(ahead if self.end is None else 1)
-            if self._buffer.ended:
-                self.end = self._buffer.counted
+    def remaining(self, ahead: int) -> int | None:
+        """Samples still to come; None if their number is unknown and at least `ahead`."""
+        if self.collectives.ranks == 1:
+            self.buffer.read_until(ahead if self.end is None else 1)
+            if self.buffer.ended:
+                self.end = self.buffer.counted
             elif self.end is not None and (
-                self.consumed >= self.end or not self._buffer.as_said
+                self.consumed >= self.end or not self.buffer.has_stated_sizes
             ):  # more than the loader's length, or fewer
                 self.end = None
-                return self.rest(ahead)
+                return self.remaining(ahead)
         return None if self.end is None else self.end - self.consumed
 
     def agree_on_end(self, ahead: int) -> list[int]:
@@ -70,12 +67,12 @@ class SamplePass:
         Args:
             ahead: how many samples to look ahead, over all ranks.
         Returns:
-            How many samples of each rank stay unread; empty where the pass has not ended.
+            How many samples of each rank stay unread; empty if the pass has not ended.
         """
-        ranks = self._collectives.ranks
-        self._buffer.read_until(-(-ahead // ranks))
-        rows = self._collectives.gather(
-            self._buffer.waiting, self._buffer.ended, what="their numbers of samples"
+        ranks = self.collectives.ranks
+        self.buffer.read_until(-(-ahead // ranks))
+        rows = self.collectives.all_gather(
+            self.buffer.waiting, self.buffer.ended, subject="their numbers of samples"
         )
         ends = [round(waiting) for waiting, ended in rows if ended]
         if not ends:
@@ -87,60 +84,54 @@ class SamplePass:
         """This rank's share of the next rows.
 
         Returns:
-            A micro-batch for each virtual rank that this rank plays, and how many rows they are:
-            fewer than asked for where batches cannot be concatenated.
+            A micro-batch for each virtual rank of this rank, and their number of rows: fewer than
+            `rows` if batches cannot be concatenated.
         """
-        rank, ranks, first = self._collectives.rank, self._collectives.ranks, self.consumed
-        played = self.virtual_ranks // ranks
-        wanted = rows * played
+        rank, ranks, start = self.collectives.rank, self.collectives.ranks, self.consumed
+        turns = self.virtual_ranks // ranks  # virtual ranks of this rank
+        wanted = rows * turns
         if self.end is not None:
             end = samples_of_rank(self.end, rank, ranks)
-            wanted = min(wanted, end - samples_of_rank(self.consumed, rank, ranks))
-        batches, samples = self._buffer.take(wanted, played)
+            wanted = min(wanted, end - samples_of_rank(start, rank, ranks))
+        batches, samples = self.buffer.take(wanted, turns)
         if samples < wanted:
-            self._require_short_allowed(played)
-            rows = -(-samples // played)
+            self._require_short_allowed(turns)
+            rows = -(-samples // turns)
         self.consumed += rows * self.virtual_ranks
         if ranks == 1:
-            self.consumed = self._buffer.counted - self._buffer.waiting
+            self.consumed = self.buffer.counted - self.buffer.waiting
         elif self.end is not None:
             self.consumed = min(self.consumed, self.end)
-        micro_batches = [
+        is_full = self.consumed - start == rows * self.virtual_ranks
+        return [
             MicroBatch(
-                self._place(batch),
-                samples_of_rank(samples, turn, played),
-                self._global_samples(first, rows, turn, played),
+                batch if self.place is None else self.place(batch),
+                samples_of_rank(samples, turn, turns),
+                rows * ranks if is_full else self._global_samples(start, turn, turns),
             )
             for turn, batch in enumerate(batches)
-        ]
-        return micro_batches, rows
+        ], rows
 
-    def _global_samples(self, first: int, rows: int, turn: int, played: int) -> int:
-        """Samples of the micro-batches that all ranks run together."""
-        ranks = self._collectives.ranks
-        if self.consumed - first == rows * self.virtual_ranks:
-            return rows * ranks
+    def _global_samples(self, start: int, turn: int, turns: int) -> int:
+        """Samples since `start` in the micro-batches that all ranks run together."""
+        ranks = self.collectives.ranks
         taken = (
-            samples_of_rank(self.consumed, rank, ranks) - samples_of_rank(first, rank, ranks)
+            samples_of_rank(self.consumed, rank, ranks) - samples_of_rank(start, rank, ranks)
             for rank in range(ranks)
         )
-        return sum(samples_of_rank(samples, turn, played) for samples in taken)
+        return sum(samples_of_rank(samples, turn, turns) for samples in taken)
 
-    def _require_short_allowed(self, played: int) -> None:
-        """Raises BatchError where a micro-batch must not have fewer samples than planned."""
-        if self._buffer.waiting:
-            if self._lockstep or played > 1:
+    def _require_short_allowed(self, turns: int) -> None:
+        """Raises BatchError if a micro-batch must not have fewer samples than planned."""
+        if self.buffer.waiting:
+            if self.lockstep or turns > 1:
                 raise BatchError(
                     "batches of different shapes cannot be concatenated, and the ranks must do "
                     "equally many backwards of equal groups; pad them to one length in the collate "
                     "function"
                 )
-        elif self._collectives.ranks > 1:
+        elif self.collectives.ranks > 1:
             raise BatchError(
-                f"the loader ended after {self._buffer.counted} samples, fewer than its length; "
+                f"the loader ended after {self.buffer.counted} samples, fewer than its length; "
                 "ranks that take steps together need the true length, or none (IterableDataset)"
             )
-
-
-def _unmoved(batch: Batch) -> Batch:
-    return batch

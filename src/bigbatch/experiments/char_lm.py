@@ -24,7 +24,7 @@ from bigbatch.experiments.models.char_transformer import CharTransformer
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 NANOGPT = "nanoGPT's shakespeare_char"
 _TRAINED = 0.9  # of the characters
@@ -75,7 +75,7 @@ def _bits(model: nn.Module, test: InMemoryDataset, settings: Settings) -> float:
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor]:
     length = int(settings.task["length"])
-    setting("length", length, Count)
+    check_setting("length", length, Count)
     return (torch.empty(samples, length + 1, dtype=torch.uint8, device="meta"),)
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from bigbatch.experiments.datasets.click_rows import Batch, Clicks
 from bigbatch.experiments.distributed_eval import collected, share_of
 from bigbatch.experiments.settings import Settings
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 
 def click_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -29,7 +29,7 @@ def click_scores(model: nn.Module, test: Clicks, settings: Settings, of: str) ->
         settings: how many at once, and where.
         of: which data, for the names of the scores.
     """
-    metrics = required("sklearn.metrics", "experiments")  # two seconds
+    metrics = import_optional("sklearn.metrics", "experiments")  # two seconds
     local = [
         torch.stack([model(numbers, rows).float(), labels], 1)
         for numbers, rows, labels in share_of(test, settings)

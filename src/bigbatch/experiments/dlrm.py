@@ -18,8 +18,8 @@ from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
-from bigbatch.optional_packages import required
-from bigbatch.setting_types import Count, setting
+from bigbatch.optional_packages import import_optional
+from bigbatch.setting_types import Count, check_setting
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
 _ARMS: Arms = {
@@ -43,7 +43,7 @@ def _model(settings: Settings) -> nn.Module:
 
 def _count(settings: Settings, name: str) -> int:
     found = int(settings.task[name])
-    setting(name, found, Count)
+    check_setting(name, found, Count)
     return found
 
 
@@ -61,7 +61,7 @@ def _data(settings: Settings) -> Data:
         train, test = read_criteo(Path(settings.data), table_rows)
         of = f"of {len(train) + len(test):,} Criteo rows"
         return Data(train, lambda model: click_scores(model, test, settings, of))
-    metrics = required("sklearn.metrics", "experiments")  # two seconds
+    metrics = import_optional("sklearn.metrics", "experiments")  # two seconds
     log = click_log(_count(settings, "log_rows"))
     first, last = split(len(log.rows))
     drawn = Clicks([log.rows], table_rows, last)

@@ -17,10 +17,10 @@ from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Fixed, TrainingState
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.lr_scaling import scaling_named
+from bigbatch.training.lr_scaling import resolve_scaling
 
 _JOINED = 8  # backwards of a rank, each joined with the others', that VR compares on DeepSpeed
 _PLACES = 1_000  # of a schedule that are looked at for its least and largest batch
@@ -87,7 +87,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     Raises:
         SettingError: the settings cannot work, as a training would say.
     """
-    setting("ranks", ranks, Count)
+    check_setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
     keeps = footprint(recipe, settings, ranks)
@@ -193,7 +193,7 @@ def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     """The learning rates at `MOMENTS`, as they are read: in the middle of a base batch."""
     schedule, base = LRSchedule(settings.lr_schedule), settings.base_batch
     rule = None if settings.lr_scaling == "none" else settings.lr_scaling
-    lr = settings.lr * scaling_named(rule, base)(batch, base, None)
+    lr = settings.lr * resolve_scaling(rule, base)(batch, base, None)
     if settings.lr_schedule == "constant":
         return (lr,) * len(MOMENTS)
     total, factor = settings.epochs * samples, schedule.over(settings.epochs, samples)

@@ -21,7 +21,7 @@ from bigbatch.experiments.models.bert import KEPT_AS, bert, example_rows, kept, 
 from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 _OFFICIAL = {  # scores, the first of which counts, and scikit-learn's metrics
     "SST-2": {"accuracy, %": "accuracy_score"},
@@ -67,7 +67,7 @@ def _scores(
     model: nn.Module, dev: InMemoryDataset, name: str, settings: Settings
 ) -> dict[str, float]:
     """The task's official ones."""
-    metrics = required("sklearn.metrics", "experiments")  # two seconds
+    metrics = import_optional("sklearn.metrics", "experiments")  # two seconds
     found = [
         torch.stack([classes, model(*rows).argmax(-1)], 1)
         for *rows, classes in share_of(dev, settings)

@@ -10,7 +10,7 @@ from bigbatch.experiments.datasets.sentence_pairs import Pairs
 from bigbatch.experiments.distributed_eval import device_of, share_of, summed
 from bigbatch.experiments.models.bert import example_rows
 from bigbatch.experiments.settings import Settings
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 
 def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
@@ -52,7 +52,7 @@ def scores_of(
 def example(settings: Settings, samples: int) -> Pairs:
     """So many rows on the meta device."""
     predictions = int(settings.task["predictions"])
-    setting("predictions", predictions, Count)
+    check_setting("predictions", predictions, Count)
     shape = (samples, predictions)
     number = torch.empty(shape, dtype=torch.int32, device="meta")
     random = torch.empty(samples, dtype=torch.long, device="meta")

@@ -24,7 +24,7 @@ from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import BEFORE, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import Counts, Followed, SweepConsole
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 LOG = "log.txt"  # in a run directory: what its process said
 
@@ -55,7 +55,7 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     threads = max(int(settings["threads"]) for settings in trainings.values())
     if jobs is None:
         jobs = len(gpus) or max(1, _cores() // threads)
-    setting("jobs", jobs, Count)
+    check_setting("jobs", jobs, Count)
     try:
         with FileLock(path / ".lock", blocking=False), _ended_like_interrupted():
             slots = [_device(number, gpus) for number in range(jobs)]

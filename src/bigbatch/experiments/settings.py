@@ -25,9 +25,9 @@ from bigbatch.setting_types import (
     Positive,
     Share,
     Whole,
+    check_setting,
     checked,
-    parsed,
-    setting,
+    parse_setting,
 )
 
 Value = bool | int | float | str
@@ -161,7 +161,7 @@ class Settings:
         for name, value in own.items():
             if name not in self.task:
                 raise self._unknown(name)
-            own[name] = setting(name, value, _kind_of(self.task[name]))
+            own[name] = check_setting(name, value, _kind_of(self.task[name]))
         return replace(self, **{"task": {**self.task, **own}, **of_all})
 
     def parsed(self, text: str) -> dict[str, Value]:
@@ -176,7 +176,7 @@ class Settings:
         if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
         if key in self.task:
-            return {key: parsed(key, value, _kind_of(self.task[key]))}
+            return {key: parse_setting(key, value, _kind_of(self.task[key]))}
         return {key: self.read(key, value)}
 
     @staticmethod
@@ -189,7 +189,7 @@ class Settings:
             SettingError: the text has another type.
         """
         text = str(Path(text).resolve()) if name in BEFORE else text
-        value: Value = parsed(name, text, KINDS[name])
+        value: Value = parse_setting(name, text, KINDS[name])
         return value
 
     @property

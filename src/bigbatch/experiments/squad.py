@@ -25,7 +25,7 @@ from bigbatch.experiments.recipe import OURS, Data, LossOf, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.squad_metrics import scores_of
 from bigbatch.experiments.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
 
@@ -63,7 +63,7 @@ def _data(settings: Settings) -> Data:
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
-    setting("stride", settings.task["stride"], Count)
+    check_setting("stride", settings.task["stride"], Count)
     end = torch.empty(samples, dtype=torch.long, device="meta")
     return (*example_rows(settings, samples), end, end)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bigbatch.errors import RankError
 from bigbatch.experiments import process_group
 from bigbatch.gradients import is_of_network
-from bigbatch.interrupts import INTERRUPTED, ignore
+from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch.runs.atomic_files import has_begun, release, require_free
 from bigbatch.runs.run_config import launch_of
 
@@ -142,7 +142,7 @@ class Launch:
         except KeyboardInterrupt:
             if not has_begun(place):
                 raise
-            ignore()  # torchrun sends it twice
+            ignore_interrupts()  # torchrun sends it twice
             self.tell(f"interrupted; `bigbatch {command} --resume {place}` continues")
             sys.exit(INTERRUPTED)
         finally:

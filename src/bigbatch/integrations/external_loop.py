@@ -51,13 +51,15 @@ class ExternalLoop:
         """The present step is none any more: a state was loaded."""
         self._step = self._steps = self._micro_batches = None
 
-    def announce(self, samples: int, *, ends: bool = False, left: int | None = None) -> None:
+    def announce(
+        self, samples: int, *, ends_epoch: bool = False, remaining: int | None = None
+    ) -> None:
         """The other loop's next micro-batch, before its forward.
 
         Args:
             samples: of it, on this rank.
-            ends: whether it is the last of an epoch, and so of its step.
-            left: how many come after it in the epoch, where that is known.
+            ends_epoch: whether it is the last of an epoch, and so of its step.
+            remaining: how many come after it in the epoch, where that is known.
         Raises:
             LoopError: the step before was not finished.
         """
@@ -66,7 +68,7 @@ class ExternalLoop:
             raise LoopError(
                 "another micro-batch came before the optimizer had stepped for those before it"
             )
-        self.train.batches.announce(samples, ends=ends, left=left)
+        self.train.batches.announce(samples, ends_epoch=ends_epoch, remaining=remaining)
         if self._step is None or self._step.ended:
             self._step = self._next_step()
             self._micro_batches = iter(self._step)
@@ -76,7 +78,7 @@ class ExternalLoop:
     def end_pass(self) -> None:
         """Counts a pass whose last step has ended, before the next one begins."""
         assert isinstance(self.train.batches, ExternalBatches)
-        if self._steps is not None and self.step.ended and self.train.batches.ends:
+        if self._steps is not None and self.step.ended and self.train.batches.ends_epoch:
             next(self._steps, None)
             self._steps = None
 

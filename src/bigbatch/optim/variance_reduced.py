@@ -25,7 +25,7 @@ from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
-from bigbatch.setting_types import Share, checked, setting
+from bigbatch.setting_types import Share, check_setting, checked
 from bigbatch.statistics.second_moment import GradientMoments
 
 
@@ -414,7 +414,7 @@ class VarianceReduced(Optimizer):
         for name, default in self._own.items():
             group.setdefault(name, default)
         require_kinds(group, type(self))
-        setting("vr", group["vr"], bool)
+        check_setting("vr", group["vr"], bool)
         require_valid(group, self._state.factor)
         if group["vr"]:
             self._state.scaled.update(dict.fromkeys(group["params"]))

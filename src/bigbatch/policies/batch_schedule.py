@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
 from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.setting_types import Count, Positive, checked, setting
+from bigbatch.setting_types import Count, Positive, check_setting, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 _LARGEST = 2.0**53  # here the whole numbers of a float end; no batch comes near
@@ -224,7 +224,7 @@ def _ramp(start: int, size: int, by: int, before: float, times: Fraction) -> flo
 
 
 def _size(text: str) -> int:
-    return int(setting("size", int(text), Count))
+    return int(check_setting("size", int(text), Count))
 
 
 def _amount(found: dict[str, str], tokens_per_sample: float | None) -> Amount:

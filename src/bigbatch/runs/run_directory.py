@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from bigbatch.digest import digest_of, load_state, require_digests, save_state
+from bigbatch.digest import file_digest, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.runs.atomic_files import made_whole, replacing, write_atomically
 from bigbatch.runs.run_config import describe, read_config, read_trainings
@@ -90,7 +90,7 @@ class RunDirectory:
         """Writes texts that a later run needs, by file name."""
         for name, text in texts.items():
             write_atomically(self.path / name, text.encode())
-            self._kept[name] = digest_of(self.path / name)
+            self._kept[name] = file_digest(self.path / name)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

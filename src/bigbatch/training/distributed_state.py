@@ -44,7 +44,7 @@ class DistributedState:
             LoopError: inside a step.
         """
         own = torch.frombuffer(_packed(self._train.state_dict()), dtype=torch.uint8)
-        return {_KEY: bytes(_packed(self._collectives.gather_bytes(own)))}
+        return {_KEY: bytes(_packed(self._collectives.all_gather_bytes(own)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where the states were taken. Collective.

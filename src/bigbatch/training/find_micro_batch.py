@@ -20,7 +20,7 @@ from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import RankError, SettingError
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.auto import find_source
-from bigbatch.setting_types import ELSEWHERE, Count, Share, checked
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Share, checked
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch.training.optimizer_checks import require_steppable
 from bigbatch.training.snapshot import TrainingSnapshot
@@ -29,7 +29,7 @@ from bigbatch.training.snapshot import TrainingSnapshot
 @checked
 def largest_micro_batch(
     model: nn.Module,
-    optimizer: Annotated[Optimizer, ELSEWHERE],
+    optimizer: Annotated[Optimizer, CHECKED_ELSEWHERE],
     loader: Iterable[Batch],
     loss_of: Callable[[Batch], Tensor],
     *,
@@ -89,7 +89,7 @@ def largest_micro_batch(
     torch.cuda.empty_cache()
     try:
         trials = _Trials(model, optimizer, loss_of, _first_batch(known), source, before)
-        table = trials.agreement.gather(trials.samples, most)
+        table = trials.agreement.all_gather(trials.samples, most)
         start, most = (int(min(column)) for column in zip(*table, strict=True))
         bound = math.ceil(most / (1 - margin))
         with _no_rank_waits(model, source):
@@ -157,7 +157,7 @@ class _Trials:
         if too_large:
             gc.collect()
         torch.cuda.empty_cache()  # does nothing where no GPU is used
-        rows = self.agreement.gather(too_large, failed is not None)
+        rows = self.agreement.all_gather(too_large, failed is not None)
         if failed is not None:
             raise failed
         if any(elsewhere for _, elsewhere in rows):

@@ -29,12 +29,12 @@ class LossCheck:
     """Looks at the first losses of a training, and at what the loss of a step does with sizes.
 
     Args:
-        speaks: whether this rank is the one that warns.
-        scales: whether a GradScaler was given, so that the loss is scaled in the step.
+        warns: whether this rank warns.
+        has_scaler: whether a GradScaler was given, so that the loss is scaled in the step.
     """
 
-    def __init__(self, *, speaks: bool, scales: bool) -> None:
-        self._speaks, self._scales = speaks, scales
+    def __init__(self, *, warns: bool, has_scaler: bool) -> None:
+        self._warns, self._has_scaler = warns, has_scaler
         self._left, self._searched = _LOOKED_AT, False
         self._before: tuple[float, float] | None = None  # (size, loss) of the step before
         self._hits: int | None = 0  # None: the loss is no sum
@@ -95,14 +95,14 @@ class LossCheck:
         raise LoopError(
             "the loss was scaled by a GradScaler, and step.backward scales it by the scaler= that "
             "AdaptiveBatch has; pass it as it is: step.backward(loss)"
-            if self._scales
+            if self._has_scaler
             else "the loss was scaled by a GradScaler that AdaptiveBatch was not given, so nothing "
             "would take its scale out; pass AdaptiveBatch(scaler=scaler) and the loss as it is: "
             "step.backward(loss), step.update() and no scaler.step() or scaler.update()"
         )
 
     def _warn(self, message: str) -> None:
-        if self._speaks:
+        if self._warns:
             warnings.warn(message, stacklevel=6)
 
 

@@ -17,11 +17,11 @@ class LRChanges:
 
     Args:
         optimizer: whose rates.
-        speaks: whether this rank is the one that warns.
+        warns: whether this rank warns.
     """
 
-    def __init__(self, optimizer: Optimizer, *, speaks: bool) -> None:
-        self._optimizer, self._speaks = optimizer, speaks
+    def __init__(self, optimizer: Optimizer, *, warns: bool) -> None:
+        self._optimizer, self._warns = optimizer, warns
         self._left: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, how often written to
         self._epoch = 0  # of the update that left them
 
@@ -33,13 +33,13 @@ class LRChanges:
 
     def examine(self, epoch: int) -> None:
         """Another update begins, and no scheduler is known."""
-        if not self._speaks or epoch != self._epoch:
+        if not self._warns or epoch != self._epoch:
             return
         now = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
         for group, rate, writes in self._left:
             other = group.get("lr")
             if id(group) in now and (times_written(other) != writes or not _same(rate, other)):
-                self._speaks = False
+                self._warns = False
                 warnings.warn(_changed(now[id(group)], rate, other), stacklevel=5)
                 return
 

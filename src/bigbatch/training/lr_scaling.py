@@ -84,7 +84,7 @@ class AdaScale:
 
 
 @checked
-def scaling_named(lr_scaling: LRScaling, base_batch: int) -> Scaling:
+def resolve_scaling(lr_scaling: LRScaling, base_batch: int) -> Scaling:
     """The function behind a name.
 
     Args:
@@ -102,7 +102,7 @@ def scaling_named(lr_scaling: LRScaling, base_batch: int) -> Scaling:
 
 
 @contextmanager
-def multiplied(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
+def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     """Multiplies every group's learning rate inside the block and puts the old ones back.
 
         lr <- factor lr,   and after the block lr as it was, to the last bit

@@ -41,7 +41,7 @@ def require_steppable(optimizer: Any) -> None:
         )
 
 
-def hooked(optimizer: Optimizer) -> Optimizer:
+def ensure_step_hooks(optimizer: Optimizer) -> Optimizer:
     """The same optimizer, whose `step()` calls hooks.
 
     `Optimizer.__init__` sees to that once for each class; a wrapper such as timm's Lookahead has

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
-from bigbatch.setting_types import Positive, setting
+from bigbatch.setting_types import Positive, check_setting
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
@@ -60,7 +60,7 @@ class BaseBatchScheduler:
 
     @scheduler_batch.setter
     def scheduler_batch(self, samples: float) -> None:
-        self._scheduler_batch = setting("scheduler_batch", samples, Positive)
+        self._scheduler_batch = check_setting("scheduler_batch", samples, Positive)
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -226,19 +226,19 @@ def _has_ended(scheduler: LRScheduler) -> bool:
     return False
 
 
-def total_of(scheduler: LRScheduler) -> int | None:
+def total_ticks(scheduler: LRScheduler) -> int | None:
     """How many ticks a scheduler was built for, where it says: `num_training_steps` and the like.
 
     Example:
         >>> from torch import nn, optim
         >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        >>> total_of(OneCycleLR(optimizer, 0.1, total_steps=40))
+        >>> total_ticks(OneCycleLR(optimizer, 0.1, total_steps=40))
         40
     """
     if isinstance(scheduler, ChainedScheduler):
-        return min(filter(None, map(total_of, scheduler._schedulers)), default=None)
+        return min(filter(None, map(total_ticks, scheduler._schedulers)), default=None)
     if isinstance(scheduler, SequentialLR):
-        last = total_of(scheduler._schedulers[-1])
+        last = total_ticks(scheduler._schedulers[-1])
         return None if last is None else scheduler._milestones[-1] + last
     if isinstance(scheduler, LambdaLR):  # Hugging Face's are partials
         keywords = getattr(scheduler.lr_lambdas[0], "keywords", {})

@@ -62,7 +62,7 @@ class TrainingSnapshot:
         self._optimizer.load_state_dict(self._state)
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(before)  # loading has copied a learning rate that is a tensor
-        self._loader.between_passes(self._passes)
+        self._loader.resume_between_passes(self._passes)
         restore_random_state(self._random)
 
 

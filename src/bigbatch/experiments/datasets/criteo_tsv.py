@@ -11,9 +11,9 @@ import numpy
 from numpy.typing import NDArray
 
 from bigbatch.errors import RunError
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
-pandas = required("pandas", "experiments")
+pandas = import_optional("pandas", "experiments")
 
 INTEGERS, CATEGORIES = 13, 26
 

@@ -12,7 +12,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.sequence_pair import SequencePair
 from bigbatch.experiments.datasets.squad_questions import Question
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 Numbers = NDArray[numpy.int32]
 Located = tuple[Numbers, Numbers]  # tokens, and where each begins and ends in the text (tokens, 2)
@@ -60,7 +60,7 @@ def windows_of(
     Raises:
         SettingError: a stride of none, or a question that fills a row.
     """
-    setting("stride", stride, Count)
+    check_setting("stride", stride, Count)
     rows, owners = [], []
     for number, (question, (words, _), (tokens, places)) in enumerate(
         zip(questions, asked, contexts, strict=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from bigbatch.digest import digests_of, require_digests
+from bigbatch.digest import file_digests, require_digests
 from bigbatch.errors import RunError, SettingError, StateError
 from bigbatch.experiments.build_loop import batches_of, scaling_of, virtual_ranks_of
 from bigbatch.experiments.build_optimizer import build_controller
@@ -100,7 +100,7 @@ class DeepSpeed:
             return
         dist.barrier()
         if leads():
-            state["digests"] = digests_of(folder / state["folder"])  # after the barrier: of all
+            state["digests"] = file_digests(folder / state["folder"])  # after the barrier: of all
             _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
     def load_state_dict(self, state: State, path: Path) -> None:

@@ -19,7 +19,7 @@ from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.distributed_state import DistributedState
-from bigbatch.training.step import share_of
+from bigbatch.training.step import weighted_loss
 
 _STATE = "bigbatch"  # its key in a checkpoint's client state
 
@@ -127,7 +127,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         if self._announces:
             self._announce()
         with self._driven.step.weighted_backward(loss, weight) as factor:
-            super().backward(share_of(loss, factor), retain_graph, scale_wrt_gas=False)
+            super().backward(weighted_loss(loss, factor), retain_graph, scale_wrt_gas=False)
             self._source.complete()
         self._backwards += 1
         self._done += 1

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.policy import SimiGrad
-from bigbatch.setting_types import Count, In, Number, checked, setting
+from bigbatch.setting_types import Count, In, Number, check_setting, checked
 
 
 @checked
@@ -70,7 +70,7 @@ class AdaptiveBatchParams:
 
 
 def _switch(value: Any) -> bool:
-    setting("enable_adjust", value, bool | Number | None)
+    check_setting("enable_adjust", value, bool | Number | None)
     return value is not None and value is not False
 
 

@@ -34,7 +34,7 @@ from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions, copy_options
-from bigbatch.training.optimizer_checks import hooked
+from bigbatch.training.optimizer_checks import ensure_step_hooks
 from bigbatch.training.step import Step
 
 _NO_LOSS = (
@@ -148,7 +148,9 @@ class AdaptiveBatchCallback(Callback):
         )
         warn_of_end(trainer, self.train)
         self._driven = ExternalLoop(self.train)
-        self._given.callback(hooked(optimizer).register_step_post_hook(self._leave_update).remove)
+        self._given.callback(
+            ensure_step_hooks(optimizer).register_step_post_hook(self._leave_update).remove
+        )
         self._given.callback(meter.close)
         if self._loaded:
             self.train.load_state_dict(_here(self._loaded))
@@ -190,7 +192,7 @@ class AdaptiveBatchCallback(Callback):
         number, ends = batch_idx + 1, bool(trainer.is_last_batch)
         batches = trainer.num_training_batches
         left = None if math.isinf(batches) else int(batches) - number
-        self._driven.announce(samples, ends=ends, left=0 if ends else left)
+        self._driven.announce(samples, ends_epoch=ends, remaining=0 if ends else left)
         # Lightning steps where its batch's number is a multiple of this, and divides the loss by it
         trainer.accumulate_grad_batches = number if self._step.last else number + 1
 

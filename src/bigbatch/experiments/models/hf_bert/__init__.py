@@ -1,9 +1,9 @@
 """BERT: networks from `transformers`, WordPieces from `tokenizers`."""
 
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
-required("transformers", "transformers")
-required("tokenizers", "transformers")
+import_optional("transformers", "transformers")
+import_optional("tokenizers", "transformers")
 
 from bigbatch.experiments.models.hf_bert.bert_heads import (
     SIZES,
