@@ -101,20 +101,17 @@ def checked(called: Called) -> Called:
 def _checked(function: Called) -> Called:
     signature = inspect.signature(function).parameters
     positional = [name for name, one in signature.items() if one.kind in _POSITIONAL]
-    annotations = cache(lambda: _annotations(function))  # later: they may name what comes below
+    all_kinds = cache(lambda: _kinds(function))  # later: they may name what comes below
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kinds, options = annotations()
+        kinds, options = all_kinds()
         if options and (unknown := sorted(kwargs.keys() - kinds.keys())):
             names = ", ".join(options)
             raise SettingError(f"{', '.join(unknown)} is unknown here; there are {names}")
-        first = [
-            check_setting(name, value, kinds[name])
-            for name, value in zip(positional, args, strict=False)
-        ]
+        first = [kinds[name].check(name, x) for name, x in zip(positional, args, strict=False)]
         rest = {
-            name: check_setting(name, value, kinds.get(name, Any)) for name, value in kwargs.items()
+            name: kinds[name].check(name, x) if name in kinds else x for name, x in kwargs.items()
         }
         return function(*first, *args[len(positional) :], **rest)
 
@@ -133,11 +130,15 @@ class Kind:
     """
 
     def __init__(self, annotation: Any) -> None:
-        self._annotation = annotation
+        self._annotation, self._origin = annotation, get_origin(annotation) or annotation
+        arguments = get_args(annotation)
+        self._metadata = arguments[1:] if self._origin is Annotated else arguments
+        kinds = arguments[:1] if self._origin is Annotated else arguments
+        self._inner = [Kind(kind) for kind in kinds] if self._origin in _NESTED else []
 
     def __contains__(self, value: Any) -> bool:
         try:
-            _read(self._annotation, value)
+            self._read(value)
         except _NOT_ALLOWED:
             return False
         return True
@@ -145,18 +146,54 @@ class Kind:
     def __str__(self) -> str:
         return _words(self._annotation)
 
+    def check(self, name: str, value: Any) -> Any:
+        """The value of a setting, as Python's own number if it was another's.
+
+        Raises:
+            SettingError: the annotation does not allow it.
+        """
+        try:
+            return self._read(value)
+        except _NOT_ALLOWED:
+            remedy = _remedy(value, self._annotation)
+            raise SettingError(f"{name}={_shown(value)} must be {self}{remedy}") from None
+
+    def _read(self, value: Any) -> Any:
+        """The value in this type; raises one of `_NOT_ALLOWED` if it is of another type."""
+        origin, inner = self._origin, self._inner
+        if origin in (int, float):
+            return _number(origin, value)
+        if origin in (Union, UnionType):
+            for kind in inner:
+                try:
+                    return kind._read(value)
+                except _NOT_ALLOWED:
+                    continue
+            raise ValueError
+        if CHECKED_ELSEWHERE in self._metadata:
+            return value
+        if origin is Annotated:
+            value = inner[0]._read(value)
+            _require(all(value in interval for interval in self._metadata))
+        elif origin is tuple:
+            _require(isinstance(value, tuple | list) and len(value) == len(inner))
+            return tuple(kind._read(one) for kind, one in zip(inner, value, strict=True))
+        elif origin is list:
+            _require(isinstance(value, list))
+            return [inner[0]._read(one) for one in value]
+        elif origin is dict:
+            _require(isinstance(value, dict) and all(isinstance(name, str) for name in value))
+            return {name: inner[1]._read(one) for name, one in value.items()}
+        elif origin is Literal:
+            _require(any(type(value) is type(one) and value == one for one in self._metadata))
+        else:
+            _require(_is_instance(value, origin))
+        return value
+
 
 def check_setting(name: str, value: Any, annotation: Any) -> Any:
-    """The value of a setting, as Python's own number if it was another's.
-
-    Raises:
-        SettingError: the annotation does not allow it.
-    """
-    try:
-        return _read(annotation, value)
-    except _NOT_ALLOWED:
-        words, remedy = _words(annotation), _remedy(value, annotation)
-        raise SettingError(f"{name}={_shown(value)} must be {words}{remedy}") from None
+    """The value of a setting; see `Kind.check`."""
+    return Kind(annotation).check(name, value)
 
 
 def parse_setting(name: str, text: str, annotation: Any) -> Any:
@@ -174,13 +211,14 @@ def parse_setting(name: str, text: str, annotation: Any) -> Any:
 
 
 @cache
-def argument_kinds(cls: type) -> dict[str, Any]:
-    """Annotations of a constructor's arguments, those of its base classes too."""
+def argument_kinds(cls: type) -> dict[str, Kind]:
+    """Kinds of a constructor's arguments, those of its base classes too."""
     inits = [vars(base)["__init__"] for base in reversed(cls.__mro__) if "__init__" in vars(base)]
-    return {name: kind for init in inits for name, kind in _annotations(init)[0].items()}
+    return {name: kind for init in inits for name, kind in _kinds(init)[0].items()}
 
 
-_NOT_ALLOWED = (TypeError, ValueError, OverflowError)  # raised by `_read`
+_NOT_ALLOWED = (TypeError, ValueError, OverflowError)  # raised by `Kind._read`
+_NESTED = (Annotated, Union, UnionType, tuple, list, dict)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 _OF_TEXT: dict[Any, Callable[[str], Any]] = {
@@ -191,17 +229,18 @@ _OF_TEXT: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def _annotations(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
-    """Annotations of a function's arguments, and the names of those that a TypedDict has."""
+def _kinds(function: Callable[..., Any]) -> tuple[dict[str, Kind], list[str]]:
+    """Kinds of a function's arguments, and the names of those that a TypedDict has."""
     hints = get_type_hints(function, include_extras=True)
     kinds, options = {}, {}
     for name, one in inspect.signature(function).parameters.items():
-        kind = hints.get(name, Any)
-        if get_origin(kind) is Unpack:
-            options = get_type_hints(get_args(kind)[0], include_extras=True)
+        annotation = hints.get(name, Any)
+        if get_origin(annotation) is Unpack:
+            options = get_type_hints(get_args(annotation)[0], include_extras=True)
         elif one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            kinds[name] = kind
-    return kinds | options, list(options)
+            kinds[name] = annotation
+    kinds |= options
+    return {name: Kind(annotation) for name, annotation in kinds.items()}, list(options)
 
 
 def _alternatives(kind: Any) -> list[Any]:
@@ -231,44 +270,6 @@ def _remedy(value: Any, kind: Any) -> str:
         if isinstance(inside, classes) and not name.startswith("_"):
             return f"; pass its .{name}"
     return ""
-
-
-@cache
-def _structure(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_origin(kind), get_args(kind)
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """The value in a type; raises one of `_NOT_ALLOWED` if it is of another type."""
-    origin, inner = _structure(kind)
-    if origin in (Union, UnionType):
-        for one in inner:
-            try:
-                return _read(one, value)
-            except _NOT_ALLOWED:
-                continue
-        raise ValueError
-    if CHECKED_ELSEWHERE in inner:
-        return value
-    if origin is Annotated:
-        value = _read(inner[0], value)
-        _require(all(value in interval for interval in inner[1:]))
-    elif origin is tuple:
-        _require(isinstance(value, tuple | list) and len(value) == len(inner))
-        return tuple(map(_read, inner, value))
-    elif origin is list:
-        _require(isinstance(value, list))
-        return [_read(inner[0], one) for one in value]
-    elif origin is dict:
-        _require(isinstance(value, dict) and all(isinstance(name, str) for name in value))
-        return {name: _read(inner[1], one) for name, one in value.items()}
-    elif origin is Literal:
-        _require(any(type(value) is type(one) and value == one for one in inner))
-    elif kind in (int, float):
-        return _number(kind, value)
-    else:
-        _require(_is_instance(value, origin or kind))
-    return value
 
 
 def _require(allowed: bool) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import In, NotNegative, Share, argument_kinds, check_setting
+from bigbatch.setting_types import In, NotNegative, Share, argument_kinds
 
 Gamma = Annotated[float, In("[0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
@@ -48,7 +48,7 @@ def require_kinds(group: dict[str, Any], optimizer: type) -> None:
     """Raises SettingError where a group has a value that the optimizer's constructor refuses."""
     kinds = argument_kinds(optimizer)
     for name in kinds.keys() & group.keys():
-        group[name] = check_setting(name, group[name], kinds[name])
+        group[name] = kinds[name].check(name, group[name])
 
 
 def require_valid(group: dict[str, Any], factor: str) -> None:

@@ -25,15 +25,13 @@ from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.policies.policy import Policy
-from bigbatch.setting_types import CHECKED_ELSEWHERE, checked
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loop_options import LoopOptions
-from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.oom_hints import OomHints
-from bigbatch.training.optimizer_checks import require_steppable
-from bigbatch.training.step import Step, trained_parameters
+from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
+from bigbatch.training.step import Step
 from bigbatch.training.step_record import StepRecord
-from bigbatch.training.update import StepContext, Update
+from bigbatch.training.update import Update
 
 _STATE_VERSION = 3
 
@@ -118,9 +116,18 @@ class AdaptiveBatch:
         self.controller = constraints.controller(
             policy, batch_size, options.get("base_batch"), self.batches.samples
         )
-        self._context = self._build_context()
         lr_scaling = options.get("lr_scaling", "sqrt")
-        self._update = Update(self._context, self.batches, self.controller, constraints, lr_scaling)
+        self._update = Update(
+            self.meter,
+            optimizer,
+            self._collectives,
+            self.batches,
+            self.controller,
+            constraints,
+            lr_scaling,
+        )
+        hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
+        weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
         self._update.require_equal_ranks("their settings")
@@ -179,6 +186,7 @@ class AdaptiveBatch:
 
     @scheduler_batch.setter
     def scheduler_batch(self, samples: float) -> None:
+        samples = check_setting("scheduler_batch", samples, Positive)
         self._update.clock.scheduler_batch = samples
 
     @property
@@ -228,7 +236,7 @@ class AdaptiveBatch:
             self.batches.start(self.epoch)
         while (micro_batches := self._next_micro_batches()) is not None:
             self._select_trained()
-            self._step = Step(micro_batches, self._context, self._update)
+            self._step = Step(micro_batches, self._update)
             yield self._step
             empty = False
             if self._step is not None and not self._step.ended:
@@ -342,17 +350,6 @@ class AdaptiveBatch:
                 f"reduces gradients in every backward; pass at least {2 * ranks}, or leave it out"
             )
         return 8 * ranks if requested is None else requested
-
-    def _build_context(self) -> StepContext:
-        """The objects that steps share; their hints are a forward hook while this loop lives."""
-        rank, ranks = self._collectives.rank, self._collectives.ranks
-        hints = OomHints(rank, ranks, external=isinstance(self.batches, ExternalBatches))
-        handle = self.model.register_forward_hook(hints, always_call=True)
-        weakref.finalize(self, handle.remove)
-        check = LossCheck(warns=rank == 0, has_scaler=self.scaler is not None)
-        return StepContext(
-            self.meter, self.optimizer, self.scaler, self._reader, self._collectives, hints, check
-        )
 
     # between the steps
 

@@ -1,4 +1,4 @@
-"""A training as it was before something was tried on it."""
+"""A copy of a training's state, to restore it after a trial."""
 
 from contextlib import suppress
 from typing import Any
@@ -12,45 +12,45 @@ from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
+from bigbatch.training.optimizer_checks import trained_parameters
 
 
 class TrainingSnapshot:
-    """Everything that a trial changes, as it was; copied to the CPU."""
+    """Everything that a trial changes; tensors are copied to the CPU."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._sharded = _sharded(model)
-        if any(not hasattr(root, "reset_iter_state") for root in self._sharded):
+        self._fsdp_roots = _fsdp_roots(model)
+        if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
             raise SettingError(
                 f"under fully_shard torch {torch.__version__} cannot continue after an error; "
                 "install torch 2.13"
             )
-        self._random, self._passes = random_state(), loader.state_dict()
-        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # containers of its own
+        self._random, self._loader_state = random_state(), loader.state_dict()
+        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
         self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
         self._groups = [dict(group) for group in optimizer.param_groups]
-        trained = [p for group in self._groups for p in group["params"]]
-        parameters = dict.fromkeys([*parameters_of(model), *trained])
+        parameters = dict.fromkeys([*parameters_of(model), *trained_parameters(optimizer)])
         if are_freed(parameters):
             raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
         self._parameters = [
             (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
         ]
         leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
-        tensors = {id(leaf): _local(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        tensors = {id(leaf): _shard(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """As often as needed."""
+    def restore(self) -> None:
+        """Restores everything; may be called repeatedly."""
         self._model.zero_grad()  # of gathered parameters too, which a reset forgets
-        for root in self._sharded:
+        for root in self._fsdp_roots:
             with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
                 root.reset_iter_state()
-        for part, before in self._attributes:
-            part.clear()
-            part.update(before)
+        for attributes, saved in self._attributes:
+            attributes.clear()
+            attributes.update(saved)
         for module, training, buffers in self._modules:
             module.training = training
             module._buffers.update(buffers)
@@ -60,29 +60,29 @@ class TrainingSnapshot:
         for tensor, value in self._values:
             tensor.copy_(value)
         self._optimizer.load_state_dict(self._state)
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(before)  # loading has copied a learning rate that is a tensor
-        self._loader.resume_between_passes(self._passes)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)  # loading has copied a learning rate that is a tensor
+        self._loader.resume_between_passes(self._loader_state)
         restore_random_state(self._random)
 
 
 def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
-    """The attributes of an object, and of the objects that it is made of."""
-    own = getattr(thing, "__dict__", None)
-    if type(own) is not dict:
+    """The attributes of an object, and of the objects in them."""
+    attributes = getattr(thing, "__dict__", None)
+    if type(attributes) is not dict:
         return []
-    parts = own.values() if depth else ()
-    return [own, *(found for part in parts for found in _attributes(part, depth - 1))]
+    parts = attributes.values() if depth else ()
+    return [attributes, *(nested for part in parts for nested in _attributes(part, depth - 1))]
 
 
-def _sharded(module: nn.Module) -> list[Any]:
-    """The outermost modules of fully_shard, known by a method that they alone have."""
+def _fsdp_roots(module: nn.Module) -> list[Any]:
+    """The outermost modules of fully_shard, known by a method that only they have."""
     if hasattr(module, "set_requires_gradient_sync"):
         return [module]
-    return [root for child in module.children() for root in _sharded(child)]
+    return [root for child in module.children() for root in _fsdp_roots(child)]
 
 
-def _local(tensor: Any) -> Tensor:
+def _shard(tensor: Any) -> Tensor:
     """This rank's shard of a tensor, detached."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard.detach()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
@@ -21,9 +20,9 @@ from bigbatch.gradients.dtypes import moved, wide, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.optimizer_checks import ensure_step_hooks
+from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
 from bigbatch.training.step_record import StepRecord, StepStatistics
-from bigbatch.training.update import StepContext, Update
+from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -35,18 +34,14 @@ class Step:
 
     Args:
         micro_batches: the micro-batches of the step on this rank.
-        context: objects that all steps share.
-        update: decides from the step's statistics, steps the optimizer and records.
+        update: has what all steps share; ends the step from its statistics.
     """
 
-    def __init__(
-        self, micro_batches: StepBatches | ExternalStep, context: StepContext, update: Update
-    ) -> None:
+    def __init__(self, micro_batches: StepBatches | ExternalStep, update: Update) -> None:
         self.ended = False
-        self._micro_batches = micro_batches
-        self._context, self._update = context, update
-        self._meter, self._source = context.meter, context.meter.source
-        self._reduced = None if context.reader is None else context.reader.reduced_source()
+        self._micro_batches, self._update = micro_batches, update
+        self._meter, self._source = update.meter, update.meter.source
+        self._reduced = None if update.reader is None else update.reader.reduced_source()
         self._pending: MicroBatch | None = None  # given out, its backward still to come
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
@@ -61,7 +56,7 @@ class Step:
     def __iter__(self) -> Iterator[Batch]:
         if self._pending is not None:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
-        hints = self._context.hints
+        hints = self._update.oom_hints
         try:
             for micro_batch in self._micro_batches:
                 self._pending, hints.samples = micro_batch, micro_batch.samples
@@ -123,8 +118,8 @@ class Step:
         with self.weighted_backward(loss, weight) as factor:
             if factor or self._source.ranks > 1:  # the other ranks wait for this backward
                 weighted = weighted_loss(loss, factor)
-                if self._context.scaler is not None and factor:
-                    weighted = self._context.scaler.scale(weighted)
+                if self._update.scaler is not None and factor:
+                    weighted = self._update.scaler.scale(weighted)
                 weighted.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -151,7 +146,7 @@ class Step:
         samples = self._pending.samples
         # micro-batches of the step on this rank, if all are as large as this one
         accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-        self._context.loss_check.examine(loss, samples, accumulation)
+        self._update.loss_check.examine(loss, samples, accumulation)
         if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
         self._weighs_samples = weight is None
@@ -172,7 +167,7 @@ class Step:
             self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        self._pending, self._context.hints.samples = None, 0
+        self._pending, self._update.oom_hints.samples = None, 0
         if self.last:
             self._complete()
 
@@ -182,7 +177,7 @@ class Step:
         The model's forward and `backward` call this themselves. For an error of the loss, call it
         inside `for ... in step`: outside, the iterator is closed and the micro-batch unknown.
         """
-        self._context.hints.advise(error)
+        self._update.oom_hints.advise(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
@@ -192,11 +187,11 @@ class Step:
             SettingError: another norm than 2 if `.grad` is r g already, as under DDP.
         """
         self._require_complete("clip_grad_norm_")
-        optimizer, scaler = self._context.optimizer, self._context.scaler
+        optimizer, scaler = self._update.optimizer, self._update.scaler
         if scaler is not None:
             with suppress(RuntimeError):  # unscaled already, by a trainer
                 scaler.unscale_(optimizer)
-        reader = self._context.reader
+        reader = self._update.reader
         attached = None if reader is None else reader.attached
         if attached is None:
             norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm, norm_type)
@@ -255,7 +250,7 @@ class Step:
         Args:
             finite: the result of `optimizer_step`. If False, only the scaler is updated.
         """
-        optimizer, scaler = self._context.optimizer, self._context.scaler
+        optimizer, scaler = self._update.optimizer, self._update.scaler
         if scaler is None:
             if finite:
                 optimizer.step()
@@ -285,7 +280,7 @@ class Step:
         self._update.require_same_weighting(given=not self._weighs_samples)
         total = float(micro_batch.global_samples)
         if not (self._weighs_samples and self._micro_batches.known):
-            total = math.fsum(row[0] for row in self._context.collectives.all_gather(weight))
+            total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
         return self._reduced.micro_batch(total) if total else self._reduced.idle()
 
     def _complete(self) -> None:
@@ -297,7 +292,7 @@ class Step:
         self._device_totals = (
             meter.measure(self._weights, totals) if meter.due else meter.measure_grad(totals)
         )
-        optimizer = ensure_step_hooks(self._context.optimizer)
+        optimizer = ensure_step_hooks(self._update.optimizer)
         self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
         if total != self._expected_weight:
@@ -366,7 +361,7 @@ class Step:
         if vanishes and not has_grad:
             raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
-            rows = self._context.collectives.all_gather(self._source.is_finite())
+            rows = self._update.collectives.all_gather(self._source.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
             samples=round(samples),
@@ -399,11 +394,6 @@ def _as_number(weight: float | Tensor) -> float:
 def weighted_loss(loss: Tensor, factor: float) -> Tensor:
     """A micro-batch's part of the mean loss; zeros that have its graph for a factor of 0."""
     return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
-
-
-def trained_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _in_samples(statistics: GradientStatistics, samples: int) -> GradientStatistics:

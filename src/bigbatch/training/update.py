@@ -3,10 +3,8 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from bigbatch.data.batches import Batches
@@ -14,7 +12,7 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum
 from bigbatch.data.rank_facts import facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, has_state
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
@@ -29,34 +27,13 @@ from bigbatch.training.scheduler import BaseBatchScheduler
 from bigbatch.training.step_record import StepRecord, StepStatistics
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """Objects that all steps of a training share.
+class Update:
+    """The objects that all steps share, the state between two steps, and the end of each step.
 
     Args:
         meter: measures the gradients; its source counts inside `backward` only.
         optimizer: the optimizer that is stepped.
-        scaler: its GradScaler, if any.
-        reader: the optimizer if it reads each micro-batch's gradient; else None.
         collectives: collectives between the ranks.
-        hints: adds a remedy to an out-of-memory error of a forward.
-        loss_check: checks the losses that `backward` is given.
-    """
-
-    meter: GradientMeter
-    optimizer: Optimizer
-    scaler: GradScaler | None
-    reader: MicroBatchOptimizer | None
-    collectives: HostCollectives
-    hints: OomHints
-    loss_check: LossCheck
-
-
-class Update:
-    """The state of a training between two steps, and the end of each step.
-
-    Args:
-        context: shared with the steps.
         batches: the batches that plans are cut from.
         controller: decides the batch size.
         constraints: what every plan has to keep.
@@ -67,7 +44,9 @@ class Update:
 
     def __init__(
         self,
-        context: StepContext,
+        meter: GradientMeter,
+        optimizer: Optimizer,
+        collectives: HostCollectives,
         batches: Batches | ExternalBatches,
         controller: Controller,
         constraints: PlanConstraints,
@@ -76,7 +55,14 @@ class Update:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
         self.weight_per_sample: float | None = None  # in the last step
-        self.clock = BaseBatchScheduler(controller.base_batch, context.optimizer)
+        self.meter, self.scaler, self.collectives = meter, meter.scaler, collectives
+        self.optimizer = optimizer
+        self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
+        external = isinstance(batches, ExternalBatches)
+        self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
+        warns = collectives.rank == 0
+        self.loss_check = LossCheck(warns=warns, has_scaler=self.scaler is not None)
+        self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
             "micro_batch": repr(constraints.micro),
@@ -88,9 +74,8 @@ class Update:
             "lr_scaling": rule,
         }
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
-        self._context, self._batches = context, batches
-        self._controller, self._constraints = controller, constraints
-        self._lr_changes = LRChanges(context.optimizer, warns=context.collectives.rank == 0)
+        self._batches, self._controller, self._constraints = batches, controller, constraints
+        self._lr_changes = LRChanges(optimizer, warns=warns)
         self._has_weights: set[bool] = set()  # of each rank, once it was asked
         self._half_done = False  # whether a step has failed after it may have changed something
         self._earlier_seconds = 0.0  # before the last resumption
@@ -139,20 +124,19 @@ class Update:
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
-        several = self._context.collectives.ranks > 1
+        several = self.collectives.ranks > 1
         return self.elapsed_seconds, self._checksum(waits=False) if several else 0.0
 
     def require_equal_ranks(self, subject: str) -> None:
         """Raises RankError if the ranks differ in what decides a step. Collective."""
-        collectives = self._context.collectives
-        if collectives.ranks > 1:
-            rows = collectives.all_gather(self._checksum(), subject=subject)
-            collectives.require_equal([value for (value,) in rows], subject, self._facts)
+        if self.collectives.ranks > 1:
+            rows = self.collectives.all_gather(self._checksum(), subject=subject)
+            self.collectives.require_equal([value for (value,) in rows], subject, self._facts)
 
     def require_same_weighting(self, *, given: bool) -> None:
         """Raises LoopError unless losses have weights always or never; collective at first."""
         if not self._has_weights:
-            rows = self._context.collectives.all_gather(given)
+            rows = self.collectives.all_gather(given)
             self._has_weights = {bool(value) for (value,) in rows}
         if self._has_weights != {given}:
             raise LoopError(
@@ -174,7 +158,7 @@ class Update:
             RankError: the ranks differ in what decides a step.
         """
         subject = "what decides a step"
-        self._context.collectives.require_equal(step.checksums, subject, self._facts)
+        self.collectives.require_equal(step.checksums, subject, self._facts)
         self.clock.require_ready()
         if self.clock.scheduler is None:
             self._lr_changes.examine(self.epoch)
@@ -182,7 +166,7 @@ class Update:
             raise LoopError("update() failed half way; load an earlier checkpoint")
         target_batch_size = self._controller.decision.batch_size
         lr_factor = self.factor(step.samples, step.statistics)
-        with scale_lr(self._context.optimizer, lr_factor) as rates:
+        with scale_lr(self.optimizer, lr_factor) as rates:
             self._half_done = True
             decision = self._decide(step, rates)
             yield
@@ -193,7 +177,6 @@ class Update:
         else:
             self.skipped += 1
         self._half_done = False
-        reader = self._context.reader
         self.record = StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
@@ -207,13 +190,13 @@ class Update:
             skipped=not step.finite,
             decision=decision,
             elapsed_seconds=step.elapsed_seconds,
-            gsnr=reader.gsnr if reader is not None and step.finite else None,
+            gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
         self._lr_changes.note(self.epoch)
-        self._context.loss_check.compare(step.samples / step.micro_batches, step.loss)
+        self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample
         self._zero_grad()
-        self._context.meter.next_step()
+        self.meter.next_step()
         self.plan = self._next_plan()
 
     def _decide(self, step: StepStatistics, rates: list[float]) -> Decision:
@@ -242,21 +225,19 @@ class Update:
 
     def _zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
-        self._context.meter.source.zero_grad()
-        reader = self._context.reader
-        if reader is not None and (reduced := reader.reduced_source()) is not None:
+        self.meter.source.zero_grad()
+        if self.reader is not None and (reduced := self.reader.reduced_source()) is not None:
             reduced.restart()
 
     def _next_plan(self) -> BatchPlan:
-        compared = self._context.meter.due or self._context.reader is not None
+        compared = self.meter.due or self.reader is not None
         return self.fit_plan(self._controller.decision.batch_size, compared=compared)
 
     # what must be equal on all ranks
 
     def _facts(self, *, waits: bool = True) -> dict[str, str]:
         """Everything that must be equal on all ranks, by name, as text."""
-        optimizer, scaler = self._context.optimizer, self._context.scaler
-        reader, meter = self._context.reader, self._context.meter
+        optimizer, reader, meter = self.optimizer, self.reader, self.meter
         kind = type(optimizer).__name__ if reader is None else reader.describe()
         facts = {
             "controller": self._controller.facts(),
@@ -266,7 +247,7 @@ class Update:
             "steps": self.steps,
             "skipped": self.skipped,
             "scheduler": type(self.clock.scheduler).__name__,
-            "scaler": None if scaler is None else type(scaler).__name__,
+            "scaler": None if self.scaler is None else type(self.scaler).__name__,
             "learning rates of the last step": None if self.record is None else self.record.lr,
             "the plan": self.plan,
             "the meter's step": meter.step,
@@ -291,7 +272,7 @@ class Update:
             "settings": dict(self.settings),
             "batch_size": self.plan.batch_size,
             "weight_per_sample": self.weight_per_sample,
-            "measured": self._context.meter.step,
+            "measured": self.meter.step,
         }
 
     def load_state_dict(self, state: dict[str, Any], elapsed_seconds: float) -> None:
@@ -310,4 +291,4 @@ class Update:
         self._earlier_seconds, self._started = elapsed_seconds, time.perf_counter()
         self._half_done = False
         self._zero_grad()
-        self._context.meter.at_step(state["measured"])
+        self.meter.at_step(state["measured"])
