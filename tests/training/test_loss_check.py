@@ -92,7 +92,7 @@ def test_it_is_known_by_the_scaler_and_not_by_the_scale(scale):
 
 def test_a_loss_that_is_scaled_twice_is_refused():
     scaler = scaler_of()
-    with pytest.raises(LoopError, match="pass it as it is"):
+    with pytest.raises(LoopError, match="pass the unscaled loss"):
         said(loop(scaler=scaler), SCALED["cross entropy"](scaler))
     assert [] == said(loop(scaler=scaler_of()), cross)
 
@@ -121,7 +121,7 @@ DIVIDED = {
 def test_a_mean_loss_that_is_divided_as_accumulation_does_is_said_once(name):
     (message,) = said(loop(), DIVIDED[name], passes=2)
     assert "was divided by" in message
-    assert "pass the loss as it is" in message
+    assert "pass the undivided loss" in message
 
 
 # a sum

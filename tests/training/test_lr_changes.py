@@ -73,7 +73,7 @@ def test_both_rates_are_in_the_warning_and_by_hand_nothing_else_happens():
 
     (said,) = one_pass(train, by_hand)
     assert "from 0.1 to 0.05" in said
-    assert "set the rate by hand, it is as you set it" in said
+    assert "set the rate by hand, it stays as you set it" in said
     assert (0.05,) == train.record.lr
 
 

@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.micro_batches import StepBatches
+from bigbatch.data.micro_batches import SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.sample_buffer import SampleBuffer
-from bigbatch.data.sample_pass import SamplePass
 from bigbatch.errors import BatchError, SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from bigbatch.data.micro_batches import MicroBatch
 from bigbatch.data.rank_consistency import HostCollectives
-from bigbatch.data.sample_pass import MicroBatch
 from bigbatch.errors import LoopError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
@@ -52,21 +52,24 @@ class ExternalBatches:
         self.open, self.ends_epoch = True, False
 
     def step(
-        self, plan: BatchPlan, min_batch: int, max_batch: int | None = None, min_rows: int = 1
+        self, plan: BatchPlan, *bounds: int | None, min_rows: int = 1
     ) -> "ExternalStep | None":
         """The next step; None when the pass has ended.
 
         Args:
             plan: its accumulation is the number of micro-batches, unless the epoch ends first.
-            min_batch: unused, as the other loop decides on samples.
-            max_batch: unused.
+            bounds: unused, as the other loop decides on samples.
             min_rows: fewest micro-batches of the last step of an epoch.
         """
         self.open, self.taken = not self.ends_epoch, 0
         if not self.open:
             return None
-        remaining = None if self._announcement is None else self._announcement.remaining
-        return ExternalStep(self, plan, _accumulation(plan, remaining, min_rows))
+        accumulation, announcement = plan.accumulation, self._announcement
+        if announcement is not None and announcement.remaining is not None:
+            total = 1 + announcement.remaining  # micro-batches to the end of the epoch
+            if 0 < total - accumulation < min_rows:  # too few for a step: take all, or leave enough
+                accumulation = total - min_rows if total >= 2 * min_rows else total
+        return ExternalStep(self, plan, accumulation)
 
     def announce(self, samples: int, *, ends_epoch: bool, remaining: int | None = None) -> None:
         """Describes the next micro-batch, before its forward.
@@ -74,9 +77,8 @@ class ExternalBatches:
         Args:
             samples: samples of the micro-batch, on this rank.
             ends_epoch: whether it is the last of an epoch, and so of its step.
-            remaining: micro-batches that follow it in the epoch, if known. Then the last step has
-                never a single one, with which a variance-reduced optimizer, which compares two,
-                could do nothing.
+            remaining: micro-batches that follow it in the epoch, if known. Then no last step has
+                a single one, which a variance-reduced optimizer could compare with no other.
         """
         self._announcement = _Announcement(samples, ends_epoch, remaining)
 
@@ -126,13 +128,3 @@ class ExternalStep:
             samples = self._batches.take()
             self.last = self._batches.taken == self._accumulation or self._batches.ends_epoch
             yield MicroBatch(None, samples, 0)
-
-
-def _accumulation(plan: BatchPlan, remaining: int | None, least: int) -> int:
-    """Micro-batches of this step, such that the next step has none or at least `least`."""
-    planned = plan.accumulation
-    rest = 0 if remaining is None else 1 + remaining - planned
-    if not 0 < rest < least:
-        return planned
-    together = planned + rest
-    return together - least if together >= 2 * least else together

@@ -37,6 +37,10 @@ class ResumableLoader:
             self._batch_sampler = sampler
         self._sampler = getattr(self._batch_sampler, "sampler", sampler)
         self._parts = batches, self._batch_sampler, self._sampler
+        # the sampler if it gives samples and not batches
+        self._ordering: Any = None if self.batch_size is None else self._sampler
+        # whether seed and epoch alone determine one order for any number of ranks
+        self.ordered = isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
 
     @property
     def batch_size(self) -> int | None:
@@ -68,11 +72,6 @@ class ResumableLoader:
             )
 
     @property
-    def _ordering(self) -> Any:
-        """The sampler, if it gives samples and not batches."""
-        return None if self.batch_size is None else self._sampler
-
-    @property
     def elastic_sampler(self) -> ElasticDistributedSampler | None:
         """The sampler, if it can begin at any position."""
         drops_last = getattr(self._batch_sampler, "drop_last", False)
@@ -81,30 +80,22 @@ class ResumableLoader:
         return self._ordering if is_elastic and is_plain and not drops_last else None
 
     @property
-    def ordered(self) -> bool:
-        """Whether seed and epoch alone determine one order for any number of ranks."""
-        return isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
-
-    @property
     def num_replicas(self) -> int | None:
         """Number of ranks that the sampler assigns samples to; None if it does not say."""
-        sampler: Any = self._sampler
-        return sampler.num_replicas if self.ordered else None
+        return self._ordering.num_replicas if self.ordered else None
 
     @property
     def order(self) -> str:
         """What determines the order, in words."""
-        if not self.ordered:
-            return type(self.batches if self._sampler is None else self._sampler).__name__
-        sampler: Any = self._sampler
-        return f"{type(sampler).__name__}(seed={sampler.seed}, shuffle={sampler.shuffle})"
+        source: Any = self.batches if self._sampler is None else self._sampler
+        settings = f"(seed={source.seed}, shuffle={source.shuffle})" if self.ordered else ""
+        return f"{type(source).__name__}{settings}"
 
     @property
     def distinct(self) -> int | None:
         """Samples of the data set, if a sampler may repeat some to give all ranks as many."""
-        if not isinstance(self._ordering, DistributedSampler):
-            return None
-        return len(self._ordering.dataset)  # type: ignore[arg-type]
+        repeats = isinstance(self._ordering, DistributedSampler)
+        return len(self._ordering.dataset) if repeats else None
 
     @property
     def padding(self) -> int:

@@ -364,7 +364,7 @@ class AdaptiveBatch:
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:
         min_rows = 1 if self._reader is None else 2  # r needs two micro-batches
         bounds = self.controller.min_batch, self.controller.max_batch
-        return self.batches.step(self.plan, *bounds, min_rows)
+        return self.batches.step(self.plan, *bounds, min_rows=min_rows)
 
     def _require_no_open_step(self) -> None:
         if self._step is not None and self._step.begun and not self._step.ended:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.training.lr_scaling import times_written
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
@@ -241,3 +242,51 @@ def _count(scheduler: LRScheduler) -> int:
     while isinstance(scheduler, ChainedScheduler):
         scheduler = scheduler._schedulers[0]
     return int(scheduler.last_epoch)
+
+
+class LRChanges:
+    """Warns once that a schedule of the user's own counts updates, whose number is unknown.
+
+    Rates may change between two passes (a schedule of epochs, a plateau after validation), and with
+    a loaded state, which has new groups.
+
+    Args:
+        optimizer: the optimizer that has the rates.
+        warns: whether this rank warns.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, warns: bool) -> None:
+        self._optimizer, self._warns = optimizer, warns
+        self._rates: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, writes to the rate
+        self._epoch = 0  # of the last update
+
+    def note(self, epoch: int) -> None:
+        """Notes the rates at the end of an update, in a pass of this number."""
+        groups = self._optimizer.param_groups
+        self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
+        self._epoch = epoch
+
+    def examine(self, epoch: int) -> None:
+        """Compares the rates before another update that has no scheduler."""
+        if not self._warns or epoch != self._epoch:
+            return
+        numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
+        for group, rate, writes in self._rates:
+            present = group.get("lr")
+            is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
+            # without a wait for the device: of a tensor, the writes are compared
+            same = rate is present if is_tensor else rate == present
+            if id(group) in numbers and not (same and times_written(present) == writes):
+                self._warns = False
+                number = numbers[id(group)]
+                change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
+                warnings.warn(
+                    f"the learning rate of parameter group {number} was changed{change} between "
+                    "two updates, and no scheduler is known: a schedule that counts updates ends "
+                    "in the wrong place, since their number follows the batch size. Pass "
+                    "AdaptiveBatch(scheduler=scheduler) (to a trainer, as its own), which advances "
+                    "it once per base batch of samples, and leave scheduler.step() out. If you set "
+                    "the rate by hand, it stays as you set it",
+                    stacklevel=5,
+                )
+                return

@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
-from bigbatch.data.micro_batches import StepBatches
-from bigbatch.data.sample_pass import MicroBatch
+from bigbatch.data.micro_batches import MicroBatch, StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import moved, wide, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient

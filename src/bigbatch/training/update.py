@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
-from bigbatch.data.rank_consistency import HostCollectives, checksum
-from bigbatch.data.rank_facts import facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, has_state
@@ -20,10 +19,9 @@ from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.lr_changes import LRChanges
 from bigbatch.training.lr_scaling import LRScaling, resolve_scaling, scale_lr
 from bigbatch.training.oom_hints import OomHints
-from bigbatch.training.scheduler import BaseBatchScheduler
+from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
 from bigbatch.training.step_record import StepRecord, StepStatistics
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from bigbatch.data.rank_facts import differences, facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import differences, facts_of, optimizer_facts
 from bigbatch.optim import VRAdam
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 
