@@ -240,7 +240,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def test_a_rate_that_somebody_else_sets_inside_is_an_error_and_the_old_ones_are_back(kind):
     optimizer = optimizer_with(kind(0.125), kind(0.25))
     with (
-        pytest.raises(LoopError, match=r"group 1 was set to 2\.0 .* put 0\.75 .*lr_scaling=None"),
+        pytest.raises(LoopError, match=r"group 1 was set to 2\.0 .* set 0\.75; .*lr_scaling=None"),
         scale_lr(optimizer, 3.0),
     ):
         set_rate(optimizer, 2.0)

@@ -181,7 +181,11 @@ class Batches:
         fewest = plan.batch_size if self.remainder == "drop" else self.virtual_ranks
         remaining = self._pass.remaining(fewest)
         if remaining is not None and remaining < fewest:
-            self._end_pass()
+            self._counted = self._counted if self._pass.end is None else self._pass.end
+            self._buffer.close()
+            unread, self._unread = self._unread, []
+            if any(unread):
+                self._warn_uneven(unread)
             return None
         return StepBatches(self._pass, plan, min_batch, max_batch, min_rows)
 
@@ -277,13 +281,6 @@ class Batches:
         if self._collectives.rank == 0 and not self._has_warned:
             warnings.warn(message, stacklevel=4)
         self._has_warned = True
-
-    def _end_pass(self) -> None:
-        self._counted = self._counted if self._pass.end is None else self._pass.end
-        self._buffer.close()
-        if any(self._unread):
-            self._warn_uneven(self._unread)
-        self._unread = []
 
     def _skip(self, position: dict[str, Any], epoch: int) -> None:
         """Resumes a pass that other ranks began."""

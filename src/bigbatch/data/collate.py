@@ -8,6 +8,7 @@ a leaf with one value a sample.
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -146,8 +147,7 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
 def _flatten(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The parts of a batch that is no leaf, and a function that makes a batch of such parts."""
     if isinstance(batch, Mapping):
-        values = list(batch.values())
-        return values, lambda parts: _copy_mapping(batch, dict(zip(batch, parts, strict=True)))
+        return list(batch.values()), partial(_with_values, batch)
     if isinstance(batch, (tuple, list)):
         kind: Any = type(batch)
         return list(batch), kind._make if hasattr(batch, "_fields") else kind
@@ -160,12 +160,13 @@ def _flatten(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {REMEDY}")
 
 
-def _copy_mapping(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A copy of a mapping, with its class and attributes, that has these values."""
+def _with_values(mapping: Mapping[Any, Any], values: list[Any]) -> Mapping[Any, Any]:
+    """A copy of a mapping, with its class and attributes, that has other values."""
+    items = dict(zip(mapping, values, strict=True))
     if not isinstance(mapping, MutableMapping):
-        return type(mapping)(values)  # type: ignore[call-arg]
+        return type(mapping)(items)  # type: ignore[call-arg]
     copied = copy.copy(mapping)
-    copied.update(values)
+    copied.update(items)
     return copied
 
 

@@ -1,7 +1,7 @@
 """Micro-batches of another loop, a trainer's for example: announced by it, not cut here."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from bigbatch.data.micro_batches import MicroBatch
 from bigbatch.data.rank_consistency import HostCollectives
@@ -10,14 +10,6 @@ from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
 
 _ORDER = "another loop's"
-
-
-class _Announcement(NamedTuple):
-    """The next micro-batch of the other loop."""
-
-    samples: int
-    ends_epoch: bool
-    remaining: int | None
 
 
 class ExternalBatches:
@@ -41,7 +33,8 @@ class ExternalBatches:
         self.open = False
         self.ends_epoch = False  # whether the last micro-batch of the step ends an epoch
         self.taken = 0  # micro-batches of the present step
-        self._announcement: _Announcement | None = None
+        self._announced: tuple[int, bool] | None = None  # samples, ends_epoch of the next one
+        self._remaining: int | None = None  # micro-batches that follow it in the epoch
 
     def share(self, collectives: HostCollectives, *, lockstep: bool) -> None:
         """Several ranks take the steps together from now on."""
@@ -64,9 +57,9 @@ class ExternalBatches:
         self.open, self.taken = not self.ends_epoch, 0
         if not self.open:
             return None
-        accumulation, announcement = plan.accumulation, self._announcement
-        if announcement is not None and announcement.remaining is not None:
-            total = 1 + announcement.remaining  # micro-batches to the end of the epoch
+        accumulation = plan.accumulation
+        if self._remaining is not None:
+            total = 1 + self._remaining  # micro-batches to the end of the epoch
             if 0 < total - accumulation < min_rows:  # too few for a step: take all, or leave enough
                 accumulation = total - min_rows if total >= 2 * min_rows else total
         return ExternalStep(self, plan, accumulation)
@@ -80,14 +73,14 @@ class ExternalBatches:
             remaining: micro-batches that follow it in the epoch, if known. Then no last step has
                 a single one, which a variance-reduced optimizer could compare with no other.
         """
-        self._announcement = _Announcement(samples, ends_epoch, remaining)
+        self._announced, self._remaining = (samples, ends_epoch), remaining
 
     def take(self) -> int:
         """The samples of the announced micro-batch."""
-        if self._announcement is None:
+        if self._announced is None:
             raise LoopError("a micro-batch was not announced before its forward")
-        samples, self.ends_epoch, _ = self._announcement
-        self._announcement = None
+        samples, self.ends_epoch = self._announced
+        self._announced = self._remaining = None
         self.taken += 1
         return samples
 
@@ -110,7 +103,7 @@ class ExternalBatches:
                 "the state was saved by a loop over a loader of its own, which knows its position "
                 "in the data; resume with that loop"
             )
-        self.open, self._announcement = False, None
+        self.open, self._announced, self._remaining = False, None, None
 
 
 class ExternalStep:

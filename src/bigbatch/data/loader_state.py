@@ -41,6 +41,16 @@ class ResumableLoader:
         self._ordering: Any = None if self.batch_size is None else self._sampler
         # whether seed and epoch alone determine one order for any number of ranks
         self.ordered = isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
+        self.num_replicas: int | None = (
+            getattr(self._ordering, "num_replicas", None) if self.ordered else None
+        )
+        self._drops_last = getattr(self._batch_sampler, "drop_last", False)
+        is_plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None
+        can_begin = isinstance(self._ordering, ElasticDistributedSampler) and is_plain
+        # the sampler if it can begin at any position
+        self.elastic_sampler: ElasticDistributedSampler | None = (
+            self._ordering if can_begin and not self._drops_last else None
+        )
 
     @property
     def batch_size(self) -> int | None:
@@ -56,8 +66,7 @@ class ResumableLoader:
         if not isinstance(self.batches, DataLoader) or not isinstance(sampler, Sized):
             return None
         samples, size = len(sampler), self.batch_size
-        drops_last = getattr(self._batch_sampler, "drop_last", False)
-        return samples - samples % size if drops_last and size else samples
+        return samples - samples % size if self._drops_last and size else samples
 
     def require_samples(self, count: int, skipped: int = 0, remedy: str = REMEDY) -> None:
         """Raises BatchError if a first batch after `skipped` samples cannot have `count` of them.
@@ -70,19 +79,6 @@ class ResumableLoader:
                 f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
                 f"first axis is no sample axis, or samples were left out; {remedy}"
             )
-
-    @property
-    def elastic_sampler(self) -> ElasticDistributedSampler | None:
-        """The sampler, if it can begin at any position."""
-        drops_last = getattr(self._batch_sampler, "drop_last", False)
-        is_plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None
-        is_elastic = isinstance(self._ordering, ElasticDistributedSampler)
-        return self._ordering if is_elastic and is_plain and not drops_last else None
-
-    @property
-    def num_replicas(self) -> int | None:
-        """Number of ranks that the sampler assigns samples to; None if it does not say."""
-        return self._ordering.num_replicas if self.ordered else None
 
     @property
     def order(self) -> str:

@@ -147,10 +147,7 @@ class StepBatches:
 
     Args:
         sample_pass: the pass that the samples come from.
-        plan: how the step is cut, among the virtual ranks.
-        min_batch: fewest samples of the next step.
-        max_batch: upper bound of a step in samples, or None.
-        min_rows: fewest rows of a last step that remainder="step" makes.
+        plan, min_batch, max_batch, min_rows: see `Batches.step`.
     """
 
     known = True

@@ -36,7 +36,8 @@ class RandomReader:
         self._python = _CachedState(
             random.getstate, _python_memory(), lambda state: state[2] is not None
         )
-        self._numpy = _CachedState(_numpy_state, _numpy_memory, lambda state: state[3] != 0)
+        read_numpy = partial(numpy.random.get_state, legacy=True)
+        self._numpy = _CachedState(read_numpy, _numpy_memory, lambda state: state[3] != 0)
 
     def read(self) -> RandomState:
         """The present states."""
@@ -99,10 +100,6 @@ def _numpy_memory() -> bytes:
         )
     end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
     return ctypes.string_at(end - _SAMPLED, _SAMPLED)
-
-
-def _numpy_state() -> Any:
-    return numpy.random.get_state(legacy=True)  # noqa: NPY002
 
 
 def restorable(raw: RandomState) -> RandomState:

@@ -49,7 +49,7 @@ class SampleBuffer:
         self._fetched = 0  # batches
         self._chunks: deque[_Chunk] = deque()
         self._split = split or slice_samples
-        self._count = count or (count_samples if split is None else self._count_by_length)
+        self._count = count or (count_samples if split is None else None)  # None: by the sizes
         self._count_is_known = count is not None
         self.concatenates = split is None
         if split is not None and count is None and None in (loader.batch_size, loader.length):
@@ -151,8 +151,12 @@ class SampleBuffer:
             self._fetched, self.counted = state["batches"], state["samples"]
         if is_resized:
             self._discard(state["given_out"] + (0 if at_position else state["samples"]))
-            self.loader.restore_generators(state["loader"]["generators"])
-            return
+        else:
+            self._replay(state)
+        self.loader.restore_generators(state["loader"]["generators"])
+
+    def _replay(self, state: dict[str, Any]) -> None:
+        """Fetches again what was fetched before the state was saved."""
         rng_state = torch.get_rng_state()
         needed = state["batches"] + len(state["fetched_from"])
         while self._fetched < state["batches"]:
@@ -165,7 +169,6 @@ class SampleBuffer:
             self._refetch(needed)
         self._discard(state["given_out"])
         self.ended = state["ended"]
-        self.loader.restore_generators(state["loader"]["generators"])
 
     def skip(self, epoch: int, position: int, samples: int) -> None:
         """Resumes after so many of this rank's samples, at a position of the order of all ranks."""
@@ -209,11 +212,13 @@ class SampleBuffer:
             batch = next(self._iterator)
         except StopIteration:
             return False
-        samples = self._count(batch)
+        size, length = self._stated_sizes
+        stated = min(size, length - self.counted) if size and length is not None else None
+        samples = stated if self._count is None else self._count(batch)
+        assert samples is not None
         if self._fetched == 0 and not self._count_is_known:
             self.loader.require_samples(samples, self.counted)
-        size, length = self._stated_sizes
-        if size and length is not None and samples != min(size, length - self.counted):
+        if stated not in (None, samples):
             self.has_stated_sizes = False
         self._chunks.append(_Chunk(batch, samples, 0, self._fetched, random_state, loader_state))
         self._fetched += 1
@@ -229,12 +234,6 @@ class SampleBuffer:
             chunk._replace(batch=head, samples=samples),
             chunk._replace(batch=rest, samples=remaining, start=start),
         )
-
-    def _count_by_length(self, batch: Batch) -> int:
-        """The batch size; for the last batch, what remains of the known length."""
-        assert self.loader.batch_size is not None
-        assert self.loader.length is not None
-        return min(self.loader.batch_size, self.loader.length - self.counted)
 
 
 class _Chunk(NamedTuple):

@@ -118,13 +118,7 @@ class AdaptiveBatch:
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
-            self.meter,
-            optimizer,
-            self._collectives,
-            self.batches,
-            self.controller,
-            constraints,
-            lr_scaling,
+            self.meter, optimizer, self.batches, self.controller, constraints, lr_scaling
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
@@ -287,7 +281,16 @@ class AdaptiveBatch:
         Raises:
             StateError: the state is of another version, or of other data.
         """
-        _require_version(state)
+        if "version" not in state:
+            raise StateError(
+                f"a state with {sorted(map(str, state))[:5]} is not one of AdaptiveBatch; pass "
+                "what train.state_dict() gave"
+            )
+        if state["version"] != _STATE_VERSION:
+            raise StateError(
+                f"state version {state['version']} is not {_STATE_VERSION}, which this release "
+                "reads; resume with the release that wrote it"
+            )
         shared, own = state["shared"], state["own"]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own["elapsed_seconds"])
@@ -369,17 +372,3 @@ class AdaptiveBatch:
     def _require_no_open_step(self) -> None:
         if self._step is not None and self._step.begun and not self._step.ended:
             raise LoopError(_NOT_ENDED)
-
-
-def _require_version(state: dict[str, Any]) -> None:
-    """Raises StateError if the state is not one of this version."""
-    if "version" not in state:
-        raise StateError(
-            f"a state with {sorted(map(str, state))[:5]} is not one of AdaptiveBatch; pass what "
-            "train.state_dict() gave"
-        )
-    if state["version"] != _STATE_VERSION:
-        raise StateError(
-            f"state version {state['version']} is not {_STATE_VERSION}, which this release reads; "
-            "resume with the release that wrote it"
-        )

@@ -109,18 +109,14 @@ def largest_micro_batch(
 
 def _search(fits: Callable[[int], bool], start: int, bound: int) -> int:
     """The largest size that fits, at most `bound`; 0 if none does."""
-    largest, size = 0, start
-    while fits(size):
-        if size == bound:
-            return bound
-        largest, size = size, min(2 * size, bound)
-    too_large = size
+    largest, too_large, size = 0, bound + 1, start
     while too_large - largest > 1:
-        size = (largest + too_large) // 2
         if fits(size):
             largest = size
         else:
             too_large = size
+        is_bounded = too_large <= bound  # sizes are doubled until one is too large
+        size = (largest + too_large) // 2 if is_bounded else min(2 * largest, bound)
     return largest
 
 

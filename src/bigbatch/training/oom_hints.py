@@ -57,15 +57,12 @@ class OomHints:
         several, half = self._ranks > 1, self.samples // 2
         this_rank = f" on rank {self._rank} of {self._ranks}" if several else ""
         all_ranks = " on every rank" if several else ""
-        size = f"bigbatch: this micro-batch{this_rank} had {self.samples} samples"
+        prefix = f"bigbatch: this micro-batch{this_rank} had"
         if self.samples <= 1:
-            return (
-                f"bigbatch: this micro-batch{this_rank} had 1 sample; activation checkpointing "
-                "needs less memory"
-            )
+            return f"{prefix} 1 sample; activation checkpointing needs less memory"
         if self._external:
-            return f"{size}; give the loader batch_size={half}{all_ranks}"
+            return f"{prefix} {self.samples} samples; give the loader batch_size={half}{all_ranks}"
         return (
-            f"{size}; set micro_batch={half}{all_ranks}, or find it by "
+            f"{prefix} {self.samples} samples; set micro_batch={half}{all_ranks}, or find it by "
             "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
         )

@@ -76,7 +76,7 @@ class Step:
 
     @property
     def last(self) -> bool:
-        """Whether the micro-batch that was given out is the last one on this rank."""
+        """Whether the present micro-batch is the last one on this rank."""
         return self._micro_batches.last
 
     @property

@@ -31,7 +31,6 @@ class Update:
     Args:
         meter: measures the gradients; its source counts inside `backward` only.
         optimizer: the optimizer that is stepped.
-        collectives: collectives between the ranks.
         batches: the batches that plans are cut from.
         controller: decides the batch size.
         constraints: what every plan has to keep.
@@ -44,7 +43,6 @@ class Update:
         self,
         meter: GradientMeter,
         optimizer: Optimizer,
-        collectives: HostCollectives,
         batches: Batches | ExternalBatches,
         controller: Controller,
         constraints: PlanConstraints,
@@ -53,12 +51,11 @@ class Update:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
         self.weight_per_sample: float | None = None  # in the last step
-        self.meter, self.scaler, self.collectives = meter, meter.scaler, collectives
-        self.optimizer = optimizer
+        self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
-        external = isinstance(batches, ExternalBatches)
+        self.collectives = collectives = HostCollectives(meter.source)
+        external, warns = isinstance(batches, ExternalBatches), collectives.rank == 0
         self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
-        warns = collectives.rank == 0
         self.loss_check = LossCheck(warns=warns, has_scaler=self.scaler is not None)
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
