@@ -39,7 +39,7 @@ class StateError(BigbatchError, ValueError):
 
 
 class RankError(BigbatchError, RuntimeError):
-    """The ranks of one step disagree where they must not; raised on every rank alike."""
+    """The ranks of one step disagree although they must not; raised on every rank alike."""
 
 
 class RunError(BigbatchError, RuntimeError):

@@ -18,15 +18,15 @@ def handle_interrupts(handler: Any) -> Iterator[None]:
 
     Nothing changes if interrupts are ignored already, as for a background command of a shell.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.SIG_IGN:
         yield
         return
     signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def exit_on_interrupt(number: int, frame: object) -> None:

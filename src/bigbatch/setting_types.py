@@ -109,11 +109,11 @@ def _checked(function: Called) -> Called:
         if options and (unknown := sorted(kwargs.keys() - kinds.keys())):
             names = ", ".join(options)
             raise SettingError(f"{', '.join(unknown)} is unknown here; there are {names}")
-        first = [kinds[name].check(name, x) for name, x in zip(positional, args, strict=False)]
-        rest = {
+        values = [kinds[name].check(name, x) for name, x in zip(positional, args, strict=False)]
+        named_values = {
             name: kinds[name].check(name, x) if name in kinds else x for name, x in kwargs.items()
         }
-        return function(*first, *args[len(positional) :], **rest)
+        return function(*values, *args[len(positional) :], **named_values)
 
     return call  # type: ignore[return-value]
 

@@ -352,7 +352,7 @@ def test_persistent_workers_that_somebody_else_takes_are_missed():
     steps = rest(batches)
     next(steps)
     next(iter(loader))
-    with pytest.raises(BatchError, match=r"somebody else.*persistent_workers=False"):
+    with pytest.raises(BatchError, match=r"iterated elsewhere.*persistent_workers=False"):
         seen_in(steps)
 
 

@@ -32,7 +32,7 @@ class ExternalBatches:
         self.virtual_ranks = 1
         self.open = False
         self.ends_epoch = False  # whether the last micro-batch of the step ends an epoch
-        self.taken = 0  # micro-batches of the present step
+        self.micro_batches = 0  # of the present step, so far
         self._announced: tuple[int, bool] | None = None  # samples, ends_epoch of the next one
         self._remaining: int | None = None  # micro-batches that follow it in the epoch
 
@@ -54,7 +54,7 @@ class ExternalBatches:
             bounds: unused, as the other loop decides on samples.
             min_rows: fewest micro-batches of the last step of an epoch.
         """
-        self.open, self.taken = not self.ends_epoch, 0
+        self.open, self.micro_batches = not self.ends_epoch, 0
         if not self.open:
             return None
         accumulation = plan.accumulation
@@ -81,12 +81,12 @@ class ExternalBatches:
             raise LoopError("a micro-batch was not announced before its forward")
         samples, self.ends_epoch = self._announced
         self._announced = self._remaining = None
-        self.taken += 1
+        self.micro_batches += 1
         return samples
 
     def is_complete(self, samples: int, plan: BatchPlan) -> bool:
         """Whether the last step had as many micro-batches as planned."""
-        return self.taken == plan.accumulation
+        return self.micro_batches == plan.accumulation
 
     def state_dict(self) -> dict[str, Any]:
         """Whether a pass has begun; the other loop knows its position."""
@@ -109,7 +109,7 @@ class ExternalBatches:
 class ExternalStep:
     """The micro-batches of one step: `accumulation` of them, or fewer at the end of an epoch."""
 
-    known = False
+    samples_known = False  # before the step is over
 
     def __init__(self, batches: ExternalBatches, plan: BatchPlan, accumulation: int) -> None:
         self.last = False
@@ -117,7 +117,9 @@ class ExternalStep:
         self._batches, self._accumulation = batches, accumulation
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        while self._batches.taken < self._accumulation and not self.last:
+        while self._batches.micro_batches < self._accumulation and not self.last:
             samples = self._batches.take()
-            self.last = self._batches.taken == self._accumulation or self._batches.ends_epoch
+            self.last = (
+                self._batches.micro_batches == self._accumulation or self._batches.ends_epoch
+            )
             yield MicroBatch(None, samples, 0)

@@ -54,14 +54,14 @@ class ResumableLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one of its batches; None if it does not say."""
+        """Samples in one of its batches; None if unknown."""
         size = getattr(self.batches, "batch_size", None)
         size = size or getattr(self._batch_sampler, "batch_size", None)
         return size if isinstance(size, int) else None
 
     @property
     def length(self) -> int | None:
-        """Samples in one pass on this rank; None if it does not say, or reads a stream."""
+        """Samples in one pass on this rank; None if unknown, as for a stream."""
         sampler = getattr(self._batch_sampler, "sampler", None)
         if not isinstance(self.batches, DataLoader) or not isinstance(sampler, Sized):
             return None
@@ -89,7 +89,7 @@ class ResumableLoader:
 
     @property
     def distinct(self) -> int | None:
-        """Samples of the data set, if a sampler may repeat some to give all ranks as many."""
+        """Samples of the data set, if a sampler may repeat some to give all ranks equally many."""
         repeats = isinstance(self._ordering, DistributedSampler)
         return len(self._ordering.dataset) if repeats else None
 
@@ -228,7 +228,7 @@ class _ExclusivePass(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._iterator._sampler_iter is not self._indices:
             raise BatchError(
-                "somebody else iterated the loader in the middle of this pass, and its persistent "
+                "the loader was iterated elsewhere in the middle of this pass, and its persistent "
                 "workers serve one pass at a time: iterate another DataLoader there, or set "
                 "persistent_workers=False"
             )

@@ -13,17 +13,11 @@ from bigbatch.policies.plan import BatchPlan
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one backward of one rank.
+    """The samples of one backward of one rank."""
 
-    Args:
-        batch: the samples; None if another loop has them.
-        samples: number of samples.
-        global_samples: samples of the micro-batches that all ranks run together, if known.
-    """
-
-    batch: Batch
+    batch: Batch  # None if another loop has it
     samples: int
-    global_samples: int
+    global_samples: int  # of the micro-batches that all ranks run together, if known
 
 
 @dataclass
@@ -91,12 +85,12 @@ class SamplePass:
         """
         rank, ranks, start = self.collectives.rank, self.collectives.ranks, self.consumed
         turns = self.virtual_ranks // ranks  # virtual ranks of this rank
-        wanted = rows * turns
+        planned = rows * turns
         if self.end is not None:
             end = samples_of_rank(self.end, rank, ranks)
-            wanted = min(wanted, end - samples_of_rank(start, rank, ranks))
-        batches, samples = self.buffer.take(wanted, turns)
-        if samples < wanted:
+            planned = min(planned, end - samples_of_rank(start, rank, ranks))
+        batches, samples = self.buffer.take(planned, turns)
+        if samples < planned:
             self._require_short_allowed(turns)
             rows = -(-samples // turns)
         self.consumed += rows * self.virtual_ranks
@@ -117,11 +111,11 @@ class SamplePass:
     def _global_samples(self, start: int, turn: int, turns: int) -> int:
         """Samples since `start` in the micro-batches that all ranks run together."""
         ranks = self.collectives.ranks
-        taken = (
+        samples_by_rank = (
             samples_of_rank(self.consumed, rank, ranks) - samples_of_rank(start, rank, ranks)
             for rank in range(ranks)
         )
-        return sum(samples_of_rank(samples, turn, turns) for samples in taken)
+        return sum(samples_of_rank(samples, turn, turns) for samples in samples_by_rank)
 
     def _require_short_allowed(self, turns: int) -> None:
         """Raises BatchError if a micro-batch must not have fewer samples than planned."""
@@ -150,7 +144,7 @@ class StepBatches:
         plan, min_batch, max_batch, min_rows: see `Batches.step`.
     """
 
-    known = True
+    samples_known = True  # before the step is over
 
     def __init__(
         self,

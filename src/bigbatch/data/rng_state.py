@@ -56,16 +56,11 @@ class _CachedState:
 
     Memory does not show a normal number that is kept for the next draw, so a state that has one is
     not cached.
-
-    Args:
-        read: reads the state.
-        memory: reads the generator's memory; empty if that is impossible.
-        has_normal: whether a state has a normal number.
     """
 
     read: Callable[[], Any]
-    memory: Callable[[], bytes]
-    has_normal: Callable[[Any], bool]
+    memory: Callable[[], bytes]  # reads the generator's memory; empty if that is impossible
+    has_normal: Callable[[Any], bool]  # whether a state has a normal number
     state: Any = None
     state_memory: bytes = b""  # the memory that belongs to the state
 

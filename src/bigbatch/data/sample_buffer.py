@@ -99,9 +99,9 @@ class SampleBuffer:
             chunks = chunks[:1]
             batches = self._join(chunks, turns)
             assert batches is not None
-        taken = sum(chunk.samples for chunk in chunks)
-        self.waiting -= taken
-        return batches, taken
+        count = sum(chunk.samples for chunk in chunks)
+        self.waiting -= count
+        return batches, count
 
     def _join(self, chunks: list["_Chunk"], turns: int) -> list[Batch] | None:
         """The chunks as one batch for each turn; None if they do not fit together."""
@@ -172,11 +172,10 @@ class SampleBuffer:
 
     def skip(self, epoch: int, position: int, samples: int) -> None:
         """Resumes after so many of this rank's samples, at a position of the order of all ranks."""
+        self._start(self.loader.begin(epoch, position))
         if self.loader.elastic_sampler is not None:
-            self._start(self.loader.begin(epoch, position))
             self.counted, self._skipped = samples, True
         else:
-            self._start(self.loader.begin(epoch))
             self._discard(samples)
 
     def _start(self, iterator: Iterator[Batch]) -> None:

@@ -60,12 +60,7 @@ class LossCheck:
             self._warn(message)
 
     def compare(self, size: float, loss: float) -> None:
-        """Compares the mean loss of a step with that of the step before.
-
-        Args:
-            size: mean samples of a micro-batch.
-            loss: mean over the step.
-        """
+        """Compares the mean micro-batch size and loss of a step with those of the step before."""
         previous, self._previous = self._previous, (size, loss)
         if self._changes is None or previous is None:
             return

@@ -40,10 +40,9 @@ class OomHints:
 
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Called by torch with the output, or with None after an error."""
-        if output is None and self.samples:
-            error = sys.exc_info()[1]
-            if error is not None:
-                self.advise(error)
+        error = sys.exc_info()[1]
+        if output is None and self.samples and error is not None:
+            self.advise(error)
 
     def advise(self, error: BaseException) -> None:
         """Adds a remedy to an error of the present micro-batch, once, if one is known."""

@@ -112,7 +112,7 @@ class Step:
         Raises:
             LoopError: no micro-batch waits for its backward, or only some have weights.
             SettingError: a weight that is negative, or no finite number.
-            GradientError: somebody else wrote to `.grad`.
+            GradientError: `.grad` was written to by other code.
         """
         with self.weighted_backward(loss, weight) as factor:
             if factor or self._source.ranks > 1:  # the other ranks wait for this backward
@@ -155,8 +155,8 @@ class Step:
         self._expect_weight(weight, samples)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
-            own = self._source.micro_batch(weight) if weight else self._source.idle()
-            with self._reduced_micro_batch(weight, self._pending), own:
+            micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
+            with self._reduced_micro_batch(weight, self._pending), micro_batch:
                 yield weight * self._source.ranks / self._expected_weight if weight else 0.0
         except Exception as error:
             self.advise(error)
@@ -244,11 +244,7 @@ class Step:
         self.ended = True
 
     def step_optimizer(self, finite: bool) -> None:
-        """Steps the optimizer inside `optimizer_step`; `update` does both.
-
-        Args:
-            finite: the result of `optimizer_step`. If False, only the scaler is updated.
-        """
+        """Steps the optimizer inside `optimizer_step`; if not finite, updates the scaler only."""
         optimizer, scaler = self._update.optimizer, self._update.scaler
         if scaler is None:
             if finite:
@@ -276,9 +272,9 @@ class Step:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
         if self._reduced is None:
             return nullcontext()
-        self._update.require_same_weighting(given=not self._weighs_samples)
+        self._update.require_same_weighting(has_weights=not self._weighs_samples)
         total = float(micro_batch.global_samples)
-        if not (self._weighs_samples and self._micro_batches.known):
+        if not (self._weighs_samples and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
         return self._reduced.micro_batch(total) if total else self._reduced.idle()
 
@@ -325,7 +321,7 @@ class Step:
         """Sum of the weights over all ranks; needs no wait if the weights are samples."""
         if self._source.ranks == 1:
             total = math.fsum(self._weights)
-        elif self._weighs_samples and self._micro_batches.known:
+        elif self._weighs_samples and self._micro_batches.samples_known:
             total = float(self._micro_batches.samples)
         else:
             total = self._host_totals[1]

@@ -103,12 +103,7 @@ class Update:
         self.plan = self._next_plan()
 
     def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
-        """The plan of a step of so many samples, within the controller's bounds.
-
-        Args:
-            batch_size: samples of the step, over all ranks.
-            compared: whether its micro-batches are compared; if not, one backward may do.
-        """
+        """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
         return self._constraints.plan(batch_size, *bounds, compared=compared)
 
@@ -128,14 +123,14 @@ class Update:
             rows = self.collectives.all_gather(self._checksum(), subject=subject)
             self.collectives.require_equal([value for (value,) in rows], subject, self._facts)
 
-    def require_same_weighting(self, *, given: bool) -> None:
+    def require_same_weighting(self, *, has_weights: bool) -> None:
         """Raises LoopError unless losses have weights always or never; collective at first."""
         if not self._has_weights:
-            rows = self.collectives.all_gather(given)
+            rows = self.collectives.all_gather(has_weights)
             self._has_weights = {bool(value) for (value,) in rows}
-        if self._has_weights != {given}:
+        if self._has_weights != {has_weights}:
             raise LoopError(
-                "weight= is given on some ranks, or in some steps, and not in others; where "
+                "weight= is given on some ranks, or in some steps, and not in others; if "
                 "gradients are sharded a variance-reduced optimizer needs it always or never"
             )
 
@@ -143,10 +138,8 @@ class Update:
 
     @contextmanager
     def end_step(self, step: StepStatistics) -> Iterator[None]:
-        """Ends a step; inside the block, where the optimizer steps, learning rates are scaled.
+        """Ends a step with these statistics; the optimizer steps inside, at scaled learning rates.
 
-        Args:
-            step: the step's statistics.
         Raises:
             LoopError: the scheduler is missing or was advanced elsewhere, and nothing is changed;
                 or an earlier call failed half way.
