@@ -426,9 +426,9 @@ def test_a_pass_over_batches_that_cannot_be_glued_continues_with_exactly_the_res
             taken = [m[:, 0].tolist() for m, *_ in micro_batches]
             yield [sample for samples_of_rank in taken for sample in samples_of_rank]
 
-    whole = Batches(loader)
-    whole.start(0)
-    expected = list(steps(whole))
+    uninterrupted = Batches(loader)
+    uninterrupted.start(0)
+    expected = list(steps(uninterrupted))
     for stop in range(1, len(expected)):
         first = Batches(loader)
         first.start(0)
@@ -524,7 +524,7 @@ def interrupted(
             one_pass(batches, plans, epoch=earlier, **more)
         return batches
 
-    whole = one_pass(after_earlier_epochs(), plans, epoch=epoch, **more)
+    uninterrupted = one_pass(after_earlier_epochs(), plans, epoch=epoch, **more)
 
     batches = after_earlier_epochs()
     batches.start(epoch)
@@ -535,14 +535,14 @@ def interrupted(
     batches = Batches(make())
     batches.load_state_dict(state["batches"], epoch)
     restore_random_state(state["random"])
-    return whole, before + list(rest_of_pass(batches, plans, first=len(before), **more))
+    return uninterrupted, before + list(rest_of_pass(batches, plans, first=len(before), **more))
 
 
 @often
 @given(make=loaders(), plans=some_plans, stop=st.integers(0, 12), min_batch=st.integers(1, 6))
 def test_a_killed_pass_continues_with_exactly_the_rest(make, plans, stop, min_batch):
-    whole, resumed = interrupted(make, plans, stop, min_batch=min_batch)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, plans, stop, min_batch=min_batch)
+    assert uninterrupted == resumed
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["fresh workers", "persistent workers"])
@@ -561,8 +561,8 @@ def test_a_killed_pass_over_two_workers_continues_with_exactly_the_rest(
             generator=seeded() if generator else None,
         )
 
-    whole, resumed = interrupted(make, [BatchPlan(1, 3, 2), BatchPlan(1, 2, 1)], 3, epoch)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, [BatchPlan(1, 3, 2), BatchPlan(1, 2, 1)], 3, epoch)
+    assert uninterrupted == resumed
 
 
 class Augmented:
@@ -601,8 +601,8 @@ def test_augmentation_continues_bit_for_bit_between_draws_of_dropout(
         torch.rand(len(batch))  # what a model draws between two fetches
         return batch.tolist()
 
-    whole, resumed = interrupted(make, plans, stop, epoch, read=drop_out)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, plans, stop, epoch, read=drop_out)
+    assert uninterrupted == resumed
 
 
 class Drawing(IterableDataset[Tensor]):
@@ -618,11 +618,15 @@ class Drawing(IterableDataset[Tensor]):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_loader_that_draws_as_it_is_read_learns_where_it_continues(draws: bool) -> None:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        whole, resumed = interrupted(lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2)
-    assert whole == resumed  # no model draws in between
-    assert draws == any("draws from torch's global generator" in str(note.message) for note in said)
+        uninterrupted, resumed = interrupted(
+            lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2
+        )
+    assert uninterrupted == resumed  # no model draws in between
+    assert draws == any(
+        "draws from torch's global generator" in str(note.message) for note in caught
+    )
 
 
 class Pair(NamedTuple):
@@ -651,8 +655,8 @@ def test_samples_in_waiting_survive_a_file_without_pickle(wrap, read):
     def make() -> list[Any]:
         return [wrap(torch.arange(8)), wrap(torch.arange(8, 16))]
 
-    whole, resumed = interrupted(make, [BatchPlan(1, 3, 1)], 1, read=read)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, [BatchPlan(1, 3, 1)], 1, read=read)
+    assert uninterrupted == resumed
 
 
 def test_the_saved_position_does_not_move_with_the_training():

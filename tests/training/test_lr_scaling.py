@@ -128,8 +128,8 @@ def test_adascale_averages_signal_and_noise_before_it_divides():
 
 def test_adascale_continues_from_a_saved_state_bit_for_bit():
     steps = [noise_of(s, n) for s, n in [(1.0, 64.0), (-0.5, 90.0), (0.3, 70.0), (0.2, 50.0)]]
-    whole, first = AdaScale(64), AdaScale(64)
-    expected = [whole(256, 64, noise) for noise in steps]
+    uninterrupted, first = AdaScale(64), AdaScale(64)
+    expected = [uninterrupted(256, 64, noise) for noise in steps]
     for noise in steps[:2]:
         first(256, 64, noise)
     second = AdaScale(64)
