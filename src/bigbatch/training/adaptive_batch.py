@@ -102,7 +102,7 @@ class AdaptiveBatch:
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
         self._reader = micro_batch_optimizer(optimizer)
-        self._parameters = ReplacementCheck(model)
+        self._replacement_check = ReplacementCheck(model)
         self._bind_source()
         self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
@@ -341,7 +341,7 @@ class AdaptiveBatch:
         )
 
     def _min_micro_batches(self, requested: int | None) -> int:
-        """Over all ranks; an optimizer over shards compares those of one rank."""
+        """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
         if self._reader is None:
             return 4 if requested is None else requested
         reduced = self._reader.reduced_source() is not None
@@ -360,7 +360,7 @@ class AdaptiveBatch:
         """Measures the model's parameters that the optimizer trains now, and only those."""
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
-        self._parameters.require_held(trained)
+        self._replacement_check.require_held(trained)
         self.meter.select(trained)
         return trained
 
