@@ -1,10 +1,10 @@
-"""A small network on Fashion-MNIST by accelerate, with a batch size that follows its gradients.
+"""A small network on Fashion-MNIST by accelerate, with a batch size that follows gradients.
 
     python examples/accelerate_fashion_mnist.py
     accelerate launch --num-processes 2 --cpu examples/accelerate_fashion_mnist.py
 
-Reads `train-images-idx3-ubyte.gz` and its labels in the folder --data; where they are not there,
-scikit-learn's digits are read instead, and nothing is downloaded.
+Reads `train-images-idx3-ubyte.gz` and its labels from the folder --data; without these files it
+reads scikit-learn's digits. It downloads nothing.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from bigbatch.integrations.accelerate import adaptive_batch
 
 
 def read(folder: Path, samples: int) -> TensorDataset:
-    """Images as rows of numbers about 0, and their classes."""
+    """Images as rows of standardized pixels, and their classes."""
     try:
         with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
             images = numpy.frombuffer(file.read(), numpy.uint8, offset=16).reshape(-1, 784) / 255

@@ -1,4 +1,4 @@
-"""Fashion-MNIST on DeepSpeed, its batch size chosen at every step by the gradient's similarity.
+"""Fashion-MNIST on DeepSpeed with a batch size that follows gradient similarity at every step.
 
 torchrun --nproc_per_node 2 examples/deepspeed_fashion_mnist.py --data ../shared/data/fashion-mnist
 deepspeed --num_accelerators 2 examples/deepspeed_fashion_mnist.py --data digits
@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from bigbatch.integrations import deepspeed as adaptive
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def read(folder: str, part: str) -> TensorDataset:
-    """Images and labels of "train" or "t10k"; of the digits, the first or the last."""
+    """Images and labels of "train" or "t10k"; for digits, the first or the last ones."""
     if folder == "digits":
         x, y = map(torch.tensor, load_digits(return_X_y=True))
-        some = slice(0, 1400) if part == "train" else slice(1400, None)
-        return TensorDataset((x / 8 - 1).float()[some], y[some])
+        rows = slice(0, 1400) if part == "train" else slice(1400, None)
+        return TensorDataset((x / 8 - 1).float()[rows], y[rows])
     with gzip.open(f"{folder}/{part}-images-idx3-ubyte.gz") as file:
         images = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=16))
     with gzip.open(f"{folder}/{part}-labels-idx1-ubyte.gz") as file:
@@ -38,11 +38,11 @@ def read(folder: str, part: str) -> TensorDataset:
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--data", default="../shared/data/fashion-mnist", help='folder, or "digits"')
 parser.add_argument("--epochs", type=int, default=1)
-parser.add_argument("--stage", type=int, default=2, help="of ZeRO, 0 to 3")
+parser.add_argument("--stage", type=int, default=2, help="ZeRO stage, 0 to 3")
 parser.add_argument("--local_rank", type=int, default=0, help="from DeepSpeed's launcher")
 args = parser.parse_args()
 if "RANK" not in os.environ:  # plain python
-    os.environ.update(ALONE, MASTER_PORT="0")
+    os.environ.update(ONE_PROCESS, MASTER_PORT="0")
 torch.manual_seed(0)
 deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
 train, test = read(args.data, "train"), read(args.data, "t10k")
@@ -74,6 +74,8 @@ for epoch in range(args.epochs):
         x, y = (column.to(engine.device) for column in test.tensors)
         accuracy = (engine(x).argmax(1) == y).float().mean().item()
     if engine.global_rank == 0:
-        said = f"{engine.bigbatch.steps} steps, {engine.global_samples} samples"
-        print(f"epoch {epoch}: {said}, batch {engine.train_batch_size()}, accuracy {accuracy:.3f}")
+        progress = f"{engine.bigbatch.steps} steps, {engine.global_samples} samples"
+        print(
+            f"epoch {epoch}: {progress}, batch {engine.train_batch_size()}, accuracy {accuracy:.3f}"
+        )
 torch.distributed.destroy_process_group()

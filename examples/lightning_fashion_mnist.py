@@ -1,4 +1,4 @@
-"""Fashion-MNIST with Lightning, its batch size chosen at every step by the gradient's noise.
+"""Fashion-MNIST with Lightning and a batch size that follows the gradient noise at every step.
 
 python examples/lightning_fashion_mnist.py --data ../shared/data/fashion-mnist
 python examples/lightning_fashion_mnist.py --data digits --devices 2
@@ -29,14 +29,14 @@ def read(folder: str, part: str) -> TensorDataset:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Small images that come with scikit-learn."""
+    """The digits of scikit-learn."""
     x, y = map(torch.tensor, load_digits(return_X_y=True))
     x = x.float() / 16 - 0.5
     return TensorDataset(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
 
 
 class Classifier(pl.LightningModule):
-    """Two layers; nothing in it knows of batch sizes."""
+    """Two layers, without any code for batch sizes."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Classifier(pl.LightningModule):
         return cross_entropy(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-        right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
-        self.log("accuracy", right, prog_bar=True, sync_dist=True)
+        accuracy = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
+        self.log("accuracy", accuracy, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -58,16 +58,16 @@ def main() -> None:
     parser.add_argument("--data", default="../shared/data/fashion-mnist", help='or "digits"')
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--logs", default="lightning_logs")
-    given = parser.parse_args()
+    options = parser.parse_args()
     pl.seed_everything(0)
-    data = given.data
+    data = options.data
     train, test = digits() if data == "digits" else (read(data, "train"), read(data, "t10k"))
     policy = bb.SimiGrad(target=0.3, max_batch=len(train) // 20)
-    adaptive = AdaptiveBatchCallback(policy, batch_size=64)
-    strategy = "ddp" if given.devices > 1 else "auto"
+    adaptive_batch = AdaptiveBatchCallback(policy, batch_size=64)
+    strategy = "ddp" if options.devices > 1 else "auto"
     trainer = pl.Trainer(
-        accelerator="cpu", devices=given.devices, strategy=strategy, max_epochs=4,
-        callbacks=[adaptive], log_every_n_steps=10, default_root_dir=given.logs,
+        accelerator="cpu", devices=options.devices, strategy=strategy, max_epochs=4,
+        callbacks=[adaptive_batch], log_every_n_steps=10, default_root_dir=options.logs,
     )  # fmt: skip
     model = Classifier(train.tensors[0].shape[1])
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(test, 500))

@@ -3,8 +3,8 @@
     python examples/transformers_wikitext.py
     torchrun --nproc-per-node 2 examples/transformers_wikitext.py --epochs 2
 
-Reads WikiText-2 (`train.txt.gz` in --data); where it is not there, Python's own modules are read
-instead. Words are characters, nothing is downloaded.
+Reads WikiText-2 (`train.txt.gz` in --data); without this file it reads Python's own modules.
+Tokens are characters. It downloads nothing.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def read(folder: Path, characters: int) -> bytes:
 
 
 def samples_of(text: bytes) -> list[dict[str, torch.Tensor]]:
-    """Tokens of one length, each its own target."""
+    """Sequences of one length, whose labels are their tokens."""
     tokens = torch.tensor(list(text)).split(LENGTH)[:-1]
     return [{"input_ids": token, "labels": token} for token in tokens]
 

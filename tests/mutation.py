@@ -1,11 +1,11 @@
-"""Changes the library in one place at a time, and tells which changes no test notices.
+"""Changes the library in one place at a time, and lists the changes that no test notices.
 
     python tests/mutation.py map [TESTS]    notes which lines each test runs, on ranks too
     python tests/mutation.py run            makes 200 mutants, lists those that no test notices
 
-A mutant is one comparison, operation, condition, constant or statement that is another or gone. The
-tests that run its line are tried until one fails, those without ranks first, and of these first
-what runs little else. What lies in a message, an annotation or a docstring is left alone.
+A mutant has one comparison, operation, condition, constant or statement replaced or removed. The
+tests that run its line run until one fails: first those without ranks, and of these first those
+that run few other lines. Messages, annotations and docstrings are not changed.
 """
 
 import argparse
@@ -29,8 +29,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "bigbatch"
-KEPT = ROOT / ".mutation"
-FOLDERS = {"measure": 45, "decide": 35, "act": 45, "optim": 45, "connect/deepspeed": 30}
+MAP_FOLDER = ROOT / ".mutation"
+FOLDERS = {  # mutants of each, of 200
+    "gradients": 22, "statistics": 23, "policies": 35, "data": 20, "training": 25,
+    "optim": 45, "integrations/deepspeed": 30,
+}  # fmt: skip
 SECONDS = 60  # of tests, as `map` timed them, that one mutant gets before it counts as a survivor
 FIRST = 30  # tests before all others are collected: they kill most mutants
 
@@ -61,9 +64,9 @@ class Mutant:
 
     def source(self) -> str:
         lines = (SOURCE / self.file).read_text().splitlines(keepends=True)
-        (first, left), (last, right) = self.start, self.end
-        whole = lines[first - 1][:left] + self.after + lines[last - 1][right:]
-        return "".join([*lines[: first - 1], whole, *lines[last:]])
+        (first, start), (last, end) = self.start, self.end
+        changed = lines[first - 1][:start] + self.after + lines[last - 1][end:]
+        return "".join([*lines[: first - 1], changed, *lines[last:]])
 
     def lines(self) -> list[str]:
         """As `map` names them."""
@@ -84,21 +87,21 @@ def _short(text: str) -> str:
 def mutants_of(file: Path) -> list[Mutant]:
     """Every mutant of the functions in one file."""
     name, text = str(file.relative_to(SOURCE)), file.read_text()
-    found = []
+    mutants = []
     for node in _nodes(ast.parse(text), inside=False):
-        for after in _others(node):
+        for after in _replacements(node):
             before = ast.get_source_segment(text, node)
             end = (node.end_lineno, node.end_col_offset)
             start = (node.lineno, node.col_offset)
-            found.append(Mutant(name, start, end, before, after))
-    return found
+            mutants.append(Mutant(name, start, end, before, after))
+    return mutants
 
 
 def _nodes(node, inside):
-    """Nodes inside functions, but for what is only said."""
-    said = ast.JoinedStr | ast.arguments | ast.AnnAssign | ast.Assert
+    """Nodes inside functions, without messages, arguments, annotations and assertions."""
+    excluded = ast.JoinedStr | ast.arguments | ast.AnnAssign | ast.Assert
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, said):
+        if isinstance(child, excluded):
             continue
         if inside:
             yield child
@@ -106,8 +109,8 @@ def _nodes(node, inside):
             yield from _nodes(child, inside or isinstance(child, ast.FunctionDef))
 
 
-def _others(node):
-    """What may stand instead of a node, as text."""
+def _replacements(node):
+    """Replacements of a node, as text."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in SWAPPED:
             yield _unparsed(node, ops=[SWAPPED[type(op)]()])
@@ -140,21 +143,21 @@ def _is_text(node) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """So many mutants, of each folder its share."""
-    chosen, whole = [], sum(FOLDERS.values())
+def sample_mutants(count: int, seed: int) -> list[Mutant]:
+    """A number of mutants at random, of each folder its share."""
+    sample, shares = [], sum(FOLDERS.values())
     for folder, share in FOLDERS.items():
         files = sorted((SOURCE / folder).rglob("*.py"))
-        everything = [mutant for file in files for mutant in mutants_of(file)]
-        chosen += random.Random(seed).sample(everything, round(count * share / whole))
-    return chosen
+        mutants = [mutant for file in files for mutant in mutants_of(file)]
+        sample += random.Random(seed).sample(mutants, round(count * share / shares))
+    return sample
 
 
 # which tests run a line: this module is a plugin of pytest, too
 
 
 def tracer():
-    """A coverage of what is mutated, in memory."""
+    """A coverage of the folders with mutants, in memory."""
     import coverage
 
     include = [f"{SOURCE / folder}/*" for folder in FOLDERS]
@@ -163,13 +166,13 @@ def tracer():
 
 def lines_by_context(traced) -> dict[str, set[str]]:
     """The lines that ran in each context; coverage's own first one is empty."""
-    found, data = defaultdict(set), traced.get_data()
+    lines, data = defaultdict(set), traced.get_data()
     for file in data.measured_files():
         name = str(Path(file).relative_to(SOURCE))
         for line, contexts in data.contexts_by_lineno(file).items():
             for context in contexts:
-                found[context].add(f"{name}:{line}")
-    return found
+                lines[context].add(f"{name}:{line}")
+    return lines
 
 
 class OnRank:
@@ -222,13 +225,13 @@ class Recorder:
         self._traced.stop()
         own = lines_by_context(self._traced)
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-        with (KEPT / f"map.{worker}").open("w") as file:
+        with (MAP_FOLDER / f"map.{worker}").open("w") as file:
             for test, *rest, lines in self._tests:
                 file.write(json.dumps([test, *rest, sorted(lines | own[test])]) + "\n")
 
 
 class Ordered:
-    """The plugin of a mutant's tests: in the order in which they were asked for."""
+    """The plugin of a mutant's tests, which runs them in the order of their names here."""
 
     def __init__(self, names):
         self._place = {name: place for place, name in enumerate(names)}
@@ -245,8 +248,8 @@ def pytest_configure(config):
 
 def record(arguments) -> None:
     """`map`: one run of the tests."""
-    shutil.rmtree(KEPT, ignore_errors=True)
-    KEPT.mkdir()
+    shutil.rmtree(MAP_FOLDER, ignore_errors=True)
+    MAP_FOLDER.mkdir()
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests/helpers")])
     command = [sys.executable, "-m", "pytest", "-p", "mutation", "-n", "2", "--dist", "worksteal"]
     marks = [] if arguments.everything else ["-m", "not release"]
@@ -264,33 +267,33 @@ def tests_by_line(excluded: set[str]):
 
     A test is (the number of lines that it runs, its seconds, its name).
     """
-    alone, on_ranks = defaultdict(set), defaultdict(set)
-    for file in KEPT.glob("map.*"):
+    without_ranks, on_ranks = defaultdict(set), defaultdict(set)
+    for file in MAP_FOLDER.glob("map.*"):
         for row in file.read_text().splitlines():
             test, seconds, tiers, ranked, lines = json.loads(row)
             if not excluded & set(tiers):
                 for line in lines:
-                    (on_ranks if ranked else alone)[line].add((len(lines), seconds, test))
-    return alone, on_ranks
+                    (on_ranks if ranked else without_ranks)[line].add((len(lines), seconds, test))
+    return without_ranks, on_ranks
 
 
 def chosen_tests(candidates, seconds: float) -> list[str]:
-    """First what is quick and runs little, a case of each function in turn; so many seconds."""
+    """Tests of up to so many seconds: first quick ones that run few lines, by function in turn."""
     cases, ordered = Counter(), []
     for lines, cost, test in sorted(candidates, key=lambda each: each[0] * each[1]):
         function = test.partition("[")[0]
         ordered.append((cases[function], lines * cost, cost, test))
         cases[function] += 1
-    chosen, left = [], seconds
+    chosen, seconds_left = [], seconds
     for *_, cost, test in sorted(ordered):
-        if cost <= left or not chosen:
+        if cost <= seconds_left or not chosen:
             chosen.append(test)
-            left -= cost
+            seconds_left -= cost
     return chosen
 
 
 def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
-    """What becomes of the tests: "killed", "survived", or "hung", as on a slow machine, too."""
+    """The outcome: "killed", "survived", or "hung", which a slow machine may cause, too."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "bigbatch"
         shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -310,9 +313,9 @@ def outcome(mutant: Mutant, tests: list[str], seconds: float) -> str:
 
 
 def _run(folder: Path, tests: list[str]) -> None:
-    """In a process of its own: ends with pytest's exit status."""
+    """Runs tests in this process, which ends with pytest's exit status."""
     os.setsid()
-    log = os.open(KEPT / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(MAP_FOLDER / "last.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     paths = [str(folder), str(ROOT / "tests"), str(ROOT / "tests/helpers")]
@@ -320,8 +323,8 @@ def _run(folder: Path, tests: list[str]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.chdir(ROOT)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    for some in filter(None, (tests[:FIRST], tests[FIRST:])):
-        status = pytest.main([*options, *some], plugins=[Ordered(some)])
+    for batch in filter(None, (tests[:FIRST], tests[FIRST:])):
+        status = pytest.main([*options, *batch], plugins=[Ordered(batch)])
         if status:
             break
     os._exit(status)
@@ -332,7 +335,7 @@ def run(arguments) -> None:
     for name in SLOW_TO_IMPORT:
         import_module(name)
     kinds = tests_by_line(set(arguments.without))
-    results, mutants = Counter(), drawn(arguments.count, arguments.seed)
+    results, mutants = Counter(), sample_mutants(arguments.count, arguments.seed)
     mutants = mutants[arguments.part :: arguments.parts]
     for mutant in mutants:
         result = "not run"

@@ -9,15 +9,19 @@ from typer import BadParameter
 
 from bigbatch import GradientMeter
 from bigbatch.bench import commands, loop_cost, meter_cost, sized_networks
-from bigbatch.bench.gloo_processes import bytes_sent
-from bigbatch.bench.timing import COLUMNS, Cost, interleaved
+from bigbatch.bench.gloo_processes import count_bytes_sent
+from bigbatch.bench.timing import Cost, interleaved, median_and_range
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 
 
 def test_a_row_shows_the_median_its_range_and_the_floor():
     row = Cost("a / b", [1.1, 1.5, 1.2], floor=1.0).row()
-    assert ("a / b", "1.200", "1.100 to 1.500", "1.000", "1.20") == row
-    assert len(COLUMNS) == len(row)
+    assert ["a / b", "1.200", "1.100 to 1.500", "1.000", "1.20"] == [*row.values()]
+
+
+def test_a_median_is_shown_with_its_range_and_without_values_as_a_dash():
+    assert "1.2 [1.1, 1.5]" == median_and_range([1.1, 1.5, 1.2], digits=1)
+    assert "-" == median_and_range([])
 
 
 def test_runs_take_turns_after_one_that_is_not_counted():
@@ -95,10 +99,10 @@ def failing_steps(wrap):
 
 
 def test_bytes_that_ranks_send_are_counted():
-    assert 4000 == bytes_sent(linear_steps)  # the gradient
-    assert 2 * 4000 + 8 * (3 + 22 + 2 * 7) == bytes_sent(metered_steps)
+    assert 4000 == count_bytes_sent(linear_steps)  # the gradient
+    assert 2 * 4000 + 8 * (3 + 22 + 2 * 7) == count_bytes_sent(metered_steps)
     with pytest.raises(RuntimeError, match="failed"):
-        bytes_sent(failing_steps)
+        count_bytes_sent(failing_steps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
-from bigbatch.bench import comm_bytes, engine_cost, scaling
-from bigbatch.bench.engine_cost import Counted, measured
+from bigbatch.bench import comm_bytes, scaling
+from bigbatch.bench.engine_cost import StepCounts, measure_kinds
 from bigbatch.bench.gloo_processes import on_ranks
-from bigbatch.bench.socket_bytes import Wire
+from bigbatch.bench.socket_bytes import SocketBytes
 from bigbatch.bench.step_kinds import ENGINES, Kind, kinds
 
 WIDTH = 96  # 2, 3 and 4 divide it
@@ -32,14 +32,14 @@ every_count = pytest.mark.parametrize(
 def counted(ranks, engine):
     """Every kind of step of an engine, by name."""
     small = [replace(kind, width=WIDTH) for kind in kinds(engine, ranks)]
-    return {row.kind.what: row for row in on_ranks(ranks, partial(measured, small, 1))}
+    return {row.kind.what: row for row in on_ranks(ranks, partial(measure_kinds, small, 1))}
 
 
 def handed(ranks, engine, what):
     """Bytes by collective among all ranks."""
     row = counted(ranks, engine)[what]
-    assert {"all"} == {where for _, where in row.handed}
-    return Counter({collective: size for (collective, _), size in row.handed.items()})
+    assert {"all"} == {where for _, where in row.input_bytes}
+    return Counter({collective: size for (collective, _), size in row.input_bytes.items()})
 
 
 @pytest.mark.thorough
@@ -68,7 +68,7 @@ def test_variance_reduction_under_ddp_sends_a_plain_all_reduce_or_a_quarter_more
     quarter = scaling.vr_ddp(MODEL, ranks, accumulated=True)
     assert whole == handed(ranks, "DDP", "VR, k = ranks")
     assert quarter == handed(ranks, "DDP", "VR, a = 4, M2 in bfloat16")
-    plain = scaling.sent(scaling.plain_ddp(MODEL), ranks)
+    plain = scaling.bytes_sent(scaling.plain_ddp(MODEL), ranks)
     scalars = 2 * 8 * 3 * LAYERS + 40 * ranks
     assert plain <= counted(ranks, "DDP")["VR, k = ranks"].sent <= plain + scalars
     accumulated = counted(ranks, "DDP")["VR, a = 4, M2 in bfloat16"].sent
@@ -116,16 +116,20 @@ def test_two_levels_send_a_quarter_more_between_nodes(accumulated):
     assert scaling.two_levels(MODEL, 2, 2) == levels(plain)
     assert scaling.two_levels(MODEL, 2, 2, vr=True, accumulated=accumulated) == levels(row)
     assert pytest.approx(1.25) == levels(row)[1] / levels(plain)[1]
-    if row.between is not None and not accumulated:
-        assert pytest.approx(1.25, rel=0.05) == row.between / plain.between
-        flat = counted(4, "DDP")["VR, k = ranks"].between
-        assert flat > 1.3 * row.between  # 3.6 x in nodes of 8
+    if row.between_nodes is not None and not accumulated:
+        assert pytest.approx(1.25, rel=0.05) == row.between_nodes / plain.between_nodes
+        flat = counted(4, "DDP")["VR, k = ranks"].between_nodes
+        assert flat > 1.3 * row.between_nodes  # 3.6 x in nodes of 8
 
 
 def levels(row):
     """Bytes that leave a rank inside its node of two, and between nodes."""
     return tuple(
-        sum(comm_bytes.moved(c, size, 2) for (c, at), size in row.handed.items() if at == where)
+        sum(
+            comm_bytes.ring_bytes(c, size, 2)
+            for (c, at), size in row.input_bytes.items()
+            if at == where
+        )
         for where in ("node", "across")
     )
 
@@ -140,7 +144,7 @@ def test_re_creations_send_what_their_originals_do(ranks):
 
 
 def test_the_original_sends_twice_as_much_and_one_rank_more():
-    plain = scaling.sent(scaling.plain_ddp(MODEL), 8192)
+    plain = scaling.bytes_sent(scaling.plain_ddp(MODEL), 8192)
     of_ranks = [scaling.simigrad(MODEL, 8192, rank) / plain for rank in (0, 1)]
     assert pytest.approx([2.0, 2.5], rel=1e-3) == of_ranks
 
@@ -156,13 +160,13 @@ def test_the_original_sends_twice_as_much_and_one_rank_more():
 )
 def test_sockets_send_what_was_counted(engine, ranks):
     rows = counted(ranks, engine)
-    if next(iter(rows.values())).wire is None:
+    if next(iter(rows.values())).socket_bytes is None:
         pytest.skip("this system does not tell")
     for row in rows.values():
         if engine == "DDP":
-            assert pytest.approx(row.sent, rel=0.05) == row.on_wire  # frames, and small messages
+            assert pytest.approx(row.sent, rel=0.05) == row.wire_bytes  # frames, and small messages
         else:
-            assert row.on_wire > row.sent  # gloo's reduce-scatter is a whole all-reduce
+            assert row.wire_bytes > row.sent  # gloo's reduce-scatter is a whole all-reduce
 
 
 def loop_steps(rank):
@@ -198,11 +202,11 @@ def by_collective(handed):
 
 
 def wired_steps(rank):
-    wire, numbers = Wire(), torch.zeros(1000 * (rank + 1), 16)
+    sockets, numbers = SocketBytes(), torch.zeros(1000 * (rank + 1), 16)
     for _ in range(2):
-        wire.start()
+        sockets.start()
         torch.distributed.all_gather([torch.zeros(1000, 16) for _ in range(3)], numbers[:1000])
-        yield wire.sent()
+        yield sockets.sent()
 
 
 def test_the_wire_tells_whom_bytes_went_to():
@@ -215,19 +219,19 @@ def test_the_wire_tells_whom_bytes_went_to():
 
 
 def test_what_is_not_known_is_not_shown_as_a_number():
-    row = Counted(Kind("DDP", "plain"), 2, {}, 1.0, 1, None, None).row()
-    assert "not available" == row[engine_cost.COLUMNS.index("on the wire, MB")]
-    assert len(engine_cost.COLUMNS) == len(row)
+    row = StepCounts(Kind("DDP", "plain"), 2, {}, 1.0, 1, None, None).row()
+    assert "not available" == row["on the wire, MB"]
+    assert "-" == row["wire x plain"] == row["step x plain"] == row["memory over plain, MB"]
 
 
 @pytest.mark.thorough
 def test_the_formulas_table_has_the_shares_that_the_formulas_give():
-    rows = [carried.row() for carried in scaling.run()]
+    rows = list(scaling.rows())
     assert scaling.ROWS == len(rows)
-    assert {len(scaling.COLUMNS)} == set(map(len, rows))
-    resnet = next(row for row in rows if row[0] == "ResNet-50" and row[2] == "8,192")
+    assert 1 == len({tuple(row) for row in rows})  # the same columns
+    resnet = next(row for row in rows if (row["model"], row["ranks"]) == ("ResNet-50", "8,192"))
     share = 8 * (25 + 7 * 8192) / (4 * 25_600_000)
-    assert f"{share:.2g}" == resnet[scaling.COLUMNS.index("similarity")]
+    assert f"{share:.2g}" == resnet["similarity"]
 
 
 @pytest.mark.release

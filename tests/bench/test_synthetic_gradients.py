@@ -13,14 +13,14 @@ from bigbatch import GradientMeter
 from bigbatch.bench.synthetic_gradients import (
     Elliptical,
     Recorded,
-    elliptical,
-    images,
-    measured,
+    measure_step,
     network,
-    of_each,
+    per_sample_gradients,
     populations,
-    recorded,
+    read_images,
+    recorded_stages,
     spectrum,
+    synthetic,
 )
 from oracles import noise as noise_oracle
 from oracles import populations as oracle
@@ -46,8 +46,8 @@ def rows(count, *, seed):
     return (exponential - 1) * torch.arange(1.0, 8) + torch.arange(1.0, 8) / 2
 
 
-def kept(count, *, seed):
-    return Recorded("kept", rows(count, seed=seed), SHAPES, seeded(seed + 1))
+def recorded_population(count, *, seed):
+    return Recorded("recorded", rows(count, seed=seed), SHAPES, seeded(seed + 1))
 
 
 def drawn(population, sizes, times):
@@ -66,7 +66,7 @@ def within(expected, values):
 
 @pytest.mark.parametrize("freedom", [None, 3])
 def test_what_is_made_up_has_the_noise_scale_and_effective_dimension_promised(freedom):
-    population = elliptical("made up", freedom, seed=0)
+    population = synthetic("made up", freedom, seed=0)
     # 20,000 float32 are summed: their rounding, 6e-8 each, adds up to less than 1e-5
     assert pytest.approx((1.0, 1e-3, 1000), rel=1e-5) == (
         population.grad_variance,
@@ -83,11 +83,11 @@ def test_what_is_made_up_has_the_noise_scale_and_effective_dimension_promised(fr
 
 def test_the_truth_of_recorded_gradients_is_that_of_all_of_them_one_by_one():
     gradients = rows(1203, seed=1)  # more than one chunk of 500, and no whole number of them
-    population = Recorded("kept", gradients, SHAPES, seeded(2))
+    population = Recorded("recorded", gradients, SHAPES, seeded(2))
     expected = oracle.truth(gradients)
     # the sums are float64 on both sides
-    found = (population.grad_sqnorm, population.grad_variance)
-    assert pytest.approx((expected.grad_sqnorm, expected.grad_variance), rel=1e-6) == found
+    actual = (population.grad_sqnorm, population.grad_variance)
+    assert pytest.approx((expected.grad_sqnorm, expected.grad_variance), rel=1e-6) == actual
     assert (
         pytest.approx(expected.grad_variance / expected.grad_sqnorm, rel=1e-6)
         == population.noise_scale
@@ -95,7 +95,7 @@ def test_the_truth_of_recorded_gradients_is_that_of_all_of_them_one_by_one():
 
 
 def test_the_made_up_mean_leans_to_the_noisy_elements_and_lies_in_all():
-    population = elliptical("made up", None, seed=0)
+    population = synthetic("made up", None, seed=0)
     variances = (population.gradients([1] * 100) - population.mean).square().mean(0)
     noisy = variances.argsort(descending=True)[:100]
     roots = spectrum(20_000, 100).sqrt()
@@ -122,14 +122,16 @@ def test_the_samples_for_a_similarity_have_it_and_the_pull_acts_as_samples_do(ph
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "population", [small(seed=3), small(5, seed=4), kept(30, seed=5)], ids=["normal", "t", "kept"]
+    "population",
+    [small(seed=3), small(5, seed=4), recorded_population(30, seed=5)],
+    ids=["normal", "t", "kept"],
 )
 def test_micro_batches_have_the_mean_and_the_noise_of_their_size(population):
     sizes = [1, 4, 30]
     g = drawn(population, sizes, 6000)
     mean = population.mean.double()
     assert within(mean, g)
-    squares = (g - mean).square().sum(2)  # of the kept ones, at n = 30 = M: drawn again and again
+    squares = (g - mean).square().sum(2)  # recorded ones at n = 30 = M: with replacement
     assert within(population.grad_variance / torch.tensor(sizes), squares)
 
 
@@ -142,7 +144,7 @@ def test_every_element_has_its_own_variance():
 def test_elements_of_recorded_gradients_vary_together_as_the_samples_do():
     gradients = rows(25, seed=7)
     gradients[:, 1] = -2 * gradients[:, 0]
-    population = Recorded("kept", gradients, SHAPES, seeded(8))
+    population = Recorded("recorded", gradients, SHAPES, seeded(8))
     g = drawn(population, [3], 50)[:, 0]
     # means of three rows are linear in them, up to the rounding of float32
     assert torch.allclose(-2 * g[:, 0], g[:, 1], atol=1e-5)
@@ -150,7 +152,7 @@ def test_elements_of_recorded_gradients_vary_together_as_the_samples_do():
 
 @pytest.mark.thorough
 def test_micro_batches_of_a_step_are_independent():
-    for population in (small(5, seed=9), kept(30, seed=10)):
+    for population in (small(5, seed=9), recorded_population(30, seed=10)):
         deviations = drawn(population, [2, 2], 6000) - population.mean
         assert within(torch.tensor(0.0), (deviations[:, 0] * deviations[:, 1]).sum(1))
 
@@ -178,7 +180,7 @@ def test_heavy_tails_are_heavy():
 
 def test_a_pull_moves_the_mean_alone():
     pulled, plain = small(seed=14), small(seed=14)
-    difference = pulled.gradients([2, 3], pull=4.0) - plain.gradients([2, 3])
+    difference = pulled.gradients([2, 3], signal_factor=4.0) - plain.gradients([2, 3])
     # sqrt(4) - 1 = 1 mean more; the rounding of float32 at sizes below 16
     assert torch.allclose(plain.mean.expand(2, 12), difference, atol=1e-5)
 
@@ -194,10 +196,10 @@ def test_a_seed_repeats_its_draws_and_another_does_not():
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 7, 2, 5]])
 def test_a_measured_step_is_that_of_the_gradients_drawn(sizes):
-    population, replica = kept(30, seed=17), kept(30, seed=17)
+    population, replica = recorded_population(30, seed=17), recorded_population(30, seed=17)
     with GradientMeter(population.parameters()) as meter:
         for pull in (1.0, 0.5):
-            step = measured(meter, population, sizes, pull)
+            step = measure_step(meter, population, sizes, pull)
             expected = noise_oracle.weighted(replica.gradients(sizes, pull), sizes)
             # float32 gradients; the noise is what a difference of two larger sums leaves
             assert pytest.approx(expected.grad_sqnorm, rel=1e-4) == step.grad_sqnorm
@@ -206,7 +208,7 @@ def test_a_measured_step_is_that_of_the_gradients_drawn(sizes):
 
 
 def test_parameters_have_the_shapes_given_and_are_zero():
-    parameters = kept(5, seed=18).parameters()
+    parameters = recorded_population(5, seed=18).parameters()
     assert SHAPES == [tuple(p.shape) for p in parameters]
     assert not any(p.any() for p in parameters)
     assert all(p.requires_grad for p in parameters)
@@ -224,17 +226,17 @@ def test_gradients_of_each_are_those_of_one_backward_each():
     torch.manual_seed(19)
     model = network()
     x, y = random_images(503, seed=20)  # more than one chunk
-    found = of_each(model, x, y)
-    assert (503, 6162) == found.shape
+    actual = per_sample_gradients(model, x, y)
+    assert (503, 6162) == actual.shape
     for number in (0, 3, 500, 502):
         expected = oracle.gradient(model, x[number], y[number])
         # other kernels, in float32: GroupNorm divides by small deviations
-        assert torch.allclose(expected.float(), found[number], rtol=1e-3, atol=1e-5)
+        assert torch.allclose(expected.float(), actual[number], rtol=1e-3, atol=1e-5)
 
 
 def test_the_first_stage_is_the_network_before_training():
     x, y = random_images(40, seed=21)
-    population = next(recorded(x, y, seed=22))
+    population = next(recorded_stages(x, y, seed=22))
     torch.manual_seed(22)
     model = network()
     expected = oracle.truth(
@@ -242,26 +244,26 @@ def test_the_first_stage_is_the_network_before_training():
     )
     assert "CNN, step 0" == population.name
     # float32 gradients against float64 ones
-    found = (population.grad_sqnorm, population.grad_variance)
-    assert pytest.approx((expected.grad_sqnorm, expected.grad_variance), rel=1e-4) == found
+    actual = (population.grad_sqnorm, population.grad_variance)
+    assert pytest.approx((expected.grad_sqnorm, expected.grad_variance), rel=1e-4) == actual
     assert [p.shape for p in model.parameters()] == [p.shape for p in population.parameters()]
 
 
 @pytest.mark.thorough
 def test_training_does_not_depend_on_what_was_drawn_between():
     x, y = random_images(70, seed=23)
-    plain, interrupted = recorded(x, y, seed=24), recorded(x, y, seed=24)
+    plain, interrupted = recorded_stages(x, y, seed=24), recorded_stages(x, y, seed=24)
     before = next(plain).grad_sqnorm
     torch.manual_seed(25)
     next(interrupted).gradients([5, 5])
     torch.rand(3)
-    expected, found = next(plain), next(interrupted)
-    assert "CNN, step 100" == found.name
+    expected, actual = next(plain), next(interrupted)
+    assert "CNN, step 100" == actual.name
     assert (expected.grad_sqnorm, expected.grad_variance) == (
-        found.grad_sqnorm,
-        found.grad_variance,
+        actual.grad_sqnorm,
+        actual.grad_variance,
     )
-    assert before != found.grad_sqnorm
+    assert before != actual.grad_sqnorm
 
 
 def test_images_and_labels_are_read_from_the_publishers_files(tmp_path):
@@ -271,9 +273,9 @@ def test_images_and_labels_are_read_from_the_publishers_files(tmp_path):
         file.write(header + x.tobytes())
     with gzip.open(tmp_path / "train-labels-idx1-ubyte.gz", "wb") as file:
         file.write(header[:8] + bytes([7, 0, 9]))
-    found, labels = images(tmp_path)
+    actual, labels = read_images(tmp_path)
     expected = (torch.tensor(x / 255) - 0.286) / 0.353
-    assert torch.allclose(expected.float()[:, None], found, atol=1e-5)  # float32
+    assert torch.allclose(expected.float()[:, None], actual, atol=1e-5)  # float32
     assert [7, 0, 9] == labels.tolist()
 
 
@@ -281,10 +283,10 @@ def test_images_and_labels_are_read_from_the_publishers_files(tmp_path):
 def test_without_images_there_are_two_populations_and_a_note(given_folder, tmp_path):
     data = tmp_path if given_folder else None
     with pytest.warns(UserWarning, match="fashion-mnist" if given_folder else "name a data folder"):
-        found = list(populations(0, data))
-    assert ["gaussian", "heavy-tailed"] == [population.name for population in found]
+        actual = list(populations(0, data))
+    assert ["gaussian", "heavy-tailed"] == [population.name for population in actual]
     tails = []
-    for population in found:
+    for population in actual:
         lengths = (population.gradients([1] * 300) - population.mean).norm(dim=1)
         tails.append(float(lengths.max() / lengths.median()))
     assert tails[0] < 1.5 < 3 < tails[1]  # of 100 effective directions normal lengths differ by 7 %

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.bench import scaling
-from bigbatch.cli.dry_run_tables import in_bytes
+from bigbatch.cli.dry_run_tables import format_bytes
 from bigbatch.errors import SettingError
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.build_optimizer import OPTIMIZERS
@@ -238,10 +238,10 @@ def test_samples_of_the_settings_are_the_epoch_where_they_are_fewer():
 @pytest.mark.parametrize("ranks", [2, 8, 768])
 def test_what_a_rank_sends_is_what_is_counted_elsewhere(ranks):
     model = scaling.Model("any", 1_000_000, 1)
-    plain = scaling.sent(scaling.plain_ddp(model), ranks)
+    plain = scaling.bytes_sent(scaling.plain_ddp(model), ranks)
     assert pytest.approx(plain) == sent(4_000_000, 0, ranks, accumulated=True)
     for accumulated in (True, False):
-        vr = scaling.sent(scaling.vr_ddp(model, ranks, accumulated=accumulated), ranks)
+        vr = scaling.bytes_sent(scaling.vr_ddp(model, ranks, accumulated=accumulated), ranks)
         found = sent(4_000_000, 2_000_000, ranks, accumulated=accumulated)
         assert pytest.approx(vr, abs=50 * ranks + 100) == found
 
@@ -366,7 +366,7 @@ def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
     [
         (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
         (["--dry-run", "--policy", "fixed", "--target", "0.2"], "--policy fixed does not go"),
-        (["--dry-run-ranks", "2"], "--dry-run-ranks is of a dry run"),
+        (["--dry-run-ranks", "2"], "--dry-run-ranks is for dry runs"),
         (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must be a number of at least 0"),
     ],
 )
@@ -397,5 +397,5 @@ def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):
 
 def test_bytes_have_the_unit_that_fits():
     sizes = [0, 999, 1_000, 12_345, 999_999_999, 10**10, 5 * 10**15]
-    shown = [in_bytes(size) for size in sizes]
+    shown = [format_bytes(size) for size in sizes]
     assert ["0 bytes", "999 bytes", "1 KB", "12.3 KB", "1 GB", "10 GB", "5,000 TB"] == shown

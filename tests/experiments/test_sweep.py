@@ -17,11 +17,11 @@ from bigbatch.experiments import RECIPES
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import Sweep
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch.runs.html_report import write_swept
+from bigbatch.runs.html_report import write_sweep_files
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.sweep_console import Followed
+from bigbatch.runs.sweep_console import RunFollower
 from bigbatch.runs.sweep_figure import sweep_figure
-from bigbatch.runs.sweep_results import read_swept
+from bigbatch.runs.sweep_results import read_sweep_results
 from log_rows import row
 
 SETTINGS = DIGITS.settings()
@@ -207,7 +207,7 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
                 one["metrics"] = dict.fromkeys(one["metrics"])
             run.append(row(1, batch=batch, loss=1.0))
             run.append(one)
-    return read_swept(path)
+    return read_sweep_results(path)
 
 
 SCORES = {
@@ -239,7 +239,7 @@ def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
             tmp_path / "sweep" / name, training.changed({"epochs": 1}).as_dict()
         )
         run.append(row(1, metrics={score: training.lr}))
-    sweep = read_swept(tmp_path / "sweep")
+    sweep = read_sweep_results(tmp_path / "sweep")
     assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
     assert "chosen on the accuracy or F1" in sweep.title
 
@@ -284,11 +284,11 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     assert [worse, (0.2, 0.4)] == [(p.values["lr"], p.values["target"]) for p in sweep.shown]
     assert ["2", "2, 2 diverged"] == [cells[-1] for cells in sweep.table().rows]
     assert [0.2] == [point.values["target"] for point in sweep.front]
-    write_swept(sweep, tmp_path)
+    write_sweep_files(sweep, tmp_path)
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 6 == sum(run["diverged"] == "True" for run in runs)
-    one = Followed(sweep.points[0].runs[0].directory)
-    assert "diverged  test accuracy, % 90" == one.ended()
+    one = RunFollower(sweep.points[0].runs[0].directory)
+    assert "diverged  test accuracy, % 90" == one.outcome()
     assert 1 == sum("diverged" in text.get_text() for text in sweep_figure(sweep).axes[0].texts)
 
 
@@ -296,7 +296,7 @@ def test_a_damaged_log_of_a_run_that_ended_stops_no_sweep(tmp_path):
     ended = swept(tmp_path / "sweep", SCORES).points[0].runs[0].directory
     damaged = ended.metrics.read_text().replace('"loss": 1.0', '"loss": "1.0"', 1)
     ended.metrics.write_text(damaged)
-    assert Followed(ended).ended().startswith("finished")
+    assert RunFollower(ended).outcome().startswith("finished")
 
 
 def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_path):
@@ -328,7 +328,7 @@ def test_a_damaged_run_is_left_out_with_a_note(tmp_path):
     (tmp_path / "sweep" / "lr=0.1,target=0.2-seed0" / "config.yaml").unlink()
     (tmp_path / "sweep" / "lr=0.2,target=0.2-seed1" / "metrics.jsonl").write_text("{\n{}\n")
     with pytest.warns(UserWarning, match="is left out") as notes:
-        sweep = read_swept(tmp_path / "sweep")
+        sweep = read_sweep_results(tmp_path / "sweep")
     assert ["lr=0.1,target=0.2-seed0", "lr=0.2,target=0.2-seed1"] == [
         str(note.message).partition(" ")[0] for note in notes
     ]
@@ -344,32 +344,32 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     for name, training in trainings_of(DIGITS, found, 2).items():
         run = RunDirectory.create(tmp_path / "sweep" / name, training.as_dict())
         run.append(row(1, batch=100, accuracy=training.target))
-    sweep = read_swept(tmp_path / "sweep")
+    sweep = read_sweep_results(tmp_path / "sweep")
     assert 62 == len(sweep.begun)
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
     for run in sweep.begun[::2]:  # one of each point diverged
         run.metrics.write_text("")
         run.append(row(1, batch=100, metrics={"test accuracy, %": None}))
-    half = read_swept(tmp_path / "sweep")
+    half = read_sweep_results(tmp_path / "sweep")
     assert ([], 60) == (half.front, len(half.drawn))
 
 
 def test_a_log_that_was_cut_and_grew_again_is_read_again(tmp_path):
     run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
-    followed = Followed(run)
+    followed = RunFollower(run)
     run.append(row(1, accuracy=0.5))
-    assert "50" in followed.scored()
+    assert "50" in followed.scores_text()
     run.metrics.write_text("")  # as a resumption does
     for step in (1, 2):
         run.append(row(step, accuracy=0.25, reason="longer than the line before"))
-    followed.scored()
+    followed.scores_text()
     assert "epoch 1/" in followed.progress()
-    assert "25" in followed.scored()
+    assert "25" in followed.scores_text()
 
 
 def test_a_sweep_leaves_a_figure_a_csv_and_a_json(tmp_path):
     sweep = swept(tmp_path / "sweep", SCORES)
-    write_swept(sweep, tmp_path)
+    write_sweep_files(sweep, tmp_path)
     assert b"\x89PNG" == (tmp_path / "sweep.png").read_bytes()[:4]
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 8 == len(runs)

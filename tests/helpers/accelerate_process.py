@@ -1,4 +1,4 @@
-"""A process as torchrun starts it, as far as accelerate looks: for tests on `ranks`."""
+"""The environment that accelerate reads from torchrun, for tests on `ranks`."""
 
 import os
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 
 @contextmanager
 def launched(rank, ranks):
-    """Inside, accelerate finds so many processes; it keeps nothing of an earlier test."""
+    """Inside, accelerate has `ranks` processes, and no state of an earlier test."""
     before = dict(os.environ)
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ |= {
@@ -17,7 +17,7 @@ def launched(rank, ranks):
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # unused: the group is there
+        "MASTER_PORT": "29500",  # unused: the process group exists
     }
     try:
         yield

@@ -76,7 +76,7 @@ def optimizer_of(model, groups=1):
     return torch.optim.SGD([{"params": some} for some in cut], lr=0.1, momentum=0.9)
 
 
-def decaying(optimizer):
+def decaying_schedule(optimizer):
     return ExponentialLR(optimizer, 0.98)
 
 
@@ -85,16 +85,16 @@ def tokens_of(y):
     return int((y < 2).sum())
 
 
-def loss_of(output, y, weighed=False):
-    return cross_entropy(output.float(), y, ignore_index=2 if weighed else -100)
+def loss_of(output, y, weighted=False):
+    return cross_entropy(output.float(), y, ignore_index=2 if weighted else -100)
 
 
-def seen(records):
+def record_values(records):
     gathered = {name: [getattr(record, name) for record in records] for name in GATHERED}
     return gathered | {"lr": [set(record.lr) for record in records]}  # one for all groups
 
 
-def by_itself(steps, *, clip=0.0, weighed=False, **settings):
+def train_in_one_process(steps, *, clip=0.0, weighted=False, **settings):
     """(records, weights) of AdaptiveBatch in one process."""
     model = network()
     optimizer = optimizer_of(model)
@@ -105,18 +105,18 @@ def by_itself(steps, *, clip=0.0, weighed=False, **settings):
         policy=bb.SimiGrad(TARGET, min_batch=LOWEST, max_batch=HIGHEST),
         batch_size=BATCH,
         micro_batch=MICRO,
-        scheduler=decaying(optimizer),
+        scheduler=decaying_schedule(optimizer),
         **settings,
     )
     records = []
     for step in itertools.islice(endless(train), steps):
         for x, y in step:
-            loss = loss_of(model(x), y, weighed)
-            step.backward(loss, **({"weight": tokens_of(y)} if weighed else {}))
+            loss = loss_of(model(x), y, weighted)
+            step.backward(loss, **({"weight": tokens_of(y)} if weighted else {}))
         if clip:
             step.clip_grad_norm_(clip)
         records.append(step.update())
-    return seen(records), [p.detach().clone() for p in model.parameters()]
+    return record_values(records), [p.detach().clone() for p in model.parameters()]
 
 
 def endless(loader):
@@ -150,18 +150,18 @@ def engine_of(rank, ranks, layout="0", dtype="fp32", *, clip=0.0, groups=1, more
     given = {
         "optimizer": optimizer,
         "training_data": batches_of(rank, ranks),
-        "lr_scheduler": decaying(optimizer) if "optimizer" not in given else None,
+        "lr_scheduler": decaying_schedule(optimizer) if "optimizer" not in given else None,
         "adaptive_batch_params": PARAMS,
         "config": config_of(ranks, layout, dtype, clip, **(more or {})),
     } | given
     return deepspeed.initialize(model=model, **given)
 
 
-def micro_step(engine, x, y, weighed=False, factor=1.0):
+def micro_step(engine, x, y, weighted=False, factor=1.0):
     """One micro-batch; whether it was the last of its step."""
     kind = next(engine.module.parameters()).dtype
-    loss = loss_of(engine(x.to(kind)), y, weighed) * factor
-    engine.backward(loss, **({"weight": tokens_of(y)} if weighed else {}))
+    loss = loss_of(engine(x.to(kind)), y, weighted) * factor
+    engine.backward(loss, **({"weight": tokens_of(y)} if weighted else {}))
     ends = engine.is_gradient_accumulation_boundary()
     engine.step()
     return ends
@@ -185,7 +185,7 @@ def weights_of(engine):
         return [p.detach().float().clone() for p in each]
 
 
-def apart(one, other):
+def max_difference(one, other):
     return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
 
 

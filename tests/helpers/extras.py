@@ -1,4 +1,4 @@
-"""Which tests need which extra, and which are left out where its packages are not installed."""
+"""The extras that tests need; tests of missing packages are not collected."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -38,13 +38,13 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
 
 
 def pytest_ignore_collect(collection_path):
-    """Leaves out a file or a folder whose extra is not installed."""
+    """Ignores a file or a folder whose extra is not installed."""
     needed = _extra_of(collection_path)
     return True if needed and is_missing(needed) else None
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Lists what was left out, by extra."""
+    """Lists ignored files and folders by extra."""
     missing = sorted({extra for extra in NEEDED.values() if is_missing(extra)})
     if missing:
         terminalreporter.write_line("")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 300  # for one function on all ranks, on a machine that has much else to do
-AFTER_A_FAILURE = 5  # for the others, who may wait in a collective for ever
+AFTER_A_FAILURE = 5  # for the other ranks, which may wait in a collective for ever
 SLOW_TO_IMPORT = {"torch", "bigbatch", "accelerate", "deepspeed", "lightning", "transformers"}
 IMPORTED_LATE = {  # by the first DDP model; by DeepSpeed's first engine of a stage above 0
     "bigbatch": ["torch._dynamo"],
@@ -35,7 +35,7 @@ class RankError(AssertionError):
 
 
 def ranks_of(count: int):
-    """Runs functions on so many processes, each with a default process group over all of them."""
+    """A function that runs functions on `count` processes, with a process group over all."""
 
     def run(function, *arguments):
         """Calls `function(rank, ranks, *arguments)` everywhere; returns the results in order.
@@ -44,12 +44,12 @@ def ranks_of(count: int):
             RankError: with the first failure's traceback, or the exit code of a rank that died.
         """
         with tempfile.TemporaryDirectory() as folder:
-            asked = (str(Path(folder) / "store"), function, arguments)
-            started = [_start(rank, count, *asked) for rank in range(count)]
+            store = str(Path(folder) / "store")
+            processes = [_start(rank, count, store, function, arguments) for rank in range(count)]
             try:
-                return _answers(started)
+                return _answers(processes)
             finally:
-                for process, pipe in started:
+                for process, pipe in processes:
                     pipe.close()
                     process.kill()
                     process.join()
@@ -76,36 +76,36 @@ def forking() -> ForkServerContext:
 
 
 def _start(rank, count, store, function, arguments):
-    ours, theirs = forking().Pipe()
-    asked = (rank, count, store, theirs, function, arguments)
-    process = forking().Process(target=_serve, args=asked, daemon=True)
+    parent_pipe, child_pipe = forking().Pipe()
+    serve_arguments = (rank, count, store, child_pipe, function, arguments)
+    process = forking().Process(target=_serve, args=serve_arguments, daemon=True)
     process.start()
-    theirs.close()
-    return process, ours
+    child_pipe.close()
+    return process, parent_pipe
 
 
-def _answers(started) -> list:
-    waited_for = {pipe: rank for rank, (_, pipe) in enumerate(started)}
+def _answers(processes) -> list:
+    pending = {pipe: rank for rank, (_, pipe) in enumerate(processes)}
     results, failure = {}, None
     until = time.monotonic() + SECONDS
-    while waited_for:
-        answered = wait(list(waited_for), until - time.monotonic())
-        if not answered:
-            silent = f"ranks {sorted(waited_for.values())} gave no answer in {SECONDS} s"
+    while pending:
+        ready = wait(list(pending), until - time.monotonic())
+        if not ready:
+            silent = f"ranks {sorted(pending.values())} gave no answer in {SECONDS} s"
             raise RankError(failure or silent)
-        for pipe in answered:
-            rank = waited_for.pop(pipe)
+        for pipe in ready:
+            rank = pending.pop(pipe)
             try:
                 kind, results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                started[rank][0].join()
-                kind, results[rank] = "died", f"exit code {started[rank][0].exitcode}"
+                processes[rank][0].join()
+                kind, results[rank] = "died", f"exit code {processes[rank][0].exitcode}"
             if kind != "done" and failure is None:
                 failure = f"rank {rank} {kind}: {results[rank]}"
                 until = min(until, time.monotonic() + AFTER_A_FAILURE)
     if failure:
         raise RankError(failure)
-    return [results[rank] for rank in range(len(started))]
+    return [results[rank] for rank in range(len(processes))]
 
 
 def _serve(rank, count, store, pipe: Connection, function, arguments) -> None:

@@ -10,21 +10,21 @@ SEED = 3
 
 
 def texts(count=64, padded=True):
-    """Sequences whose beginnings have no labels, as prompts have none; of unequal many labels."""
+    """Sequences with unequally many labels: their beginnings, as prompts, have none."""
     draw = torch.Generator().manual_seed(SEED)
-    found = []
+    samples = []
     for _ in range(count):
         ids = torch.randint(WORDS, (LENGTH,), generator=draw)
         prompt = int(torch.randint(LENGTH - 1, (1,), generator=draw)) if padded else 0
         labels = ids.clone()
         labels[:prompt] = -100
         mask = (torch.arange(LENGTH) < LENGTH - prompt // 2).long()
-        found.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
-    return found
+        samples.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    return samples
 
 
 def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
-    """That of transformers, in the type of the logits: its own is in float32."""
+    """The loss of transformers in the type of the logits, as its own is in float32."""
     total = cross_entropy(
         logits[:, :-1].reshape(-1, vocab_size),
         labels[:, 1:].reshape(-1),
@@ -37,7 +37,7 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
 
 
 def gpt(dropout=0.0, exact=False):
-    """Two layers, 16 wide; `exact` in float64 altogether."""
+    """Two layers of width 16; all in float64 if `exact`."""
     torch.manual_seed(SEED)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -73,7 +73,7 @@ def arguments(folder, **settings):
 
 
 def logged(trainer, *names):
-    """What was logged of every update."""
+    """Values that the Trainer has logged for every update."""
     return [
         tuple(line.get(name) for name in names)
         for line in trainer.state.log_history
@@ -82,12 +82,12 @@ def logged(trainer, *names):
 
 
 class Gradients(TrainerCallback):
-    """What the optimizer has stepped by; still there after its step."""
+    """Keeps the gradients of the optimizer's step, which must not change during the step."""
 
-    def on_pre_optimizer_step(self, args, state, control, model, **others):
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         self.before = [p.grad.clone() for p in model.parameters()]
 
-    def on_optimizer_step(self, args, state, control, model, **others):
-        self.found = [p.grad.clone() for p in model.parameters()]
-        for before, found in zip(self.before, self.found, strict=True):
-            torch.testing.assert_close(before, found, rtol=0, atol=0)
+    def on_optimizer_step(self, args, state, control, model, **kwargs):
+        self.gradients = [p.grad.clone() for p in model.parameters()]
+        for before, after in zip(self.before, self.gradients, strict=True):
+            torch.testing.assert_close(before, after, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Commands under the real torchrun, and by themselves."""
+"""Commands under the real torchrun, and in one process."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ SECONDS = 240  # far more than needed: a hang ends as a failure
 
 
 def torchrun(ranks, *command, restarts=0, killed_at=0, **variables):
-    """The finished torchrun; what it says itself begins with a level and a date."""
+    """The finished torchrun, whose own lines begin with a level and a date."""
     options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *options]
     return run(*launcher, *command, OMP_NUM_THREADS="1", KILLED_AT=str(killed_at), **variables)
@@ -30,5 +30,5 @@ def run(*command, **variables):
 
 
 def said(result):
-    """Our own lines on standard error."""
+    """The lines of bigbatch on standard error."""
     return [line for line in result.stderr.splitlines() if line.startswith("bigbatch: ")]

@@ -256,7 +256,7 @@ def test_a_loader_that_skips_batches_is_refused():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader, _ = accelerator.prepare(*parts())
     rest = skip_first_batches(loader, 2)
-    with pytest.raises(SettingError, match="knows where it stood"):
+    with pytest.raises(SettingError, match="restores its place by itself"):
         adaptive_batch(accelerator, model, optimizer, rest, **POLICY)
 
 

@@ -30,17 +30,17 @@ from deepspeed_training import (
     OFFLOADED,
     PARAMS,
     SAMPLES,
-    apart,
     batches_of,
     config_of,
     data,
     engine_of,
     loss_of,
+    max_difference,
     micro_step,
     network,
     optimizer_of,
     quiet,
-    seen,
+    record_values,
     train_steps,
     weights_of,
 )
@@ -243,7 +243,7 @@ def assert_stepped(model, given, lr, weights):
     with torch.no_grad():
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter -= lr * gradient
-    assert apart(model.parameters(), weights) < 1e-6
+    assert max_difference(model.parameters(), weights) < 1e-6
 
 
 def logged(engine):
@@ -481,25 +481,25 @@ REFUSED = {
         "1",
         '"managed_gradient_accumulation": false: every engine.step() would be an update, so that',
     ),
-    "experts": ({"model": experts}, {}, "0", "mixture of experts: it was not tried"),
-    "mpu": ({"mpu": Mpu()}, {}, "0", "tensor or model parallelism: it was not tried"),
+    "experts": ({"model": experts}, {}, "0", "mixture of experts: it is not tested"),
+    "mpu": ({"mpu": Mpu()}, {}, "0", "tensor or model parallelism: it is not tested"),
     "ZenFlow": (
         BY_CONFIG,
         {**SGD, "zero": {**OFFLOADED, "zenflow": ZENFLOW}},
         "2",
-        "ZenFlow: it was not tried",
+        "ZenFlow: it is not tested",
     ),
     "quantized": (
         {},
         {"zero": {"zero_quantized_gradients": True}},
         "3",
-        '"zero_quantized_gradients": gradients are rounded as they are joined',
+        '"zero_quantized_gradients": gradients are rounded as they are reduced',
     ),
     "Muon": (
         BY_CONFIG,
         {"optimizer": {"type": "Muon", "params": UNCOMPILED}},
         "1",
-        "Muon: ZeRO makes it of the gradient before the gradient can be read",
+        "Muon: ZeRO applies it to the gradient before the gradient can be read",
     ),
     "data efficiency": (
         {},
@@ -511,7 +511,7 @@ REFUSED = {
         {},
         {"compile": {"deepcompile": True}},
         "1",
-        "DeepCompile: it joins the ranks by itself",
+        "DeepCompile: it reduces gradients by itself",
     ),
     "universal": (
         {"groups": 2},
@@ -538,7 +538,7 @@ def refusal(rank, ranks, name):
     return "built"
 
 
-def test_what_would_be_wrong_or_was_not_tried_is_refused(deepspeed_ranks):
+def test_what_would_be_wrong_or_is_not_tested_is_refused(deepspeed_ranks):
     process = deepspeed_ranks(1)
     for name, (*_, expected) in REFUSED.items():
         (message,) = process(refusal, name)
@@ -700,7 +700,7 @@ def recorded(said):
 
 def test_a_loaders_micro_batch_is_one_backward(deepspeed_ranks):
     said = deepspeed_ranks(1)(left_out)[0]
-    assert said[0].startswith("no micro-batch was given out for this backward")
+    assert said[0].startswith("no micro-batch was read for this backward")
     assert said[1].startswith("a micro-batch was left without step.backward(loss)")
 
 
@@ -725,7 +725,7 @@ def validated(rank, ranks, layout, own, between):
         engine.step()
         if ends:
             records.append(engine.bigbatch.record)
-    return seen(records), weights_of(engine)
+    return record_values(records), weights_of(engine)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own loop", "loader"])
@@ -811,12 +811,12 @@ def reused(rank, ranks, layout, how):
             for x, y in step:
                 step.backward(loss_of(model(x), y))
             records.append(step.update())
-        return seen(records)
+        return record_values(records)
     engine, _, loader, _ = engine_of(
         0, 1, layout, model=model, optimizer=optimizer, lr_scheduler=None
     )
     with recorded(said := []):
-        return seen(train_steps(engine, loader, STEPS))
+        return record_values(train_steps(engine, loader, STEPS))
     return said[0]
 
 
@@ -913,7 +913,7 @@ def epoch_of(rank, ranks, form):
         rows.append(x)
         if micro_step(engine, x, y):
             records.append(engine.bigbatch.record)
-    return torch.cat(rows), seen(records), engine.global_samples
+    return torch.cat(rows), record_values(records), engine.global_samples
 
 
 @pytest.mark.parametrize("form", ["loader", "batches"])

@@ -12,15 +12,15 @@ from bigbatch.digest import save_state
 from bigbatch.errors import StateError
 from deepspeed_training import (
     BATCH,
-    apart,
     config_of,
-    decaying,
+    decaying_schedule,
     engine_of,
+    max_difference,
     micro_step,
     network,
     optimizer_of,
     quiet,
-    seen,
+    record_values,
     train_steps,
     weights_of,
 )
@@ -56,7 +56,9 @@ def continued(rank, ranks, folder, layout, dtype, own):
             batches = batches_of(rank, micro) if own else loader
         after = train_steps(engine, batches, AFTER)
         counted = engine.global_samples, engine.global_steps, engine.train_batch_size()
-        results.append((seen([*before, *after]), weights_of(engine), counted, engine.get_lr()))
+        results.append(
+            (record_values([*before, *after]), weights_of(engine), counted, engine.get_lr())
+        )
     return results
 
 
@@ -79,7 +81,7 @@ def by_adam(rank, ranks, layout, **more):
     """DeepSpeed's universal checkpoints hold what Adam remembers, and nothing else."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    given = {"model": model, "optimizer": optimizer, "lr_scheduler": decaying(optimizer)}
+    given = {"model": model, "optimizer": optimizer, "lr_scheduler": decaying_schedule(optimizer)}
     return engine_of(rank, ranks, layout, clip=0.25, more=more, **given)
 
 
@@ -89,7 +91,7 @@ def saved(rank, ranks, folder, layout):
     engine.save_checkpoint(folder, tag="saved")
     plan = engine.bigbatch.plan.batch_size
     after = train_steps(engine, loader, AFTER)
-    return seen(records), plan, seen(after), weights_of(engine)
+    return record_values(records), plan, record_values(after), weights_of(engine)
 
 
 def resumed(rank, ranks, folder, tag, layout, more):
@@ -98,7 +100,7 @@ def resumed(rank, ranks, folder, tag, layout, more):
         warnings.simplefilter("ignore")  # of random states
         engine.load_checkpoint(folder, tag=tag)
     begins = engine.bigbatch.samples, engine.train_batch_size(), scheduler.last_epoch
-    return begins, seen(train_steps(engine, loader, AFTER)), weights_of(engine)
+    return begins, record_values(train_steps(engine, loader, AFTER)), weights_of(engine)
 
 
 def convert(folder):
@@ -138,7 +140,7 @@ def test_on_other_ranks_the_run_continues(
         assert expected["batch_size"] == after["batch_size"]
         assert expected["samples"] == after["samples"]
         assert pytest.approx(expected["similarity"], abs=1e-5) == after["similarity"]
-        assert apart(weights, local) < 1e-5
+        assert max_difference(weights, local) < 1e-5
 
 
 # what is loaded, and what is not

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import bigbatch as bb
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import VRSGD, VarianceReduced
-from deepspeed_training import apart, config_of, data, quiet, weights_of
+from deepspeed_training import config_of, data, max_difference, quiet, weights_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:k = :UserWarning"),
@@ -105,9 +105,9 @@ def in_one_process(ranks, name, reached, weights):
     for step in range(STEPS):
         groups = [[micro_batch(rank, step, n) for rank in range(ranks)] for n in range(K)]
         weigh = WEIGHTS[weights] or (lambda rank, n, of=groups: len(of[n][rank][1]))
-        weighed = [[weigh(rank, number) for rank in range(ranks)] for number in range(K)]
-        total, loss = sum(map(sum, weighed)), 0.0
-        for number, (group, own) in enumerate(zip(groups, weighed, strict=True)):
+        weighted = [[weigh(rank, number) for rank in range(ranks)] for number in range(K)]
+        total, loss = sum(map(sum, weighted)), 0.0
+        for number, (group, own) in enumerate(zip(groups, weighted, strict=True)):
             if not sum(own):
                 continue
             with source.micro_batch(sum(own)):
@@ -132,7 +132,7 @@ def assert_as_in_one_process(answers, *how):
         assert [size for size, _ in records_of_one] == [size for size, _ in records]
         losses = [loss for _, loss in records]
         assert pytest.approx([loss for _, loss in records_of_one], abs=1e-5) == losses
-        assert apart(expected, weights) < 1e-6  # float32 against float64
+        assert max_difference(expected, weights) < 1e-6  # float32 against float64
 
 
 @pytest.mark.parametrize("reached", REACHED)
@@ -208,10 +208,10 @@ def test_a_rank_may_have_no_shard_of_any_layer(deepspeed_ranks, stage):
         (loss * weight / sum(weights.values())).backward()
     optimizer.step()
     for actual in deepspeed_ranks(3)(fewer_numbers_than_ranks, stage):
-        assert apart([p.detach() for p in model.parameters()], actual) < 1e-6
+        assert max_difference([p.detach() for p in model.parameters()], actual) < 1e-6
 
 
-def uncounted(rank, ranks):
+def warnings_of_assumed_samples(rank, ranks):
     engine = engine_of_a_pair(ranks, "0")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -223,7 +223,7 @@ def uncounted(rank, ranks):
     return [str(w.message) for w in said if "cannot be counted" in str(w.message)]
 
 
-def test_samples_that_cannot_be_counted_are_said_once_to_be_assumed(deepspeed_ranks):
-    (said,) = deepspeed_ranks(1)(uncounted)
+def test_samples_that_cannot_be_counted_are_assumed_with_one_warning(deepspeed_ranks):
+    (said,) = deepspeed_ranks(1)(warnings_of_assumed_samples)
     (message,) = said
-    assert f"taken to be the planned {MICRO}" in message
+    assert f"assumed to be the planned {MICRO}" in message

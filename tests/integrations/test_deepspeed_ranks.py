@@ -16,16 +16,16 @@ from deepspeed_training import (
     BATCH,
     CLIP,
     LAYOUTS,
-    apart,
-    by_itself,
     config_of,
     data,
     engine_of,
+    max_difference,
     micro_step,
     network,
     optimizer_of,
     quiet,
-    seen,
+    record_values,
+    train_in_one_process,
     train_steps,
     weights_of,
 )
@@ -45,25 +45,25 @@ NEAR = {"fp32": 1e-6, "bf16": 1e-2}
 
 
 @cache
-def reference(weighed=False):
-    return by_itself(STEPS, clip=CLIP, weighed=weighed)
+def reference(weighted=False):
+    return train_in_one_process(STEPS, clip=CLIP, weighted=weighted)
 
 
-def cell(rank, ranks, layout, dtype, weighed=False, how=None):
+def cell(rank, ranks, layout, dtype, weighted=False, how=None):
     engine, _, loader, _ = engine_of(rank, ranks, layout, dtype, clip=CLIP, **(how or {}))
-    records = train_steps(engine, loader, STEPS, weighed=weighed)
+    records = train_steps(engine, loader, STEPS, weighted=weighted)
     counted = engine.global_samples, engine.global_steps
-    return seen(records), weights_of(engine), counted
+    return record_values(records), weights_of(engine), counted
 
 
-def assert_as_by_itself(answers, dtype, weighed=False):
-    expected, weights = reference(weighed)
+def assert_as_in_one_process(answers, dtype, weighted=False):
+    expected, weights = reference(weighted)
     for actual, local, counted in answers:
         assert expected["batch_size"] == actual["batch_size"]
         assert expected["lr"] == actual["lr"]
         assert pytest.approx(expected["similarity"], abs=SIMILAR[dtype]) == actual["similarity"]
         assert pytest.approx(expected["loss"], abs=NEAR[dtype]) == actual["loss"]
-        assert NEAR[dtype] > apart(weights, local)
+        assert NEAR[dtype] > max_difference(weights, local)
         assert (sum(expected["batch_size"]), STEPS) == counted
 
 
@@ -71,7 +71,7 @@ def assert_as_by_itself(answers, dtype, weighed=False):
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize(("layout", "dtype"), CELLS)
 def test_a_cell_of_the_table(deepspeed_ranks, layout, dtype, count):
-    assert_as_by_itself(deepspeed_ranks(count)(cell, layout, dtype), dtype)
+    assert_as_in_one_process(deepspeed_ranks(count)(cell, layout, dtype), dtype)
 
 
 def test_the_page_has_every_cell():
@@ -87,7 +87,7 @@ def test_the_page_has_every_cell():
 def test_the_table_is_of_batches_that_grow_shrink_and_are_clipped():
     sizes = reference()[0]["batch_size"]
     assert {True, False} == {b > a for a, b in pairwise(sizes)}
-    assert apart(reference()[1], by_itself(STEPS)[1]) > 1e-3
+    assert max_difference(reference()[1], train_in_one_process(STEPS)[1]) > 1e-3
     assert reference()[0]["epoch"][-1] > 0
 
 
@@ -122,19 +122,19 @@ def test_autocast_to_bfloat16_is_as_close_as_bfloat16(deepspeed_ranks):
     pool = deepspeed_ranks(2)
     for layout in ("0", "2", "3"):
         answers = pool(cell, layout, "fp32", False, {"more": AUTOCAST})
-        assert_as_by_itself(answers, "bf16")
+        assert_as_in_one_process(answers, "bf16")
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_zero_change_nothing(deepspeed_ranks, option):
     layout, how = OPTIONS[option]
-    assert_as_by_itself(deepspeed_ranks(2)(cell, layout, "fp32", False, how), "fp32")
+    assert_as_in_one_process(deepspeed_ranks(2)(cell, layout, "fp32", False, how), "fp32")
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [cell for cell in CELLS if cell[1] == "fp32"])
 def test_losses_that_are_means_over_tokens_weigh_by_them(deepspeed_ranks, layout, dtype):
     """The weights of a step are known at its end, where the gradient is scaled in its place."""
-    assert_as_by_itself(deepspeed_ranks(2)(cell, layout, dtype, True), dtype, True)
+    assert_as_in_one_process(deepspeed_ranks(2)(cell, layout, dtype, True), dtype, True)
 
 
 # faults
@@ -162,8 +162,8 @@ def poisoned(rank, ranks, layout, dtype):
     }
     after = train_steps(engine, micro_batches, 2)
     finite = all(bool(w.isfinite().all()) for w in weights_of(engine))
-    moved = apart(weights, weights_of(engine)) > 0
-    return found, seen([*before, skipped, *after]), finite and moved
+    moved = max_difference(weights, weights_of(engine)) > 0
+    return found, record_values([*before, skipped, *after]), finite and moved
 
 
 @pytest.mark.parametrize(("layout", "dtype"), CELLS)

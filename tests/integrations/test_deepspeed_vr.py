@@ -11,7 +11,7 @@ import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
-from deepspeed_training import apart, config_of, data, loss_of, network, quiet, weights_of
+from deepspeed_training import config_of, data, loss_of, max_difference, network, quiet, weights_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:k = :UserWarning"),
@@ -156,7 +156,7 @@ def test_a_rule_is_that_of_one_process(deepspeed_ranks, name, stage, count):
     plain = {"gamma": 1.0}
     assert error(name, answers, **plain) > 1e-2  # r is seen
     for _, weights in answers[1:]:
-        assert apart(answers[0][1], weights) == 0
+        assert max_difference(answers[0][1], weights) == 0
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
@@ -257,7 +257,7 @@ def interrupted(rank, ranks, stage, folder):
 @pytest.mark.parametrize("stage", STAGES)
 def test_p_is_saved_and_continues(deepspeed_ranks, stage, tmp_path):
     for expected, actual in deepspeed_ranks(2)(interrupted, stage, str(tmp_path)):
-        assert apart(expected, actual) == 0
+        assert max_difference(expected, actual) == 0
 
 
 # what is refused

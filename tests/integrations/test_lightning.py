@@ -300,7 +300,7 @@ def test_a_batch_without_a_loss_is_refused(missing):
         def training_step(self, batch, number):
             return None if number == missing else super().training_step(batch, number)
 
-    with pytest.raises(LoopError, match="training_step gave no loss"):
+    with pytest.raises(LoopError, match="training_step returned no loss"):
         fit(adaptive(bb.Fixed(16), min_micro_batches=2), loader(64), Silent())
 
 

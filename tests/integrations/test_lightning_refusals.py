@@ -100,11 +100,11 @@ def test_fsdp1_is_refused_by_name():
         require_strategy(FSDPStrategy())
 
 
-def test_a_strategy_that_nobody_has_tried_is_refused():
+def test_an_untested_strategy_is_refused():
     class Mine:
         pass
 
-    with pytest.raises(SettingError, match="Mine is not known; use one device, DDPStrategy"):
+    with pytest.raises(SettingError, match="Mine is not supported; use one device, DDPStrategy"):
         require_strategy(Mine())
 
 
@@ -117,7 +117,7 @@ def test_a_plateau_scheduler_of_steps_is_refused():
 
 def test_a_scheduler_of_every_other_step_is_refused():
     refused(
-        r"LambdaLR has frequency=2, in steps.*base_batch=",
+        r"LambdaLR has frequency=2 steps.*base_batch=",
         stepped(lambda optimizer: LambdaLR(optimizer, lambda _: 1.0), frequency=2),
     )
 
@@ -161,11 +161,11 @@ def test_clipping_of_ones_own_is_refused_under_variance_reduction():
     fit(adaptive(bb.Fixed(16)), loader(64), Own())  # and continues with any other optimizer
 
 
-def test_a_loader_that_does_not_say_its_batch_size_is_refused():
+def test_a_loader_without_a_batch_size_is_refused():
     ready = [(torch.zeros(4, 5).double(), torch.zeros(4).long())] * 8
     batches = DataLoader(ready, batch_size=None)
 
-    with pytest.raises(SettingError, match=r"DataLoader does not say its batch_size.*micro_batch="):
+    with pytest.raises(SettingError, match=r"DataLoader has no batch_size;.*micro_batch="):
         fit(adaptive(bb.Fixed(16)), batches)
     assert 2 == len(fit(adaptive(bb.Fixed(16), micro_batch=4), batches).records)
 

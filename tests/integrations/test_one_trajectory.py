@@ -16,14 +16,14 @@ from deepspeed_training import (
     MICRO,
     TARGET,
     batches_of,
-    by_itself,
-    decaying,
+    decaying_schedule,
     endless,
     engine_of,
     loss_of,
     network,
     optimizer_of,
-    seen,
+    record_values,
+    train_in_one_process,
     train_steps,
 )
 
@@ -52,7 +52,7 @@ def wrapped(engine):
 def trained(rank, ranks, engine):
     if engine.startswith("DeepSpeed"):
         adaptive, _, loader, _ = engine_of(rank, ranks, engine[-1])
-        return seen(train_steps(adaptive, loader, STEPS))
+        return record_values(train_steps(adaptive, loader, STEPS))
     model = wrapped(engine)
     optimizer = optimizer_of(model)
     train = bb.AdaptiveBatch(
@@ -62,19 +62,19 @@ def trained(rank, ranks, engine):
         policy=bb.SimiGrad(TARGET, min_batch=LOWEST, max_batch=HIGHEST),
         batch_size=BATCH,
         micro_batch=MICRO,
-        scheduler=decaying(optimizer),
+        scheduler=decaying_schedule(optimizer),
     )
     records = []
     for step in islice(endless(train), STEPS):
         for x, y in step:
             step.backward(loss_of(model(x), y))
         records.append(step.update())
-    return seen(records)
+    return record_values(records)
 
 
 @cache
 def in_one_process():
-    records, _ = by_itself(STEPS)
+    records, _ = train_in_one_process(STEPS)
     return records
 
 

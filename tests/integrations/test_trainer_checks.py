@@ -28,7 +28,7 @@ def build(folder, args=None, **others):
     [
         ({"gradient_accumulation_steps": 4}, "leave it at 1"),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
-        ({"ignore_data_skip": True}, "the samples that are left"),
+        ({"ignore_data_skip": True}, "the remaining samples"),
         ({"optim": "lomo"}, "adamw_torch"),
         ({"optim": "galore_adamw_layerwise"}, "adamw_torch"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "linear"),

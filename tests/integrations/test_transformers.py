@@ -217,10 +217,10 @@ def test_every_label_weighs_the_same_however_the_batch_is_cut(tmp_path, micro_ba
         micro_batch=micro_batch,
         max_steps=1,
         max_grad_norm=0.0,
-        callbacks=[kept := Gradients()],
+        callbacks=[watch := Gradients()],
     )
     trainer.train()
-    assert_equal(expected, kept.found, rtol=0, atol=1e-10)
+    assert_equal(expected, watch.gradients, rtol=0, atol=1e-10)
 
 
 def test_micro_batches_of_unequal_length_are_not_glued(tmp_path):
@@ -256,10 +256,10 @@ def test_a_micro_batch_without_labels_adds_nothing(tmp_path):
         max_steps=1,
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
-        callbacks=[kept := Gradients()],
+        callbacks=[watch := Gradients()],
     )
     trainer.train()
-    assert_equal([p.grad for p in model.parameters()], kept.found, rtol=0, atol=1e-10)
+    assert_equal([p.grad for p in model.parameters()], watch.gradients, rtol=0, atol=1e-10)
 
 
 class Plain(nn.Module):
@@ -288,10 +288,10 @@ def test_a_loss_of_ones_own_model_is_a_mean_over_samples(tmp_path):
         micro_batch=6,
         max_steps=1,
         max_grad_norm=0.0,
-        callbacks=[kept := Gradients()],
+        callbacks=[watch := Gradients()],
     )
     trainer.train()
-    assert_equal([p.grad for p in model.parameters()], kept.found, rtol=0, atol=1e-10)
+    assert_equal([p.grad for p in model.parameters()], watch.gradients, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("divides", [True, False])
@@ -314,10 +314,10 @@ def test_a_loss_function_may_be_a_mean_or_a_sum_over_the_given_items(tmp_path, d
         max_steps=1,
         max_grad_norm=0.0,
         compute_loss_func=loss,
-        callbacks=[kept := Gradients()],
+        callbacks=[watch := Gradients()],
     )
     trainer.train()
-    assert_equal([p.grad for p in model.parameters()], kept.found, rtol=0, atol=1e-10)
+    assert_equal([p.grad for p in model.parameters()], watch.gradients, rtol=0, atol=1e-10)
 
 
 # everything else stays the Trainer's
@@ -494,11 +494,11 @@ def test_a_subclass_of_the_trainer_gets_micro_batches(tmp_path):
         pass
 
     settings = vars(arguments(tmp_path, max_steps=1))
-    kept = [
+    names = [
         "num_train_epochs", "per_device_train_batch_size", "logging_steps", "report_to",
         "max_steps", "output_dir", "use_cpu", "disable_tqdm", "save_strategy",
     ]  # fmt: skip
-    args = Seq2SeqTrainingArguments(**{name: settings[name] for name in kept})
+    args = Seq2SeqTrainingArguments(**{name: settings[name] for name in names})
     doubled = Adaptive(model=gpt(), args=args, train_dataset=texts(), policy=bb.Fixed(16))
     doubled.train()
     single = adaptive(tmp_path, bb.Fixed(16), max_steps=1)

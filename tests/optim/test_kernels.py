@@ -20,7 +20,7 @@ from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 ROOT = Path(__file__).parents[2]
 TRAINS = """
 import torch
-from bigbatch.bench.optimizer_cost import path
+from bigbatch.bench.optimizer_cost import implementation
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import LARS, VRLAMB
 torch.manual_seed(0)
@@ -33,7 +33,7 @@ try:
     LARS(model.parameters(), fused=True)
 except SettingError as error:
     print(error)
-print(path())
+print(implementation())
 print(model.weight.tolist())
 """
 
@@ -100,10 +100,10 @@ def test_the_bench_refuses_a_list_that_it_does_not_have(bigbatch):
 
 def test_a_rows_ratios_are_time_times_speed_over_bytes():
     one = optimizer_cost.Contestant("x", 20, list, times=[2.0, 4.0, 6.0])
-    cost = optimizer_cost.StepCost(
-        "list", one, 100, base=[1.0] * 3, in_place=[1e3] * 3, copy=[5e2] * 3
+    row = optimizer_cost.step_row(
+        "list", one, 100, base_times=[1.0] * 3, in_place_speeds=[1e3] * 3, copy_speeds=[5e2] * 3
     )
-    assert (
+    assert [
         "list",
         "x",
         "4000.00",
@@ -112,7 +112,7 @@ def test_a_rows_ratios_are_time_times_speed_over_bytes():
         "2.00 [1.00, 3.00]",
         "1.00 [0.50, 1.50]",
         "4.00 [2.00, 6.00]",
-    ) == cost.row()
+    ] == [*row.values()]
 
 
 WARNS = """

@@ -18,12 +18,12 @@ from bigbatch.experiments.study import settings_in
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
 from bigbatch.policies.policy import Fixed
 from bigbatch.runs.console import LiveView
-from bigbatch.runs.metrics import history_of, seeds_of, table_of
+from bigbatch.runs.metrics import history_of, measured_rows, seeds_of, table_of
 from bigbatch.runs.replay import replay, table_of_replay
 from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.sweep_console import Followed
-from bigbatch.runs.sweep_results import as_csv, as_json, read_swept
+from bigbatch.runs.sweep_console import RunFollower
+from bigbatch.runs.sweep_results import as_csv, as_json, read_sweep_results
 from log_rows import row
 from property_tests import property_test
 
@@ -92,8 +92,8 @@ def read_all(run):
     """Everything that is shown of a run."""
     history = history_of(RunDirectory.open(run.path))
     LiveView(Console(file=io.StringIO())).table(table_of([history]), seeds_of([history]))
-    assert isinstance(Followed(run).progress(), str)
-    if history.measured:
+    assert isinstance(RunFollower(run).progress(), str)
+    if measured_rows(history.rows):
         table_of_replay(replay(history, {"fixed": Fixed(64)}))
     return history
 
@@ -102,7 +102,7 @@ def a_log_with_another_value(tmp_path_factory, rows, path):
     run = run_with(tmp_path_factory.mktemp("fuzz") / "run", ())
     write_log(run, rows)
     history, said = or_said(lambda: read_all(run))
-    assert Followed(run).ended()
+    assert RunFollower(run).outcome()
     if history is None:
         assert str(run.metrics) in said
         assert f"line {path[0] + 1}" in said or f"line {path[0] + 2}" in said
@@ -112,15 +112,15 @@ def a_log_with_another_value(tmp_path_factory, rows, path):
 
 @given(damaged(ROWS))
 @property_test(150, **FUZZED)
-def test_a_log_with_another_value_is_read_as_it_stands_or_refused(tmp_path_factory, found):
-    a_log_with_another_value(tmp_path_factory, *found)
+def test_a_log_with_another_value_is_read_as_it_stands_or_refused(tmp_path_factory, damage):
+    a_log_with_another_value(tmp_path_factory, *damage)
 
 
 @pytest.mark.release
 @given(damaged(ROWS))
 @property_test(2_000, **FUZZED)
-def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, found):
-    a_log_with_another_value(tmp_path_factory, *found)
+def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, damage):
+    a_log_with_another_value(tmp_path_factory, *damage)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +183,15 @@ def a_config_with_another_value(tmp_path_factory, config):
 
 @given(damaged(CONFIG))
 @property_test(150, **FUZZED)
-def test_a_config_with_another_value_is_read_as_it_stands_or_refused(tmp_path_factory, found):
-    a_config_with_another_value(tmp_path_factory, found[0])
+def test_a_config_with_another_value_is_read_as_it_stands_or_refused(tmp_path_factory, damage):
+    a_config_with_another_value(tmp_path_factory, damage[0])
 
 
 @pytest.mark.release
 @given(damaged(CONFIG))
 @property_test(2_000, **FUZZED)
-def test_many_configs_with_another_value_are_read_or_refused(tmp_path_factory, found):
-    a_config_with_another_value(tmp_path_factory, found[0])
+def test_many_configs_with_another_value_are_read_or_refused(tmp_path_factory, damage):
+    a_config_with_another_value(tmp_path_factory, damage[0])
 
 
 @pytest.mark.parametrize(
@@ -261,8 +261,8 @@ def test_a_training_that_continues_over_a_damaged_row_ends_with_one_line(bigbatc
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     place = tmp_path_factory.mktemp("sweeps") / "sweep"
-    found = sweep_of(DIGITS, SETTINGS, ["lr=0.1,0.2"], ["lr"])
-    start_sweep(DIGITS, place, points_of(DIGITS, found, SETTINGS), ("lr",), 1)
+    grids = sweep_of(DIGITS, SETTINGS, ["lr=0.1,0.2"], ["lr"])
+    start_sweep(DIGITS, place, points_of(DIGITS, grids, SETTINGS), ("lr",), 1)
     for name, settings in read_trainings(place).items():
         run_with(place / name, settings=settings)
     return place, yaml.safe_load((place / "study.yaml").read_text())
@@ -280,13 +280,13 @@ def test_a_sweep_with_another_value_is_read_or_refused(sweep, data):
 
 def read_sweep_whole(place):
     """Everything that is shown of a sweep, or begun in it."""
-    found = read_swept(place)
-    if found is not None:
-        texts = found.table(), found.title, as_csv(found), json.dumps(as_json(found))
+    results = read_sweep_results(place)
+    if results is not None:
+        texts = results.table(), results.title, as_csv(results), json.dumps(as_json(results))
         assert all(texts)
     for name, settings in read_trainings(place).items():
         settings_in(place / name, settings)
-    return found or read_trainings(place)
+    return results or read_trainings(place)
 
 
 @pytest.mark.parametrize("name", ["..", "", "a/b", 7])

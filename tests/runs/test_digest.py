@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(run):
 @pytest.mark.parametrize("what", ["damaged", "gone"])
 def test_a_text_that_a_run_needs_is_not_read_where_it_is_another(run, what):
     """Another vocabulary would make other numbers of the same text."""
-    run.keep({"vocab.txt": "the\nof\n"})
+    run.save_texts({"vocab.txt": "the\nof\n"})
     run.save_checkpoint({"model": {}})
     assert {} == run.load_weights()
     if what == "gone":

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from bigbatch.errors import RunError
-from bigbatch.runs.atomic_files import made_whole, require_ours
+from bigbatch.runs.atomic_files import create_directory_atomically, require_own_file
 from bigbatch.runs.curves import write_figure
 from bigbatch.runs.run_directory import RunDirectory
 from log_rows import row
@@ -17,9 +17,9 @@ SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
 def fill(place, pipe):
-    with made_whole(place) as making:
-        (making / "half").touch()
-        pipe.send(making)
+    with create_directory_atomically(place) as directory:
+        (directory / "half").touch()
+        pipe.send(directory)
         pipe.recv()
 
 
@@ -38,7 +38,7 @@ def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(
     killed.kill()
     killed.join()
     assert left.exists()
-    with made_whole(tmp_path / "third"):
+    with create_directory_atomically(tmp_path / "third"):
         pass
     assert (False, True) == (left.exists(), filled.exists())
     pipe.send("end")
@@ -103,15 +103,15 @@ def test_a_figure_of_somebody_else_is_not_taken_for_ours(tmp_path):
     theirs = tmp_path / "plot.png"
     Figure().savefig(theirs)
     with pytest.raises(RunError, match="was not written by bigbatch"):
-        require_ours(theirs)
+        require_own_file(theirs)
     write_figure(Figure(), tmp_path / "ours.png")
-    require_ours(tmp_path / "ours.png")
+    require_own_file(tmp_path / "ours.png")
     assert "bigbatch" == Image.open(tmp_path / "ours.png").text["Software"]
 
 
 def test_a_folder_is_no_place_for_a_file(tmp_path):
-    with pytest.raises(RunError, match="is no file"):
-        require_ours(tmp_path)
+    with pytest.raises(RunError, match="is not a file"):
+        require_own_file(tmp_path)
 
 
 @pytest.mark.thorough
@@ -140,4 +140,4 @@ def test_without_a_place_the_report_of_a_run_is_replaced_whoever_wrote_it(bigbat
     page = run.path / "report.html"
     page.write_text("<html>")
     assert 0 == bigbatch("report", run.path)[0]
-    require_ours(page)
+    require_own_file(page)

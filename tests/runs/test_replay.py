@@ -50,7 +50,7 @@ def logged(tmp_path):
 
 
 def only(history, policy, **options):
-    return replay(history, {"it": policy}, **options).others[0]
+    return replay(history, {"it": policy}, **options).replayed[0]
 
 
 # signal and noise as functions of samples
@@ -92,7 +92,7 @@ def test_a_run_in_which_nothing_was_measured_cannot_be_replayed(logged):
 
 def test_a_policy_walks_over_all_samples_with_its_own_batches(logged):
     walk = only(logged(log([100] * 10)), Fixed(300))
-    assert [300, 300, 300, 100] == walk.batches
+    assert [300, 300, 300, 100] == walk.batch_sizes
     assert [300, 600, 900, 1000] == walk.ends
 
 
@@ -109,41 +109,43 @@ def test_a_policy_sees_the_logs_noise_with_its_own_batch(logged):
         step = GradientStatistics(1.0, 1000 * early + 4000 * (1 - early), expected[-1], 4)
         done += expected[-1]
         controller.next(step)
-    assert expected == walk.batches
+    assert expected == walk.batch_sizes
     rest = 2 * 0.3 / 0.7
-    by = dict(zip(walk.ends, walk.batches, strict=True))
+    by = dict(zip(walk.ends, walk.batch_sizes, strict=True))
     middle = [batch for end, batch in by.items() if 10_000 < end < 20_000]
     assert pytest.approx(1000 * rest, rel=0.12) == sum(middle) / len(middle)
 
 
 def test_a_walk_starts_where_the_policy_does_else_where_the_run_did(logged):
     history = logged(log([100] * 10))
-    assert 32 == only(history, Schedule("32, x2 every 200 samples")).batches[0]
-    assert 100 == only(history, SimiGrad(0.3)).batches[0]
-    assert 120 == only(history, SimiGrad(0.3, min_batch=120)).batches[0]
+    assert 32 == only(history, Schedule("32, x2 every 200 samples")).batch_sizes[0]
+    assert 100 == only(history, SimiGrad(0.3)).batch_sizes[0]
+    assert 120 == only(history, SimiGrad(0.3, min_batch=120)).batch_sizes[0]
 
 
 def test_schedules_count_the_logs_epochs_and_their_own_steps(logged):
     history = logged(log([100] * 12, epoch=400))  # rows 4, 8, 12 end an epoch
-    by_epoch = only(history, Schedule("100, 50 from 1 epoch, 200 from 2 epochs")).batches
+    by_epoch = only(history, Schedule("100, 50 from 1 epoch, 200 from 2 epochs")).batch_sizes
     # the first step of an epoch decides in it
     assert [100] * 5 + [50] * 7 + [200, 150] == by_epoch
-    assert [100, 100, 100] + [300] * 3 == only(history, Schedule("100, 300 from 3 steps")).batches
+    assert [100, 100, 100] + [300] * 3 == only(
+        history, Schedule("100, 300 from 3 steps")
+    ).batch_sizes
 
 
 def test_no_batch_exceeds_an_epoch(logged):
-    assert 400 == max(only(logged(log([100] * 12, epoch=400)), Fixed(10**6)).batches)
+    assert 400 == max(only(logged(log([100] * 12, epoch=400)), Fixed(10**6)).batch_sizes)
 
 
 def test_a_controllers_options_are_every_policys(logged):
     history = logged(log([100] * 100))
-    found = replay(
+    result = replay(
         history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warmup="500 samples", max_change=1.5
     )
-    for walk in found.others:
-        assert [100] * 5 == walk.batches[:5]
-        assert walk.batches[5] > 100
-        assert max(walk.batches[5:7]) <= 150 * 1.5
+    for walk in result.replayed:
+        assert [100] * 5 == walk.batch_sizes[:5]
+        assert walk.batch_sizes[5] > 100
+        assert max(walk.batch_sizes[5:7]) <= 150 * 1.5
     with pytest.raises(SettingError, match="decide_every=0"):
         only(history, Fixed(8), decide_every=0)
 
@@ -154,14 +156,14 @@ def test_a_controllers_options_are_every_policys(logged):
 def test_the_time_of_a_step_is_fitted_to_the_log():
     time = StepTime.fit(log([10, 200, 30, 400, 50]))
     assert pytest.approx((0.01, 0.001)) == (time.fixed, time.per_sample)
-    assert pytest.approx(2 * 0.01 + 0.001 * 300) == time.of([100, 200])
+    assert pytest.approx(2 * 0.01 + 0.001 * 300) == time.seconds([100, 200])
 
 
-@pytest.mark.parametrize(("scatter", "distinguished"), [(9, False), (11, True)])
-def test_batch_sizes_are_distinguished_where_they_scatter_by_a_tenth(scatter, distinguished):
+@pytest.mark.parametrize(("scatter", "sizes_vary"), [(9, False), (11, True)])
+def test_batch_sizes_vary_where_they_scatter_by_a_tenth(scatter, sizes_vary):
     time = StepTime.fit(log([100, 100 - scatter, 100 + scatter]))
-    assert distinguished == time.distinguished
-    assert distinguished == (time.fixed > 0)
+    assert sizes_vary == time.sizes_vary
+    assert sizes_vary == (time.fixed > 0)
 
 
 def test_one_batch_size_is_all_time_per_sample():
@@ -202,30 +204,30 @@ def test_a_log_of_one_step_has_its_time_too():
 @pytest.mark.parametrize("batch", [10, 100, 1000])
 def test_progress_is_mccandlishs(logged, batch):
     history = logged(log([100] * 100))  # B_simple is 1,000 throughout
-    found = replay(history, {"it": Fixed(batch)})
+    result = replay(history, {"it": Fixed(batch)})
     steps = 10_000 / batch
-    assert pytest.approx(steps / (1 + 1000 / batch)) == found.others[0].progress(found.trace)
+    assert pytest.approx(steps / (1 + 1000 / batch)) == result.replayed[0].progress(result.trace)
     # samples to equal progress grow as 1 + B / B_simple, steps as 1 + B_simple / B
-    share = found.itself.progress(found.trace) / found.others[0].progress(found.trace)
+    share = result.logged.progress(result.trace) / result.replayed[0].progress(result.trace)
     assert pytest.approx((1 + batch / 1000) / (1 + 100 / 1000)) == share
     assert pytest.approx(100 * (1 + 1000 / batch) / (1 + 1000 / 100)) == share * steps
 
 
 def test_a_steps_progress_is_by_the_noise_of_where_it_lies(logged):
     history = logged(log([100] * 100, lambda samples: (1.0, 1000.0 if samples < 5000 else 4000.0)))
-    found = replay(history, {"it": Fixed(200), "across": Fixed(600)})
-    it, across = found.others
-    assert pytest.approx(50 / 11 + 50 / 41) == found.itself.progress(found.trace)
-    assert pytest.approx(25 / 6 + 25 / 21) == it.progress(found.trace)
+    result = replay(history, {"it": Fixed(200), "across": Fixed(600)})
+    it, across = result.replayed
+    assert pytest.approx(50 / 11 + 50 / 41) == result.logged.progress(result.trace)
+    assert pytest.approx(25 / 6 + 25 / 21) == it.progress(result.trace)
     # the ninth step's middle is sample 5,100; the last step has 400
-    assert pytest.approx(8 * 3 / 8 + 8 * 3 / 23 + 1 / 11) == across.progress(found.trace)
+    assert pytest.approx(8 * 3 / 8 + 8 * 3 / 23 + 1 / 11) == across.progress(result.trace)
 
 
 def test_without_any_signal_there_is_no_progress_and_none_to_equal(bigbatch, logged):
     history = logged(log([100] * 10, lambda _: (-1.0, 1000.0)))
-    found = replay(history, {"it": Fixed(50)})
-    assert 0 == found.itself.progress(found.trace)
-    assert 0 == found.others[0].progress(found.trace)
+    result = replay(history, {"it": Fixed(50)})
+    assert 0 == result.logged.progress(result.trace)
+    assert 0 == result.replayed[0].progress(result.trace)
     _, out, _ = bigbatch("replay", history.path, "--policy", "fixed:50")
     cells = next(line for line in out.splitlines() if "fixed:50" in line).split()
     assert ["0.0", "-", "-"] == cells[-3:]
@@ -235,8 +237,8 @@ def test_progress_uses_averages_since_one_step_is_often_without_signal(logged):
     def noise(samples):
         return (9.0 if samples % 200 else -7.0), 1000.0  # 1 on average
 
-    found = replay(logged(log([100] * 800, noise)), {"it": Fixed(100)})
-    assert pytest.approx(800 / 11) == found.others[0].progress(found.trace)
+    result = replay(logged(log([100] * 800, noise)), {"it": Fixed(100)})
+    assert pytest.approx(800 / 11) == result.replayed[0].progress(result.trace)
 
 
 # names
@@ -313,24 +315,24 @@ def test_the_command_shows_every_policy_in_one_table(bigbatch, run):
 def test_a_log_with_nearly_one_batch_size_says_what_its_time_is_worth(bigbatch, logged, batches):
     history = logged(log(batches), "even")
     _, out, _ = bigbatch("replay", history.path, *POLICIES)
-    assert "nearly one: all time counts as per sample" in " ".join(out.split())
+    assert "nearly equal: all time counts as per sample" in " ".join(out.split())
 
 
 def test_skipped_steps_are_no_part_of_a_replay(logged):
     rows = log([100] * 10)
     for row in rows[1::2]:
         row |= {"skipped": True, "grad_sqnorm": None, "grad_variance": None}
-    found = replay(logged(rows), {"same": Fixed(100)})
-    assert [100] * 5 == found.itself.batches == found.others[0].batches
-    assert found.itself.progress(found.trace) == found.others[0].progress(found.trace)
+    result = replay(logged(rows), {"same": Fixed(100)})
+    assert [100] * 5 == result.logged.batch_sizes == result.replayed[0].batch_sizes
+    assert result.logged.progress(result.trace) == result.replayed[0].progress(result.trace)
 
 
 def test_steps_without_a_gradient_make_no_progress(logged):
     alive = replay(logged(log([100] * 90), "alive"), {})
     dead = log([100] * 100, lambda samples: (1.0, 1000.0) if samples < 9000 else (0.0, 0.0))
-    found = replay(logged(dead, "dead"), {})
-    progress = found.itself.progress(found.trace)
-    assert pytest.approx(alive.itself.progress(alive.trace), rel=0.03) == progress
+    result = replay(logged(dead, "dead"), {})
+    progress = result.logged.progress(result.trace)
+    assert pytest.approx(alive.logged.progress(alive.trace), rel=0.03) == progress
 
 
 def test_names_with_brackets_are_shown_as_they_are(bigbatch, logged):
@@ -372,9 +374,9 @@ def test_the_controllers_options_are_the_commands(bigbatch, logged, options):
     status, out, err = bigbatch("replay", history.path, "--policy", "simigrad:0.3", *given)
     assert (0, "") == (status, err)
     steps = next(line for line in out.splitlines() if "simigrad:0.3" in line).split()[1]
-    expected = len(only(history, SimiGrad(0.3), **options).batches)
+    expected = len(only(history, SimiGrad(0.3), **options).batch_sizes)
     assert expected == int(steps)
-    assert expected != len(only(history, SimiGrad(0.3), **dict(others)).batches)
+    assert expected != len(only(history, SimiGrad(0.3), **dict(others)).batch_sizes)
 
 
 def test_what_takes_effect_badly_is_a_note(bigbatch, run):
@@ -413,7 +415,7 @@ def test_a_run_that_is_none_is_one_line(bigbatch, tmp_path):
 def test_no_walk_takes_fewer_samples_than_a_step_can_be_cut_into(logged):
     history = logged(log([100] * 20))
     least = history.rows[0]["micro_batches"]
-    assert {least} == {*only(history, Fixed(1)).batches}
+    assert {least} == {*only(history, Fixed(1)).batch_sizes}
 
 
 def test_a_run_in_which_nothing_is_measured_yet_is_left_out_among_others(bigbatch, logged, run):

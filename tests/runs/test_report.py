@@ -79,7 +79,7 @@ def test_the_table_has_the_median_where_every_run_asks_for_it(tmp_path):
 def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text, reach):
     summary = SeedSummary(by_median=by_median)
     assert text == summary.text(values, 2)
-    assert reach == pytest.approx(summary.reach(values))
+    assert reach == pytest.approx(summary.error_bars(values))
 
 
 @pytest.mark.parametrize("score", ["AUC", "masked tokens right, % (held out of wikipedia-2)"])
@@ -258,13 +258,13 @@ def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
     write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
     page = out.read_text()
     assert 1 == page.count('class="map"')
-    texts = ("How far each layer is let go", "0.weight", "9.bias", "mean r", "share of weights")
+    texts = ("GSNR scaling of each layer", "0.weight", "9.bias", "mean r", "share of weights")
     for text in texts:
         assert text in page
 
 
 def test_a_run_that_tells_nothing_of_r_has_no_heat_map(page):
-    assert "How far each layer is let go" not in page
+    assert "GSNR scaling of each layer" not in page
 
 
 def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):

@@ -12,7 +12,12 @@ import torch
 from bigbatch.errors import RunError
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.study import start_study
-from bigbatch.runs.atomic_files import made_whole, release, reserve, write_atomically
+from bigbatch.runs.atomic_files import (
+    create_directory_atomically,
+    release,
+    reserve,
+    write_atomically,
+)
 from bigbatch.runs.run_directory import RunDirectory, find_runs
 from bigbatch.runs.tensorboard import TensorBoardLog
 
@@ -132,7 +137,7 @@ def test_rows_that_a_full_disk_refused_are_written_in_order_as_soon_as_there_is_
     run.metrics.unlink()
     run.append({"step": 3})
     assert [{"step": 1}, {"step": 2}, {"step": 3}] == run.rows()
-    run.require_whole()
+    run.require_all_written()
 
 
 @needs_full
@@ -166,15 +171,15 @@ def lose(run, what):
 @needs_full
 @pytest.mark.parametrize("lost", ["metrics", "checkpoint", "events"])
 def test_what_is_lost_at_the_end_is_an_error_and_what_was_saved_after_all_is_none(run, lost):
-    run.require_whole()
+    run.require_all_written()
     with pytest.warns(UserWarning, match="written"):
         lose(run, lost)
     with pytest.raises(RunError, match=f"trained to its end, but not all of its {lost} could be"):
-        run.require_whole()
+        run.require_all_written()
     run.metrics.unlink(missing_ok=True)
     run.save_checkpoint({})
     if lost != "events":
-        run.require_whole()
+        run.require_all_written()
 
 
 @pytest.mark.parametrize("lost", ["events", pytest.param("checkpoint", marks=pytest.mark.thorough)])
@@ -202,7 +207,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
     hold = (
         "import sys; from pathlib import Path\n"
         "from bigbatch.runs.run_directory import RunDirectory\n"
-        "with RunDirectory.open(Path(sys.argv[1])).locked():\n"
+        "with RunDirectory.open(Path(sys.argv[1])).lock():\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
     holder = subprocess.Popen(
@@ -212,11 +217,11 @@ def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
         text=True,
     )
     assert "held\n" == holder.stdout.readline()
-    with pytest.raises(RunError, match="in use by another process"), run.locked():
+    with pytest.raises(RunError, match="in use by another process"), run.lock():
         pass
     holder.kill()
     holder.communicate()
-    with run.locked():
+    with run.lock():
         pass
 
 
@@ -235,9 +240,9 @@ def test_an_empty_directory_is_a_free_place(tmp_path):
 
 
 def made_while_another_is(path):
-    with made_whole(path) as late:
+    with create_directory_atomically(path) as late:
         (late / "late").touch()
-        with made_whole(path) as early:
+        with create_directory_atomically(path) as early:
             (early / "early").touch()
 
 

@@ -1,4 +1,4 @@
-"""What other ways of measuring send: small re-creations, written from their descriptions."""
+"""Small re-creations of SimiGrad's and VRGD's communication, written from their descriptions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,17 @@ _c10d: Any = dist
 
 
 def simigrad(model: DistributedDataParallel) -> Callable[[], None]:
-    """The original's collectives after a backward that reduced nothing; even numbers of ranks.
+    """The original's collectives, to be called after a backward without reduction.
 
-    Each half of the ranks, by parity, averages its gradients; rank 1 sends its half's to rank 0,
-    which takes the cosine and tells everybody; then all ranks average.
+    The number of ranks must be even. Each half of the ranks, by parity, averages its gradients;
+    rank 1 sends its half's mean to rank 0, which broadcasts the cosine; then all ranks average.
 
     Source:
         Qin et al., NeurIPS 2021, and the authors' code: `backward` at its accumulation boundary.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     halves: list[Any] = [dist.new_group(list(range(parity, ranks, 2))) for parity in (0, 1)]
-    # on every rank as many groups: torch numbers some by how many there are on a rank
+    # every rank is in as many groups: torch numbers some groups by their count on a rank
     pairs: list[Any] = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
 
     def finish() -> None:
@@ -47,7 +47,7 @@ def simigrad(model: DistributedDataParallel) -> Callable[[], None]:
 
 
 def vrgd(model: DistributedDataParallel) -> Callable[[], None]:
-    """All-reduces of g and g^2 in DDP's buckets, and r of every layer from them, by torch.
+    """All-reduces g and g^2 in DDP's buckets; the function it returns scales `.grad` by r.
 
     Source:
         Jiang et al. 2023 (arXiv 2309.13681), algorithm 1 and equations 7 to 9.
@@ -56,14 +56,13 @@ def vrgd(model: DistributedDataParallel) -> Callable[[], None]:
     ranks = dist.get_world_size()
 
     def hook(_: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        whole = bucket.buffer().div_(ranks)
-        square = whole.square().mul_(ranks)
-        works = [dist.all_reduce(x, async_op=True).get_future() for x in (whole, square)]
-        start = whole.storage_offset()
+        mean = bucket.buffer().div_(ranks)
+        square = mean.square().mul_(ranks)
+        futures = [dist.all_reduce(x, async_op=True).get_future() for x in (mean, square)]
         for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            place = g.storage_offset() - start
-            squares[p] = square[place : place + g.numel()].view_as(p)
-        return torch.futures.collect_all(works).then(lambda _: whole)
+            start = g.storage_offset() - mean.storage_offset()
+            squares[p] = square[start : start + g.numel()].view_as(p)
+        return torch.futures.collect_all(futures).then(lambda _: mean)
 
     model.register_comm_hook(None, hook)
 
@@ -78,28 +77,27 @@ def vrgd(model: DistributedDataParallel) -> Callable[[], None]:
     return finish
 
 
-def two_levels(model: DistributedDataParallel, node: Any, across: Any) -> None:
-    """An all-reduce that crosses between nodes with one part a rank: the baseline there.
+def two_levels(model: DistributedDataParallel, node_group: Any, cross_group: Any) -> None:
+    """All-reduces gradients in two levels: a rank sends one shard of its node's sum to other nodes.
 
     Args:
-        model: whose gradients.
-        node: the ranks of this node.
-        across: those of its place on every node.
+        model: the model whose gradients are reduced.
+        node_group: the ranks of this node.
+        cross_group: the ranks of the same local rank on every node.
     """
-    inside, ranks = dist.get_world_size(node), dist.get_world_size()
+    node_size, ranks = dist.get_world_size(node_group), dist.get_world_size()
 
     def hook(_: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        whole = bucket.buffer().div_(ranks)
-        lacks = -len(whole) % inside
-        parts = torch.cat([whole, whole.new_zeros(lacks)])
-        rows = torch.empty_like(parts)
-        dist.all_to_all_single(rows, parts, group=node)
-        shard = rows.view(inside, -1).sum(0)
-        dist.all_reduce(shard, group=across)
+        mean = bucket.buffer().div_(ranks)
+        padded = torch.cat([mean, mean.new_zeros(-len(mean) % node_size)])
+        rows = torch.empty_like(padded)
+        dist.all_to_all_single(rows, padded, group=node_group)
+        shard = rows.view(node_size, -1).sum(0)
+        dist.all_reduce(shard, group=cross_group)
         gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
-        gather(parts, shard, group=node)
+        gather(padded, shard, group=node_group)
         future: Future[Tensor] = Future()
-        future.set_result(whole.copy_(parts[: len(whole)]))
+        future.set_result(mean.copy_(padded[: len(mean)]))
         return future
 
     model.register_comm_hook(None, hook)

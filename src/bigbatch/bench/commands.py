@@ -1,10 +1,11 @@
-"""`bigbatch bench`: one command for each thing that is measured."""
+"""`bigbatch bench`: one command for each benchmark."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from inspect import getdoc
+from itertools import tee
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated
 
 import torch
 import typer
@@ -24,19 +25,19 @@ from bigbatch.bench import (
     trainer_cost,
     vr_vs_base,
 )
-from bigbatch.bench.timing import COLUMNS
+from bigbatch.bench.timing import Row
 from bigbatch.runs.console import plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 
+_WIDTH = 200  # columns of a table in a file
+
 bench = typer.Typer(
-    help="Measure what things cost on this machine, as ratios.",
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Measures costs on this machine, as ratios.", add_completion=False, rich_markup_mode=None
 )
 
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")]
-Trials = Annotated[int, typer.Option(min=2, help="Steps drawn for each row.")]
-Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
+Trials = Annotated[int, typer.Option(min=2, help="Random steps for each row.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 Data = Annotated[
     Path | None,
     typer.Option(exists=True, help="Folder with fashion-mnist/, for gradients of a real network."),
@@ -45,98 +46,89 @@ Data = Annotated[
 
 @bench.callback(invoke_without_command=True)
 def _show_help(context: typer.Context) -> None:
-    """Where no command is named, all are shown."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
 
 
-class _Row(Protocol):
-    def row(self) -> tuple[str, ...]: ...
-
-
-_R = TypeVar("_R", bound=_Row)
-_WIDE = 200  # columns of a file
-
-
 @bench.command("measure")
 def measure_(
     rounds: Rounds = 7,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
 ) -> None:
-    """What similarity, interval and second moment cost per step, by network and micro-batch."""
+    """Cost per step of similarity, interval and second moment, by network and micro-batch."""
     if device != "cpu" and not torch.cuda.is_available():
         raise typer.BadParameter(f"torch sees no GPU here, so --device {device} cannot be timed")
+    shapes = meter_cost.SHAPES
+    costs = (cost for shape in shapes for cost in meter_cost.shape_costs(shape, rounds, device))
     title = f"a step with / without; median of {rounds} interleaved rounds"
-    _show(title, COLUMNS, meter_cost.costs(rounds, device), total=4 * len(meter_cost.SHAPES))
-    _show(
-        "memory and bytes sent",
-        meter_cost.RESOURCES,
-        meter_cost.resources(),
-        total=len(meter_cost.KINDS),
-    )
+    _show(title, (cost.row() for cost in costs), total=4 * len(shapes))
+    total = len(meter_cost.METER_OPTIONS)
+    _show("memory and bytes sent", meter_cost.memory_and_bytes_sent(), total=total)
 
 
 @bench.command("optim")
 def optim(
     rounds: Rounds = 7,
     over: Annotated[
-        list[str] | None, typer.Option(help=f"Parameter lists: {', '.join(optimizer_cost.LISTS)}.")
+        list[str] | None,
+        typer.Option(help=f"Parameter lists: {'; '.join(optimizer_cost.PARAMETER_LISTS)} [all]."),
     ] = None,
 ) -> None:
-    """What optimizer steps cost, over the bytes that must move, memory's speed and their base."""
+    """Cost of optimizer steps over the bytes that must move, and over their base optimizer."""
+    names = list(optimizer_cost.PARAMETER_LISTS)
     for name in over or ():
-        if name not in optimizer_cost.LISTS:
-            raise typer.BadParameter(f"--over {name!r}: one of {', '.join(optimizer_cost.LISTS)}")
-    title = f"{optimizer_cost.path()}; median [least, most] of {rounds} interleaved rounds"
-    lists = over or list(optimizer_cost.LISTS)
-    rows = (row for name in lists for row in optimizer_cost.step_costs(name, rounds))
-    total = len(lists) * sum(len(team) for team in optimizer_cost.teams())
-    _show(title, optimizer_cost.COLUMNS, rows, total=total)
-    _show(title, optimizer_cost.MOMENT_COLUMNS, optimizer_cost.moment_costs(rounds), total=3)
-    _show("median of 3 rounds", COLUMNS, [optimizer_cost.import_cost(rounds=3)])
+        if name not in names:
+            raise typer.BadParameter(f"--over {name!r}: one of {', '.join(names)}")
+    implementation = optimizer_cost.implementation()
+    title = f"{implementation}; median [least, most] of {rounds} interleaved rounds"
+    lists = over or names
+    teams = [(name, team) for name in lists for team in optimizer_cost.teams()]
+    rows = (row for name, team in teams for row in optimizer_cost.step_costs(name, team, rounds))
+    _show(title, rows, total=sum(len(team) for _, team in teams))
+    _show(title, optimizer_cost.moment_costs(rounds), total=3)
+    _show("median of 3 rounds", [optimizer_cost.import_cost(rounds=3).row()])
 
 
 @bench.command("loop")
 def loop_(rounds: Rounds = 15) -> None:
-    """What the adaptive loop costs over a plain one, in Python, in copies, in waiting samples."""
-    _show(
-        f"median of {rounds} interleaved rounds",
-        loop_cost.COLUMNS,
-        loop_cost.costs(rounds),
-        total=loop_cost.ROWS,
-    )
+    """Cost of the adaptive loop over a plain one: time, Python, copies, waiting samples."""
+    title = f"median of {rounds} interleaved rounds"
+    _show(title, loop_cost.costs(rounds), total=loop_cost.ROWS)
 
 
 @bench.command("engines")
 def engines_(
     rounds: Rounds = 5,
     ranks: Annotated[
-        list[int] | None, typer.Option(min=2, max=4, help="Numbers of ranks: 2, 3, 4.")
+        list[int] | None, typer.Option(min=2, max=4, help="Numbers of ranks: 2, 3, 4 [all].")
     ] = None,
 ) -> None:
-    """What ranks send under DDP, FSDP2 and DeepSpeed, counted and by formula, and its cost."""
+    """Bytes that ranks send under DDP, FSDP2 and DeepSpeed, counted and by formula; step times."""
     counts = ranks or engine_cost.RANKS
     total = sum(len(step_kinds.kinds(engine, n)) for n in counts for engine in step_kinds.ENGINES)
     title = f"gloo, ranks share {os.cpu_count()} cores; median [least, most] of {rounds} rounds"
-    _show(title, engine_cost.COLUMNS, engine_cost.costs(rounds, counts), total=total)
-    _show(scaling.TITLE, scaling.COLUMNS, scaling.run(), total=scaling.ROWS)
+    _show(title, engine_cost.costs(rounds, counts), total=total)
+    _show(scaling.TITLE, scaling.rows(), total=scaling.ROWS)
     title = f"one process; median [least, most] of {rounds} rounds"
-    _show(title, trainer_cost.COLUMNS, trainer_cost.costs(rounds), total=trainer_cost.ROWS)
+    _show(title, trainer_cost.costs(rounds), total=trainer_cost.ROWS)
 
 
 @bench.command("vr-vs-base")
-def vr_vs_base_(seeds: Annotated[int, typer.Option(min=2, help="Trainings of each.")] = 3) -> None:
-    """Variance-reduced optimizers and their bases on the digits, each at its best rate."""
+def vr_vs_base_(
+    seeds: Annotated[int, typer.Option(min=2, help="Trainings of each optimizer.")] = 3,
+) -> None:
+    """VR optimizers and their base optimizers on the digits, each at its best learning rate."""
     title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
-    _show(title, vr_vs_base.COLUMNS, vr_vs_base.run(seeds), total=3 * len(vr_vs_base.GRIDS) + 1)
+    rows = (outcome.row() for outcome in vr_vs_base.run(seeds))
+    _show(title, rows, total=3 * len(vr_vs_base.GRIDS) + 1)
 
 
 @bench.command("coverage")
 def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = None) -> None:
-    """How often intervals of several levels hold the truth, where the truth is known."""
-    rows = coverage.run(seed, trials, data)
-    _show(f"coverage of intervals, {trials} trials", coverage.COLUMNS, rows)
+    """How often confidence intervals of several levels contain the truth, where it is known."""
+    rows = (one.row() for one in coverage.run(seed, trials, data))
+    _show(f"coverage of intervals, {trials} trials", rows)
 
 
 @bench.command("similarity-accuracy")
@@ -145,36 +137,32 @@ def similarity_accuracy_(
     seed: Seed = 0,
     data: Data = None,
     out: Annotated[
-        Path | None, typer.Option(help="A .png or .svg to draw. Replaces only what bigbatch wrote.")
+        Path | None,
+        typer.Option(help="Figure to draw, .png or .svg; replaces only what bigbatch wrote."),
     ] = None,
 ) -> None:
-    """Our similarity and SimiGrad's own cosine of the same steps, against the truth."""
+    """Our similarity and SimiGrad's cosine of the same steps, against the truth."""
     if out is not None:
         require_writable(out, FIGURE_FORMATS)
-    rows = _show(
-        "two estimates", similarity_accuracy.COLUMNS, similarity_accuracy.run(seed, trials, data)
-    )
+    comparisons, shown = tee(similarity_accuracy.run(seed, trials, data))
+    _show("two estimates", (one.row() for one in shown))
     if out is not None:
-        similarity_accuracy.figure(rows, out)
+        similarity_accuracy.draw(list(comparisons), out)
 
 
-def _show(
-    title: str, columns: Sequence[str], rows: Iterable[_R], total: int | None = None
-) -> list[_R]:
-    """Shows progress, then the table, as Markdown where nobody watches; returns the rows."""
+def _show(title: str, rows: Iterable[Row], total: int | None = None) -> None:
+    """Shows progress, then the table; as Markdown where the output is no terminal."""
     console = plain_console()
-    table = Table(*columns)
-    if not console.is_terminal:
-        console = plain_console(width=_WIDE)
-        table = Table(*columns, box=box.MARKDOWN)
+    markdown = not console.is_terminal
+    if markdown:
+        console = plain_console(width=_WIDTH)
     console.print(title)
-    seen = []
-    for row in track(rows, "measuring", total=total, console=plain_console(stderr=True)):
-        table.add_row(*row.row())
-        seen.append(row)
+    tracked = list(track(rows, "measuring", total=total, console=plain_console(stderr=True)))
+    table = Table(*tracked[0], box=box.MARKDOWN if markdown else box.HEAVY_HEAD)
+    for row in tracked:
+        table.add_row(*row.values())
     console.print(table)
-    return seen
 
 
 for _command in bench.registered_commands:
-    _command.short_help = getdoc(_command.callback)  # the list shows all of it
+    _command.short_help = getdoc(_command.callback)  # the list of commands shows all of it

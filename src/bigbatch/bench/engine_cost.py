@@ -1,206 +1,190 @@
-"""What ranks send in a step, counted at the process group and at the sockets, and what it costs."""
+"""Bytes that ranks send in a step, counted at process groups and sockets; time and memory."""
 
 import ctypes
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
-from bigbatch.bench.comm_bytes import CountingGroup, counting_groups, moved
+from bigbatch.bench.comm_bytes import CountingGroup, counting_groups, ring_bytes
 from bigbatch.bench.gloo_processes import on_ranks
-from bigbatch.bench.socket_bytes import Wire
+from bigbatch.bench.socket_bytes import SocketBytes
 from bigbatch.bench.step_kinds import ENGINES, Kind, kinds, step_of
-from bigbatch.bench.timing import seconds
+from bigbatch.bench.timing import Row, median_and_range, seconds
 
-COLUMNS = (
-    "engine",
-    "ranks",
-    "what",
-    "sent, MB",
-    "x plain",
-    "on the wire, MB",
-    "x plain",
-    "between nodes, MB",
-    "collectives",
-    "step x plain",
-    "memory over plain, MB",
-)
 RANKS = (2, 3, 4)
-_WARM = 3  # steps, in which DDP makes its buckets again
+_WARMUP = 3  # untimed steps, in which DDP rebuilds its buckets
 _MB = 1e6
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What one kind of step sends and keeps; a row of a table.
+class StepCounts:
+    """Bytes, memory and time of one kind of step; a row of a table.
 
     Args:
-        kind: it.
-        ranks: how many.
-        handed: bytes that the rank that sends most hands to each kind of collective among "all"
-            ranks, those of a "node", or those "across" nodes; to all-gather, its own part.
-        sent: bytes that leave it, by `moved`.
-        collectives: how many there are.
-        wire: bytes that its sockets send to each rank, for each rank; None where unknown.
-        peak: largest resident memory in a step over that before anything of the kind was made, in
-            bytes, of the rank with the most; None where unknown.
-        plain: what it is compared with; None for itself.
-        ratios: of step times to plain's, one a round.
+        kind: the kind of step.
+        ranks: number of ranks.
+        input_bytes: bytes of the tensors that the rank that sends most passes to each kind of
+            collective among "all" ranks, those of a "node", or those "across" nodes; to all-gather,
+            its own part.
+        sent: bytes that leave that rank, by `ring_bytes`.
+        collectives: number of collectives.
+        socket_bytes: bytes that the sockets of each rank send to each rank; None where unknown.
+        peak: peak resident memory in a step minus the memory before the model was built, in bytes,
+            of the rank with the most; None where unknown.
+        plain: counts of the baseline; None for a baseline.
+        ratios: step time over that of the baseline, one per round.
     """
 
     kind: Kind
     ranks: int
-    handed: dict[tuple[str, str], int]
+    input_bytes: dict[tuple[str, str], int]
     sent: float
     collectives: int
-    wire: list[list[int]] | None
+    socket_bytes: list[list[int]] | None
     peak: int | None
-    plain: "Counted | None" = None
+    plain: "StepCounts | None" = None
     ratios: list[float] = field(default_factory=list)
 
     @property
-    def on_wire(self) -> int | None:
-        """Bytes that the rank with the most sends to all others."""
-        return None if self.wire is None else max(map(sum, self.wire))
+    def wire_bytes(self) -> int | None:
+        """Bytes that the rank with the most sends to all others over its sockets."""
+        return None if self.socket_bytes is None else max(map(sum, self.socket_bytes))
 
     @property
-    def between(self) -> int | None:
-        """Bytes that the first two of four ranks send to the others, as two nodes would be."""
-        if self.wire is None or self.ranks != 4:
+    def between_nodes(self) -> int | None:
+        """Bytes that the first two of four ranks send to the others, as if they were two nodes."""
+        if self.socket_bytes is None or self.ranks != 4:
             return None
-        return sum(sum(to[2:]) for to in self.wire[:2])
+        return sum(sum(to_ranks[2:]) for to_ranks in self.socket_bytes[:2])
 
-    def row(self) -> tuple[str, ...]:
-        """For a table under `COLUMNS`."""
+    def row(self) -> Row:
+        """The row of the table."""
         base = self if self.plain is None else self.plain
-        wire, base_wire = self.on_wire, base.on_wire
-        spread = [self.peak, base.peak]
-        return (
-            self.kind.engine,
-            str(self.ranks),
-            self.kind.what,
-            f"{self.sent / _MB:.3f}",
-            f"{self.sent / base.sent:.5f}",
-            "not available" if wire is None else f"{wire / _MB:.3f}",
-            "-" if wire is None or not base_wire else f"{wire / base_wire:.4f}",
-            "-" if self.between is None else f"{self.between / _MB:.3f}",
-            str(self.collectives),
-            _spread(self.ratios),
-            "-" if None in spread or self.plain is None else f"{(spread[0] - spread[1]) / _MB:.0f}",  # type: ignore[operator]
-        )
+        wire, base_wire, between = self.wire_bytes, base.wire_bytes, self.between_nodes
+        extra_memory = None
+        if self.plain is not None and self.peak is not None and base.peak is not None:
+            extra_memory = self.peak - base.peak
+        return {
+            "engine": self.kind.engine,
+            "ranks": str(self.ranks),
+            "what": self.kind.what,
+            "sent, MB": f"{self.sent / _MB:.3f}",
+            "sent x plain": f"{self.sent / base.sent:.5f}",
+            "on the wire, MB": "not available" if wire is None else f"{wire / _MB:.3f}",
+            "wire x plain": "-" if wire is None or not base_wire else f"{wire / base_wire:.4f}",
+            "between nodes, MB": "-" if between is None else f"{between / _MB:.3f}",
+            "collectives": str(self.collectives),
+            "step x plain": median_and_range(self.ratios),
+            "memory over plain, MB": "-" if extra_memory is None else f"{extra_memory / _MB:.0f}",
+        }
 
 
-def costs(rounds: int, counts: Sequence[int] = RANKS) -> Iterator[Counted]:
-    """Every kind of step on so many ranks, their times interleaved."""
+def costs(rounds: int, counts: Sequence[int] = RANKS) -> Iterator[Row]:
+    """Rows of every kind of step on these numbers of ranks, their times interleaved."""
     for ranks in counts:
         for engine in ENGINES:
-            yield from on_ranks(ranks, partial(measured, kinds(engine, ranks), rounds))
+            measure = partial(measure_kinds, kinds(engine, ranks), rounds)
+            yield from (counts.row() for counts in on_ranks(ranks, measure))
 
 
-def measured(team: Sequence[Kind], rounds: int, rank: int) -> Iterator[Counted]:
-    """Every kind is made, counted and kept; then they take turns. Runs on every rank."""
-    wire = Wire()
-    step_of(team[0])()  # what a process takes at its first step, it keeps
-    made = [_counted(kind, wire) for kind in team]
-    ratios = _times({kind: step for kind, (step, _) in zip(team, made, strict=True)}, rounds)
-    seen = {
-        kind: replace(counted, ratios=ratios[kind])
-        for kind, (_, counted) in zip(team, made, strict=True)
-    }
-    for kind, counted in seen.items():
-        base = _base_of(kind, team)
-        yield replace(counted, plain=None if base is kind else seen[base])
+def measure_kinds(team: Sequence[Kind], rounds: int, rank: int) -> Iterator[StepCounts]:
+    """Builds and counts every kind of step, then times them in turn. Collective."""
+    sockets = SocketBytes()
+    step_of(team[0])()  # allocates what a process keeps from its first step on
+    steps, counts = {}, {}
+    for kind in team:
+        steps[kind], counts[kind] = _count(kind, sockets)
+    ratios = _time_ratios(steps, rounds)
+    counts = {kind: replace(counts[kind], ratios=ratios[kind]) for kind in team}
+    for kind in team:
+        base = _baseline(kind, team)
+        yield replace(counts[kind], plain=None if base is kind else counts[base])
 
 
-def _base_of(kind: Kind, team: Iterable[Kind]) -> Kind:
-    """What it is compared with, or itself."""
+def _baseline(kind: Kind, team: Iterable[Kind]) -> Kind:
+    """The kind that this one is compared with; itself where there is none."""
     bases = (each for each in team if (each.engine, each.what) == (kind.engine, kind.baseline))
     return next(bases, kind)
 
 
-def _counted(kind: Kind, wire: Wire) -> tuple[Callable[[], None], Counted]:
-    before = _resident()
+def _count(kind: Kind, sockets: SocketBytes) -> tuple[Callable[[], None], StepCounts]:
+    """Builds a kind of step; returns it, and what it sends and keeps. Collective."""
+    memory_before = _resident_memory()
     step = step_of(kind)
-    for _ in range(_WARM):
+    for _ in range(_WARMUP):
         step()
     for group in counting_groups():
         group.sent.clear()
-    wire.start()
+    sockets.start()
     step()
-    sent = [(group, *each) for group in counting_groups() for each in group.sent]
-    to_ranks = wire.sent()
-    local = (_handed(sent), _moved(sent), len(sent), to_ranks, _peak_of(step, before))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, local)
-    handed, moves, collectives, _, _ = max(every, key=lambda of_rank: of_rank[1])
-    wires, peaks = ([of_rank[i] for of_rank in every] for i in (3, 4))
-    return step, Counted(
+    calls = [(group, *call) for group in counting_groups() for call in group.sent]
+    to_ranks = sockets.sent()
+    sent = sum(ring_bytes(collective, size, group.size()) for group, collective, size in calls)
+    local = (_input_bytes(calls), sent, len(calls), to_ranks, _peak_memory(step, memory_before))
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, local)
+    input_bytes, sent, collectives, _, _ = max(all_ranks, key=lambda counts: counts[1])
+    socket_bytes, peaks = ([counts[i] for counts in all_ranks] for i in (3, 4))
+    return step, StepCounts(
         kind,
-        len(every),
-        handed,
-        moves,
+        len(all_ranks),
+        input_bytes,
+        sent,
         collectives,
-        None if None in wires else wires,
+        None if None in socket_bytes else socket_bytes,
         None if None in peaks else max(peaks),
     )
 
 
-_Sent = list[tuple[CountingGroup, str, int]]
+def _input_bytes(calls: list[tuple[CountingGroup, str, int]]) -> dict[tuple[str, str], int]:
+    totals: Counter[tuple[str, str]] = Counter()
+    for group, collective, size in calls:
+        totals[collective, _group_kind(group)] += size
+    return dict(totals)
 
 
-def _handed(sent: _Sent) -> dict[tuple[str, str], int]:
-    totals: dict[tuple[str, str], int] = {}
-    for group, collective, size in sent:
-        key = collective, _where(group)
-        totals[key] = totals.get(key, 0) + size
-    return totals
-
-
-def _where(group: CountingGroup) -> str:
+def _group_kind(group: CountingGroup) -> str:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == dist.get_world_size():
         return "all"
     return "node" if ranks[-1] - ranks[0] < len(ranks) else "across"
 
 
-def _moved(sent: _Sent) -> float:
-    return sum(moved(collective, size, group.size()) for group, collective, size in sent)
+def _time_ratios(steps: Mapping[Kind, Callable[[], None]], rounds: int) -> dict[Kind, list[float]]:
+    """Ratios of step times to the baseline's, which is timed at both ends of a round.
 
-
-def _times(steps: Mapping[Kind, Callable[[], None]], rounds: int) -> dict[Kind, list[float]]:
-    """Ratios to what each is compared with, which is timed at both ends of a round.
-
-    What is compared with nothing has its second time over its first.
+    The ratio of a baseline is its second time over its first.
     """
 
-    def timed(kind: Kind) -> float:
+    def time_step(kind: Kind) -> float:
         dist.barrier()
         return seconds(lambda: (steps[kind](), dist.barrier()))
 
-    bases = {kind: _base_of(kind, steps) for kind in steps}
+    bases = {kind: _baseline(kind, steps) for kind in steps}
     ratios: dict[Kind, list[float]] = {kind: [] for kind in steps}
     for _ in range(rounds):
-        first = {kind: timed(kind) for kind in steps}
-        last = {
-            kind: timed(kind) for kind in dict.fromkeys(bases.values())
-        }  # in one order on all ranks
+        first = {kind: time_step(kind) for kind in steps}
+        # in one order on all ranks
+        last = {base: time_step(base) for base in dict.fromkeys(bases.values())}
         for kind, base in bases.items():
-            apart = (first[base] + last[base]) / 2
-            ratios[kind].append(last[kind] / first[kind] if base is kind else first[kind] / apart)
+            base_mean = (first[base] + last[base]) / 2
+            is_base = base is kind
+            ratios[kind].append(last[kind] / first[kind] if is_base else first[kind] / base_mean)
     return ratios
 
 
-def _resident(peak: bool = False) -> int | None:
-    """Bytes of resident memory of this process, after giving back what is free; or its peak."""
+def _resident_memory(peak: bool = False) -> int | None:
+    """Bytes of resident memory of this process, after free memory is returned; or its peak."""
     if not peak:
         gc.collect()
-        with suppress(OSError, AttributeError):  # glibc has it
+        with suppress(OSError, AttributeError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
     try:
         status = Path("/proc/self/status").read_text()
@@ -209,19 +193,13 @@ def _resident(peak: bool = False) -> int | None:
     return 1024 * int(status.split("VmHWM:" if peak else "VmRSS:")[1].split()[0])
 
 
-def _peak_of(step: Callable[[], None], before: int | None) -> int | None:
-    """Of one step, over what there was before; Linux forgets the last peak where it is asked."""
-    _resident()
+def _peak_memory(step: Callable[[], None], memory_before: int | None) -> int | None:
+    """Peak memory of one step minus the memory before, in bytes; None where unknown."""
+    _resident_memory()
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
     except OSError:
-        before = None
+        memory_before = None
     step()
-    peak = _resident(peak=True)
-    return None if before is None or peak is None else peak - before
-
-
-def _spread(ratios: list[float]) -> str:
-    if not ratios:
-        return "-"
-    return f"{median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+    peak = _resident_memory(peak=True)
+    return None if memory_before is None or peak is None else peak - memory_before

@@ -1,4 +1,4 @@
-"""Real processes on gloo for benches, whose groups all count what is sent."""
+"""Processes on gloo for benchmarks, whose process groups count the bytes that are sent."""
 
 import gc
 import multiprocessing
@@ -22,35 +22,34 @@ Steps = Callable[[Callable[[nn.Module], nn.Module]], Iterator[None]]
 
 
 def on_ranks(count: int, work: Work) -> Iterator[Any]:
-    """What `work(0)` yields, while `work(rank)` runs in so many processes.
+    """Yields what `work(0)` yields, while `work(rank)` runs in `count` processes.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a process failed.
     """
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    get = multiprocessing.get_context
-    context = get("forkserver") if forks else get("spawn")
-    results, ours = context.Pipe(duplex=False)
+    has_forkserver = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if has_forkserver else "spawn")
+    results, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=_serve, args=(rank, count, Path(folder) / "store", ours, work), daemon=True
+                target=_run, args=(rank, count, Path(folder) / "store", sender, work), daemon=True
             )
             for rank in range(count)
         ]
         for process in processes:
             process.start()
-        ours.close()  # so that the end is seen
+        sender.close()  # so that `results` ends with the processes
         try:
-            yield from _received(results, processes)
+            yield from _receive(results, processes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _received(results: Connection, processes: list[Any]) -> Iterator[Any]:
-    """Until every process has ended; the others of one that failed would wait for ever."""
+def _receive(results: Connection, processes: list[Any]) -> Iterator[Any]:
+    """Yields results until every process has ended, or one has failed."""
     running = {process.sentinel: process for process in processes}
     while running:
         for ready in wait([results, *running]):
@@ -58,7 +57,7 @@ def _received(results: Connection, processes: list[Any]) -> Iterator[Any]:
                 process = running.pop(ready)
                 process.join()
                 if process.exitcode:
-                    raise RuntimeError("a process of the bench failed; its error is above")
+                    raise RuntimeError("a process of the benchmark failed; its error is above")
         while results.poll():
             try:
                 yield results.recv()
@@ -66,31 +65,31 @@ def _received(results: Connection, processes: list[Any]) -> Iterator[Any]:
                 break
 
 
-def _serve(rank: int, count: int, store: Path, results: Connection, work: Work) -> None:
-    gc.freeze()  # collections, which `peak` asks for, leave out what was imported
+def _run(rank: int, count: int, store: Path, results: Connection, work: Work) -> None:
+    gc.freeze()  # garbage collections, as of peak memory, skip imported modules
     torch.set_num_threads(1)
-    torch.manual_seed(rank)  # other data on each
-    os.environ["LOCAL_RANK"] = str(rank)  # which DeepSpeed asks for
+    torch.manual_seed(rank)  # other data on each rank
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed reads it
     comm_bytes.register()
     dist.init_process_group("counting", f"file://{store}", rank=rank, world_size=count)
     for result in work(rank):
         if rank == 0:
             results.send(result)
-    dist.barrier()  # the others may still need this one
+    dist.barrier()  # other ranks may still need this one
     os._exit(0)  # gloo's threads and Python's finalization do not get along
 
 
-def bytes_sent(steps: Steps) -> int:
-    """Bytes that each of two processes hands over in the last step of a run under DDP.
+def count_bytes_sent(steps: Steps) -> int:
+    """Bytes that each of two processes passes to collectives in the last step of a run under DDP.
 
     Args:
-        steps: yields after every step of the model that it wraps by what it is given.
+        steps: wraps its model by the function that it is given, and yields after every step.
     """
-    *_, last = on_ranks(2, partial(_count, steps))
+    *_, last = on_ranks(2, partial(_count_steps, steps))
     return int(last)
 
 
-def _count(steps: Steps, rank: int) -> Iterator[int]:
+def _count_steps(steps: Steps, rank: int) -> Iterator[int]:
     (group,) = comm_bytes.counting_groups()
     for _ in steps(DistributedDataParallel):
         yield sum(size for _, size in group.sent)

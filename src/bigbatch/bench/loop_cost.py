@@ -1,9 +1,8 @@
-"""What the adaptive loop itself costs: against a plain loop, in Python, in copies, in memory."""
+"""The overhead of the adaptive loop: time over a plain loop, Python, copies, waiting samples."""
 
 import copy
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from bigbatch.bench.sized_networks import random_batch
-from bigbatch.bench.timing import interleaved
+from bigbatch.bench.sized_networks import MicroBatches, random_batch
+from bigbatch.bench.timing import Row, interleaved
 from bigbatch.data.batches import Batches
 from bigbatch.experiments.digits import network
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -21,13 +20,11 @@ from bigbatch.policies.policy import Fixed
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 
-COLUMNS = ("what", "value", "least and most", "goal")
+ROWS = 15
 
-_K = 8
-_NEVER = 10**9  # the first step is due, and is not timed
-_MICRO_BATCHES = 1280  # of the tiny network in one timing
-
-_Batches = list[tuple[Tensor, Tensor]]
+_ACCUMULATION = 8  # micro-batches of a step
+_NEVER = 10**9  # interval of a meter that measures its first step alone, which is not timed
+_MICRO_BATCHES = 1280  # micro-batches of the tiny network in one timing
 
 _IMAGE_MODELS: tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
     ("ResNet-18", resnet_of_basic_blocks, (3, 32, 32)),
@@ -39,88 +36,75 @@ def _images(samples: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, *shape), torch.randint(10, (samples,))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A figure and its goal; a row of a table.
+def costs(rounds: int) -> Iterator[Row]:
+    """All costs that the loop adds, one row each."""
+    yield from _plain_loop_ratios(rounds)
+    yield from _one_backward_ratios(rounds)
+    yield from _python_overhead(rounds)
+    yield from _copies_and_waiting()
+    yield from _changing_size_ratios(rounds)
+
+
+def _row(what: str, values: list[float], unit: str = "", goal: float | None = None) -> Row:
+    """The row of the table.
 
     Args:
-        what: is measured.
-        values: one a round.
-        unit: after the numbers.
-        goal: not to be exceeded; None for none.
+        what: the measured quantity.
+        values: one per round.
+        unit: the text after each number.
+        goal: the largest value that is acceptable; None for none.
     """
-
-    what: str
-    values: list[float]
-    unit: str
-    goal: float | None = None
-
-    def row(self) -> tuple[str, ...]:
-        """For a table under `COLUMNS`."""
-        low, high = min(self.values), max(self.values)
-        return (
-            self.what,
-            f"{median(self.values):.3f}{self.unit}",
-            f"{low:.3f} to {high:.3f}",
-            "" if self.goal is None else f"{self.goal:g}{self.unit}",
-        )
+    return {
+        "what": what,
+        "value": f"{median(values):.3f}{unit}",
+        "least and most": f"{min(values):.3f} to {max(values):.3f}",
+        "goal": "" if goal is None else f"{goal:g}{unit}",
+    }
 
 
-ROWS = 15
-
-
-def costs(rounds: int) -> Iterator[Measured]:
-    """Everything that the loop adds."""
-    yield from _over_a_plain_loop(rounds)
-    yield from _over_one_backward(rounds)
-    yield from _in_python(rounds)
-    yield from _of_cutting()
-    yield from _of_sizes(rounds)
-
-
-def _over_a_plain_loop(rounds: int) -> Iterator[Measured]:
-    """Seconds of a ResNet-18 step in the loop, over those of the same plain loop."""
-    model = resnet_of_basic_blocks()
-    batches = [random_batch(model, 8, 32) for _ in range(_K)]
-    adaptive = [_adaptive(model, batches, every, _K) for every in (_NEVER, 1)]
-    runs = [_plain(model, batches, _K), *adaptive]
-    times = interleaved(runs, rounds)
+def _plain_loop_ratios(rounds: int) -> Iterator[Row]:
+    """Time of a ResNet-18 step in the adaptive loop over the same step in a plain loop."""
+    model, k = resnet_of_basic_blocks(), _ACCUMULATION
+    batches = [random_batch(model, 8, 32) for _ in range(k)]
+    adaptive = [_adaptive(model, batches, every, k) for every in (_NEVER, 1)]
+    times = interleaved([_plain(model, batches, k), *adaptive], rounds)
     for number, kind in enumerate(("not measured", "measured"), start=1):
         ratios = [row[number] / row[0] for row in times]
         goal = 1.01 if number == 1 else None
-        yield Measured(f"ResNet-18, k = {_K} x 8, {kind}: step / plain step", ratios, "", goal)
+        yield _row(f"ResNet-18, k = {k} x 8, {kind}: step / plain step", ratios, goal=goal)
 
 
-def _over_one_backward(rounds: int) -> Iterator[Measured]:
-    """Seconds of a measured step, over those of a plain loop that does not accumulate."""
-    for what, build, shape in _IMAGE_MODELS:
-        model, cut = build(), [_images(16, shape) for _ in range(16)]
-        whole = [
+def _one_backward_ratios(rounds: int) -> Iterator[Row]:
+    """Time of a measured step over the step of a plain loop that does not accumulate."""
+    for name, build, shape in _IMAGE_MODELS:
+        model, micro_batches = build(), [_images(16, shape) for _ in range(16)]
+        batches = [
             (torch.cat([x for x, _ in four]), torch.cat([y for _, y in four]))
-            for four in zip(*[iter(cut)] * 4, strict=True)
+            for four in zip(*[iter(micro_batches)] * 4, strict=True)
         ]
-        times = interleaved([_plain(model, whole, 1), _adaptive(model, cut, 1, 4)], rounds)
-        name = f"{what}, 64 samples as 4 x 16, measured: step / plain step of 1 x 64"
-        yield Measured(name, [row[1] / row[0] for row in times], "")
+        runs = [_plain(model, batches, 1), _adaptive(model, micro_batches, 1, 4)]
+        ratios = [adaptive / plain for plain, adaptive in interleaved(runs, rounds)]
+        yield _row(f"{name}, 64 samples as 4 x 16, measured: step / plain step of 1 x 64", ratios)
 
 
-def _in_python(rounds: int) -> Iterator[Measured]:
-    """Microseconds that a network too small to matter takes longer in the loop.
+def _python_overhead(rounds: int) -> Iterator[Row]:
+    """Microseconds that the loop adds to a micro-batch of a tiny network.
 
-    Each micro-batch bears its k-th part of what a step costs in addition to its micro-batches.
+    A step's fixed overhead is divided by its k micro-batches.
     """
     model = nn.Linear(4, 3)
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_MICRO_BATCHES)]
     for every, kind in ((_NEVER, "not measured"), (1, "measured")):
         for k in (64, 8):
             runs = [_plain(model, batches, k), _adaptive(model, batches, every, k)]
-            extra = [1e6 * (row[1] - row[0]) / len(batches) for row in interleaved(runs, rounds)]
+            times = interleaved(runs, rounds)
+            extra = [1e6 * (adaptive - plain) / len(batches) for plain, adaptive in times]
             goal = 50.0 if (every, k) == (_NEVER, 64) else None
-            yield Measured(f"Python a micro-batch, k = {k}, {kind}", extra, " us", goal)
+            yield _row(f"Python a micro-batch, k = {k}, {kind}", extra, " us", goal)
 
 
-def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
-    model = copy.deepcopy(model)  # one that nobody puts hooks on
+def _plain(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None]:
+    model = copy.deepcopy(model)  # without the hooks of a meter
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def run() -> None:
@@ -134,7 +118,7 @@ def _plain(model: nn.Module, batches: _Batches, k: int) -> Callable[[], None]:
     return run
 
 
-def _adaptive(model: nn.Module, batches: _Batches, every: int, k: int) -> Callable[[], None]:
+def _adaptive(model: nn.Module, batches: MicroBatches, every: int, k: int) -> Callable[[], None]:
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
@@ -159,67 +143,67 @@ def _adaptive(model: nn.Module, batches: _Batches, every: int, k: int) -> Callab
     return run
 
 
-def _of_sizes(rounds: int) -> Iterator[Measured]:
-    """Seconds of micro-batches whose sizes change, over those of as many samples in equal ones."""
-    sizes = {"equal": [32] * 4, "changing": [29, 35, 31, 33]}
-    for name, compiled in (("eager", False), ("compiled", True)):
-        for what, build, shape in _IMAGE_MODELS:
-            if compiled and (what == "ResNet-18" or shutil.which("c++") is None):
-                continue  # takes minutes, or cannot be
+def _changing_size_ratios(rounds: int) -> Iterator[Row]:
+    """Time of micro-batches of changing sizes over as many samples in equal micro-batches."""
+    equal_sizes, changing_sizes = [32] * 4, [29, 35, 31, 33]
+    for mode, compiled in (("eager", False), ("compiled", True)):
+        for name, build, shape in _IMAGE_MODELS:
+            if compiled and (name == "ResNet-18" or shutil.which("c++") is None):
+                continue  # takes minutes, or has no compiler
             model = build()
-            called = torch.compile(model) if compiled else model
+            forward = torch.compile(model) if compiled else model
             runs = [
-                _forward_backward(called, model, [_images(n, shape) for n in each])
-                for each in sizes.values()
+                _forward_backward(forward, model, [_images(n, shape) for n in sizes])
+                for sizes in (equal_sizes, changing_sizes)
             ]
-            times = interleaved(runs, rounds)
-            ratios = [row[1] / row[0] for row in times]
-            yield Measured(f"{what}, {name}: changing sizes / equal sizes", ratios, "")
+            ratios = [changing / equal for equal, changing in interleaved(runs, rounds)]
+            yield _row(f"{name}, {mode}: changing sizes / equal sizes", ratios)
 
 
 def _forward_backward(
-    called: Callable[[Tensor], Tensor], model: nn.Module, batches: _Batches
+    forward: Callable[[Tensor], Tensor], model: nn.Module, batches: MicroBatches
 ) -> Callable[[], None]:
     def run() -> None:
         model.zero_grad()
         for x, y in batches:
-            functional.cross_entropy(called(x), y).backward()  # type: ignore[no-untyped-call]
+            functional.cross_entropy(forward(x), y).backward()  # type: ignore[no-untyped-call]
 
     return run
 
 
-def _of_cutting() -> Iterator[Measured]:
-    """Samples that were copied, over all; samples in waiting, over a loader's batch."""
+def _copies_and_waiting() -> Iterator[Row]:
+    """Share of the samples that are copied, and most samples that wait, in loader's batches."""
     for samples, micro in ((64, 64), (64, 48), (64, 200)):
-        copied, waiting = _cut(DataLoader(TensorDataset(torch.randn(6400, 4)), samples), micro)
-        what = f"loader's batch {samples}, micro-batch {micro}"
+        loader = DataLoader(TensorDataset(torch.randn(6400, 4)), samples)
+        copied, waiting = _count_copies_and_waiting(loader, micro)
+        sizes = f"loader's batch {samples}, micro-batch {micro}"
         if micro != samples:
-            yield Measured(f"{what}: input copied", [copied], " x", 1.0)
+            yield _row(f"{sizes}: input copied", [copied], " x", 1.0)
         if micro >= samples:
-            bound = 1 + micro / samples
-            yield Measured(f"{what}: in waiting, in loader's batches", [waiting], "", bound)
+            goal = 1 + micro / samples
+            yield _row(f"{sizes}: in waiting, in loader's batches", [waiting], goal=goal)
 
 
-def _cut(loader: DataLoader[tuple[Tensor, ...]], micro: int) -> tuple[float, float]:
-    """(share of the samples that were copied, most loader's batches in waiting)."""
+def _count_copies_and_waiting(
+    loader: DataLoader[tuple[Tensor, ...]], micro: int
+) -> tuple[float, float]:
+    """(share of the samples that were copied, most loader's batches that waited)."""
     fetched: list[Tensor] = []
 
-    class Watched:
-        """The loader, with a list of what it gave."""
-
+    class RecordingLoader:
         def __iter__(self) -> Iterator[Tensor]:
             for (batch,) in loader:
                 fetched.append(batch)
                 yield batch
 
-    batches = Batches(Watched())
+    batches = Batches(RecordingLoader())
     batches.start(0)
     size = loader.batch_size or 1
-    given = copied = most = 0
+    consumed = copied = max_waiting = 0
     while (micro_batches := batches.step(BatchPlan(1, micro, 4), min_batch=1)) is not None:
         for micro_batch, samples, _ in micro_batches:
-            given += samples
-            most = max(most, size * len(fetched) - given)
-            known = {batch.untyped_storage().data_ptr() for batch in fetched}
-            copied += samples * (micro_batch.untyped_storage().data_ptr() not in known)
-    return copied / given, most / size
+            consumed += samples
+            max_waiting = max(max_waiting, size * len(fetched) - consumed)
+            storages = {batch.untyped_storage().data_ptr() for batch in fetched}
+            copied += samples * (micro_batch.untyped_storage().data_ptr() not in storages)
+    return copied / consumed, max_waiting / size

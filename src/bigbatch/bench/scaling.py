@@ -1,12 +1,13 @@
-"""What ranks send and keep, by formula; tests/bench/test_engine_cost.py holds it to counts."""
+"""Bytes that ranks send and keep, by formula; tests/bench/test_engine_cost.py compares counts."""
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from bigbatch.bench.comm_bytes import moved
+from bigbatch.bench.comm_bytes import ring_bytes
+from bigbatch.bench.timing import Row, seconds
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.sanity_checks import SanityChecks
 from bigbatch.statistics.second_moment import join
@@ -15,22 +16,22 @@ from bigbatch.statistics.step_totals import FIELDS, StepTotals, unpack
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
 _SUMS = 22  # doubles of a measured step, in addition to three a layer and `FIELDS` a rank
-_SKETCH = 1021  # floats, and with an interval as many doubles
-_NODE = 8  # ranks
+_SKETCH = 1021  # doubles that an interval adds
+_NODE = 8  # ranks of a node
 
-Handed = dict[str, float]
-"""Bytes that a rank hands to each kind of collective in a step; to all-gather, its own part."""
+InputBytes = dict[str, float]
+"""Bytes that a rank passes to each kind of collective in a step; to all-gather, its own part."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Its size.
+    """The size of a model.
 
     Args:
-        name: for the table.
-        parameters: how many weights.
-        layers: how many parameter tensors.
-        gathered: bytes of a weight as FSDP2 gathers it; gradients have 4.
+        name: the name in the table.
+        parameters: number of weights.
+        layers: number of parameter tensors.
+        gathered: bytes of a weight as FSDP2 gathers it; a gradient has 4.
     """
 
     name: str
@@ -39,46 +40,46 @@ class Model:
     gathered: int = _FLOAT
 
 
-def sent(handed: Mapping[str, float], ranks: int) -> float:
-    """Bytes that leave a rank, as `moved` counts them."""
-    return sum(moved(collective, size, ranks) for collective, size in handed.items())
+def bytes_sent(input_bytes: Mapping[str, float], ranks: int) -> float:
+    """Bytes that leave a rank, by `ring_bytes`."""
+    return sum(ring_bytes(collective, size, ranks) for collective, size in input_bytes.items())
 
 
-def plain_ddp(model: Model) -> Handed:
+def plain_ddp(model: Model) -> InputBytes:
     """One all-reduce of the gradient."""
     return {"all-reduce": _FLOAT * model.parameters}
 
 
-def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> Handed:
-    """Weights gathered forward and backward, gradients scattered, in every micro-batch."""
+def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> InputBytes:
+    """In every micro-batch, weights are gathered forward and backward, gradients scattered."""
     return {
         "all-gather": 2 * micro_batches * model.gathered * model.parameters / ranks,
         "reduce-scatter": micro_batches * _FLOAT * model.parameters,
     }
 
 
-def similarity(ranks: int, layers: int = 1) -> Handed:
-    """What `GradientMeter` adds: three sums a layer, 22 others, 7 a rank."""
+def similarity(ranks: int, layers: int = 1) -> InputBytes:
+    """`GradientMeter` adds three sums a layer, 22 others, and 7 a rank."""
     return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + FIELDS * ranks)}
 
 
-def interval(ranks: int) -> Handed:
-    """The same with `interval=`: a sketch and a sum more, and two sums after that."""
+def interval(ranks: int) -> InputBytes:
+    """`GradientMeter(confidence=)` also adds a sketch and a sum, and two sums after that."""
     return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (_SKETCH + 3)}
 
 
-def loop(ranks: int) -> Handed:
-    """The same in `AdaptiveBatch`: five sums more, and two a rank."""
+def loop(ranks: int) -> InputBytes:
+    """`AdaptiveBatch` adds the sums of `GradientMeter`, five more, and two a rank."""
     return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (5 + 2 * ranks)}
 
 
-def vr_ddp(model: Model, ranks: int, *, accumulated: bool, m2_bytes: int = _BFLOAT) -> Handed:
-    """All of a step with `attach`, in place of the all-reduce.
+def vr_ddp(model: Model, ranks: int, *, accumulated: bool) -> InputBytes:
+    """All that a VR optimizer after `attach` sends in a step, in place of the all-reduce.
 
-    Sums are scattered, M2 where there is accumulation; r g is gathered; three doubles a layer are
-    added up, and five a rank are gathered. Without what the last shard of a bucket lacks.
+    Sums are scattered, and M2 with accumulation; r g is gathered; three doubles a layer are
+    all-reduced, and five a rank are gathered. Padding of the last shard of a bucket is left out.
     """
-    scattered = _FLOAT + (m2_bytes if accumulated else 0)
+    scattered = _FLOAT + _BFLOAT * accumulated
     return {
         "all-to-all": scattered * model.parameters,
         "all-gather": _FLOAT * model.parameters / ranks + 5 * _DOUBLE,
@@ -86,19 +87,19 @@ def vr_ddp(model: Model, ranks: int, *, accumulated: bool, m2_bytes: int = _BFLO
     }
 
 
-def vr_fsdp2(model: Model) -> Handed:
-    """What VR adds: two doubles a layer."""
+def vr_fsdp2(model: Model) -> InputBytes:
+    """VR adds two doubles a layer."""
     return {"all-reduce": 2 * _DOUBLE * model.layers}
 
 
 def two_levels(
     model: Model, nodes: int, node: int = _NODE, *, vr: bool = False, accumulated: bool = False
 ) -> tuple[float, float]:
-    """Bytes that leave a rank inside its node of so many ranks, and between nodes.
+    """Bytes that leave a rank inside its node of `node` ranks, and between nodes.
 
-    Without `vr`, of an all-reduce: scattered in the node, added up between nodes, gathered. With
-    it M2 crosses in any case: what a node has is of several micro-batches. Without what is added
-    up for layers.
+    Without `vr`, an all-reduce: scattered in the node, all-reduced between nodes, gathered. With
+    it, M2 is sent between nodes in any case, as a node has several micro-batches. Sums of layers
+    are left out.
     """
     inside = (node - 1) / node * model.parameters
     between = (nodes - 1) / nodes * model.parameters / node
@@ -107,82 +108,60 @@ def two_levels(
 
 
 def simigrad(model: Model, ranks: int, rank: int) -> float:
-    """Bytes that leave a rank as the original sends: its half's all-reduce, then everybody's.
+    """Bytes that leave a rank in the original SimiGrad: an all-reduce in its half, then in all.
 
     Rank 1 also sends its half's mean to rank 0. The scalar that is broadcast is left out.
     """
     size = _FLOAT * model.parameters
-    halves = moved("all-reduce", size, ranks // 2) + moved("all-reduce", size, ranks)
-    return halves + size * (rank == 1)
+    both = ring_bytes("all-reduce", size, ranks // 2) + ring_bytes("all-reduce", size, ranks)
+    return both + size * (rank == 1)
 
 
-def vrgd(model: Model) -> Handed:
-    """As the VRGD paper's algorithm says: g and g^2 are all-reduced."""
+def vrgd(model: Model) -> InputBytes:
+    """The algorithm of the VRGD paper: g and g^2 are all-reduced."""
     return {"all-reduce": 2 * _FLOAT * model.parameters}
 
 
-def memory_ddp(model: Model, ranks: int, *, by_ranks: bool, average: bool) -> float:
-    """Bytes that VR keeps on a rank under DDP: shards of g, and of p twice; M2 unless `by_ranks`.
+def memory_ddp(model: Model, ranks: int) -> float:
+    """Bytes that VR keeps on a rank under DDP: shards of g, two of p, and M2.
 
-    With two chunks on their way, M2's included.
+    Buffers of two chunks that are in flight are included, for M2 too.
     """
-    shards = _FLOAT * (1 + 2 * average) * model.parameters / ranks
-    scratch = 2 * min(CHUNK_BYTES, _FLOAT * model.parameters)
-    whole = 0 if by_ranks else _FLOAT * model.parameters
-    return shards + whole + scratch * (1 if by_ranks else 2)
+    size = _FLOAT * model.parameters
+    return 3 * size / ranks + size + 4 * min(CHUNK_BYTES, size)
 
 
-def memory_fsdp2(model: Model, ranks: int, *, average: bool) -> float:
+def memory_fsdp2(model: Model, ranks: int) -> float:
     """Bytes that VR keeps on a rank under FSDP2: shards of S, of M2, and of p."""
-    return _FLOAT * (2 + average) * model.parameters / ranks
+    return 3 * _FLOAT * model.parameters / ranks
 
 
-def host_seconds(ranks: int, repeats: int = 5) -> float:
-    """Python's time for one step's numbers of so many ranks, once the host has them; the least."""
+def host_seconds(ranks: int) -> float:
+    """Seconds that Python takes for one step's numbers of all ranks on the host; least of 5."""
     lengths = {"over_sizes": 1, "squares": 1, "total_sqnorm": 1, "inverse_sizes": 1, "slope": 2}
     lengths |= {"seen": 8, "in_grad": 8, "probed": 1, "of_ranks": FIELDS * ranks, "scale": 1}
     slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
     values = [1.0] * 23 + slots + [1.0]
-    health, times = SanityChecks("weighted"), []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    checks = SanityChecks("weighted")
+
+    def read_totals() -> None:
         totals = StepTotals(unpack(values, lengths))
         totals.require_all_took_part()
-        health.examine(totals, speak=False, may_overflow=False)
+        checks.examine(totals, speak=False, may_overflow=False)
         totals.reduction(1.0, replicated=True)
-        times.append(time.perf_counter() - start)
-    return min(times)
+
+    return min(seconds(read_totals) for _ in range(5))
 
 
-def join_seconds(ranks: int, repeats: int = 3) -> float:
-    """Of putting the shards of one scattered chunk together, a row a rank; the least."""
+def join_seconds(ranks: int) -> float:
+    """Seconds of joining the shards of one scattered chunk, one row per rank; least of 3."""
     size = CHUNK_BYTES // _FLOAT // ranks
     rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        join(rows, (), [1.0] * ranks, total, m2, fused=True)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    run = partial(join, rows, (), [1.0] * ranks, total, m2, fused=True)
+    return min(seconds(run) for _ in range(3))
 
 
-TITLE = "by formula: what is added to the bytes of a plain step, as a share of them"
-COLUMNS = (
-    "model",
-    "engine",
-    "ranks",
-    "plain, MB",
-    "similarity",
-    "AdaptiveBatch",
-    "interval",
-    "VR",
-    "VR, accumulated",
-    "between nodes, x",
-    "a message, KB",
-    "a chunk joined, ms",
-    "VR keeps, MB",
-    "host, ms",
-)
+TITLE = "by formula: bytes that are added to those of a plain step, as a share of them"
 MODELS = (
     Model("ResNet-50", 25_600_000, 161),
     Model("BERT-large", 340_000_000, 398),
@@ -193,64 +172,63 @@ ROWS = len(MODELS) * len(RANKS) - 1  # the largest does not fit on 8
 _ACCUMULATION = 8  # micro-batches of a rank under FSDP2
 
 
-@dataclass(frozen=True)
-class Carried:
-    """One model on so many ranks; a row of a table.
+def rows() -> Iterator[Row]:
+    """One row for every model on every number of ranks that can hold it.
 
-    Args:
-        model, ranks: they; the largest model is sharded, the others are copied.
+    The largest model is sharded by FSDP2, the others are replicated by DDP.
     """
-
-    model: Model
-    ranks: int
-
-    @property
-    def sharded(self) -> bool:
-        """Whether it is under FSDP2, and not DDP."""
-        return self.model.gathered != _FLOAT
-
-    def row(self) -> tuple[str, ...]:
-        """For a table under `COLUMNS`; what is added is over what is sent without."""
-        model, ranks = self.model, self.ranks
-        handed = plain_fsdp2(model, ranks, _ACCUMULATION) if self.sharded else plain_ddp(model)
-        plain = sent(handed, ranks)
-
-        def more(handed: Handed, instead: float = 0.0) -> str:
-            return f"{(sent(handed, ranks) - instead) / plain:.2g}"
-
-        kept = memory_fsdp2(model, ranks, average=True)
-        vr = ("-", more(vr_fsdp2(model)), "-", "-", "-")
-        if not self.sharded:
-            whole, quarter = (vr_ddp(model, ranks, accumulated=a) for a in (False, True))
-            kept = memory_ddp(model, ranks, by_ranks=False, average=True)
-            message = min(CHUNK_BYTES, _FLOAT * model.parameters) / ranks
-            vr = (
-                more(whole, plain),
-                more(quarter, plain),
-                self._between(),
-                f"{message / 1e3:,.0f}",
-                f"{1e3 * join_seconds(ranks):.0f}",
-            )
-        return (
-            model.name,
-            "FSDP2" if self.sharded else "DDP",
-            f"{ranks:,}",
-            f"{plain / 1e6:,.0f}",
-            *(more(extra(ranks)) for extra in (similarity, loop, interval)),
-            *vr,
-            f"{kept / 1e6:,.0f}",
-            f"{1e3 * host_seconds(ranks):.2f}",
-        )
-
-    def _between(self) -> str:
-        nodes = self.ranks // _NODE
-        if nodes == 1:
-            return "-"
-        vr, plain = (two_levels(self.model, nodes, vr=kind)[1] for kind in (True, False))
-        return f"{vr / plain:.2f}"
+    for model in MODELS:
+        for ranks in RANKS:
+            if model.gathered == _FLOAT:
+                yield _row(model, ranks, "DDP", plain_ddp(model), _vr_ddp_cells(model, ranks))
+            elif ranks > _NODE:
+                plain = plain_fsdp2(model, ranks, _ACCUMULATION)
+                yield _row(model, ranks, "FSDP2", plain, _vr_fsdp2_cells(model, ranks))
 
 
-def run() -> Iterator[Carried]:
-    """Every model on every number of ranks that can hold it."""
-    every = [Carried(model, ranks) for model in MODELS for ranks in RANKS]
-    yield from (each for each in every if not each.sharded or each.ranks > _NODE)
+def _row(model: Model, ranks: int, engine: str, plain: InputBytes, vr_cells: Row) -> Row:
+    extra = {"similarity": similarity, "AdaptiveBatch": loop, "interval": interval}
+    return {
+        "model": model.name,
+        "engine": engine,
+        "ranks": f"{ranks:,}",
+        "plain, MB": f"{bytes_sent(plain, ranks) / 1e6:,.0f}",
+        **{name: _share(added(ranks), plain, ranks) for name, added in extra.items()},
+        **vr_cells,
+        "host, ms": f"{1e3 * host_seconds(ranks):.2f}",
+    }
+
+
+def _share(added: InputBytes, plain: InputBytes, ranks: int) -> str:
+    return f"{bytes_sent(added, ranks) / bytes_sent(plain, ranks):.2g}"
+
+
+def _vr_ddp_cells(model: Model, ranks: int) -> Row:
+    plain = bytes_sent(plain_ddp(model), ranks)
+    once, accumulated = (
+        bytes_sent(vr_ddp(model, ranks, accumulated=accumulated), ranks) / plain - 1
+        for accumulated in (False, True)
+    )
+    nodes = ranks // _NODE
+    vr_between, plain_between = (two_levels(model, nodes, vr=vr)[1] for vr in (True, False))
+    message = min(CHUNK_BYTES, _FLOAT * model.parameters) / ranks
+    return {
+        "VR": f"{once:.2g}",
+        "VR, accumulated": f"{accumulated:.2g}",
+        "between nodes, x": "-" if nodes == 1 else f"{vr_between / plain_between:.2f}",
+        "a message, KB": f"{message / 1e3:,.0f}",
+        "a chunk joined, ms": f"{1e3 * join_seconds(ranks):.0f}",
+        "VR keeps, MB": f"{memory_ddp(model, ranks) / 1e6:,.0f}",
+    }
+
+
+def _vr_fsdp2_cells(model: Model, ranks: int) -> Row:
+    plain = plain_fsdp2(model, ranks, _ACCUMULATION)
+    return {
+        "VR": "-",
+        "VR, accumulated": _share(vr_fsdp2(model), plain, ranks),
+        "between nodes, x": "-",
+        "a message, KB": "-",
+        "a chunk joined, ms": "-",
+        "VR keeps, MB": f"{memory_fsdp2(model, ranks) / 1e6:,.0f}",
+    }

@@ -1,4 +1,4 @@
-"""What a process really sends: the kernel's own counts of its TCP sockets."""
+"""Bytes that a process really sends: the kernel's counts of its TCP sockets."""
 
 import os
 import socket
@@ -8,40 +8,40 @@ from typing import Any
 
 import torch.distributed as dist
 
-_SENT, _AGAIN = 200, 208  # tcpi_bytes_sent and _retrans in Linux's struct tcp_info, since 4.19
+# offsets of tcpi_bytes_sent and tcpi_bytes_retrans in Linux's struct tcp_info, since 4.19
+_SENT, _RETRANSMITTED = 200, 208
 
-Ends = tuple[Any, Any]  # address and port, here and there
+Connection = tuple[Any, Any]  # address and port of the local and of the remote end
 
 
-def by_socket() -> dict[Ends, int] | None:
-    """Bytes that each connected TCP socket has sent, once, since it was opened; None: unknown."""
+def bytes_by_connection() -> dict[Connection, int] | None:
+    """Bytes that each connected TCP socket has sent since it was opened, without retransmissions.
+
+    None where the system does not count them.
+    """
     if sys.platform != "linux":
         return None
-    seen: dict[Ends, int] = {}
+    totals: dict[Connection, int] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                ends = each.getsockname()[:2], each.getpeername()[:2]
-                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # closed since, listening, or of another family
+            with socket.socket(fileno=os.dup(int(name))) as connected:
+                connection = connected.getsockname()[:2], connected.getpeername()[:2]
+                info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # closed meanwhile, listening, or of another family
             continue
-        if len(info) < _AGAIN + 8:
+        if len(info) < _RETRANSMITTED + 8:
             return None
-        seen[ends] = _number(info, _SENT) - _number(info, _AGAIN)
-    return seen
+        sent, retransmitted = struct.unpack_from("=QQ", info, _SENT)
+        totals[connection] = sent - retransmitted
+    return totals
 
 
-def _number(info: bytes, offset: int) -> int:
-    number: int = struct.unpack_from("=Q", info, offset)[0]
-    return number
+class SocketBytes:
+    """Bytes that this rank sends to each other rank between `start()` and `sent()`. Collective.
 
-
-class Wire:
-    """Bytes that this rank sends to each other one between `start()` and `sent()`. Collective.
-
-    A barrier at either end makes sure that all has arrived; its own bytes are taken off.
+    A barrier at either end waits until all bytes have arrived; its own bytes are subtracted.
     """
 
     def __init__(self) -> None:
@@ -50,21 +50,22 @@ class Wire:
         self._barrier = self.sent() or self._barrier
 
     def start(self) -> None:
-        """Counts from here on."""
+        """Starts counting."""
         dist.barrier()
-        self._before = by_socket()
+        self._before = bytes_by_connection()
 
     def sent(self) -> list[int] | None:
-        """To each rank; None where this is not known."""
+        """Bytes that were sent to each rank; None where unknown."""
         dist.barrier()
-        now = by_socket()
-        addresses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(addresses, [here for here, _ in now or ()])
-        if now is None or self._before is None:
+        after = bytes_by_connection()
+        rank_addresses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rank_addresses, [local for local, _ in after or ()])
+        if after is None or self._before is None:
             return None
-        ranks = {address: rank for rank, each in enumerate(addresses) for address in each}
-        totals = [-own for own in self._barrier]
-        for ends, count in now.items():
-            if ends[1] in ranks:
-                totals[ranks[ends[1]]] += count - self._before.get(ends, 0)
+        rank_of = {address: rank for rank, local in enumerate(rank_addresses) for address in local}
+        totals = [-size for size in self._barrier]
+        for connection, size in after.items():
+            _, remote = connection
+            if remote in rank_of:
+                totals[rank_of[remote]] += size - self._before.get(connection, 0)
         return totals

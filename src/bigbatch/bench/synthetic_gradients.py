@@ -1,4 +1,4 @@
-"""Gradients whose truth is known, and steps that a meter measures of them."""
+"""Gradients of known mean and variance, and steps of them that a meter measures."""
 
 import gzip
 import math
@@ -16,13 +16,13 @@ from torch.nn import functional
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 
-SIMILARITIES = (0.1, 0.3, 0.7)  # of steps that are compared: N is chosen for them
+SIMILARITIES = (0.1, 0.3, 0.7)  # similarities that N is chosen for
 
 _DIMENSIONS, _EFFECTIVE = 20_000, 100  # elements; (tr Sigma)^2 / tr Sigma^2
-_SCALE = 1000  # B_simple of the populations that are made up
-_RECORDED = 10_000  # samples whose gradients are kept
-_STAGES = (0, 100, 1000)  # training steps before they are taken
-_RATE, _BATCH, _CHUNK = 0.1, 64, 500
+_SCALE = 1000  # B_simple of the synthetic populations
+_RECORDED = 10_000  # samples whose gradients are recorded
+_STAGES = (0, 100, 1000)  # training steps before they are recorded
+_LR, _BATCH, _CHUNK = 0.1, 64, 500
 
 Shapes = Sequence[Sequence[int]]
 
@@ -31,43 +31,43 @@ class Population(ABC):
     """Per-sample gradients with a known mean and a known trace of their covariance.
 
     Args:
-        name: for tables.
+        name: the name in tables.
         mean: mu, (P,), float32.
-        noise: tr(Sigma).
-        shapes: of the parameters that the P elements belong to, in order.
-        draw: where its samples come from.
+        grad_variance: tr(Sigma).
+        shapes: shapes of the parameters that the P elements belong to, in order.
+        generator: the generator that samples are drawn from.
     """
 
     def __init__(
-        self, name: str, mean: Tensor, noise: float, shapes: Shapes, draw: Generator
+        self, name: str, mean: Tensor, grad_variance: float, shapes: Shapes, generator: Generator
     ) -> None:
         self.name = name
         self.mean = mean
         self.grad_sqnorm = float(mean.double().square().sum())
-        self.grad_variance = noise
-        self.noise_scale = noise / self.grad_sqnorm
+        self.grad_variance = grad_variance
+        self.noise_scale = grad_variance / self.grad_sqnorm
         self._shapes = shapes
-        self._draw = draw
+        self._generator = generator
 
-    def similarity(self, samples: float, pull: float = 1.0) -> float:
-        """phi of a step of N samples, the signal being `pull` times what it is."""
-        return 1 / (1 + 2 * self.noise_scale / (pull * samples))
+    def similarity(self, samples: float, signal_factor: float = 1.0) -> float:
+        """phi of a step of N samples, with the squared signal times `signal_factor`."""
+        return 1 / (1 + 2 * self.noise_scale / (signal_factor * samples))
 
     def samples_for(self, similarity: float) -> float:
-        """N at which phi is this."""
+        """N at which phi is `similarity`."""
         return self.noise_scale * 2 * similarity / (1 - similarity)
 
     def parameters(self) -> list[Tensor]:
-        """Parameters of zeros, whose gradients these are."""
+        """Zero-valued parameters for these gradients."""
         return [nn.Parameter(torch.zeros(*shape)) for shape in self._shapes]
 
-    def gradients(self, sizes: Sequence[int], pull: float = 1.0) -> Tensor:
-        """Mean gradients of micro-batches of so many fresh samples each, (k, P)."""
-        return self._deviations(sizes).add_(self.mean, alpha=math.sqrt(pull))
+    def gradients(self, sizes: Sequence[int], signal_factor: float = 1.0) -> Tensor:
+        """Mean gradients of micro-batches of these sizes, drawn from new samples, (k, P)."""
+        return self._deviations(sizes).add_(self.mean, alpha=math.sqrt(signal_factor))
 
     @abstractmethod
     def _deviations(self, sizes: Sequence[int]) -> Tensor:
-        """Those of the micro-batches' means from mu."""
+        """Deviations of the micro-batches' means from mu, (k, P)."""
 
 
 class Elliptical(Population):
@@ -79,116 +79,116 @@ class Elliptical(Population):
     Sigma sum s^2 / n^2, so the scales of all samples are drawn but one z a micro-batch.
 
     Args:
-        name: for tables.
+        name: the name in tables.
         mean: mu, (P,).
         variances: diagonal of Sigma, (P,).
         freedom: f, above 2; None for s = 1, normal samples.
-        draw: where its samples come from.
+        generator: the generator that samples are drawn from.
     """
 
     def __init__(
-        self, name: str, mean: Tensor, variances: Tensor, freedom: int | None, draw: Generator
+        self, name: str, mean: Tensor, variances: Tensor, freedom: int | None, generator: Generator
     ) -> None:
-        super().__init__(name, mean, float(variances.double().sum()), [mean.shape], draw)
+        super().__init__(name, mean, float(variances.double().sum()), [mean.shape], generator)
         self._deviation = variances.sqrt()
         self._freedom = freedom
 
     def _deviations(self, sizes: Sequence[int]) -> Tensor:
-        scales = [math.sqrt(self._squares(n)) / n for n in sizes]
-        z = torch.randn(len(sizes), len(self.mean), generator=self._draw)
+        scales = [math.sqrt(self._sum_of_squared_scales(n)) / n for n in sizes]
+        z = torch.randn(len(sizes), len(self.mean), generator=self._generator)
         return z.mul_(self._deviation).mul_(torch.tensor(scales)[:, None])
 
-    def _squares(self, samples: int) -> float:
-        """Sum of s^2 over so many samples."""
+    def _sum_of_squared_scales(self, samples: int) -> float:
         if self._freedom is None:
             return float(samples)
-        z = torch.randn(samples, self._freedom, generator=self._draw, dtype=torch.float64)
+        z = torch.randn(samples, self._freedom, generator=self._generator, dtype=torch.float64)
         return float(((self._freedom - 2) / z.square().sum(1)).sum())
 
 
 class Recorded(Population):
-    """Gradients of single samples as they were computed, drawn with replacement.
+    """Recorded gradients of single samples, drawn with replacement.
 
     Args:
-        name: for tables.
-        gradients: one row a sample, (M, P), float32.
-        shapes: of the parameters.
-        draw: where its samples come from.
+        name: the name in tables.
+        gradients: one row per sample, (M, P), float32.
+        shapes: shapes of the parameters.
+        generator: the generator that samples are drawn from.
     """
 
-    def __init__(self, name: str, gradients: Tensor, shapes: Shapes, draw: Generator) -> None:
+    def __init__(self, name: str, gradients: Tensor, shapes: Shapes, generator: Generator) -> None:
         self._gradients = gradients
-        parts = torch.split(gradients, _CHUNK)
-        mean = torch.stack([part.double().sum(0) for part in parts]).sum(0) / len(gradients)
-        spread = math.fsum(float((part.double() - mean).square().sum()) for part in parts)
-        super().__init__(name, mean.float(), spread / len(gradients), shapes, draw)
+        chunks = torch.split(gradients, _CHUNK)
+        mean = torch.stack([chunk.double().sum(0) for chunk in chunks]).sum(0) / len(gradients)
+        squares = math.fsum(float((chunk.double() - mean).square().sum()) for chunk in chunks)
+        super().__init__(name, mean.float(), squares / len(gradients), shapes, generator)
 
     def _deviations(self, sizes: Sequence[int]) -> Tensor:
         ends = torch.tensor(sizes).cumsum(0)
-        rows = torch.randint(len(self._gradients), (int(ends[-1]),), generator=self._draw)
+        rows = torch.randint(len(self._gradients), (int(ends[-1]),), generator=self._generator)
         starts = ends - torch.tensor(sizes)
         return functional.embedding_bag(rows, self._gradients, starts, mode="mean") - self.mean
 
 
 def populations(seed: int, data: Path | None) -> Iterator[Population]:
-    """Two that are made up, then one for each stage of training on Fashion-MNIST.
+    """Two synthetic populations, then one for each stage of training on Fashion-MNIST.
 
-    The latter are 250 MB each: let one go before the next is asked for. They are left out, with a
-    note, where `data` has no folder `fashion-mnist` with the four files of its publisher.
+    The latter take 250 MB each; delete one before the next is built. They are left out with a
+    warning where `data` has no folder `fashion-mnist` with the four files of its publisher.
     """
-    yield elliptical("gaussian", None, seed)
-    yield elliptical("heavy-tailed", 3, seed)
+    yield synthetic("gaussian", None, seed)
+    yield synthetic("heavy-tailed", 3, seed)
     folder = None if data is None else data / "fashion-mnist"
     if folder is None or not folder.is_dir():
-        where = "name a data folder" if data is None else f"there is no {folder}"
-        warnings.warn(f"without gradients of a trained network: {where}", stacklevel=2)
+        remedy = "name a data folder" if data is None else f"there is no {folder}"
+        warnings.warn(f"without gradients of a trained network: {remedy}", stacklevel=2)
         return
-    yield from recorded(*images(folder), seed)
+    yield from recorded_stages(*read_images(folder), seed)
 
 
-def elliptical(name: str, freedom: int | None, seed: int) -> Elliptical:
-    """20,000 elements of effective dimension 100; mu leans to the noisy ones, and lies in all."""
-    draw = Generator().manual_seed(seed)
+def synthetic(name: str, freedom: int | None, seed: int) -> Elliptical:
+    """20,000 elements of effective dimension 100; mu is larger in the noisy ones."""
+    generator = Generator().manual_seed(seed)
     variances = spectrum(_DIMENSIONS, _EFFECTIVE)
-    variances = variances[torch.randperm(_DIMENSIONS, generator=draw)]
-    mean = variances**0.25 * torch.randn(_DIMENSIONS, generator=draw)
+    variances = variances[torch.randperm(_DIMENSIONS, generator=generator)]
+    mean = variances**0.25 * torch.randn(_DIMENSIONS, generator=generator)
     mean *= math.sqrt(1 / _SCALE) / mean.norm()
-    return Elliptical(name, mean, variances, freedom, draw)
+    return Elliptical(name, mean, variances, freedom, generator)
 
 
-def spectrum(count: int, effective: float) -> Tensor:
-    """Eigenvalues i^-a, their sum 1, with a such that 1 / (their squares' sum) is `effective`."""
+def spectrum(count: int, effective_dimension: float) -> Tensor:
+    """Eigenvalues i^-a whose sum is 1, with a such that 1 / (sum of squares) is the dimension."""
     logs = torch.arange(1, count + 1, dtype=torch.float64).log()
     low, high = 0.0, 10.0
     for _ in range(60):
-        middle = (low + high) / 2
-        values = torch.softmax(-middle * logs, 0)
-        flat = 1 / float(values.square().sum()) > effective
-        low, high = (middle, high) if flat else (low, middle)
+        exponent = (low + high) / 2
+        values = torch.softmax(-exponent * logs, 0)
+        too_flat = 1 / float(values.square().sum()) > effective_dimension
+        low, high = (exponent, high) if too_flat else (low, exponent)
     return values.float()
 
 
-def images(folder: Path) -> tuple[Tensor, Tensor]:
+def read_images(folder: Path) -> tuple[Tensor, Tensor]:
     """Fashion-MNIST's training set: images (60000, 1, 28, 28), standardized, and labels."""
-    x = _bytes(folder / "train-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28)
-    y = _bytes(folder / "train-labels-idx1-ubyte.gz", 8)
+    x = _read_bytes(folder / "train-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28)
+    y = _read_bytes(folder / "train-labels-idx1-ubyte.gz", 8)
     return (torch.tensor(x).float() / 255 - 0.286) / 0.353, torch.tensor(y).long()
 
 
-def recorded(x: Tensor, y: Tensor, seed: int) -> Iterator[Recorded]:
-    """Gradients of 10,000 samples, before, early and late in training by SGD on all of them."""
-    draw = Generator().manual_seed(seed)
+def recorded_stages(x: Tensor, y: Tensor, seed: int) -> Iterator[Recorded]:
+    """Gradients of 10,000 samples before, early and late in training by SGD on all samples."""
+    generator = Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = network()
-    kept = torch.randperm(len(y), generator=draw)[:_RECORDED]
-    optimizer = torch.optim.SGD(model.parameters(), _RATE)
+    samples = torch.randperm(len(y), generator=generator)[:_RECORDED]
+    optimizer = torch.optim.SGD(model.parameters(), _LR)
     shapes = [p.shape for p in model.parameters()]
     for step in range(max(_STAGES) + 1):
         if step in _STAGES:
-            rows = Generator().manual_seed(seed + 1 + step)  # so what is drawn changes no training
-            yield Recorded(f"CNN, step {step}", of_each(model, x[kept], y[kept]), shapes, rows)
-        batch = torch.randint(len(y), (_BATCH,), generator=draw)
+            gradients = per_sample_gradients(model, x[samples], y[samples])
+            own_generator = Generator().manual_seed(seed + 1 + step)  # training draws from another
+            yield Recorded(f"CNN, step {step}", gradients, shapes, own_generator)
+        batch = torch.randint(len(y), (_BATCH,), generator=generator)
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(x[batch]), y[batch])
         loss.backward()  # type: ignore[no-untyped-call]
@@ -198,57 +198,60 @@ def recorded(x: Tensor, y: Tensor, seed: int) -> Iterator[Recorded]:
 def network() -> nn.Module:
     """Three convolutions and a linear layer, 6,162 parameters; GroupNorm without weights."""
     layers: list[nn.Module] = []
-    for before, after in ((1, 8), (8, 16), (16, 32)):
-        convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
-        layers += [convolution, nn.GroupNorm(4, after, affine=False), nn.ReLU()]
+    for in_channels, channels in ((1, 8), (8, 16), (16, 32)):
+        convolution = nn.Conv2d(in_channels, channels, 3, stride=2, padding=1, bias=False)
+        layers += [convolution, nn.GroupNorm(4, channels, affine=False), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-def of_each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of each sample's cross-entropy by itself, (M, P)."""
+def per_sample_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of the cross-entropy of each sample, (M, P)."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(functional_call(model, weights, (x[None],)), y[None])
 
     gradients = torch.empty(len(y), sum(p.numel() for p in weights.values()))
-    one_each = vmap(grad(loss), (None, 0, 0))
+    gradients_of = vmap(grad(loss), (None, 0, 0))
     for start in range(0, len(y), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        found = one_each(weights, x[part], y[part])
-        gradients[part] = torch.cat([found[name].flatten(1) for name in weights], 1)
+        chunk = slice(start, start + _CHUNK)
+        by_name = gradients_of(weights, x[chunk], y[chunk])
+        gradients[chunk] = torch.cat([by_name[name].flatten(1) for name in weights], 1)
     return gradients
 
 
-def measured(
-    meter: GradientMeter, population: Population, sizes: Sequence[int], pull: float = 1.0
+def measure_step(
+    meter: GradientMeter, population: Population, sizes: Sequence[int], signal_factor: float = 1.0
 ) -> GradientStatistics:
-    """One step of fresh gradients, each by a backward of its own, as `meter` reads it.
+    """Statistics that `meter` reads of one step of new gradients.
 
     Args:
-        meter: of the population's `parameters()`.
-        population: what is drawn from.
+        meter: a meter of the population's `parameters()`.
+        population: the population that gradients are drawn from.
         sizes: n_d.
-        pull: factor of the signal.
+        signal_factor: factor of the squared signal.
     """
-    backwards(meter.source.parameters, population, sizes, pull)
-    noise = meter.read(samples=sizes)
-    assert noise is not None
-    return noise
+    accumulate_gradients(meter.source.parameters, population, sizes, signal_factor)
+    statistics = meter.read(samples=sizes)
+    assert statistics is not None
+    return statistics
 
 
-def backwards(
-    parameters: Sequence[Tensor], population: Population, sizes: Sequence[int], pull: float = 1.0
+def accumulate_gradients(
+    parameters: Sequence[Tensor],
+    population: Population,
+    sizes: Sequence[int],
+    signal_factor: float = 1.0,
 ) -> None:
-    """Those of one step, whose losses are weighted, into an empty `.grad`."""
+    """Sets `.grad` to the mean gradient of one step, by one weighted backward per micro-batch."""
     for parameter in parameters:
         parameter.grad = None
     shares = torch.tensor(sizes, dtype=torch.float32) / sum(sizes)
-    for gradient in population.gradients(sizes, pull) * shares[:, None]:
+    for gradient in population.gradients(sizes, signal_factor) * shares[:, None]:
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         torch.dot(flat, gradient).backward()  # type: ignore[no-untyped-call]
 
 
-def _bytes(file: Path, header: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def _read_bytes(file: Path, header: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     with gzip.open(file) as stream:
         return np.frombuffer(stream.read(), np.uint8, offset=header)

@@ -1,4 +1,4 @@
-"""Ratios inside one run: everything is timed in turn, round after round."""
+"""Time ratios within one process: all runs are timed in turn, round after round."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,51 +7,59 @@ from statistics import median
 
 import torch
 
-COLUMNS = ("what", "ratio", "least and most", "floor", "ratio / floor")
+Row = dict[str, str]
+"""The cells of one row of a table, by column."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """How much longer `what` takes than its baseline.
+    """How much longer something takes than its baseline.
 
     Args:
         what: the thing and its baseline.
         ratios: one per round.
-        floor: the ratio that the bytes to be moved allow.
+        floor: the ratio that memory bandwidth allows.
     """
 
     what: str
     ratios: list[float]
     floor: float
 
-    def row(self) -> tuple[str, ...]:
-        """For a table under `COLUMNS`."""
+    def row(self) -> Row:
+        """The row of the table."""
         middle = median(self.ratios)
-        return (
-            self.what,
-            f"{middle:.3f}",
-            f"{min(self.ratios):.3f} to {max(self.ratios):.3f}",
-            f"{self.floor:.3f}",
-            f"{middle / self.floor:.2f}",
-        )
+        return {
+            "what": self.what,
+            "ratio": f"{middle:.3f}",
+            "least and most": f"{min(self.ratios):.3f} to {max(self.ratios):.3f}",
+            "floor": f"{self.floor:.3f}",
+            "ratio / floor": f"{middle / self.floor:.2f}",
+        }
+
+
+def median_and_range(values: Sequence[float], digits: int = 2) -> str:
+    """The text "median [least, most]"; "-" without values."""
+    if not values:
+        return "-"
+    return f"{median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
 def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of every run in each round, after one round that is not counted."""
+    """Seconds of every run in each round, after one warm-up round."""
     for run in runs:
         run()
     return [[seconds(run) for run in runs] for _ in range(rounds)]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one run, to the end of what it leaves to a GPU."""
-    _wait()
+    """Seconds of one run, including the GPU work that it queues."""
+    _synchronize()
     start = time.perf_counter()
     run()
-    _wait()
+    _synchronize()
     return time.perf_counter() - start
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

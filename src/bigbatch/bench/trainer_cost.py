@@ -1,4 +1,4 @@
-"""What the connections to trainers cost over the trainers' own accumulation of as many samples."""
+"""The cost of our Lightning and HF Trainer integrations over the trainers' own accumulation."""
 
 import contextlib
 import itertools
@@ -7,7 +7,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -16,65 +15,46 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from bigbatch.bench.timing import Row, median_and_range
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.policy import Fixed
 
 ROWS = 2
-COLUMNS = ("trainer", "update, ms", "its own, ms", "over its own")
 _WIDTH, _LAYERS, _CLASSES = 384, 4, 10
 _MICRO, _ACCUMULATION = 64, 4
 _UPDATES = 14
-_WARM = 4  # updates that are not counted
+_WARMUP = 4  # untimed updates
 _BATCH = _MICRO * _ACCUMULATION
 
-Seconds = list[float]
 
+def costs(rounds: int) -> Iterator[Row]:
+    """Time of an update with our integration over the trainer's own, for every trainer.
 
-@dataclass(frozen=True)
-class Overhead:
-    """One trainer's, a round each.
-
-    Args:
-        trainer: its name.
-        own: seconds of an update by the trainer itself.
-        ours: of one with the connection.
-    """
-
-    trainer: str
-    own: Seconds = field(default_factory=list)
-    ours: Seconds = field(default_factory=list)
-
-    def row(self) -> tuple[str, ...]:
-        """For a table under `COLUMNS`."""
-        ratios = [ours / own for ours, own in zip(self.ours, self.own, strict=True)]
-        return (
-            self.trainer,
-            f"{1e3 * median(self.ours):.1f}",
-            f"{1e3 * median(self.own):.1f}",
-            f"{median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
-        )
-
-
-def costs(rounds: int) -> Iterator[Overhead]:
-    """Of every trainer; plain and connected trainings take turns.
+    Trainings with and without the integration take turns.
 
     Raises:
-        MissingPackageError: one of them is not installed.
+        MissingPackageError: a trainer is not installed.
     """
-    for name, update_of in (("Lightning", _lightning), ("HF Trainer", _transformers)):
-        overhead = Overhead(name)
+    for name, update_seconds in (("Lightning", _lightning), ("HF Trainer", _transformers)):
+        plain, adaptive = [], []
         with tempfile.TemporaryDirectory() as folder, _quiet():
-            update_of(folder, adaptive=False)  # what a process does once
+            update_seconds(folder, adaptive=False)  # warm-up
             for _ in range(rounds):
-                overhead.own.append(update_of(folder, adaptive=False))
-                overhead.ours.append(update_of(folder, adaptive=True))
-        yield overhead
+                plain.append(update_seconds(folder, adaptive=False))
+                adaptive.append(update_seconds(folder, adaptive=True))
+        ratios = [ours / theirs for ours, theirs in zip(adaptive, plain, strict=True)]
+        yield {
+            "trainer": name,
+            "update, ms": f"{1e3 * median(adaptive):.1f}",
+            "its own, ms": f"{1e3 * median(plain):.1f}",
+            "over its own": median_and_range(ratios),
+        }
 
 
 def _network() -> nn.Sequential:
     torch.manual_seed(0)
     pairs = [(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS)]
-    return nn.Sequential(*(part for pair in pairs for part in pair), nn.Linear(_WIDTH, _CLASSES))
+    return nn.Sequential(*itertools.chain(*pairs), nn.Linear(_WIDTH, _CLASSES))
 
 
 def _data() -> tuple[Tensor, Tensor]:
@@ -83,17 +63,17 @@ def _data() -> tuple[Tensor, Tensor]:
     return torch.randn(samples, _WIDTH), torch.randint(_CLASSES, (samples,))
 
 
-def _median_of(ends: Seconds) -> float:
-    """Seconds of an update, from when each of them ended."""
-    times = [b - a for a, b in itertools.pairwise(ends)]
-    return median(times[_WARM:])
+def _median_difference(ends: list[float]) -> float:
+    """Median seconds of an update, from the times at which updates ended."""
+    times = [end - start for start, end in itertools.pairwise(ends)]
+    return median(times[_WARMUP:])
 
 
 def _lightning(folder: str, *, adaptive: bool) -> float:
     pl: Any = import_optional("lightning.pytorch", "lightning")
     from bigbatch.integrations.lightning import AdaptiveBatchCallback
 
-    ends: Seconds = []
+    ends: list[float] = []
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -127,14 +107,14 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
         default_root_dir=folder,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(*_data()), _MICRO))
-    return _median_of(ends)
+    return _median_difference(ends)
 
 
 def _transformers(folder: str, *, adaptive: bool) -> float:
     hf: Any = import_optional("transformers", "transformers")
     from bigbatch.integrations.transformers import AdaptiveTrainer
 
-    ends: Seconds = []
+    ends: list[float] = []
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -172,12 +152,12 @@ def _transformers(folder: str, *, adaptive: bool) -> float:
     )
     trainer.remove_callback(hf.PrinterCallback)
     trainer.train()
-    return _median_of(ends)
+    return _median_difference(ends)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Trainers say much."""
+    """Hides the trainers' messages and warnings."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,14 +1,14 @@
-"""Variance-reduced optimizers and their bases on the digits, each at its own best learning rate."""
+"""VR optimizers and their base optimizers on the digits, each at its own best learning rate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean, stdev
 
+from bigbatch.bench.timing import Row
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.train_run import Training
 
 _SCORE = "test accuracy, %"
-COLUMNS = ("optimizer", "best lr", _SCORE, "training loss", "mean r")
 # learning rates of the base batch, the same grid for a base and its VR optimizer
 GRIDS = {
     "momentum": (0.005, 0.01, 0.02, 0.04, 0.08),
@@ -16,19 +16,20 @@ GRIDS = {
     "lars": (1.0, 2.0, 4.0, 8.0, 16.0),
     "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
 }
-_BATCH, _MICRO = 512, 64  # so k = 8
-_LAST = 10  # steps that the training loss is averaged over
+_BATCH, _MICRO = 512, 64  # k = 8
+_LAST_STEPS = 10  # steps that the training loss is averaged over
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way to train at one learning rate, over the seeds.
+    """Results of one optimizer at one learning rate, over the seeds.
 
     Args:
-        name: of the optimizer and its clip.
-        lr: of the base batch.
-        accuracies, losses, factors: one a seed: test accuracy at the end, training loss of the last
-            steps, mean r over layers and steps (1 without).
+        name: the optimizer and its clip.
+        lr: learning rate of the base batch.
+        accuracies: final test accuracy, one per seed.
+        losses: training loss of the last steps, one per seed.
+        factors: mean r over layers and steps, one per seed; 1 for a base optimizer.
     """
 
     name: str
@@ -37,23 +38,23 @@ class Outcome:
     losses: list[float]
     factors: list[float]
 
-    def row(self) -> tuple[str, ...]:
-        """For a table under `COLUMNS`: mean and standard deviation over the seeds."""
-        return (
-            self.name,
-            f"{self.lr:.3g}",
-            f"{mean(self.accuracies):.2f} ± {stdev(self.accuracies):.2f}",
-            f"{mean(self.losses):.4f} ± {stdev(self.losses):.4f}",
-            f"{mean(self.factors):.2f}",
-        )
+    def row(self) -> Row:
+        """The row of the table: mean and standard deviation over the seeds."""
+        return {
+            "optimizer": self.name,
+            "best lr": f"{self.lr:.3g}",
+            _SCORE: f"{mean(self.accuracies):.2f} ± {stdev(self.accuracies):.2f}",
+            "training loss": f"{mean(self.losses):.4f} ± {stdev(self.losses):.4f}",
+            "mean r": f"{mean(self.factors):.2f}",
+        }
 
 
 def run(seeds: int) -> Iterator[Outcome]:
     """Base, VR with r_max = 1, VR with r_max = 1 / gamma, and momentum at VR's mean rate.
 
-    Each at the learning rate of its grid that has the least training loss, so that no test image
-    is chosen by; the last has VR's best rate times its mean r, the control for an optimizer that
-    only takes shorter steps. The other rules do not see a factor that all weights share.
+    Each has the learning rate of its grid with the least training loss, so test images play no part
+    in the choice. The last has VR's best rate times its mean r: the control for an optimizer that
+    only takes shorter steps. The other optimizers are invariant to a factor that all weights share.
     """
     for base, grid in GRIDS.items():
         plain = _best(base, 1.0, grid, seeds)
@@ -73,8 +74,8 @@ def _best(optimizer: str, r_max: float, grid: tuple[float, ...], seeds: int) -> 
 
 
 def _outcome(optimizer: str, r_max: float, lr: float, seeds: int, name: str) -> Outcome:
-    ends = [_train(optimizer, r_max, lr, seed) for seed in range(seeds)]
-    return Outcome(name, lr, *(list(column) for column in zip(*ends, strict=True)))
+    results = [_train(optimizer, r_max, lr, seed) for seed in range(seeds)]
+    return Outcome(name, lr, *(list(column) for column in zip(*results, strict=True)))
 
 
 def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, float, float]:
@@ -102,4 +103,4 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
             losses.append(record.loss)
             gsnr = record.gsnr
             factors.append(1.0 if gsnr is None else float(gsnr.mean.mean()))
-    return training.scores()[_SCORE], mean(losses[-_LAST:]), mean(factors)
+    return training.scores()[_SCORE], mean(losses[-_LAST_STEPS:]), mean(factors)

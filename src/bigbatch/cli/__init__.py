@@ -7,18 +7,19 @@ from typing import NoReturn
 
 from bigbatch.interrupts import exit_on_interrupt, handle_interrupts, ignore_interrupts
 
-_LISTED: tuple[list[str], ...] = ([], ["--help"], ["--version"])  # these need no torch
+_WITHOUT_TORCH: tuple[list[str], ...] = ([], ["--help"], ["--version"])  # arguments
 
 
 def main() -> None:
-    """Runs the command, or lists the commands. An interrupt prints one line at any moment."""
+    """Runs a command, or lists the commands. An interrupt prints one line at any moment."""
     with handle_interrupts(exit_on_interrupt):
         atexit.register(ignore_interrupts)  # while Python shuts down
         try:
-            from bigbatch.cli.app import app, show
+            from bigbatch.cli.app import app
 
-            if sys.argv[1:2] in _LISTED:
-                show()
+            if sys.argv[1:2] in _WITHOUT_TORCH:
+                if os.environ.get("RANK", "0") == "0":
+                    app()
                 return
             from bigbatch.cli.exit_status import run  # imports torch
         except ImportError as error:
@@ -27,7 +28,7 @@ def main() -> None:
 
 
 def _exit_without_package(error: ImportError) -> NoReturn:
-    """Ends with one line that names the command which installs the package; on rank 0 alone."""
+    """Exits with one line, on rank 0, that names the command which installs the package."""
     from bigbatch.errors import MissingPackageError
     from bigbatch.optional_packages import import_optional
 

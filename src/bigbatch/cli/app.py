@@ -1,9 +1,8 @@
 """The commands by name.
 
-Their help lists the commands without importing them: torch and what else one needs takes seconds.
+`bigbatch --help` lists the commands without importing them, as importing torch takes seconds.
 """
 
-import os
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -11,50 +10,50 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-_COMMANDS = {  # where each is, and the first line of its help
+_COMMANDS = {  # module, and first line of the help
     "train": (
         "bigbatch.cli.train_command",
-        "Trains a recipe: its whole study, or one training where a setting is given.",
+        "Trains the study of a recipe, or one run where a setting is given.",
     ),
     "sweep": (
         "bigbatch.cli.sweep_command",
-        "Trains a recipe at every point of a grid, several trainings at a time.",
+        "Trains a recipe at every point of a grid, several runs at a time.",
     ),
     "compare": ("bigbatch.cli.reports", "Shows runs and studies in one table."),
-    "report": ("bigbatch.cli.reports", "Writes the report of runs and studies side by side."),
+    "report": ("bigbatch.cli.reports", "Writes a report of runs and studies side by side."),
     "replay": (
         "bigbatch.cli.reports",
-        "Shows what other policies would have chosen on a finished run's log, and at what cost.",
+        "Replays the log of a run with other policies: their batch sizes and cost.",
     ),
     "recipes": (
         "bigbatch.cli.recipe_list",
-        "Lists what can be trained; of one, its arms, data and commands.",
+        "Lists the recipes, or the arms, data and commands of one.",
     ),
-    "bench": ("bigbatch.bench.commands", "Measure what things cost on this machine, as ratios."),
+    "bench": ("bigbatch.bench.commands", "Measures costs on this machine, as ratios."),
 }
 
 
-class _Late(TyperGroup):
-    """Its help lists the commands; the one that is asked for is imported."""
+class _LazyGroup(TyperGroup):
+    """Imports the command that is run, and no other."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        name, listed, rest = super().resolve_command(ctx, args)
-        return name, _imported(name) if name else listed, rest
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        return name, _import_command(name) if name else placeholder, rest
 
 
-def _imported(name: str) -> Any:
+def _import_command(name: str) -> Any:
     command = getattr(import_module(_COMMANDS[name][0]), name)
     if not isinstance(command, typer.Typer):
-        one = typer.Typer(rich_markup_mode=None, add_completion=False)
-        one.command()(command)
-        command = one
+        group = typer.Typer(rich_markup_mode=None, add_completion=False)
+        group.command()(command)
+        command = group
     return get_command(command)
 
 
 app = typer.Typer(
-    cls=_Late,
+    cls=_LazyGroup,
     help="Train PyTorch models with a batch size that follows the gradient's noise.",
-    epilog="Begin with: bigbatch train",
+    epilog="To start: bigbatch train",
     add_completion=False,
     rich_markup_mode=None,  # brackets are text, not style
     pretty_exceptions_enable=False,
@@ -63,14 +62,8 @@ for _name, (_, _help) in _COMMANDS.items():
     app.command(_name, help=_help, short_help=_help)(lambda: None)
 
 
-def show() -> None:
-    """The list of commands, or the version; on rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
-        app()
-
-
-def _say_version(*, asked: bool) -> None:
-    if asked:
+def _print_version(*, requested: bool) -> None:
+    if requested:
         typer.echo(f"bigbatch {import_module('bigbatch').__version__}")
         raise typer.Exit
 
@@ -80,7 +73,9 @@ def _options(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Show it, and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

@@ -1,7 +1,6 @@
-"""`bigbatch train --dry-run`: what a training would take, at both scales side by side."""
+"""`bigbatch train --dry-run`: settings, sizes, memory and rates of a training at both scales."""
 
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,38 +13,40 @@ from bigbatch.experiments.settings import Settings
 
 UNKNOWN = "not known"  # where shapes depend on the data
 
+_SCALES = {False: "small", True: "paper"}
+
 Rows = dict[str, str]
 
 
 def show_dry_run(
     recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, console: Console
 ) -> None:
-    """Prints settings with their sources, sizes, plans and rates; writes nothing.
+    """Prints settings with their sources, sizes, plans and rates.
 
     Args:
-        recipe: what would be trained.
-        settings: of the scales to show; True is the full one.
-        ranks: how many; None for one at the small scale, and the paper's at the full one.
-        console: where to.
+        recipe: the recipe.
+        settings: settings by scale; True is the paper's.
+        ranks: number of ranks; None for 1 at the small scale, and the paper's at the paper's.
+        console: the console to print to.
     """
     runs = {
-        paper_scale: dry_run(recipe, asked, ranks or (recipe.paper_ranks if paper_scale else 1))
-        for paper_scale, asked in settings.items()
+        paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
+        for paper_scale, each in settings.items()
     }
-    stated = {
-        paper_scale: sources(recipe, asked, paper_scale=paper_scale)
-        for paper_scale, asked in settings.items()
-    }
-    title = f"{recipe.name}: {recipe.summary} ({recipe.paper})"
-    console.print(title)
-    console.print(_settings_table(stated))
-    console.print(_facts_table({paper_scale: facts(run) for paper_scale, run in runs.items()}))
+    values: dict[bool, Rows] = {}
+    for paper_scale, each in sorted(settings.items()):
+        sourced = sources(recipe, each, paper_scale=paper_scale)
+        values[paper_scale] = {name: _value_text(one) for name, one in sourced.items()}
+        value_sources = {name: one.source for name, one in sourced.items()}  # of the last scale
+    console.print(f"{recipe.name}: {recipe.summary} ({recipe.paper})")
+    console.print(_table("setting", values, value_sources))
+    console.print(_table("fact", {scale: facts(run) for scale, run in runs.items()}))
     for line in _notes(recipe, settings, runs):
         console.print(line)
 
 
 def facts(run: DryRun) -> Rows:
-    """What a dry run has found, by name."""
+    """Sizes, memory, batches and rates of a dry run, by name."""
     keeps = run.keeps
     memory = {
         "parameters, buffers": keeps.weights,
@@ -63,115 +64,101 @@ def facts(run: DryRun) -> Rows:
         "samples an epoch": f"{run.samples:,}",
         "samples in all": f"{total:,}",
         "parameters": f"{keeps.parameters:,}",
-        **{f"memory: {name}": in_bytes(size) for name, size in memory.items() if size},
-        "memory: its activations": UNKNOWN if acts is None else in_bytes(acts),
-        "memory: in all": UNKNOWN if acts is None else in_bytes(sum(memory.values()) + acts),
+        **{f"memory: {name}": format_bytes(size) for name, size in memory.items() if size},
+        "memory: its activations": UNKNOWN if acts is None else format_bytes(acts),
+        "memory: in all": UNKNOWN if acts is None else format_bytes(sum(memory.values()) + acts),
         "operations a sample": UNKNOWN if keeps.flops is None else f"{keeps.flops:.3g}",
-        "inputs of the model, an epoch": in_bytes(keeps.sample * run.samples),
+        "inputs of the model, an epoch": format_bytes(keeps.sample * run.samples),
         **{
             f"{name}: {fact}": value
             for name, planned in run.plans.items()
-            for fact, value in _of_plan(planned, run).items()
+            for fact, value in _plan_facts(planned, run).items()
         },
     }
 
 
-def in_bytes(size: int) -> str:
-    """A number of bytes in the unit that fits, of 1,000s."""
-    amount, unit = float(size), "bytes"
-    for larger in ("KB", "MB", "GB", "TB"):
+def format_bytes(size: int) -> str:
+    """A number of bytes with three digits and a decimal unit."""
+    return format_amount(size, (" bytes", " KB", " MB", " GB", " TB"))
+
+
+def format_amount(amount: float, units: Sequence[str]) -> str:
+    """A number with three digits and the largest unit that it reaches, in steps of 1,000."""
+    unit, *larger_units = units
+    for larger in larger_units:
         if amount >= 999.5:
             amount, unit = amount / 1000, larger
-    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
+    return f"{amount:.3g}{unit}" if amount < 999.5 else f"{amount:,.0f}{unit}"
 
 
-def _of_plan(planned: Planned, run: DryRun) -> Rows:
+def _plan_facts(planned: Planned, run: DryRun) -> Rows:
     plan = planned.plan
-    rates = dict(zip(MOMENTS, planned.lr, strict=True))
-    steady = all(before == after for before, after in pairwise(planned.lr))
-    shown = {"": planned.lr[0]} if steady else {f", {when}": lr for when, lr in rates.items()}
+    rates = {f", {moment}": lr for moment, lr in zip(MOMENTS, planned.lr, strict=True)}
+    if len({*planned.lr}) == 1:
+        rates = {"": planned.lr[0]}
     measured = run.settings.lr_scaling == "adascale"
     more = " or more, as measured" if measured and plan.batch_size > run.settings.base_batch else ""
     return {
         "batch": f"{plan.batch_size:,} = {run.ranks} x {planned.accumulation} x {plan.micro}",
         "steps": f"{planned.steps:,}, {planned.steps // run.settings.epochs:,} an epoch",
-        **{f"lr{when}": f"{lr:.4g}{more}" for when, lr in shown.items()},
-        **({"sent by a rank a step": in_bytes(planned.sent)} if run.ranks > 1 else {}),
+        **{f"lr{moment}": f"{lr:.4g}{more}" for moment, lr in rates.items()},
+        **({"sent by a rank a step": format_bytes(planned.sent)} if run.ranks > 1 else {}),
     }
 
 
-def _settings_table(stated: Mapping[bool, Mapping[str, Stated]]) -> Table:
-    """By name; where both scales are there, the source is that of the full one."""
-    table = _table(*(_SCALES[paper_scale] for paper_scale in stated), "source", first="setting")
-    names = dict.fromkeys(name for listed in stated.values() for name in listed)
-    last = stated[max(stated)]
-    for name in names:
-        values = [_marked(listed[name]) for listed in stated.values()]
-        table.add_row(name, *values, last[name].source)
-    return table
-
-
-def _facts_table(found: Mapping[bool, Rows]) -> Table:
-    table = _table(*(_SCALES[paper_scale] for paper_scale in found), first="fact")
-    names = dict.fromkeys(name for rows in found.values() for name in rows)
-    for name in names:
-        table.add_row(name, *(rows.get(name, "-") for rows in found.values()))
-    return table
-
-
-def _table(*columns: str, first: str) -> Table:
-    table = Table(first, *columns, box=SIMPLE_HEAD, pad_edge=False)
+def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = None) -> Table:
+    """One row per name, one column per scale, and a column of sources where they are given."""
+    columns = [_SCALES[paper_scale] for paper_scale in by_scale]
+    table = Table(header, *columns, box=SIMPLE_HEAD, pad_edge=False)
+    if sources is not None:
+        table.add_column("source")
     for column in table.columns:
         column.overflow = "fold"
+    for name in dict.fromkeys(name for rows in by_scale.values() for name in rows):
+        cells = [rows.get(name, "-") for rows in by_scale.values()]
+        table.add_row(name, *cells, *([] if sources is None else [sources[name]]))
     return table
 
 
-def _marked(one: Stated) -> str:
-    shown = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
-    return f"{shown} *" if one.source.startswith("small scale") else shown
+def _value_text(one: Stated) -> str:
+    text = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
+    return f"{text} *" if one.source.startswith("small scale") else text
 
 
 def _notes(
     recipe: Recipe, settings: Mapping[bool, Settings], runs: Mapping[bool, DryRun]
 ) -> list[str]:
-    """What has to be known of the numbers."""
-    holds: dict[str, Callable[[Settings], bool]] = {
-        "VR under DDP spreads its average of r over the ranks: less than is said of the state.": (
+    """Notes on the numbers."""
+    conditions: dict[str, Callable[[Settings], bool]] = {
+        "VR under DDP shards its average of r over the ranks, so it takes less than shown.": (
             lambda one: one.optimizer in ("vr-adam", "vr-lamb")
         ),
         "The mean r of lr_control_from is known when that run has ended; rates are without it.": (
             lambda one: bool(one.lr_control_from)
         ),
-        "DeepSpeed spreads state (zero_stage 1) and gradients (2) over the ranks; here they are "
-        "whole, and what is sent is as by DDP.": lambda one: one.engine == "deepspeed",
+        "DeepSpeed shards state (zero_stage 1) and gradients (2) over the ranks; here they are not "
+        "sharded, and bytes sent are those of DDP.": lambda one: one.engine == "deepspeed",
     }
     lines = ["* of the small scale, ours." for paper_scale in settings if not paper_scale]
-    lines += [line for line, is_so in holds.items() if any(map(is_so, settings.values()))]
+    lines += [line for line, holds in conditions.items() if any(map(holds, settings.values()))]
     if any(run.keeps.sums[0] for run in runs.values()):
         lines.append(
-            "VR on one process sums gradients by itself in its first step; the next one frees "
-            "that, and .grad holds the sum, but where clip or float16 write to .grad."
+            "VR on one process has its own sum of gradients in its first step; the second frees it "
+            "and keeps the sum in .grad, unless clip or float16 write to .grad."
         )
-    lines += dict.fromkeys(note for run in runs.values() if (note := _note_of_schedule(run)))
+    for run in runs.values():
+        note = LRSchedule(run.settings.lr_schedule).note(run.settings.epochs, run.samples)
+        lines += [note] * bool(note and note not in lines)
     if not all(one.samples for one in settings.values()):
         lines.append(
-            f"Samples: the paper's {recipe.paper_samples:,}, where the settings say none; a data "
-            "set of fewer has fewer."
+            f"Samples: the paper's {recipe.paper_samples:,} unless the settings limit them; a "
+            "smaller data set has fewer."
         )
     lines += [
-        "A batch is ranks x backwards x samples; steps and rates are of a batch that stays there.",
-        "Activations are those of a CPU's kernels, and of one forward; operations are matrix "
-        "products and convolutions, forward and backward; nothing else on a device is counted.",
+        "A batch is ranks x backwards x samples; steps and rates assume that it stays constant.",
+        "Activations are those of a CPU's kernels in one forward; operations are matrix products "
+        "and convolutions, forward and backward; other memory of a device is not counted.",
     ]
     if UNKNOWN in {value for run in runs.values() for value in facts(run).values()}:
         lines.append(f"{UNKNOWN}: shapes in the loss depend on the data.")
-    arms = ", ".join(recipe.arms)
-    return [*lines, f"Arms of the study, each by --arm: {arms}"]
-
-
-def _note_of_schedule(run: DryRun) -> str:
-    """What a training would say of its own."""
-    return LRSchedule(run.settings.lr_schedule).note(run.settings.epochs, run.samples)
-
-
-_SCALES = {False: "small", True: "paper"}
+    return [*lines, f"Arms of the study, each by --arm: {', '.join(recipe.arms)}"]

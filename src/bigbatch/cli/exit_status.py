@@ -1,4 +1,4 @@
-"""One command from its start to its exit status: what goes wrong on purpose is one line."""
+"""Runs a command to its exit status; an expected error is one line on standard error."""
 
 import signal
 import sys
@@ -16,7 +16,7 @@ from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupt
 
 
 def run(app: typer.Typer) -> None:
-    """Runs what the command line says, with all ranks that were started for it, and ends."""
+    """Runs the command line on all ranks that were started for it, and exits."""
     warnings.showwarning = partial(_one_line_warning, set())
     launch = Launch()
     try:
@@ -36,7 +36,7 @@ def run(app: typer.Typer) -> None:
         status = 1
     except SystemExit as ending:
         launch.end(ending.code)
-    if status == INTERRUPTED:  # typer returns it too
+    if status == INTERRUPTED:  # which typer may return too
         launch.tell("interrupted")
     launch.end(status)
 
@@ -45,21 +45,21 @@ def _line_of(error: Exception) -> str:
     if isinstance(error, TyperException):
         return error.format_message()
     if isinstance(error, OSError) and error.strerror is None:  # a damaged image, say
-        return f"{type(error).__name__}: {_said(error)}"
+        return f"{type(error).__name__}: {_message_of(error)}"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
-    return _said(error)
+    return _message_of(error)
 
 
-def _said(error: Exception) -> str:
-    """What an error says; raised in a loader's worker, it has torch's traceback around that."""
+def _message_of(error: Exception) -> str:
+    """The message of an error, without the traceback that torch adds in a DataLoader worker."""
     text, name = str(error), type(error).__name__
     if text.startswith(f"Caught {name} in DataLoader worker process"):
         return text.rpartition(f"{name}: ")[2]
     return text
 
 
-def _one_line_warning(said: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
-    if leads() and str(message) not in said:  # by whichever line
-        said.add(str(message))
+def _one_line_warning(shown: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    if leads() and str(message) not in shown:
+        shown.add(str(message))
         sys.stderr.write(f"bigbatch: note: {message}\n")

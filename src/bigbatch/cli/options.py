@@ -1,4 +1,4 @@
-"""What several commands say of their options."""
+"""Options that several commands have, and checks of combinations of options."""
 
 import inspect
 import sys
@@ -14,41 +14,40 @@ from bigbatch.experiments import recipe_named
 from bigbatch.experiments.process_group import leads
 from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import HELP, KINDS, Settings, Value
-from bigbatch.policies.parse import POLICIES
 
-POLICY = f"NAME:KEY=VALUE,...; NAME one of: {', '.join(POLICIES)}."
-
-Full = Annotated[
-    bool, typer.Option("--paper-scale", help="The paper's settings, not the small ones.")
+RecipeName = Annotated[str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of all runs. May be repeated."),
 ]
-Result = Annotated[
-    str | None, typer.Option(help="With --paper-scale: one table or figure of the paper.")
+Seeds = Annotated[
+    int | None, typer.Option(min=1, help="Runs of each arm or point [3, or the paper's].")
 ]
-Data = Annotated[
-    Path | None, typer.Option(help="Folder with the data, or with folders of data [data].")
-]
-Runs = Annotated[Path | None, typer.Option(help="Where fresh directories go [runs].")]
-Out = Annotated[Path | None, typer.Option(help="The directory itself; must be free.")]
+PaperScale = Annotated[bool, typer.Option("--paper-scale", help="Use the paper's settings.")]
+Result = Annotated[str | None, typer.Option(help="With --paper-scale, one table or figure.")]
+Data = Annotated[Path | None, typer.Option(help="Folder with data, or with data folders [data].")]
+RunsDir = Annotated[Path | None, typer.Option(help="Folder for new directories [runs].")]
+RunDir = Annotated[Path | None, typer.Option(help="Directory to write to; must be new or empty.")]
+Resume = Annotated[Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show results only.")]
 
-_NOT_SET = {
+_NOT_BY_SET = {
     "recipe": "it is the command's first argument",
-    "arm": "--arm has what is of one, and --grid arm=... in a sweep",
+    "arm": "give --arm, or --grid arm=... in a sweep",
     "seed": "give --seed, or --seeds",
     "data": "give --data",
 }
-
 
 Command = Callable[..., None]
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Gives a command an option for each of these settings; it takes their texts as keywords."""
+    """Adds an option for each of these settings to a command, which gets texts as keywords."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        options = [
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters += [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
@@ -59,24 +58,23 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
             )
             for name in names
         ]
-        parameters = [*own, *options]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
 
     return decorate
 
 
 def _metavar(kind: Any) -> str:
-    """What a value looks like."""
+    """The placeholder of a value in the help, as typer writes its own."""
     kind = next((one for one in get_args(kind) if get_origin(one) is Annotated), kind)
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
-    return {int: "INTEGER", float: "NUMBER", bool: "true|false"}.get(kind, "TEXT")
+    return {int: "<int>", float: "<float>", bool: "true|false"}.get(kind, "<str>")
 
 
-def settings_of(texts: dict[str, str | None]) -> dict[str, Value]:
+def parse_settings(texts: dict[str, str | None]) -> dict[str, Value]:
     """The values of the settings that were given as options.
 
     Raises:
@@ -85,39 +83,46 @@ def settings_of(texts: dict[str, str | None]) -> dict[str, Value]:
     return {name: Settings.read(name, text) for name, text in texts.items() if text is not None}
 
 
-def typed_in(context: typer.Context) -> set[str]:
-    """The names of the options and arguments that were typed."""
+def names_on_command_line(context: typer.Context) -> set[str]:
+    """The names of the options and arguments that the command line has."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {n.rstrip("_") for n, one in sources.items() if one and one.name == "COMMANDLINE"}
+    return {
+        name.rstrip("_")
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
 
 
-def as_typed(names: Iterable[str], by_set: Iterable[str] = ()) -> str:
-    """Settings as the command line said them: --lr, or --set lr."""
-    set_names = frozenset(by_set)
+def format_options(names: Iterable[str], set_names: Iterable[str] = ()) -> str:
+    """Options as the command line has them: --lr; --set lr for those among `set_names`."""
     return ", ".join(
         f"--set {name}" if name in set_names else f"--{name.replace('_', '-')}"
         for name in sorted(names)
     )
 
 
-def refuse_with(what: str, names: Iterable[str], by_set: Iterable[str] = (), or_: str = "") -> None:
-    """Raises SettingError where options were given that do not go together with `what`.
+def refuse_options(
+    reason: str, names: Iterable[str], set_names: Iterable[str] = (), alternative: str = ""
+) -> None:
+    """Raises SettingError where there are options that do not go together with another.
 
     Args:
-        what: as it was typed, or whose value it is.
-        names: of the options.
-        by_set: those of them that --set said.
-        or_: what else may be done about it.
+        reason: the other option, or the choice that they do not go together with.
+        names: names of the options to refuse.
+        set_names: names among them that were given by --set.
+        alternative: another remedy than to leave them out.
     """
-    if listed := as_typed(names, by_set):
-        raise SettingError(f"{what} does not go together with {listed}; leave them out{or_}")
+    if options := format_options(names, set_names):
+        raise SettingError(
+            f"{reason} does not go together with {options}; leave them out{alternative}"
+        )
 
 
-def recipe_of(name: str | None, result: str | None, *, paper_scale: bool) -> Recipe:
-    """The recipe of that name, the digits without one; narrowed to one result of its paper.
+def select_recipe(name: str | None, result: str | None, *, paper_scale: bool) -> Recipe:
+    """The recipe of that name, digits by default; limited to one result of its paper if given.
 
     Raises:
-        SettingError: there is no such recipe or result, or the result is not asked for in full.
+        SettingError: there is no such recipe or result, or a result without the paper's scale.
     """
     recipe = recipe_named(name or "digits")
     if result is None:
@@ -129,45 +134,43 @@ def recipe_of(name: str | None, result: str | None, *, paper_scale: bool) -> Rec
     return recipe.repeating(result)
 
 
-def set_by(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:
-    """The settings as each --set changes them, and the names of those that it did.
+def apply_set_options(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:
+    """The settings with each --set applied, and the names of the settings that it changed.
 
     Raises:
-        SettingError: no KEY=VALUE, or a key that has an option of its own to say it.
+        SettingError: a text is not KEY=VALUE, or a key must be given by another option.
     """
     names: set[str] = set()
     for text in texts:
         change = settings.parsed(text)
-        for name in change.keys() & _NOT_SET.keys():
-            raise SettingError(f"--set cannot say {name!r}: {_NOT_SET[name]}")
+        for name in change.keys() & _NOT_BY_SET.keys():
+            raise SettingError(f"--set cannot change {name!r}: {_NOT_BY_SET[name]}")
         settings, names = settings.changed(change), names | change.keys()
     return settings, names
 
 
-def note_overruled(recipe: Recipe, names: Iterable[str], remedy: str, *, paper_scale: bool) -> None:
-    """Says which arms have values of their own for what was given for all of them."""
+def warn_of_arm_values(
+    recipe: Recipe, names: Iterable[str], remedy: str, *, paper_scale: bool
+) -> None:
+    """Warns of arms whose own values take precedence over settings given for all arms."""
+    arms = recipe.arms_at(paper_scale=paper_scale)
     for name in sorted(names):
-        own = [
-            arm
-            for arm, changes in recipe.arms_at(paper_scale=paper_scale).items()
-            if name in changes
-        ]
-        if own:
+        if own := [arm for arm, changes in arms.items() if name in changes]:
             warnings.warn(f"{', '.join(own)}: {name} stays the arm's own; {remedy}", stacklevel=2)
 
 
-def folder_of(recipe: Recipe, given: Path | None) -> str:
-    """Where a recipe's data lie, as its settings have it; says so where it is made up.
+def find_data(recipe: Recipe, folder: Path | None) -> str:
+    """The folder of a recipe's data, as its settings have it; a note says that data are synthetic.
 
     Raises:
-        RunError: they are not there.
+        RunError: the data are not there.
         SettingError: the recipe reads no files.
     """
-    if given is not None and not given.is_dir():
-        raise RunError(f"there is no data folder {given}; name one that exists")
-    if given is not None and not recipe.origin.files:
+    if folder is not None and not folder.is_dir():
+        raise RunError(f"there is no data folder {folder}; name one that exists")
+    if folder is not None and not recipe.origin.files:
         raise SettingError(f"recipe {recipe.name!r} brings its own data; leave --data out")
-    found = recipe.origin.find(given)
-    if found is None and recipe.origin.files and leads():
+    data_folder = recipe.origin.find(folder)
+    if data_folder is None and recipe.origin.files and leads():
         sys.stderr.write(f"bigbatch: note: no --data; {recipe.origin.otherwise} is used\n")
-    return "" if found is None else str(found)
+    return "" if data_folder is None else str(data_folder)

@@ -1,4 +1,4 @@
-"""`bigbatch recipes`: what can be trained, on which data, and how long it takes."""
+"""`bigbatch recipes`: the recipes, their data, size and duration."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from bigbatch.cli.dry_run_tables import format_amount
 from bigbatch.errors import MissingPackageError, RunError
 from bigbatch.experiments import EXPERIMENTS, RECIPES, recipe_named
 from bigbatch.experiments.datasets.location import HERE, DatasetLocation
@@ -16,56 +17,51 @@ from bigbatch.experiments.sweep import points_of
 from bigbatch.runs.console import LiveView, plain_console
 
 _COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
-_NARROW = {"recipe", "weights", "minutes"}  # are never broken
+_NO_WRAP = {"recipe", "weights", "minutes"}
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="All about one of them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Recipe to describe.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with data, to be looked into [data].")
+        Path | None, typer.Option(help="Folder in which to look for data [data].")
     ] = None,
 ) -> None:
-    """Lists what can be trained; of one, its arms, data and commands."""
+    """Lists the recipes, or the arms, data and commands of one."""
     view = LiveView(plain_console())
     if name in EXPERIMENTS:
-        view.say(f"{name}: {EXPERIMENTS[name].summary}")
-        view.say(f"  bigbatch train {name}")
+        view.print(f"{name}: {EXPERIMENTS[name].summary}")
+        view.print(f"  bigbatch train {name}")
     elif name is not None:
-        for line in _all_about(recipe_named(name), data):
-            view.say(line)
+        for line in _description(recipe_named(name), data):
+            view.print(line)
     else:
         view.console.print(_table(data))
         for experiment in EXPERIMENTS.values():
-            view.say(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
-        view.say("Weights: of the small scale, and of the paper. Minutes: one training at the")
-        view.say("small scale on two cores. Arms, data and commands: bigbatch recipes NAME")
+            view.print(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
+        view.print("Weights: of the small scale, and of the paper. Minutes: one training at the")
+        view.print("small scale on two cores. Arms, data and commands: bigbatch recipes NAME")
 
 
 def _table(data: Path | None) -> Table:
     table = Table(*_COLUMNS, box=SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
-        column.overflow, column.no_wrap = "fold", column.header in _NARROW
+        column.overflow, column.no_wrap = "fold", column.header in _NO_WRAP
     for recipe in RECIPES.values():
-        weights = "\n".join(
-            _weights(recipe, paper_scale=paper_scale) for paper_scale in (False, True)
-        )
+        weights = "\n".join(_weight_counts(recipe))
         data_text = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
-        row = (recipe.name, recipe.paper, data_text, weights, f"{recipe.minutes:g}")
-        table.add_row(*row)
+        table.add_row(recipe.name, recipe.paper, data_text, weights, f"{recipe.minutes:g}")
     return table
 
 
-def _all_about(recipe: Recipe, data: Path | None) -> list[str]:
+def _description(recipe: Recipe, data: Path | None) -> list[str]:
     origin = recipe.origin
-    weights = [_weights(recipe, paper_scale=one) for one in (False, True)]
+    weights = _weight_counts(recipe)
     files = origin.needed if origin.files else "none"
-    sweeps = [
-        len(points_of(recipe, sweep, settings, paper_scale=whole)) if sweep.grids else 0
-        for sweep, settings, whole in (
-            (recipe.sweep, recipe.settings(), False),
-            (recipe.paper_sweep, recipe.settings(paper_scale=True), True),
-        )
-    ]
+    sweeps = []
+    for sweep, scale in ((recipe.sweep, False), (recipe.paper_sweep, True)):
+        settings = recipe.settings(paper_scale=scale)
+        points = points_of(recipe, sweep, settings, paper_scale=scale) if sweep.grids else []
+        sweeps.append(len(points))
     with_data = f"bigbatch train {recipe.name}" + (" --data DIR" if origin.files else "")
     return [
         f"{recipe.name}: {recipe.summary}",
@@ -98,25 +94,22 @@ def _result(result: Result) -> str:
 
 
 def _place(origin: DatasetLocation, given: Path | None) -> str:
-    """Where the data are, or what is used instead."""
+    """The place of the data, or what is used instead."""
     if not origin.files:
         return "always there"
     try:
-        found = origin.find(given)
+        folder = origin.find(given)
     except RunError:
         return f"not in {given or HERE}"
-    if found is None:
+    if folder is None:
         return f"not in {HERE}, {origin.otherwise} instead"
-    return f"in {found}"
+    return f"in {folder}"
 
 
-def _weights(recipe: Recipe, *, paper_scale: bool) -> str:
-    """How many the model has, in the unit that fits."""
+def _weight_counts(recipe: Recipe) -> list[str]:
+    """Numbers of weights at the small scale and at the paper's; "?" where a package is missing."""
     try:
-        amount, unit = float(parameters_of(recipe, recipe.settings(paper_scale=paper_scale))), ""
+        counts = [parameters_of(recipe, recipe.settings(paper_scale=one)) for one in (False, True)]
     except MissingPackageError:
-        return "?"  # `bigbatch train` says which is missing
-    for larger in (" K", " M", " B"):
-        if amount >= 999.5:
-            amount, unit = amount / 1000, larger
-    return f"{amount:.3g}{unit}"
+        return ["?", "?"]  # `bigbatch train` names the package
+    return [format_amount(count, ("", " K", " M", " B")) for count in counts]

@@ -1,4 +1,4 @@
-"""`bigbatch train`: a recipe's study, or one training where a setting is given."""
+"""`bigbatch train`: the study of a recipe, or one run where a setting is given."""
 
 from functools import partial
 from pathlib import Path
@@ -6,24 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from bigbatch.cli import options
 from bigbatch.cli.dry_run_tables import show_dry_run
-from bigbatch.cli.options import (
-    Data,
-    Full,
-    Out,
-    Quiet,
-    Result,
-    Runs,
-    as_typed,
-    folder_of,
-    note_overruled,
-    recipe_of,
-    refuse_with,
-    set_by,
-    settings_of,
-    typed_in,
-    with_settings,
-)
+from bigbatch.cli.options import refuse_options
 from bigbatch.errors import SettingError
 from bigbatch.experiments import EXPERIMENTS
 from bigbatch.experiments.process_group import count, from_leader
@@ -38,47 +23,40 @@ from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.run_directory import RunDirectory
 
 
-@with_settings(*(name for name in KINDS if name not in ("recipe", "arm", "data", "task")))
+@options.with_settings(*(name for name in KINDS if name not in ("recipe", "arm", "data", "task")))
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")
-    ] = None,
-    arm: Annotated[str | None, typer.Option(help="One arm of the study alone.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of all trainings of a study."),
-    ] = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Seeds of the study [3; with --paper-scale the paper's]."),
-    ] = None,
-    paper_scale: Full = False,
-    result: Result = None,
-    data: Data = None,
-    runs_dir: Runs = None,
-    run_dir: Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume this run or study.")] = None,
+    recipe: options.RecipeName = None,
+    arm: Annotated[str | None, typer.Option(help="Train one arm of the study alone.")] = None,
+    set_: options.Set = None,
+    seeds: options.Seeds = None,
+    paper_scale: options.PaperScale = False,
+    result: options.Result = None,
+    data: options.Data = None,
+    runs_dir: options.RunsDir = None,
+    run_dir: options.RunDir = None,
+    resume: options.Resume = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what it would take; needs no data.")
+        bool, typer.Option("--dry-run", help="Show sizes, batches and memory; needs no data.")
     ] = False,
     dry_run_ranks: Annotated[
-        int | None, typer.Option(min=1, help="Of a dry run [1; with --paper-scale the paper's].")
+        int | None,
+        typer.Option(min=1, help="Ranks of a dry run [1; with --paper-scale, the paper's]."),
     ] = None,
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
     **texts: str | None,
 ) -> None:
-    """Trains a recipe: its whole study, or one training where a setting is given.
+    """Trains the study of a recipe, or one run where a setting is given.
 
     The digits study, 3 seeds: bigbatch train
 
     The same with 5 seeds: bigbatch train digits --seeds 5
 
-    One training of your own: bigbatch train digits --target 0.5 --optimizer vr-adam
+    One run with other settings: bigbatch train digits --target 0.5 --optimizer vr-adam
 
     At the paper's scale: bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
 
-    What that would take, without any data: bigbatch train cifar10-resnet18 --dry-run
+    Its memory and batch sizes, without data: bigbatch train cifar10-resnet18 --dry-run
 
     One figure: bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
 
@@ -89,63 +67,62 @@ def train(
     After an interruption: bigbatch train --resume runs/digits-1
     """
     launch: Launch = context.obj
-    view, typed = LiveView(plain_console(), quiet=quiet), typed_in(context) - {"quiet"}
+    view = LiveView(plain_console(), quiet=quiet)
+    option_names = options.names_on_command_line(context) - {"quiet"}
     if resume is not None:
-        refuse_with("--resume", typed - {"resume"})
+        refuse_options("--resume", option_names - {"resume"})
         with launch.resumable(resume):
             resume_at(resume, view)
         return
     if run_dir is not None:
-        refuse_with("--run-dir", typed & {"runs_dir"})
+        refuse_options("--run-dir", option_names & {"runs_dir"})
     folder = runs_dir or Path("runs")
     if recipe in EXPERIMENTS:
         allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
-        refuse_with(f"recipe {recipe}, which is one fixed experiment,", typed - allowed)
+        refuse_options(f"recipe {recipe}, which is one fixed experiment,", option_names - allowed)
         _require_one_rank(recipe)
-        _run_experiment(recipe, run_dir or reserve(folder, recipe), seeds or SEEDS, quiet=quiet)
+        path = run_dir or reserve(folder, recipe)
+        try:
+            EXPERIMENTS[recipe].run(path, seeds or SEEDS, quiet)
+        finally:
+            release(path)
         return
-    chosen, changes = recipe_of(recipe, result, paper_scale=paper_scale), settings_of(texts)
+    chosen = options.select_recipe(recipe, result, paper_scale=paper_scale)
+    changes = options.parse_settings(texts)
     epochs = {"epochs": changes.pop("epochs")} if "epochs" in changes else {}
     changes |= {"arm": arm} if arm is not None else {}
-    asked = partial(_settings, chosen, epochs, set_ or [], changes)
+    settings_at = partial(_settings, chosen, epochs, set_ or [], changes)
     if dry_run:
-        needless = typed & {"seeds", "data", "runs_dir", "run_dir"}
-        refuse_with("--dry-run, which trains nothing,", needless)
+        unused = option_names & {"seeds", "data", "runs_dir", "run_dir"}
+        refuse_options("--dry-run, which trains nothing,", unused)
         _require_one_rank("a dry run")
-        scales = {paper_scale, True}
-        by_scale = {scale: asked(paper_scale=scale) for scale in sorted(scales)}
+        scales = sorted({paper_scale, True})
+        by_scale = {scale: settings_at(paper_scale=scale) for scale in scales}
         show_dry_run(chosen, by_scale, dry_run_ranks, view.console)
         return
     if dry_run_ranks is not None:
         raise SettingError(
-            "--dry-run-ranks is of a dry run; torchrun --nproc_per_node starts real ones"
+            "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
         )
-    settings = asked(paper_scale=paper_scale)
+    settings = settings_at(paper_scale=paper_scale)
     if changes:
-        refuse_with(f"{as_typed(changes)}, of a single training,", typed & {"seeds"})
-    settings = settings.changed({"data": folder_of(chosen, data)})
+        single = f"{options.format_options(changes)}, of a single training,"
+        refuse_options(single, option_names & {"seeds"})
+    settings = settings.changed({"data": options.find_data(chosen, data)})
     if changes:
-        _require_given(chosen, settings)
+        _require_runs(chosen, settings)
         _train_one(settings, folder, run_dir, launch, view)
         return
-    place, begun = _place(launch, run_dir, folder, chosen.name)
-    repeats = seeds or chosen.seeds_at(paper_scale=paper_scale)
-    start = partial(start_study, chosen, place, settings, repeats, launch.id)
-    with launch.resumable(place):
-        if not begun:
+    path, has_begun = _choose_path(launch, run_dir, folder, chosen.name)
+    seeds = seeds or chosen.seeds_at(paper_scale=paper_scale)
+    start = partial(start_study, chosen, path, settings, seeds, launch.id)
+    with launch.resumable(path):
+        if not has_begun:
             from_leader(partial(start, paper_scale=paper_scale))
-            overruled = set_by(settings, set_ or ())[1] | epochs.keys()
+            names = options.apply_set_options(settings, set_ or ())[1] | epochs.keys()
             remedy = "--arm trains one alone with it"
-            note_overruled(chosen, overruled, remedy, paper_scale=paper_scale)
-        train_study(place, view)
-
-
-def _run_experiment(name: str, place: Path, seeds: int, *, quiet: bool) -> None:
-    """One that is no training over settings, in a directory that was reserved for it."""
-    try:
-        EXPERIMENTS[name].run(place, seeds, quiet)
-    finally:
-        release(place)
+            options.warn_of_arm_values(chosen, names, remedy, paper_scale=paper_scale)
+        train_study(path, view)
 
 
 def _settings(
@@ -156,36 +133,33 @@ def _settings(
     *,
     paper_scale: bool,
 ) -> Settings:
-    """Those of a scale, changed by an arm, then by --set, then by other options."""
+    """The settings of a scale, changed by the arm, then by --set, then by other options."""
     settings = recipe.settings(paper_scale=paper_scale)
     if "arm" in changes:
         settings = recipe.arm(changes["arm"], settings, paper_scale=paper_scale)
-    settings, names = set_by(settings.changed(epochs), sets)
+    settings, set_names = options.apply_set_options(settings.changed(epochs), sets)
     settings = settings.changed(changes)
     if not changes:
-        return settings  # of a study, some arm may listen
-    for what, unused in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
-        value = getattr(settings, what)
-        idle = (changes.keys() | names) & unused(value)
-        said, or_ = _said(recipe, what, value, changes, names)
-        refuse_with(said, idle, names - changes.keys(), or_)
+        return settings  # of a study, in which an arm may use a setting that others do not
+    for name, unused_by in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
+        value, alternative = getattr(settings, name), ""
+        if name in changes:
+            reason = f"--{name} {value}"
+        elif name in set_names:
+            reason = f"--set {name}={value}"
+        else:
+            owner = f"--arm {changes['arm']}" if "arm" in changes else f"recipe {recipe.name}"
+            reason, alternative = (
+                f"{owner}, whose {name} is {value},",
+                f", or give another --{name}",
+            )
+        unused = (changes.keys() | set_names) & unused_by(value)
+        refuse_options(reason, unused, set_names - changes.keys(), alternative)
     return settings
 
 
-def _said(
-    recipe: Recipe, what: str, value: str, changes: dict[str, Any], names: set[str]
-) -> tuple[str, str]:
-    """Who chose the policy or the optimizer, as it was typed; and what to give for another."""
-    if what in changes:
-        return f"--{what} {value}", ""
-    if what in names:
-        return f"--set {what}={value}", ""
-    whose = f"--arm {changes['arm']}" if "arm" in changes else f"recipe {recipe.name}"
-    return f"{whose}, whose {what} is {value},", f", or give another --{what}"
-
-
-def _require_given(recipe: Recipe, settings: Settings) -> None:
-    """Raises SettingError where an arm alone needs a run that its study would have trained."""
+def _require_runs(recipe: Recipe, settings: Settings) -> None:
+    """Raises SettingError where one arm needs a run that its study would train before."""
     for name, run in settings.before.items():
         if run in recipe.arm_names:
             raise SettingError(
@@ -202,18 +176,20 @@ def _train_one(
         if settings.arm
         else [settings.recipe, settings.policy, settings.optimizer]
     )
-    place, begun = _place(launch, run_dir, runs_dir, name)
-    with launch.resumable(place):
-        if begun:
-            resume_at(place, view)
+    path, has_begun = _choose_path(launch, run_dir, runs_dir, name)
+    with launch.resumable(path):
+        if has_begun:
+            resume_at(path, view)
             return
-        training = training_at(place, settings)  # before anything is written
-        run = from_leader(lambda: RunDirectory.create(place, settings.as_dict(), launch.id))
+        training = training_at(path, settings)  # before anything is written
+        run = from_leader(lambda: RunDirectory.create(path, settings.as_dict(), launch.id))
         train_one(training, run, view)
 
 
-def _place(launch: Launch, run_dir: Path | None, runs_dir: Path, name: str) -> tuple[Path, bool]:
-    """Where it is to be written, and whether an earlier start of this launch began it there."""
+def _choose_path(
+    launch: Launch, run_dir: Path | None, runs_dir: Path, name: str
+) -> tuple[Path, bool]:
+    """The directory to train in, and whether workers before a restart have begun there."""
     return from_leader(lambda: launch.place(lambda: run_dir or reserve(runs_dir, name, launch.id)))
 
 

@@ -21,9 +21,9 @@ from bigbatch.errors import RunError
 from bigbatch.experiments.study import opened, settings_in
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.metrics import history_of
-from bigbatch.runs.run_config import BEFORE, read_trainings
+from bigbatch.runs.run_config import PREREQUISITES, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.sweep_console import Counts, Followed, SweepConsole
+from bigbatch.runs.sweep_console import RunFollower, SweepConsole, TrainingCounts
 from bigbatch.setting_types import Count, check_setting
 
 LOG = "log.txt"  # in a run directory: what its process said
@@ -80,7 +80,7 @@ class _Sweep:
         self._slots: asyncio.Queue[dict[str, str]] = asyncio.Queue()
         for slot in slots:
             self._slots.put_nowait(slot)
-        self._followed: dict[str, Followed] = {}
+        self._followed: dict[str, RunFollower] = {}
         self._finished = {name for name in trainings if is_finished(path / name)}
         self.failed: dict[str, str] = {}
 
@@ -90,7 +90,7 @@ class _Sweep:
         for name in unfinished:
             tasks[name] = asyncio.create_task(self._train_one(name, tasks))
         pending = set(tasks.values())
-        with self._overview.shown():
+        with self._overview.live():
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=_POLL)
                 for task in done:
@@ -98,7 +98,7 @@ class _Sweep:
                 self._overview.update(self._followed, self._counts())
 
     async def _train_one(self, name: str, tasks: Mapping[str, asyncio.Task[None]]) -> None:
-        needed = {self._trainings[name][one] for one in BEFORE}
+        needed = {self._trainings[name][one] for one in PREREQUISITES}
         if unfinished := [tasks[one] for one in needed & tasks.keys()]:
             await asyncio.wait(unfinished)
         if failed := needed & self.failed.keys():
@@ -113,12 +113,12 @@ class _Sweep:
             return
         finally:
             self._slots.put_nowait(slot)
-        ended = self._followed.pop(name).ended()
+        ended = self._followed.pop(name).outcome()
         if status != 0:
             self._fail(name, _reason(run, status))
             return
         self._finished.add(name)
-        self._overview.ended(f"{name} {ended}", self._counts())
+        self._overview.print_ended(f"{name} {ended}", self._counts())
 
     async def _run_process(self, run: RunDirectory, slot: dict[str, str]) -> int:
         while not _is_free(run):  # its process outlived the one that started it
@@ -133,7 +133,7 @@ class _Sweep:
                 env={**os.environ, **threads, **slot},
                 start_new_session=True,  # an interrupt from the keyboard is for the parent
             )
-        self._followed[run.name] = Followed(run)
+        self._followed[run.name] = RunFollower(run)
         try:
             return await process.wait()
         finally:
@@ -142,12 +142,12 @@ class _Sweep:
 
     def _fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason
-        self._overview.ended(f"{name} failed: {reason}", self._counts())
+        self._overview.print_ended(f"{name} failed: {reason}", self._counts())
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> TrainingCounts:
         ended, running = len(self._finished) + len(self.failed), len(self._followed)
         waiting = len(self._trainings) - ended - running
-        return Counts(len(self._finished), len(self.failed), running, waiting)
+        return TrainingCounts(len(self._finished), len(self.failed), running, waiting)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -172,7 +172,7 @@ def is_finished(path: Path) -> bool:
 
 def _is_free(run: RunDirectory) -> bool:
     try:
-        with run.locked():
+        with run.lock():
             return True
     except RunError:
         return False

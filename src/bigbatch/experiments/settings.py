@@ -13,7 +13,7 @@ from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.parse import arguments_of
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
-from bigbatch.runs.run_config import BEFORE
+from bigbatch.runs.run_config import PREREQUISITES
 from bigbatch.setting_types import (
     Cosine,
     Count,
@@ -49,45 +49,45 @@ class Settings:
         init_from: run whose weights the model begins with; a relative path is next to this run.
         epochs: passes over the training data.
         policy: rule that decides the batch size.
-        target: similarity that simigrad holds.
-        grow: factor of one growth by simigrad.
-        shrink: factor of one shrinkage by simigrad.
-        multiple: noise scales in a batch of noise-scale.
+        target: gradient similarity that simigrad keeps.
+        grow: factor by which simigrad grows the batch.
+        shrink: factor by which simigrad shrinks the batch.
+        multiple: batch size of noise-scale, in noise scales.
         theta: relative error of the gradient that norm-test allows.
-        batch_schedule: text that schedule follows, "64, x2 every 20 epochs" for example.
+        batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
-        min_batch: fewest samples of a step.
-        max_batch: most samples of a step.
-        batch_size: samples of the first step; with fixed, of all.
-        base_batch: batch size that lr is for.
-        micro_batch: most samples in one backward.
+        min_batch: smallest batch size, in samples of a step.
+        max_batch: largest batch size, in samples of a step.
+        batch_size: batch size of the first step; with fixed, of all steps.
+        base_batch: batch size that lr is given for.
+        micro_batch: largest micro-batch, in samples of one backward.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
         decide_every: steps between two decisions.
         smoothing: window that noise is averaged over: "16 steps" or "4K samples".
-        dead_band: change that is too small to follow: 0.1 for 10 %.
-        max_change: largest factor of one decision.
+        dead_band: relative change that is too small to follow: 0.1 for 10 %.
+        max_change: largest factor by which one decision changes the batch.
         confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
         warmup: time before the first decision: "500 steps", "8K samples" or "1 epoch".
-        optimizer: sgd, momentum, adam, lars or lamb; with vr- before it, scaled by GSNR.
+        optimizer: one of sgd, momentum, adam, lars, lamb; with the prefix vr-, scaled by GSNR.
         lr: learning rate of the base batch.
         lr_control_from: VR run whose mean r multiplies lr, as a control.
-        momentum: momentum of momentum and lars.
-        weight_decay: weight decay.
-        decay_all: whether biases and norms decay too.
-        clip: largest norm of the mean gradient; 0 for any.
+        momentum: momentum coefficient of momentum and lars.
+        weight_decay: coefficient of weight decay.
+        decay_all: whether weight decay applies to biases and normalization layers too.
+        clip: largest norm of the mean gradient; 0 for no clipping.
         gamma: lower clip of GSNR.
         r_max: upper clip of GSNR.
         lr_scaling: how the learning rate follows the batch size.
-        lr_schedule: how it follows the samples: "warm-up 5 epochs; cosine" for example.
-        device: where to train; each rank takes a GPU of its own.
-        precision: of the forward pass, by autocast.
-        engine: what trains on several ranks.
+        lr_schedule: schedule of the learning rate: "warm-up 5 epochs; cosine" for example.
+        device: device to train on; each rank takes its own GPU.
+        precision: precision of the forward pass, by autocast.
+        engine: engine that trains on several ranks.
         zero_stage: stage of DeepSpeed's ZeRO: 0, 1 or 2.
         workers: processes that load data; 0 for none.
         evaluate_every: time between evaluations, in steps, samples or epochs.
-        checkpoint_every: time between checkpoints, in the same.
+        checkpoint_every: time between checkpoints, in steps, samples or epochs.
         threads: CPU threads of torch.
-        over_seeds: what tables show of several seeds.
+        over_seeds: summary of several seeds in tables.
         task: settings of this recipe alone: the model's size, the length of a sequence.
     Raises:
         SettingError: a value of another type, or out of range.
@@ -188,14 +188,14 @@ class Settings:
         Raises:
             SettingError: the text has another type.
         """
-        text = str(Path(text).resolve()) if name in BEFORE else text
+        text = str(Path(text).resolve()) if name in PREREQUISITES else text
         value: Value = parse_setting(name, text, KINDS[name])
         return value
 
     @property
     def before(self) -> dict[str, str]:
         """The runs that have to be finished before, by the settings that name them."""
-        return {name: run for name in BEFORE if (run := getattr(self, name))}
+        return {name: run for name in PREREQUISITES if (run := getattr(self, name))}
 
     def _unknown(self, name: str) -> SettingError:
         known = sorted((KINDS.keys() - {"task"}) | set(self.task))

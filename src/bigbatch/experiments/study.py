@@ -15,13 +15,13 @@ from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.train_run import Training, train_run
 from bigbatch.experiments.validate import require_trainable
-from bigbatch.runs.atomic_files import made_whole, write_atomically
+from bigbatch.runs.atomic_files import create_directory_atomically, write_atomically
 from bigbatch.runs.console import LiveView
-from bigbatch.runs.html_report import write_report, write_swept
+from bigbatch.runs.html_report import write_report, write_sweep_files
 from bigbatch.runs.metrics import history_of, seeds_of, table_of
-from bigbatch.runs.run_config import describe, read_trainings
+from bigbatch.runs.run_config import config_yaml, read_trainings
 from bigbatch.runs.run_directory import RunDirectory, find_runs
-from bigbatch.runs.sweep_results import Swept, read_swept
+from bigbatch.runs.sweep_results import SweepResults, read_sweep_results
 
 
 def start_study(
@@ -79,11 +79,11 @@ def write_study(
         for run in settings.before.values():
             if run not in trainings:
                 RunDirectory.open(path / run)
-    with made_whole(path) as making:
+    with create_directory_atomically(path) as directory:
         listed = {name: settings.as_dict() for name, settings in trainings.items()}
         about = {"trainings": listed, **({"sweep": sweep} if sweep else {})}
-        text = describe("study", about, launch)
-        write_atomically(making / "study.yaml", text)
+        text = config_yaml("study", about, launch)
+        write_atomically(directory / "study.yaml", text)
 
 
 def train_study(path: Path, view: LiveView) -> None:
@@ -107,27 +107,27 @@ def report_study(path: Path, view: LiveView) -> None:
     Raises:
         RunError: nothing is logged yet, or a file is damaged or cannot be written.
     """
-    sweep = read_swept(path)
+    sweep = read_sweep_results(path)
     if sweep is not None and not sweep.begun:
-        view.say(f"{path.name}: no run has logged a step, so there is nothing to report")
+        view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
         return
     if sweep is None:
         write_report(find_runs(path), path / "report.html", path.name)
     else:
-        write_swept(sweep, path)
+        write_sweep_files(sweep, path)
         write_report(sweep.drawn, path / "report.html", path.name, [sweep])
     _show(path, sweep, view)
 
 
-def _show(path: Path, sweep: Swept | None, view: LiveView) -> None:
+def _show(path: Path, sweep: SweepResults | None, view: LiveView) -> None:
     """The table of what is at `path`, and where its report lies."""
     if sweep is not None:
         view.table(sweep.table(), f"{path.name}: {sweep.title}")
-        view.say(f"figure: {path / 'sweep.png'}")
+        view.print(f"figure: {path / 'sweep.png'}")
     else:
         histories = [history_of(run) for run in find_runs(path)]
         view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
-    view.say(f"report: {path / 'report.html'}")
+    view.print(f"report: {path / 'report.html'}")
 
 
 def opened(place: Path, settings: dict[str, Any]) -> RunDirectory:

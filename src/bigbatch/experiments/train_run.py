@@ -47,11 +47,11 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
             could be written.
     """
     with ExitStack() as stack:
-        from_leader(lambda: stack.enter_context(run.locked()))
+        from_leader(lambda: stack.enter_context(run.lock()))
         _load(training, run)
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
-            from_leader(lambda: run.keep(training.data.keeps))
+            from_leader(lambda: run.save_texts(training.data.keeps))
             training.to_the_end(run, view, label)
         from_leader(lambda: _end(run, trained=unfinished))
 
@@ -63,7 +63,7 @@ def _end(run: RunDirectory, *, trained: bool) -> None:
         warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
     if trained or not report.exists():
         write_report([run], report, run.name)
-    run.require_whole()
+    run.require_all_written()
 
 
 def _load(training: "Training", run: RunDirectory) -> None:

@@ -1,1 +1,1 @@
-"""What people train on already, each in one file; only here are optional packages imported."""
+"""Connections to other training frameworks; only they import optional packages."""

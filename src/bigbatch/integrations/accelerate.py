@@ -1,4 +1,4 @@
-"""AdaptiveBatch on what Hugging Face's accelerate has prepared."""
+"""AdaptiveBatch for a model, optimizer and loader prepared by Hugging Face's accelerate."""
 
 from collections.abc import Iterable
 from typing import Any, Unpack
@@ -32,8 +32,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, send_to_device, synchronize_rng_states
 
-# of a DataLoader, in addition to its data set and what samples from it
-_KEPT = (
+# of a DataLoader, in addition to its data set and its sampler
+_LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -58,7 +58,7 @@ def adaptive_batch(
     meter: GradientMeter | None = None,
     **options: Unpack[LoopOptions],
 ) -> AdaptiveBatch:
-    """An AdaptiveBatch over what `accelerator.prepare` gave, on any number of processes.
+    """An AdaptiveBatch of what `accelerator.prepare` returned, on any number of processes.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         train = adaptive_batch(accelerator, model, optimizer, loader, policy=bb.SimiGrad(0.2))
@@ -68,32 +68,32 @@ def adaptive_batch(
                     step.backward(loss_fn(model(x), y))  # not accelerator.backward
                 record = step.update()  # not optimizer.step, scheduler.step, zero_grad
 
-    Every sample comes once an epoch, assigned to the processes in turn: what accelerate repeats to
-    give them as many batches is not. The loader's batch size stays that of one process. The
-    scheduler is advanced over the samples as accelerate advances it: once for each batch of the
-    loader as it was before `prepare`, so that `num_training_steps=len(loader) * epochs`, counted
-    then, ends with the training whatever the batch size does. A GradScaler is accelerate's own.
+    Every sample comes once per epoch, assigned to the processes in turn: accelerate's repeated
+    samples, which give all processes equally many batches, are left out. The loader's batch size
+    stays that of one process. The scheduler is advanced over the samples as accelerate advances it:
+    once for each batch of the loader before `prepare`, so `num_training_steps=len(loader) * epochs`
+    of that loader ends with the training at any batch size. A GradScaler is accelerate's own.
 
     Args:
-        accelerator: with `gradient_accumulation_steps=1`.
-        model: prepared by it.
-        optimizer: prepared by it.
-        loader: prepared by it, or `batches(accelerator, loader, ...)` with options.
+        accelerator: an Accelerator with `gradient_accumulation_steps=1`.
+        model: the prepared model.
+        optimizer: the prepared optimizer.
+        loader: the prepared loader, or `batches(accelerator, loader, ...)` with options.
         policy: as for `AdaptiveBatch`.
-        scheduler: prepared by it, or None.
+        scheduler: the prepared scheduler, or None.
         meter: as for `AdaptiveBatch`.
         options: as for `AdaptiveBatch`.
     Raises:
-        SettingError: a setting of accelerate that cannot work, with the remedy.
+        SettingError: a setting of accelerate is not supported; the message has the remedy.
     """
     require_supported(accelerator)
-    for name, given, kind in (
+    for name, value, kind in (
         ("optimizer", optimizer, AcceleratedOptimizer),
         ("scheduler", scheduler, AcceleratedScheduler),
     ):
-        if not isinstance(given, kind) and (given is not None or name == "optimizer"):
+        if not isinstance(value, kind) and (value is not None or name == "optimizer"):
             raise SettingError(
-                f"{name}= is a {type(given).__name__} that accelerate did not prepare; pass what "
+                f"{name}= is a {type(value).__name__} that accelerate did not prepare; pass what "
                 "accelerator.prepare returns for it"
             )
     train = AdaptiveBatch(
@@ -111,25 +111,25 @@ def adaptive_batch(
 
 
 def _scheduler_batch(accelerator: Any, train: AdaptiveBatch) -> float:
-    """Samples for which accelerate advances a scheduler once.
+    """Number of samples for which accelerate advances a scheduler once.
 
-    An update of its own takes one batch of the loader on every process, and advances the scheduler
-    as often as there are processes, unless batches are split or the script does that by itself.
+    In accelerate's own loop an update takes one batch of the loader on every process, and advances
+    the scheduler once per process; once in all if it splits batches, or the script steps it.
     """
     ranks, size = accelerator.num_processes, train.batches.batch_size
-    once = accelerator.split_batches or not accelerator.step_scheduler_with_optimizer
+    steps_once = accelerator.split_batches or not accelerator.step_scheduler_with_optimizer
     if size is None:
-        return train.controller.base_batch / (1 if once else ranks)
-    return size * ranks if once else size
+        return train.controller.base_batch / (1 if steps_once else ranks)
+    return size * ranks if steps_once else size
 
 
 def require_supported(accelerator: Any) -> None:
-    """Raises SettingError where the accelerator does what AdaptiveBatch does, or what it cannot."""
+    """Raises SettingError for settings of the accelerator that AdaptiveBatch does not support."""
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         raise SettingError(
             f"gradient_accumulation_steps={steps}: accumulation follows from the batch size and "
-            "micro_batch here; leave it at 1 in Accelerator, and accelerator.accumulate out"
+            "micro_batch here; leave it at 1 in Accelerator, and remove accelerator.accumulate"
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "DEEPSPEED":
@@ -147,17 +147,17 @@ def require_supported(accelerator: Any) -> None:
     if parallel is not None and parallel.non_data_parallel_size > 1:
         raise SettingError(
             f"parallelism_config has {parallel.non_data_parallel_size} ranks that share samples; "
-            "tensor, context and sequence parallelism are not supported: leave data parallelism"
+            "tensor, context and sequence parallelism are not supported: use data parallelism alone"
         )
 
 
 class PreparedBatches(Batches):
-    """`Batches` of a loader that accelerate has prepared; micro-batches go to the device when cut.
+    """`Batches` of a prepared loader, whose micro-batches are moved to the device when cut.
 
     Args:
-        loader: what the prepared one has inside, sharded again.
-        device: None to leave micro-batches where the loader makes them.
-        non_blocking: whether the host continues while copies to it are made.
+        loader: the loader inside the prepared one, sharded again.
+        device: device of the micro-batches; None leaves them where the loader makes them.
+        non_blocking: whether the host continues during copies to the device.
         options: as for `Batches`.
     """
 
@@ -171,9 +171,8 @@ class PreparedBatches(Batches):
     ) -> None:
         super().__init__(loader, **options)
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-        self.whole: int | None = (
-            sampler.total if isinstance(sampler, ShardedSampler) else None
-        )  # all ranks
+        # samples of a pass, over all ranks
+        self.global_samples = sampler.total if isinstance(sampler, ShardedSampler) else None
         if device is not None:
             self.place = lambda batch: send_to_device(batch, device, non_blocking)
 
@@ -181,80 +180,73 @@ class PreparedBatches(Batches):
 def batches(
     accelerator: Any, loader: Any, *, placed: bool = True, **options: Any
 ) -> PreparedBatches:
-    """The batches of a prepared loader, every sample once. Collective.
+    """The batches of a prepared loader, with every sample once. Collective.
 
     Args:
-        accelerator: that prepared it.
-        loader: its DataLoader.
-        placed: whether micro-batches are put on the accelerator's device, where it would have.
+        accelerator: the Accelerator that prepared the loader.
+        loader: the prepared DataLoader.
+        placed: whether micro-batches are moved to the accelerator's device, as accelerate would.
         options: as for `Batches`: `remainder`, `uneven`, `virtual_ranks`, `split`, `count`.
     Raises:
-        SettingError: it was not prepared, or repeats samples in a way that cannot be undone.
+        SettingError: the loader was not prepared, or it repeats samples that cannot be left out.
     """
     if isinstance(loader, DataLoaderDispatcher):
-        inside, device = _undispatched(accelerator, loader), accelerator.device
+        if accelerator.num_processes > 1:
+            raise SettingError(
+                "dispatch_batches=True (accelerate's default for an IterableDataset) repeats "
+                "samples at the end of a pass; pass Accelerator(dataloader_config="
+                "DataLoaderConfiguration(dispatch_batches=False)), and drop_last=True to the "
+                "DataLoader"
+            )
+        inner, device = loader.base_dataloader, accelerator.device
     elif isinstance(loader, DataLoaderShard):
-        inside, device = _unsharded(accelerator, loader), loader.device
+        inner, device = _unsharded(accelerator, loader), loader.device
     else:
         raise SettingError(
             f"the loader is a {type(loader).__name__} that accelerate did not prepare; pass what "
             "accelerator.prepare returns for a DataLoader"
         )
     return PreparedBatches(
-        inside, device if placed else None, non_blocking=accelerator.non_blocking, **options
+        inner, device if placed else None, non_blocking=accelerator.non_blocking, **options
     )
 
 
-def _undispatched(accelerator: Any, loader: Any) -> Any:
-    """A loader that process 0 reads for all."""
-    if accelerator.num_processes > 1:
-        raise SettingError(
-            "dispatch_batches=True (accelerate's default for an IterableDataset) repeats samples "
-            "at the end of a pass; pass Accelerator(dataloader_config=DataLoaderConfiguration("
-            "dispatch_batches=False)), and drop_last=True to the DataLoader"
-        )
-    return loader.base_dataloader
-
-
 def _unsharded(accelerator: Any, loader: Any) -> Any:
-    """A loader of which every process reads its part."""
+    """The loader inside one of which every process reads its shard, without repeated samples."""
     base, ranks = loader.base_dataloader, accelerator.num_processes
     shard = base.sampler if isinstance(base.sampler, BatchSampler) else base.batch_sampler
     if loader.skip_batches or isinstance(shard, SkipBatchSampler):
         raise SettingError(
-            "the loader skips batches of a pass that was interrupted; AdaptiveBatch knows where it "
-            "stood: pass the whole loader, and load its state"
+            "the loader skips batches of an interrupted pass; AdaptiveBatch restores its place by "
+            "itself: pass the whole loader, and load the state of AdaptiveBatch"
         )
     if isinstance(base.dataset, IterableDataset):
-        return _streamed(base, ranks)
+        repeats = isinstance(base.dataset, IterableDatasetShard) and not base.dataset.drop_last
+        if ranks > 1 and repeats:
+            raise SettingError(
+                "accelerate repeats samples of an IterableDataset at the end of a pass, to give "
+                f"all {ranks} processes equally many; pass drop_last=True to the DataLoader"
+            )
+        return base
     inner = shard.batch_sampler if isinstance(shard, BatchSamplerShard) else shard
     sampler = getattr(inner, "sampler", None)
     if ranks == 1 and isinstance(sampler, (ElasticDistributedSampler, DistributedSampler)):
-        return base  # which begins anywhere, and has one order for any number of ranks
+        return base  # these samplers resume anywhere, in one order for any number of ranks
     if type(inner) is BatchSampler and shard is base.batch_sampler:
         split = isinstance(shard, BatchSamplerShard) and shard.split_batches
         size = inner.batch_size // (ranks if split else 1)
         return _sharded(accelerator, loader, inner, size)
     if ranks > 1 and getattr(shard, "even_batches", True):
         raise SettingError(
-            f"{type(inner).__name__} gives whole batches, of which accelerate repeats some on "
+            f"{type(inner).__name__} samples whole batches, of which accelerate repeats some on "
             f"{ranks} processes; pass DataLoaderConfiguration(even_batches=False) to Accelerator, "
             "or give the DataLoader batch_size= and sampler="
         )
     return base
 
 
-def _streamed(base: Any, ranks: int) -> Any:
-    if ranks > 1 and isinstance(base.dataset, IterableDatasetShard) and not base.dataset.drop_last:
-        raise SettingError(
-            "accelerate repeats samples of an IterableDataset at the end of a pass, to give all "
-            f"{ranks} processes as many; pass drop_last=True to the DataLoader"
-        )
-    return base
-
-
 def _sharded(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader[Any]:
-    """The same loader over single samples of this process; nothing is repeated."""
+    """The same loader over the samples of this process alone; no sample is repeated."""
     rank, ranks = accelerator.process_index, accelerator.num_processes
     if ranks > 1:
         _synchronize(loader, inner.sampler)
@@ -263,23 +255,23 @@ def _sharded(accelerator: Any, loader: Any, inner: Any, size: int) -> DataLoader
     sampler = BatchSampler(
         ShardedSampler(inner.sampler, rank, ranks, multiple), size, drop_last=False
     )
-    kept = {name: getattr(base, name) for name in _KEPT}
+    options = {name: getattr(base, name) for name in _LOADER_OPTIONS}
     kind: type[DataLoader[Any]] = type(base)  # torch's own, or torchdata's stateful one
-    return kind(base.dataset, batch_sampler=sampler, **kept)
+    return kind(base.dataset, batch_sampler=sampler, **options)
 
 
 def _synchronize(loader: Any, sampler: Any) -> None:
-    """One order on all processes, from here on. Collective."""
+    """Gives the sampler the same order on all processes. Collective."""
     if isinstance(sampler, (ElasticDistributedSampler, DistributedSampler)):
         raise SettingError(
-            f"a {type(sampler).__name__} deals samples to ranks, and accelerate deals what it "
-            "gives once more; give the DataLoader shuffle=True or a sampler of the whole data set"
+            f"a {type(sampler).__name__} deals samples to ranks, and accelerate shards them a "
+            "second time; give the DataLoader shuffle=True or a sampler of the whole data set"
         )
-    others = {str(getattr(kind, "value", kind)) for kind in loader.rng_types or ()} - {"generator"}
-    if others:
+    rng_types = {str(getattr(kind, "value", kind)) for kind in loader.rng_types or ()}
+    if synchronized := sorted(rng_types - {"generator"}):
         raise SettingError(
-            f"rng_types={sorted(others)} gives all processes the same random numbers in every "
-            "pass; leave rng_types out of Accelerator: the order is agreed on by itself"
+            f"rng_types={synchronized} gives all processes the same random numbers in every pass; "
+            "leave rng_types out of Accelerator: the order is the same without it"
         )
     if hasattr(sampler, "initial_seed"):
         sampler.initial_seed = broadcast_object_list([sampler.initial_seed])[0]

@@ -1,4 +1,4 @@
-"""An AdaptiveBatch that another loop drives: it asks for micro-batches, or announces its own."""
+"""An AdaptiveBatch in another library's loop, which reads or announces its micro-batches."""
 
 from collections.abc import Iterator
 
@@ -10,15 +10,15 @@ from bigbatch.training.step import Step
 
 
 class ExternalLoop:
-    """The step that another loop is in.
+    """Tracks the step of an AdaptiveBatch whose loop is another library's.
 
-        for batch in driven:                        # its loader; or driven.announce(samples)
-            with driven.step.weighted_backward(loss): ...     # its backward
-            if driven.step.complete:
-                with driven.step.optimizer_step(): ...    # its optimizer step
+        for batch in loop:                        # its loader; or loop.announce(samples)
+            with loop.step.weighted_backward(loss): ...     # its backward
+            if loop.step.complete:
+                with loop.step.optimizer_step(): ...    # its optimizer step
 
     Args:
-        train: what measures, decides and acts.
+        train: the AdaptiveBatch that measures, decides and plans.
     """
 
     def __init__(self, train: AdaptiveBatch) -> None:
@@ -29,15 +29,15 @@ class ExternalLoop:
 
     @property
     def step(self) -> Step:
-        """The present step.
+        """The current step.
 
         Raises:
-            LoopError: none has begun.
+            LoopError: no step has begun.
         """
         if self._step is None:
             raise LoopError(
-                "no micro-batch was given out for this backward; iterate the loader that came with "
-                "the engine, once around every backward"
+                "no micro-batch was read for this backward; iterate the loader that initialize "
+                "returned, and run one backward for each of its micro-batches"
             )
         return self._step
 
@@ -48,43 +48,39 @@ class ExternalLoop:
             yield from step
 
     def forget(self) -> None:
-        """The present step is none any more: a state was loaded."""
+        """Drops the current step, after a state was loaded."""
         self._step = self._steps = self._micro_batches = None
 
     def announce(
         self, samples: int, *, ends_epoch: bool = False, remaining: int | None = None
     ) -> None:
-        """The other loop's next micro-batch, before its forward.
+        """Announces the next micro-batch, before its forward.
 
         Args:
-            samples: of it, on this rank.
-            ends_epoch: whether it is the last of an epoch, and so of its step.
-            remaining: how many come after it in the epoch, where that is known.
+            samples: samples of the micro-batch on this rank.
+            ends_epoch: whether it is the last micro-batch of an epoch, and so of its step.
+            remaining: number of later micro-batches in the epoch, or None if it is unknown.
         Raises:
-            LoopError: the step before was not finished.
+            LoopError: the optimizer has not stepped for the previous step.
         """
         assert isinstance(self.train.batches, ExternalBatches)
         if self._step is not None and self._step.complete and not self._step.ended:
             raise LoopError(
-                "another micro-batch came before the optimizer had stepped for those before it"
+                "another micro-batch came before the optimizer had stepped for the previous ones"
             )
         self.train.batches.announce(samples, ends_epoch=ends_epoch, remaining=remaining)
         if self._step is None or self._step.ended:
-            self._step = self._next_step()
-            self._micro_batches = iter(self._step)
+            step = None if self._steps is None else next(self._steps, None)
+            if step is None:  # the first step of an epoch
+                self._steps = iter(self.train)
+                step = next(self._steps)
+            self._step, self._micro_batches = step, iter(step)
         assert self._micro_batches is not None
         next(self._micro_batches)
 
     def end_pass(self) -> None:
-        """Counts a pass whose last step has ended, before the next one begins."""
+        """Counts a pass as done after its last step, before the next pass begins."""
         assert isinstance(self.train.batches, ExternalBatches)
         if self._steps is not None and self.step.ended and self.train.batches.ends_epoch:
             next(self._steps, None)
             self._steps = None
-
-    def _next_step(self) -> Step:
-        step = None if self._steps is None else next(self._steps, None)
-        if step is None:  # the first of an epoch
-            self._steps = iter(self.train)
-            step = next(self._steps)
-        return step

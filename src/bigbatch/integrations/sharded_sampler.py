@@ -1,6 +1,7 @@
-"""One rank's share of a sampler's order: every W-th sample, none twice."""
+"""One rank's share of a sampler's order: every W-th sample, none of them twice."""
 
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -10,15 +11,15 @@ from bigbatch.data.rank_consistency import samples_of_rank
 
 
 class ShardedSampler(Sampler[Any]):
-    """Deals the order of a sampler, which must be the same on all ranks, to one of them.
+    """Selects the samples of one rank from a sampler whose order is the same on all ranks.
 
-    Rank r has the samples at r, r + W, r + 2 W ..., as `ElasticDistributedSampler` deals.
+    Rank r has the samples at r, r + W, r + 2 W ..., as in `ElasticDistributedSampler`.
 
     Args:
-        sampler: of the whole data set.
-        rank: that it serves.
-        ranks: W.
-        multiple: samples beyond the last multiple of so many are left out.
+        sampler: the sampler of the whole data set.
+        rank: the rank r that iterates over the samples.
+        ranks: number of ranks W.
+        multiple: samples beyond the last multiple of this number are left out.
     Example:
         >>> [list(ShardedSampler(range(10, 15), rank=rank, ranks=2)) for rank in (0, 1)]
         [[10, 12, 14], [11, 13]]
@@ -31,12 +32,12 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What the order is drawn from, where that is not given by the epoch alone."""
-        seeded = hasattr(self.sampler, "initial_seed")  # accelerate's, which seeds every epoch
-        return None if seeded else getattr(self.sampler, "generator", None)
+        """The generator of the order; None where the epoch alone determines the order."""
+        seeds_epochs = hasattr(self.sampler, "initial_seed")  # accelerate's SeedableRandomSampler
+        return None if seeds_epochs else getattr(self.sampler, "generator", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler, if it asks."""
+        """Sets the epoch of the sampler, if it has one."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -49,11 +50,7 @@ class ShardedSampler(Sampler[Any]):
             for position, sample in enumerate(self.sampler)
             if position < self.total and position % self.ranks == self.rank
         )
-        # One ahead, so that a generator has drawn the whole pass before a rank's last sample is
-        # out: ranks whose passes end differently then go into the next from the same state.
-        ahead = next(local, None)
-        for following in local:
-            yield ahead
-            ahead = following
-        if len(self):
-            yield ahead
+        # Reads one sample ahead, so that a generator has drawn the whole pass before a rank yields
+        # its last sample: ranks with unequal passes then start the next from the same state.
+        for sample, _ in pairwise(chain(local, [None])):
+            yield sample

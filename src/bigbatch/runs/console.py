@@ -1,4 +1,4 @@
-"""What a training shows while it runs: a live line in a terminal, plain lines elsewhere."""
+"""Progress of a training: a progress bar in a terminal, a few lines elsewhere."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table as Shown
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from bigbatch.runs.metrics import Scores, Table
@@ -17,16 +17,16 @@ from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.step_record import StepRecord
 
-_ANY = 10_000  # columns, of a console that is wide enough
-_LINES = 5  # of a training, where there is no terminal
+_UNLIMITED = 10_000  # columns of a console that is wide enough for any table
+_LINES = 5  # lines of a training without a terminal
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
 
 
 def plain_console(**options: Any) -> Console:
-    """A console on which brackets and colons are text, of paths and policies too, not style.
+    """A console that prints brackets and colons as text, not as rich's markup.
 
     Args:
-        options: of rich's own.
+        options: further options of rich's `Console`.
     """
     return Console(markup=False, emoji=False, highlight=False, **options)
 
@@ -35,47 +35,44 @@ class LiveView:
     """Shows trainings one after another.
 
     Args:
-        console: where to, a `plain_console`; in a terminal a bar is redrawn, elsewhere a few lines
+        console: a `plain_console`. In a terminal a progress bar is redrawn, elsewhere a few lines
             are printed.
-        quiet: show nothing but what `say` and `table` are given.
+        quiet: whether to show nothing but what `print` and `table` are given.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self.console = console
         self._quiet = quiet
 
-    def say(self, text: str) -> None:
-        """One line that stays."""
-        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    def print(self, text: str) -> None:
+        """Prints one line."""
+        self.console.print(text, soft_wrap=True)
 
-    def table(self, found: Table, title: str) -> None:
-        """The results; where the console is too narrow for whole words, they are wrapped."""
-        shown = _shown(found, title, wraps=False)
-        unbound = self.console.options.update(max_width=_ANY)
-        if self.console.measure(shown, options=unbound).minimum > self.console.width:
-            shown = _shown(found, title, wraps=True)
-        self.console.print(shown)
+    def table(self, table: Table, title: str) -> None:
+        """Prints a table; cells are wrapped where the console is too narrow for whole words."""
+        rich_table = _rich_table(table, title, wraps=False)
+        unlimited = self.console.options.update(max_width=_UNLIMITED)
+        if self.console.measure(rich_table, options=unlimited).minimum > self.console.width:
+            rich_table = _rich_table(table, title, wraps=True)
+        self.console.print(rich_table)
 
     @contextmanager
     def training(
         self, name: str, total: int, done: int, target: float | None
     ) -> Iterator["TrainingView"]:
-        """One training of `total` samples, of which `done` were consumed before."""
-        bar = _bar(self.console) if self.redraws else None
+        """The view of one training of `total` samples, of which `done` were consumed before."""
+        bar = _ProgressBar(self.console, name, total, done) if self.redraws else None
         with bar or nullcontext():
-            task = (
-                bar.add_task(escape(name), total=total, completed=done, numbers="") if bar else None
-            )
-            yield TrainingView(self, name, total, done, target, bar, task)
+            yield TrainingView(self, name, total, done, target, bar)
 
     @property
     def redraws(self) -> bool:
-        """Whether there is a terminal, and something is to be shown."""
+        """Whether to redraw a progress bar: there is a terminal, and the view is not quiet."""
         return not self._quiet and self.console.is_terminal
 
     @property
     def prints_lines(self) -> bool:
-        """Whether there is no terminal to redraw, and something is to be shown."""
+        """Whether to print lines: there is no terminal, and the view is not quiet."""
         return not self._quiet and not self.console.is_terminal
 
 
@@ -89,34 +86,26 @@ class TrainingView:
         total: int,
         done: int,
         target: float | None,
-        bar: Progress | None,
-        task: TaskID | None,
+        bar: "_ProgressBar | None",
     ) -> None:
-        self._view = view
-        self._name = name
-        self._total = total
-        self._done = done
-        self._target = target
-        self._bar = bar
-        self._task = task
+        self._view, self._bar = view, bar
+        self._name, self._total, self._target = name, total, target
         self._average = NoiseAverage(total / _WINDOWS)
-        self._noise: GradientStatistics | None = None
+        self._statistics: GradientStatistics | None = None
         self._scores: Scores = {}
         self._lines = done * _LINES // total
-        self._seconds: float | None = None  # of training when this view first saw a step
+        self._first: StepRecord | None = None  # from which the speed is computed
 
     def step(self, record: StepRecord, scores: Scores | None) -> None:
-        """Shows one step; `scores` where some were measured after it."""
-        if self._seconds is None:
-            self._seconds, self._done = record.elapsed_seconds, record.samples
+        """Shows one step, and the scores after it if these were measured."""
+        self._first = self._first or record
         if record.statistics is not None:
-            self._noise = self._average.update(record.statistics)
+            self._statistics = self._average.update(record.statistics)
         self._scores = scores or self._scores
-        if self._bar is not None and self._task is not None:
-            numbers = self._numbers(record)
-            self._bar.update(self._task, completed=record.samples, numbers=numbers)
+        if self._bar is not None:
+            self._bar.show(record.samples, self._numbers(record))
         elif self._view.prints_lines and self._line_is_due(record.samples):
-            self._view.say(
+            self._view.print(
                 f"{self._name}  {record.samples:,}/{self._total:,}  {self._numbers(record)}"
             )
 
@@ -126,47 +115,51 @@ class TrainingView:
         return due
 
     def _numbers(self, record: StepRecord) -> str:
-        elapsed = record.elapsed_seconds - (self._seconds or 0.0)
-        speed = (record.samples - self._done) / elapsed if elapsed else math.nan
-        goal = "" if self._target is None else f" (target {self._target:g})"
-        parts = [
+        first, statistics = self._first or record, self._statistics
+        elapsed = record.elapsed_seconds - first.elapsed_seconds
+        speed = (record.samples - first.samples) / elapsed if elapsed else math.nan
+        target = "" if self._target is None else f" (target {self._target:g})"
+        numbers = [
             f"batch {record.decision.batch_size}",
-            f"similarity {self._noise.similarity:.2f}{goal}" if self._noise else "",
-            f"noise scale {self._noise.noise_scale:.0f}" if self._noise else "",
+            f"similarity {statistics.similarity:.2f}{target}" if statistics else "",
+            f"noise scale {statistics.noise_scale:.0f}" if statistics else "",
             f"lr {record.lr[0]:.3g}",
             f"loss {record.loss:.3f}",
             *(f"{name} {score:.4g}" for name, score in self._scores.items()),
             f"{speed:,.0f} samples/s",
         ]
-        return "  ".join(part for part in parts if part)
+        return "  ".join(filter(None, numbers))
 
 
-def _shown(found: Table, title: str, *, wraps: bool) -> Shown:
-    headers = [column.replace(" ", "\n") for column in found.columns]
-    table = Shown(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.columns[0].overflow, table.columns[0].min_width = "fold", 8
-    for number, column in enumerate(table.columns[1:], start=1):
+def _rich_table(table: Table, title: str, *, wraps: bool) -> RichTable:
+    headers = [column.replace(" ", "\n") for column in table.columns]
+    rich_table = RichTable(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
+    rich_table.columns[0].overflow, rich_table.columns[0].min_width = "fold", 8
+    for number, column in enumerate(rich_table.columns[1:], start=1):
         column.justify, column.no_wrap, column.overflow = "right", not wraps, "fold"
         if not wraps:
-            column.min_width = max((len(row[number]) for row in found.rows), default=0)
-    for row in found.rows:
-        table.add_row(*row)
-    return table
+            column.min_width = max((len(row[number]) for row in table.rows), default=0)
+    for row in table.rows:
+        rich_table.add_row(*row)
+    return rich_table
 
 
-class _Bar(Progress):
-    """A bar, and under it the numbers of the training, so that both fit a narrow terminal."""
+class _ProgressBar(Progress):
+    """A bar, and below it the numbers of the training, so that both fit a narrow terminal."""
+
+    def __init__(self, console: Console, name: str, total: int, done: int) -> None:
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+        )
+        self._task = self.add_task(escape(name), total=total, completed=done, numbers="")
+
+    def show(self, samples: int, numbers: str) -> None:
+        self.update(self._task, completed=samples, numbers=numbers)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         yield from (Text(task.fields["numbers"], style="cyan") for task in self.tasks)
-
-
-def _bar(console: Console) -> Progress:
-    return _Bar(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-    )

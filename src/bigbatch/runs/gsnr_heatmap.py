@@ -1,15 +1,17 @@
-"""r of a variance-reduced run: a heat map over layers and time."""
+"""Heat maps of a VR run: r over layers and time."""
 
-import math
+from math import nan
+from statistics import fmean
 
 import numpy
 from matplotlib.figure import Figure
 
+from bigbatch.runs.curves import bins_of
 from bigbatch.runs.metrics import History
 from bigbatch.runs.run_directory import Row
 
-_BINS = 80  # columns; a longer log is averaged into so many
-# title, which of a layer's numbers, upper end of its colours (None: the largest seen)
+_COLUMNS = 80  # most columns; a longer log is averaged
+# title, index in the log's numbers of a layer, upper end of the colours (None: the largest value)
 _PANELS = (
     ("mean r", 0, None),
     ("share of weights at gamma", 1, 1.0),
@@ -19,9 +21,9 @@ _PANELS = (
 
 
 def heat_maps(history: History) -> Figure | None:
-    """Four panels, layers from top to bottom as the model names them, samples to the right.
+    """Four panels: layers from top to bottom in the model's order, samples from left to right.
 
-    None for a run whose log tells nothing of r.
+    None for a run whose log has no r.
     """
     rows = [row for row in history.rows if row.get("gsnr")]
     if not rows:
@@ -30,12 +32,12 @@ def heat_maps(history: History) -> Figure | None:
     height = 1.6 + 0.17 * len(names)
     figure = Figure(figsize=(12, 2 * height), layout="constrained")
     figure.suptitle(history.label, fontsize=10, x=0.01, ha="left")
-    ends = [part[-1]["samples"] for part in _parts(rows)]
-    extent = (rows[0]["samples"], ends[-1], len(names) - 0.5, -0.5)
-    for axes, (title, which, most) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
-        table = numpy.array([_column(part, names, which) for part in _parts(rows)]).T
+    bins = bins_of(rows, _COLUMNS)
+    extent = (rows[0]["samples"], rows[-1]["samples"], len(names) - 0.5, -0.5)
+    for axes, (title, index, maximum) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        means = numpy.array([_layer_means(bin_rows, names, index) for bin_rows in bins]).T
         image = axes.imshow(
-            table, aspect="auto", interpolation="nearest", extent=extent, vmin=0, vmax=most
+            means, aspect="auto", interpolation="nearest", extent=extent, vmin=0, vmax=maximum
         )
         figure.colorbar(image, ax=axes, pad=0.01)
         axes.set_title(title, fontsize=10, loc="left")
@@ -45,19 +47,8 @@ def heat_maps(history: History) -> Figure | None:
     return figure
 
 
-def _parts(rows: list[Row]) -> list[list[Row]]:
-    size = -(-len(rows) // _BINS)
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _column(rows: list[Row], names: list[str], which: int) -> list[float]:
-    """The mean over some steps of one number of each layer; nan where it was never known."""
-    return [_mean([row["gsnr"].get(name, _UNKNOWN)[which] for row in rows]) for name in names]
-
-
-_UNKNOWN = [None] * len(_PANELS)
-
-
-def _mean(values: list[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else math.nan
+def _layer_means(rows: list[Row], names: list[str], index: int) -> list[float]:
+    """The mean over some steps of one number of each layer; nan where no step has it."""
+    layers = [[row["gsnr"][name][index] for row in rows if name in row["gsnr"]] for name in names]
+    finite = [[value for value in values if value is not None] for values in layers]
+    return [fmean(values) if values else nan for values in finite]

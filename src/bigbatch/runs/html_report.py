@@ -1,4 +1,4 @@
-"""The report: one HTML file that opens without a network."""
+"""The report: one HTML file that needs no network."""
 
 import json
 from collections.abc import Sequence
@@ -7,73 +7,60 @@ from pathlib import Path
 
 import yaml
 from jinja2 import Environment
-from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError
-from bigbatch.runs.atomic_files import MAKER, write_atomically
+from bigbatch.runs.atomic_files import GENERATOR, write_atomically
 from bigbatch.runs.curves import AXES, FIGURE_FORMATS, as_svg, curves, require_ending, write_figure
 from bigbatch.runs.gsnr_heatmap import heat_maps
-from bigbatch.runs.metrics import History, grouped, history_of, seeds_of, table_of
+from bigbatch.runs.metrics import group_seeds, history_of, seeds_of, table_of
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_figure import sweep_figure
-from bigbatch.runs.sweep_results import Swept, as_csv, as_json
+from bigbatch.runs.sweep_results import SweepResults, as_csv, as_json
 
 
 def write_report(
-    runs: list[RunDirectory], out: Path, title: str, sweeps: Sequence[Swept] = ()
+    runs: list[RunDirectory], out: Path, title: str, sweeps: Sequence[SweepResults] = ()
 ) -> None:
-    """Writes the report of runs side by side.
+    """Writes a report of runs side by side.
 
     Args:
-        runs: at least one.
+        runs: one run or more.
         out: a `.html` page, or the curves alone as `.png` or `.svg`.
-        title: its headline.
-        sweeps: that the runs are of; each has a figure and a table on the page.
+        title: the title of the page.
+        sweeps: the sweeps that the runs belong to; each has a figure and a table on the page.
     Raises:
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
     """
     require_ending(out, (".html", *FIGURE_FORMATS))
-    every = [history_of(run) for run in runs]
-    histories = [history for history in every if history.rows]
+    all_histories = [history_of(run) for run in runs]
+    histories = [history for history in all_histories if history.rows]
     if not histories:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
+    if out.suffix != ".html":
+        write_figure(curves(histories, "samples"), out)
+        return
+    template = resources.files("bigbatch.runs").joinpath("html_report.html").read_text()
+    first_seeds = [group[0] for group in group_seeds(histories).values()]
+    page = Environment(autoescape=True).from_string(template)
+    text = page.render(
+        generator=GENERATOR,
+        title=title,
+        sweeps=[(sweep, as_svg(sweep_figure(sweep))) for sweep in sweeps],
+        table=table_of(all_histories),  # which counts runs without a step
+        seeds=seeds_of(all_histories),
+        figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
+        heat_maps=[as_svg(figure) for figure in map(heat_maps, first_seeds) if figure is not None],
+        runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],
+    )
     try:
-        if out.suffix != ".html":
-            write_figure(curves(histories, "samples"), out)
-        else:
-            table = table_of(every)  # those that have not begun are counted there
-            template = resources.files("bigbatch.runs").joinpath("html_report.html").read_text()
-            page = (
-                Environment(autoescape=True)
-                .from_string(template)
-                .render(
-                    maker=MAKER,
-                    title=title,
-                    sweeps=[(one, as_svg(sweep_figure(one))) for one in sweeps],
-                    columns=table.columns,
-                    seeds=seeds_of(every),
-                    table=table.rows,
-                    figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
-                    maps=[as_svg(drawn) for drawn in _heat_maps(histories)],
-                    runs=[
-                        (run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs
-                    ],
-                )
-            )
-            write_atomically(out, page.encode())
+        write_atomically(out, text.encode())
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def write_swept(sweep: Swept, folder: Path) -> None:
-    """Writes sweep.png, sweep.json and sweep.csv; the last has one row a run."""
+def write_sweep_files(sweep: SweepResults, folder: Path) -> None:
+    """Writes sweep.png, sweep.json and sweep.csv; the CSV file has one row per run."""
     write_figure(sweep_figure(sweep), folder / "sweep.png")
     write_atomically(folder / "sweep.json", json.dumps(as_json(sweep), indent=1).encode())
     write_atomically(folder / "sweep.csv", as_csv(sweep).encode())
-
-
-def _heat_maps(histories: list[History]) -> list[Figure]:
-    """Of the first of each group of runs that differ in their seed only."""
-    drawn = [heat_maps(runs[0]) for runs in grouped(histories).values()]
-    return [figure for figure in drawn if figure is not None]

@@ -1,4 +1,4 @@
-"""What a step becomes in the log, and a log becomes in a table."""
+"""Rows of the log, the history of a run, and tables of histories."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.parse import target_of
 from bigbatch.runs.divergence import divergence_of
 from bigbatch.runs.row_schema import SCHEMA, require_step
-from bigbatch.runs.run_config import BEFORE
+from bigbatch.runs.run_config import PREREQUISITES
 from bigbatch.runs.run_directory import Row, RunDirectory
 from bigbatch.runs.seed_summary import SeedSummary
 from bigbatch.training.step_record import StepRecord
@@ -22,13 +22,13 @@ _COLUMNS = ("steps", "average batch", "samples", "wall time")
 
 
 def row_of(record: StepRecord, scores: Scores | None) -> Row:
-    """One line of the metrics: everything a policy could be replayed from.
+    """The row of one step in the log, from which a policy can be replayed.
 
     Args:
         record: the step.
-        scores: by name, in the unit the name says, where they were measured after the step.
+        scores: scores after the step, by name; None where none were measured.
     """
-    noise = record.statistics
+    statistics = record.statistics
     row: Row = {
         "schema": SCHEMA,
         "step": record.step,
@@ -39,8 +39,8 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         "micro_batches": record.micro_batches,
         "loss": record.loss,
         "lr": list(record.lr),
-        "grad_sqnorm": noise and noise.grad_sqnorm,
-        "grad_variance": noise and noise.grad_variance,
+        "grad_sqnorm": statistics and statistics.grad_sqnorm,
+        "grad_variance": statistics and statistics.grad_variance,
         "similarity": record.similarity,
         "noise_scale": record.noise_scale,
         "skipped": record.skipped,
@@ -52,93 +52,101 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
     }
     if record.gsnr is not None:
         row["gsnr"] = {
-            name: [_rounded(number) for number in numbers]
+            name: [_round(number) for number in numbers]
             for name, numbers in record.gsnr.by_layer().items()
         }
     return {name: finite(value) for name, value in row.items()}
 
 
 def finite(value: Any) -> Any:
-    """JSON has no nan and no infinity: null."""
+    """The value; None for nan and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rounded(number: float) -> float | None:
-    """To four digits: a layer has four numbers in every line."""
+def _round(number: float) -> float | None:
+    """The number with four digits, which keeps rows short; None where it is not finite."""
     return float(f"{number:.4g}") if math.isfinite(number) else None
+
+
+def measured_rows(rows: list[Row]) -> list[Row]:
+    """The steps whose gradients were measured, with a finite result."""
+    return [
+        row for row in rows if row["grad_sqnorm"] is not None and row["grad_variance"] is not None
+    ]
 
 
 @dataclass(frozen=True)
 class History:
-    """One run as it was logged."""
+    """The log and the settings of one run.
+
+    Args:
+        path: directory of the run.
+        settings: settings of the run.
+        target: similarity that its policy holds; None for another policy.
+        rows: rows of its log.
+    """
 
     path: Path
     settings: dict[str, Any]
-    target: float | None  # similarity that was to be held
+    target: float | None
     rows: list[Row]
 
     @property
     def label(self) -> str:
-        """Its arm of a study, or its own name."""
+        """The arm of the study, or the name of the directory."""
         return str(self.settings.get("arm") or self.path.name)
 
     @property
-    def kind(self) -> str:
-        """The same for runs that differ in their seed only."""
+    def settings_without_seed(self) -> str:
+        """The settings as text, equal for runs that differ only in their seed."""
         settings = {name: value for name, value in self.settings.items() if name != "seed"}
-        own = f"-seed{self.settings.get('seed')}"
-        before = {name: str(settings.get(name, "")).removesuffix(own) for name in BEFORE}
-        return repr({**settings, **before})
-
-    @property
-    def measured(self) -> bool:
-        """Whether any step was."""
-        return any(
-            row["grad_sqnorm"] is not None and row["grad_variance"] is not None for row in self.rows
-        )
+        suffix = f"-seed{self.settings.get('seed')}"
+        runs = {name: str(settings.get(name, "")).removesuffix(suffix) for name in PREREQUISITES}
+        return repr({**settings, **runs})
 
     @property
     def finished(self) -> bool:
-        """Whether its last epoch is complete."""
+        """Whether the last epoch is complete."""
         last = self.rows[-1] if self.rows else None
         epochs = self.settings.get("epochs")
         return last is not None and last["epoch"] + 1 == epochs and last["metrics"] is not None
 
     @property
     def steps(self) -> int:
-        """Updates of the weights."""
+        """Number of updates of the weights."""
         return self.rows[-1]["step"] - self.skipped if self.rows else 0
 
     @property
     def skipped(self) -> int:
-        """Steps that were none, as their gradient was not finite."""
+        """Number of skipped steps, whose gradient was not finite."""
         return sum(row["skipped"] for row in self.rows)
 
     @property
     def average_batch(self) -> float:
-        """Samples of an update on average; nan before the first."""
+        """Mean samples of an update; nan before the first."""
         if not self.steps:
             return math.nan
-        lost = sum(row["batch_size"] for row in self.rows if row["skipped"])
-        return float((self.rows[-1]["samples"] - lost) / self.steps)
+        skipped_samples = sum(row["batch_size"] for row in self.rows if row["skipped"])
+        return float((self.rows[-1]["samples"] - skipped_samples) / self.steps)
 
     @property
     def divergence(self) -> str:
-        """How it diverged, in words; "" where it did not."""
+        """How the run diverged, in words; "" where it did not."""
         return divergence_of(self.rows)
 
-    def scored(self) -> list[Row]:
+    @property
+    def scored_rows(self) -> list[Row]:
         """The steps after which scores were measured."""
         return [row for row in self.rows if row["metrics"] is not None]
 
     @property
     def score(self) -> str | None:
-        """The name of the one that counts, where one is measured yet: the first."""
-        return next((name for row in self.scored() for name in row["metrics"]), None)
+        """Name of the main score, which is the first; None before one is measured."""
+        return next((name for row in self.scored_rows for name in row["metrics"]), None)
 
     def last(self, score: str) -> float | None:
-        """The score when it was measured last; None where it never was, or was no finite number."""
-        rows = self.scored()
+        """The last value of a score; None where it was not measured or is not finite."""
+        rows = self.scored_rows
         return rows[-1]["metrics"].get(score) if rows else None
 
 
@@ -146,11 +154,11 @@ def history_of(run: RunDirectory) -> History:
     """Reads a run's log.
 
     Raises:
-        RunError: a line is damaged or of another schema, or the policy is none.
+        RunError: a line is damaged or of another schema, or the policy is unknown.
     """
     settings, rows = run.settings, run.rows()
-    for number, (before, row) in enumerate(zip([None, *rows], rows, strict=False), start=1):
-        require_step(f"{run.metrics}, line {number}", row, before)
+    for number, (previous, row) in enumerate(zip([None, *rows], rows, strict=False), start=1):
+        require_step(f"{run.metrics}, line {number}", row, previous)
     policy = settings.get("policy")
     try:
         target = target_of(policy, settings.get("target")) if policy else None
@@ -159,17 +167,17 @@ def history_of(run: RunDirectory) -> History:
     return History(run.path.resolve(), settings, target, rows)
 
 
-def grouped(histories: list[History]) -> dict[str, list[History]]:
-    """Runs that differ in their seed only, under a name for each group, in the order they come.
+def group_seeds(histories: list[History]) -> dict[str, list[History]]:
+    """Groups of runs that differ only in their seed, by a name for each, in the given order.
 
-    A run given twice counts once. Groups of one label are distinguished by their folder.
+    A run that is listed twice counts once. The names of groups with one label have their folder.
     """
-    kinds: dict[tuple[str, str], list[History]] = {}
+    runs_of: dict[tuple[str, str], list[History]] = {}
     for history in {history.path: history for history in histories}.values():
-        kinds.setdefault((history.label, history.kind), []).append(history)
-    labels = [label for label, _ in kinds]
+        runs_of.setdefault((history.label, history.settings_without_seed), []).append(history)
+    labels = [label for label, _ in runs_of]
     groups: dict[str, list[History]] = {}
-    for (label, _), runs in kinds.items():
+    for (label, _), runs in runs_of.items():
         name = label if labels.count(label) == 1 else f"{runs[0].path.parent.name}/{label}"
         while name in groups:
             name += "'"
@@ -178,22 +186,18 @@ def grouped(histories: list[History]) -> dict[str, list[History]]:
 
 
 def seeds_of(histories: list[History]) -> str:
-    """How many runs a row of the table stands for, in words."""
-    groups = grouped(histories).values()
-    runs = _ends([len(group) for group in groups])
+    """The number of runs that a row of the table summarizes, in words."""
+    groups = group_seeds(histories).values()
+    runs = _range_text([len(group) for group in groups])
     if runs == "1":
         return "one run a row"
-    seeds = _ends([len({run.settings.get("seed") for run in group}) for group in groups])
-    of_seeds = f"{seeds} seed{'s' * (seeds != '1')}"
-    words = _summary_of(histories).words
-    return f"{words} over {f'{runs} runs of ' * (runs != seeds)}{of_seeds}"
+    seeds = _range_text([len({run.settings.get("seed") for run in group}) for group in groups])
+    words = SeedSummary.of(history.settings for history in histories).words
+    plural = "s" * (seeds != "1")
+    return f"{words} over {f'{runs} runs of ' * (runs != seeds)}{seeds} seed{plural}"
 
 
-def _summary_of(histories: list[History]) -> SeedSummary:
-    return SeedSummary.of(history.settings for history in histories)
-
-
-def _ends(counts: list[int]) -> str:
+def _range_text(counts: list[int]) -> str:
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
@@ -206,14 +210,14 @@ class Table:
 
 
 def table_of(histories: list[History]) -> Table:
-    """One row per group: its last scores and what they took, summed up over seeds."""
+    """One row per group of seeds: last scores, steps, average batch, samples and wall time."""
     scores = tuple(
         dict.fromkeys(
-            name for run in histories for row in run.scored()[-1:] for name in row["metrics"]
+            name for run in histories for row in run.scored_rows[-1:] for name in row["metrics"]
         )
     )
-    summary = _summary_of(histories)
-    rows = [_row(name, runs, scores, summary) for name, runs in grouped(histories).items()]
+    summary = SeedSummary.of(history.settings for history in histories)
+    rows = [_row(name, runs, scores, summary) for name, runs in group_seeds(histories).items()]
     return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
 
 
@@ -221,18 +225,18 @@ def _row(
     name: str, runs: list[History], scores: Sequence[str], summary: SeedSummary
 ) -> tuple[str, ...]:
     unfinished = sum(not run.finished for run in runs)
-    begun = [run for run in runs if run.rows]
-    if not begun:
+    started = [run for run in runs if run.rows]
+    if not started:
         return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
-    name = f"{name} ({unfinished} of {len(runs)} unfinished)" if unfinished else name
-    runs = begun
+    name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+    runs = started
     diverged = sum(bool(run.divergence) for run in runs)
     name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
     last = [run.rows[-1] for run in runs]
     return (
         name,
-        *(summary.of_scores([run.last(score) for run in runs]) for score in scores or ("",)),
-        summary.of_steps([run.steps for run in runs], [run.skipped for run in runs]),
+        *(summary.scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
+        summary.steps_text([run.steps for run in runs], [run.skipped for run in runs]),
         summary.text([run.average_batch for run in runs], 0),
         f"{fmean(row['samples'] for row in last):,.0f}",
         f"{summary.text([row['elapsed_seconds'] for row in last], 1)} s",

@@ -1,76 +1,68 @@
-"""What other policies would have chosen on a finished run's log, and at what cost.
+"""Replays a run's log with other policies: the batch sizes that they choose, and their cost.
 
-Signal and noise are taken as functions of the samples seen, as the log has them: that another batch
-would have moved the weights otherwise is left out. docs/policies.md says what that means.
+Gradient signal and noise are taken from the log as functions of the samples seen. That another
+batch size would have led to other weights is neglected; docs/policies.md discusses it.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, cycle, groupby, pairwise
+from itertools import accumulate, chain, cycle, groupby, pairwise
 from pathlib import Path
 from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
 import numpy
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from bigbatch.errors import RunError
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, TrainingState
-from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, dress, require_writable, write_figure
-from bigbatch.runs.metrics import History
+from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, format_axes, require_writable, write_figure
+from bigbatch.runs.metrics import History, Table, measured_rows
 from bigbatch.runs.run_directory import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
 
-ITSELF = "the run itself"
-COLUMNS = ("policy", "steps", "average\nbatch", "seconds", "progress")
-EQUAL = ("steps\nat equal\nprogress", "samples\nat equal\nprogress")
-
-_BINS = 40  # of a run; the noise scale that progress counts with is that of one such part
+_LOGGED = "the run itself"
+_COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")
+_EQUAL_COLUMNS = ("steps at equal progress", "samples at equal progress")
+_BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
 
 
 class Trace:
     """Signal and noise of a run as functions of samples seen, constant over each measured step.
 
-    A step without a measurement has that of the next one.
+    A step without a measurement has the values of the next measured step.
     """
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
         self.samples: int = rows[-1]["samples"]
         self._row_ends = [row["samples"] for row in rows]
-        measured = [
-            row
-            for row in rows
-            if row["grad_sqnorm"] is not None and row["grad_variance"] is not None
-        ]
+        measured = measured_rows(rows)
         ends = [row["samples"] for row in measured]
         self._ends = numpy.array([0, *ends[:-1], self.samples])
         values = numpy.array([[row["grad_sqnorm"], row["grad_variance"]] for row in measured])
-        areas = values * numpy.diff(self._ends)[:, None]
-        self._areas = numpy.vstack([numpy.zeros(2), areas.cumsum(0)])
+        integrals = values * numpy.diff(self._ends)[:, None]
+        self._integrals = numpy.vstack([numpy.zeros(2), integrals.cumsum(0)])
 
     def mean(self, low: float, high: float, batch_size: float) -> GradientStatistics:
-        """Mean signal and noise between two numbers of samples, as a step of this batch sees."""
-        between = [low, high]
+        """Mean signal and noise between two numbers of samples, for a step of this batch size."""
         signal, noise = (
-            float(numpy.diff(numpy.interp(between, self._ends, area))[0]) / (high - low)
-            for area in self._areas.T
+            float(numpy.diff(numpy.interp([low, high], self._ends, integral))[0]) / (high - low)
+            for integral in self._integrals.T
         )
         return GradientStatistics(
             signal, max(noise, 0.0), batch_size, self.rows[0]["micro_batches"]
         )
 
-    def part(self, sample: float, batch_size: float) -> GradientStatistics:
-        """The mean over the 40th part of the run that holds a sample."""
+    def bin_mean(self, sample: float, batch_size: float) -> GradientStatistics:
+        """The mean over that fortieth of the run in which a sample lies."""
         width = self.samples / _BINS
         low = min(sample // width, _BINS - 1) * width
         return self.mean(low, low + width, batch_size)
 
     def row(self, samples: int) -> Row:
-        """The logged step in which so many samples had been seen."""
+        """The logged step after which at least this number of samples had been seen."""
         return self.rows[min(bisect_left(self._row_ends, samples), len(self.rows) - 1)]
 
     def longest_epoch(self) -> int:
@@ -82,183 +74,181 @@ class Trace:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of B samples: fixed + per_sample B."""
+    """Seconds of a step of B samples: fixed + per_sample B.
+
+    Args:
+        fixed, per_sample: the coefficients.
+        sizes_vary: whether batch sizes varied enough to tell the two apart.
+    """
 
     fixed: float
     per_sample: float
-    distinguished: bool = True
+    sizes_vary: bool = True
 
     @classmethod
     def fit(cls, rows: list[Row]) -> "StepTime":
-        """Least squares over a log, neither part below 0.
+        """Fits non-negative coefficients to a log by least squares.
 
-        Where batch sizes scatter by less than a tenth, all is per sample.
+        All time counts as per sample where batch sizes vary by less than a tenth.
 
-        A step after which scores were measured lends its successor that time, so the
-        successor is left out; so is a step during which the clock went back.
+        The time of an evaluation is logged with the step after it, so that step is left out; so is
+        a step during which the clock went back.
         """
         points = [
-            (after["batch_size"], after["elapsed_seconds"] - before["elapsed_seconds"])
-            for before, after in pairwise(rows)
-            if before["metrics"] is None and after["elapsed_seconds"] > before["elapsed_seconds"]
+            (row["batch_size"], row["elapsed_seconds"] - previous["elapsed_seconds"])
+            for previous, row in pairwise(rows)
+            if previous["metrics"] is None and row["elapsed_seconds"] > previous["elapsed_seconds"]
         ]
         if not points:
-            return cls(0.0, rows[-1]["elapsed_seconds"] / rows[-1]["samples"], distinguished=False)
+            return cls(0.0, rows[-1]["elapsed_seconds"] / rows[-1]["samples"], sizes_vary=False)
         sizes, seconds = zip(*points, strict=True)
-        distinguished = pstdev(sizes) > fmean(sizes) / 10
-        if distinguished:
+        sizes_vary = pstdev(sizes) > fmean(sizes) / 10
+        if sizes_vary:
             slope, fixed = linear_regression(sizes, seconds)
             if slope < 0:
                 return cls(fmean(seconds), 0.0)
             if fixed >= 0:
                 return cls(fixed, slope)
         slope = linear_regression(sizes, seconds, proportional=True).slope
-        return cls(0.0, slope, distinguished)
+        return cls(0.0, slope, sizes_vary)
 
-    def of(self, batches: list[int]) -> float:
-        """Seconds of steps of these sizes."""
-        return self.fixed * len(batches) + self.per_sample * sum(batches)
+    def seconds(self, batch_sizes: list[int]) -> float:
+        """Seconds of steps of these batch sizes."""
+        return self.fixed * len(batch_sizes) + self.per_sample * sum(batch_sizes)
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The steps of one training over the log's samples.
+class Trajectory:
+    """The steps of one training over the samples of the log.
 
     Args:
-        name: of what chose them.
+        name: name of the policy that chose the batch sizes.
         ends: samples seen after each step.
-        batches: samples of each step.
+        batch_sizes: samples of each step.
     """
 
     name: str
     ends: list[int]
-    batches: list[int]
+    batch_sizes: list[int]
 
     def progress(self, trace: Trace) -> float:
-        """sum of 1 / (1 + B_simple / B): in steps of a batch so large that it has no noise.
+        """Sum of 1 / (1 + B_simple / B) over the steps; a step without noise counts as 1.
 
         Source:
             McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
         """
-        middles = (end - batch / 2 for end, batch in zip(self.ends, self.batches, strict=True))
         shares = (
-            trace.part(middle, batch).generalization_ratio()
-            for middle, batch in zip(middles, self.batches, strict=True)
+            trace.bin_mean(end - batch_size / 2, batch_size).generalization_ratio()
+            for end, batch_size in zip(self.ends, self.batch_sizes, strict=True)
         )
         return sum(share for share in shares if share == share)  # nan: no gradient, no progress
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A run and what other policies would have made of it."""
+    """A logged run, and the trajectories of other policies over its samples."""
 
     history: History
     trace: Trace
     time: StepTime
-    itself: Walk
-    others: list[Walk]
+    logged: Trajectory
+    replayed: list[Trajectory]
 
 
 def replay(history: History, policies: dict[str, Policy], **options: Any) -> Replay:
-    """Walks each policy over the samples of a logged run.
+    """Replays each policy over the samples of a logged run.
 
-    Each starts at its own `batch_size`, or where the run did. At every step it takes the batch it
-    wants, at most an epoch and at least what can be cut as the log's steps were, and sees the log's
-    signal and noise over those samples.
+    A policy starts at its own `batch_size`, or at that of the run. Its batch is at most an epoch
+    and at least one sample per micro-batch of the log. It observes the log's signal and noise over
+    the samples of the batch.
 
     Args:
-        history: the run.
-        policies: by the names they are shown under.
-        options: of `Controller`, the same for all.
+        history: the logged run.
+        policies: the policies, by the names in the table.
+        options: options of `Controller`, the same for all policies.
     Raises:
-        RunError: nothing was measured in the run.
+        RunError: no step of the run was measured.
         SettingError: an option out of range.
     """
-    rows = history.rows
-    if not history.measured:
+    if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    batches = [row["batch_size"] for row in rows if not row["skipped"]]
-    ends = list(accumulate(batches))  # without the samples of skipped steps
-    kept = (row for row in rows if not row["skipped"])
-    trace = Trace([row | {"samples": end} for row, end in zip(kept, ends, strict=True)])
-    itself = Walk(ITSELF, ends, batches)
-    others = [_walk(name, policy, trace, options) for name, policy in policies.items()]
-    return Replay(history, trace, StepTime.fit(rows), itself, others)
+    rows = [row for row in history.rows if not row["skipped"]]
+    batch_sizes = [row["batch_size"] for row in rows]
+    ends = list(accumulate(batch_sizes))  # without the samples of skipped steps
+    trace = Trace([row | {"samples": end} for row, end in zip(rows, ends, strict=True)])
+    logged = Trajectory(_LOGGED, ends, batch_sizes)
+    replayed = [_replay_policy(name, policy, trace, options) for name, policy in policies.items()]
+    return Replay(history, trace, StepTime.fit(history.rows), logged, replayed)
 
 
-def _walk(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> Walk:
+def _replay_policy(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
     start = getattr(policy, "batch_size", first)
-    smallest: int = min(row["micro_batches"] for row in trace.rows)
+    min_batch: int = min(row["micro_batches"] for row in trace.rows)
     controller = Controller(
-        policy, start, min_batch=smallest, max_batch=trace.longest_epoch(), **options
+        policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
     )
-    walk = Walk(name, [], [])
-    done = 0
-    while done < trace.samples:
-        batch = min(controller.decision.batch_size, trace.samples - done)
-        noise = trace.mean(done, done + batch, batch)
-        done += batch
-        walk.ends.append(done)
-        walk.batches.append(batch)
-        epoch, steps = trace.row(done)["epoch"], len(walk.batches)
-        controller.next(noise, TrainingState(0, batch, controller.base_batch, done, steps, epoch))
-    return walk
+    trajectory = Trajectory(name, [], [])
+    samples = 0
+    while samples < trace.samples:
+        batch_size = min(controller.decision.batch_size, trace.samples - samples)
+        statistics = trace.mean(samples, samples + batch_size, batch_size)
+        samples += batch_size
+        trajectory.ends.append(samples)
+        trajectory.batch_sizes.append(batch_size)
+        epoch, steps = trace.row(samples)["epoch"], len(trajectory.ends)
+        state = TrainingState(0, batch_size, controller.base_batch, samples, steps, epoch)
+        controller.next(statistics, state)
+    return trajectory
 
 
-def table_of_replay(found: Replay) -> Table:
-    """Costs of the run itself and of each policy, in 80 columns where names allow."""
-    title = f"{found.history.label}: {found.trace.samples:,} samples"
-    table = Table(*COLUMNS, *EQUAL, title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.columns[0].overflow = "fold"
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
-    goal = found.itself.progress(found.trace)
-    for walk in (found.itself, *found.others):
-        progress, steps = walk.progress(found.trace), len(walk.batches)
-        share = goal / progress if progress > 0 else float("nan")
-        numbers = (steps, found.trace.samples / steps)
-        table.add_row(
-            walk.name,
-            *(f"{number:,.0f}" for number in numbers),
-            f"{found.time.of(walk.batches):,.1f}",
+def table_of_replay(replay: Replay) -> Table:
+    """One row for the run itself and for each policy, with its cost."""
+    samples, rows = replay.trace.samples, []
+    logged_progress = replay.logged.progress(replay.trace)
+    for trajectory in (replay.logged, *replay.replayed):
+        progress, steps = trajectory.progress(replay.trace), len(trajectory.ends)
+        factor = logged_progress / progress if progress > 0 else None
+        cells = (
+            trajectory.name,
+            f"{steps:,.0f}",
+            f"{samples / steps:,.0f}",
+            f"{replay.time.seconds(trajectory.batch_sizes):,.1f}",
             f"{progress:,.1f}",
-            *(_or_dash(share * number) for number in (steps, found.trace.samples)),
+            *("-" if factor is None else f"{factor * n:,.0f}" for n in (steps, samples)),
         )
-    return table
+        rows.append(cells)
+    return Table(_COLUMNS + _EQUAL_COLUMNS, rows)
 
 
-def _or_dash(number: float) -> str:
-    return f"{number:,.0f}" if number == number else "-"
-
-
-def time_in_words(found: Replay) -> str:
-    """The model of a step's time, and how far it is from the run's own."""
-    fixed, per_sample = 1000 * found.time.fixed, 1000 * found.time.per_sample
+def time_in_words(replay: Replay) -> str:
+    """The fitted time of a step, and the time that the run took."""
+    fixed, per_sample = 1000 * replay.time.fixed, 1000 * replay.time.per_sample
+    note = ", whose batch sizes are nearly equal: all time counts as per sample"
     return (
         f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
-        + ", whose batch sizes are nearly one: all time counts as per sample"
-        * (not found.time.distinguished)
-        + f"; the run itself took {found.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
+        f"{'' if replay.time.sizes_vary else note}; the run itself took "
+        f"{replay.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
     )
 
 
 def save_figure(replays: list[Replay], out: Path) -> None:
-    """Draws the batch sizes that each policy would have chosen, one panel a run.
+    """Draws the batch sizes of each policy, one panel per run.
 
     Raises:
         SettingError: the ending is neither .png nor .svg.
-        RunError: the file is somebody else's, or cannot be written.
+        RunError: bigbatch did not write the file that is there, or it cannot be written.
     """
     require_writable(out, FIGURE_FORMATS)
     figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)), layout="constrained")
-    for axes, found in zip(figure.subplots(len(replays), squeeze=False).flat, replays, strict=True):
-        dress(axes, f"{found.history.label}: batch size, samples", "samples", base=2)
-        *others, black = COLORS
-        style = {"drawstyle": "steps-pre", "linewidth": 1.1, "alpha": 0.75}
-        axes.plot(found.itself.ends, found.itself.batches, color=black, label=ITSELF, **style)
-        for walk, color in zip(found.others, cycle(others), strict=False):
-            axes.plot(walk.ends, walk.batches, color=color, label=walk.name, **style)
+    panels = figure.subplots(len(replays), squeeze=False).flat
+    *colors, black = COLORS
+    style = {"drawstyle": "steps-pre", "linewidth": 1.1, "alpha": 0.75}
+    for axes, replay in zip(panels, replays, strict=True):
+        format_axes(axes, f"{replay.history.label}: batch size, samples", "samples", log_base=2)
+        trajectories = [replay.logged, *replay.replayed]
+        for one, color in zip(trajectories, chain([black], cycle(colors)), strict=False):
+            axes.plot(one.ends, one.batch_sizes, color=color, label=one.name, **style)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
     write_figure(figure, out)

@@ -1,4 +1,4 @@
-"""The config file of a run or a study: what it is, and with which settings."""
+"""The config file of a run or a study: its kind, its settings, the versions that ran."""
 
 import platform
 from contextlib import suppress
@@ -12,24 +12,21 @@ import yaml
 from bigbatch.errors import RunError
 from bigbatch.runs.row_schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
 
-BEFORE = (
-    "init_from",
-    "lr_control_from",
-)  # settings that name a run which has to be finished before
-CONFIGS = ("config.yaml", "study.yaml")  # of a run, of a study
+PREREQUISITES = ("init_from", "lr_control_from")  # settings that name a run to finish first
+CONFIG_FILES = ("config.yaml", "study.yaml")  # of a run, of a study
 
-# what yaml raises for text that is none, and what we do for another document
+# errors of yaml for other text, and of `read_config` for another document
 _UNREADABLE = (
     *(OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError),
     *(TypeError, KeyError, AttributeError),
 )
 
 
-def describe(
+def config_yaml(
     kind: Literal["run", "study"], settings: dict[str, Any], launch: str | None = None
 ) -> bytes:
-    """A config file: what it is, the settings, what they ran on, and which launch began it."""
-    about = {
+    """Text of a config file: kind, settings, versions, machine, and the launch that began it."""
+    document = {
         "kind": kind,
         "schema": SCHEMA,
         "settings": settings,
@@ -42,7 +39,7 @@ def describe(
         "machine": platform.platform(),
         **({"launch": launch} if launch else {}),
     }
-    return yaml.safe_dump(about, sort_keys=False).encode()
+    return yaml.safe_dump(document, sort_keys=False).encode()
 
 
 def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
@@ -52,17 +49,18 @@ def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
         RunError: the file is unreadable, of another kind, or of a newer schema.
     """
     try:
-        about = yaml.safe_load(path.read_text())
-        found, schema, settings = about["kind"], about["schema"], dict(about["settings"])
+        document = yaml.safe_load(path.read_text())
+        actual_kind, schema = document["kind"], document["schema"]
+        settings = dict(document["settings"])
     except _UNREADABLE as error:
         raise RunError(
             f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
             "directory that `bigbatch train` made"
         ) from None
-    if found != kind or schema != SCHEMA:
+    if actual_kind != kind or schema != SCHEMA:
         raise RunError(
-            f"{path} is a {found} of schema {schema!r}, a {kind} of schema {SCHEMA} is needed; use "
-            "the release that wrote it"
+            f"{path} is a {actual_kind} of schema {schema!r}, a {kind} of schema {SCHEMA} is "
+            "needed; use the release that wrote it"
         )
     if kind == "run":
         require_settings(path, settings)
@@ -70,12 +68,12 @@ def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
 
 
 def launch_of(path: Path) -> str | None:
-    """The launch of torchrun that began the run or study at `path`, where one is written there."""
-    for name in CONFIGS:
+    """The launch of torchrun that began the run or study at `path`; None where none is written."""
+    for name in CONFIG_FILES:
         with suppress(*_UNREADABLE):
-            about = yaml.safe_load((path / name).read_text())
-            if isinstance(about, dict) and "launch" in about:
-                return str(about["launch"])
+            document = yaml.safe_load((path / name).read_text())
+            if isinstance(document, dict) and "launch" in document:
+                return str(document["launch"])
     return None
 
 
@@ -83,7 +81,7 @@ def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
     """The settings of every training of the study at `path`, by the name of its directory.
 
     Raises:
-        RunError: it is no study.
+        RunError: there is no study at `path`.
     """
     file = path / "study.yaml"
     trainings = read_config(file, "study").get("trainings")
@@ -99,12 +97,12 @@ def _is_file_name(name: object) -> bool:
 
 
 def read_sweep(path: Path) -> dict[str, Any] | None:
-    """How the sweep at `path` is to be shown; None for another study, or a run.
+    """The description of the sweep at `path`; None for another study, or a run.
 
     Returns:
-        tuned: settings of which each point shows the best alone.
-        higher_is_better: of the score that counts.
-        points: what varies, as values by setting, by the names of the points.
+        tuned: settings of which each point shows only the best value.
+        higher_is_better: whether a higher main score is better.
+        points: values by setting for what varies, by the names of the points.
     Raises:
         RunError: the file is damaged.
     """

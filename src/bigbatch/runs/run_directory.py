@@ -1,13 +1,13 @@
-"""A run directory: everything that one training leaves on disk.
+"""A run directory: all files of one training.
 
-    config.yaml      what to repeat: the settings, and the versions that ran
-    metrics.jsonl    one JSON object a step
+    config.yaml      the settings, and the versions that ran
+    metrics.jsonl    one JSON object per step
     checkpoint.pt    the latest checkpoint, with its digest
-    deepspeed/       what DeepSpeed keeps of it, where it joins the ranks
-    events/          the same numbers for TensorBoard
+    deepspeed/       DeepSpeed's part of the checkpoint, with engine=deepspeed
+    events/          the metrics for TensorBoard
     report.html      the report
-    log.txt          what it said, where a sweep trained it
-    vocab.txt        what a run that begins from this one needs, where there is such a thing
+    log.txt          standard error of a training that a sweep started
+    vocab.txt        the vocabulary of a language model, for runs that begin with its weights
 
 A folder of runs is a study; it has a study.yaml instead.
 """
@@ -25,79 +25,73 @@ from filelock import FileLock, Timeout
 
 from bigbatch.digest import file_digest, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
-from bigbatch.runs.atomic_files import made_whole, replacing, write_atomically
-from bigbatch.runs.run_config import describe, read_config, read_trainings
+from bigbatch.runs.atomic_files import (
+    create_directory_atomically,
+    open_atomically,
+    write_atomically,
+)
+from bigbatch.runs.run_config import config_yaml, read_config, read_trainings
 
 Row = dict[str, Any]
 
 
 class RunDirectory:
-    """One training's files.
+    """The files of one training.
 
     Args:
         path: the directory.
-        settings: what it was started with.
+        settings: the settings of the training.
+    Attributes:
+        name: name of the directory.
+        metrics: the file with one JSON object per step.
+        events: the folder for TensorBoard.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
         self.settings = settings
-        self._kept: dict[str, str] = {}  # digests of texts, by file name
-        self._unwritten: deque[bytes] = deque()  # lines of the metrics
-        self._lost: dict[str, Exception] = {}  # what could not be written, and why
-        self._said: set[str] = set()
+        self.metrics, self.events = path / "metrics.jsonl", path / "events"
+        self._text_digests: dict[str, str] = {}  # by file name
+        self._unwritten_rows: deque[bytes] = deque()
+        self._write_errors: dict[str, Exception] = {}  # by file or folder; missing after a success
+        self._warnings: set[str] = set()
 
     @classmethod
     def create(
         cls, path: Path, settings: dict[str, Any], launch: str | None = None
     ) -> "RunDirectory":
-        """Makes a new one, whole or not at all; it remembers which launch of torchrun began it.
+        """Creates a run directory atomically; its config names the launch of torchrun.
 
         Raises:
             RunError: there is something at `path` already.
         """
-        with made_whole(path) as making:
-            write_atomically(making / "config.yaml", describe("run", settings, launch))
+        with create_directory_atomically(path) as directory:
+            write_atomically(directory / "config.yaml", config_yaml("run", settings, launch))
         return cls(path, settings)
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Opens an existing one.
+        """Opens an existing run directory.
 
         Raises:
-            RunError: there is none, or it is not ours.
+            RunError: there is none, or bigbatch did not write it.
         """
         if not path.is_dir():
             raise RunError(f"there is no run directory {path}; `ls runs` shows what there is")
         return cls(path, read_config(path / "config.yaml", "run"))
 
-    @property
-    def name(self) -> str:
-        """The directory's own name."""
-        return self.path.name
-
-    @property
-    def metrics(self) -> Path:
-        """The file with one JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """The folder for TensorBoard."""
-        return self.path / "events"
-
-    def keep(self, texts: Mapping[str, str]) -> None:
-        """Writes texts that a later run needs, by file name."""
+    def save_texts(self, texts: Mapping[str, str]) -> None:
+        """Writes texts that later runs need, by file name."""
         for name, text in texts.items():
             write_atomically(self.path / name, text.encode())
-            self._kept[name] = file_digest(self.path / name)
+            self._text_digests[name] = file_digest(self.path / name)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the directory for one process; the system lets go when the process ends.
+    def lock(self) -> Iterator[None]:
+        """Locks the directory; the system releases the lock when the process ends.
 
         Raises:
-            RunError: another process trains in it.
+            RunError: another process has the lock.
         """
         try:
             with FileLock(self.path / ".lock", blocking=False):
@@ -110,30 +104,31 @@ class RunDirectory:
     def append(self, row: Row) -> None:
         """Adds one step; a kill loses at most this line.
 
-        What a full disk refuses is said once and written with a later step, before anything else.
+        After a write error, the first of which gives a warning, the line is written with a later
+        step, before that step's own.
         """
-        self._unwritten.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._unwritten_rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._write_rows()
 
     def _write_rows(self) -> bool:
-        """Whether every line that was added is in the file."""
+        """Writes the rows that are not in the file yet; returns whether that succeeded."""
         length = self._metrics_bytes()
         try:
             with self.metrics.open("ab") as file:
-                while self._unwritten:
-                    file.write(self._unwritten[0])
+                while self._unwritten_rows:
+                    file.write(self._unwritten_rows[0])
                     file.flush()
-                    length += len(self._unwritten.popleft())
+                    length += len(self._unwritten_rows.popleft())
         except OSError as error:
             with suppress(OSError):
-                os.truncate(self.metrics, length)  # no half line
-            self.say_lost("metrics", "metrics are not being written", error)
+                os.truncate(self.metrics, length)  # removes an incomplete line
+            self.warn_not_written("metrics", "metrics are not being written", error)
         else:
-            self._lost.pop("metrics", None)
-        return not self._unwritten
+            self._write_errors.pop("metrics", None)
+        return not self._unwritten_rows
 
     def rows(self) -> list[Row]:
-        """Every line of the metrics, but one at the end that a kill cut short.
+        """All lines of the metrics, except an incomplete line at the end.
 
         Raises:
             RunError: a line is damaged.
@@ -154,98 +149,98 @@ class RunDirectory:
         return rows
 
     def save_checkpoint(self, state: dict[str, Any]) -> bool:
-        """Replaces the checkpoint; it remembers how much of the metrics belongs to it.
+        """Replaces the checkpoint, which also has the length of the metrics up to it.
 
         Returns:
-            Whether it could be written, and the metrics before it.
+            Whether the metrics and the checkpoint were written.
         """
         if not self._write_rows():
-            self.say_unsaved(self._lost["metrics"])
+            self.warn_checkpoint_not_written(self._write_errors["metrics"])
             return False
         try:
             with self.metrics.open("a") as metrics:
                 os.fsync(metrics.fileno())
-            with replacing(self.path / "checkpoint.pt") as file:
-                save_state(
-                    {"metrics_bytes": self._metrics_bytes(), "kept": self._kept, "state": state},
-                    file,
-                )
-        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            self.say_unsaved(error)
+            length, digests = self._metrics_bytes(), self._text_digests
+            with open_atomically(self.path / "checkpoint.pt") as file:
+                save_state({"metrics_bytes": length, "kept": digests, "state": state}, file)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+            self.warn_checkpoint_not_written(error)
             return False
-        self._lost.pop("checkpoint", None)
+        self._write_errors.pop("checkpoint", None)
         return True
 
-    def say_unsaved(self, error: Exception) -> None:
-        """Says, once, that a checkpoint could not be written and why."""
-        self.say_lost("checkpoint", "the checkpoint could not be written", error)
+    def warn_checkpoint_not_written(self, error: Exception) -> None:
+        """Warns once that the checkpoint could not be written."""
+        self.warn_not_written("checkpoint", "the checkpoint could not be written", error)
 
-    def say_lost(self, name: str, what: str, error: Exception) -> None:
-        """Says, once, what could not be written and why; `require_whole` says it at the end.
+    def warn_not_written(self, name: str, message: str, error: Exception) -> None:
+        """Warns once that a file could not be written; `require_all_written` refuses it at the end.
 
         Args:
-            name: of the file or folder.
-            what: in words.
-            error: why.
+            name: name of the file or folder.
+            message: the start of the warning.
+            error: the reason.
         """
-        self._lost[name] = error
-        if what not in self._said:
-            self._said.add(what)
-            warnings.warn(f"{what} ({error}); training continues", stacklevel=4)
+        self._write_errors[name] = error
+        if message not in self._warnings:
+            self._warnings.add(message)
+            warnings.warn(f"{message} ({error}); training continues", stacklevel=4)
 
-    def require_whole(self) -> None:
-        """Does nothing where all that was to be written at last was.
+    def require_all_written(self) -> None:
+        """Checks at the end of a training that its files are complete.
 
         Raises:
-            RunError: metrics, the last checkpoint or events are not on the disk.
+            RunError: metrics, the last checkpoint or events could not be written.
         """
-        if not self._lost:
+        if not self._write_errors:
             return
-        reason = next(iter(self._lost.values()))
-        again = f", then bigbatch train --resume {self.path} repeats the steps that are missing"
+        names, reason = self._write_errors.keys(), next(iter(self._write_errors.values()))
+        remedy = f", then bigbatch train --resume {self.path} repeats the steps that are missing"
         raise RunError(
-            f"{self.path} is trained to its end, but not all of its {', '.join(self._lost)} could "
-            f"be written ({reason}); make room" + again * (self._lost.keys() != {"events"})
+            f"{self.path} is trained to its end, but not all of its {', '.join(names)} could be "
+            f"written ({reason}); make room" + remedy * (names != {"events"})
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The latest checkpoint, or None before the first; cuts off metrics that lie past it.
+        """The latest checkpoint, None before the first; removes metrics of steps after it.
 
         Raises:
             RunError: the file is damaged.
         """
-        saved = self._saved()
-        if saved is None:
-            self._cut_metrics(0)
-            return None
-        length, state = saved
-        self._cut_metrics(length)
+        length, state = self._read_checkpoint() or (0, None)
+        if self._metrics_bytes() < length:
+            raise RunError(
+                f"{self.metrics} is shorter than its checkpoint remembers; delete checkpoint.pt to "
+                "start the run again"
+            )
+        if self.metrics.exists():
+            os.truncate(self.metrics, length)
         return state
 
     def load_weights(self) -> dict[str, Any] | None:
-        """The model's state in the latest checkpoint, or None before the first; changes nothing.
+        """The model's state in the latest checkpoint, None before the first; changes no file.
 
         Raises:
             RunError: the file is damaged.
         """
-        saved = self._saved()
-        if saved is None:
+        checkpoint = self._read_checkpoint()
+        if checkpoint is None:
             return None
-        model = saved[1].get("model")
+        model = checkpoint[1].get("model")
         if not isinstance(model, dict):
             raise RunError(f"{self.path / 'checkpoint.pt'} has no weights; name another run")
         return model
 
-    def _saved(self) -> tuple[int, dict[str, Any]] | None:
-        """How much of the metrics belongs to the checkpoint, and the checkpoint."""
+    def _read_checkpoint(self) -> tuple[int, dict[str, Any]] | None:
+        """(length of the metrics up to the checkpoint, state); None before the first one."""
         file = self.path / "checkpoint.pt"
         if not file.exists():
             return None
         try:
-            with file.open("rb") as opened:
-                saved = load_state(opened, str(file))
-            require_digests(self.path, saved["kept"])
-            return int(saved["metrics_bytes"]), dict(saved["state"])
+            with file.open("rb") as stream:
+                checkpoint = load_state(stream, str(file))
+            require_digests(self.path, checkpoint["kept"])
+            return int(checkpoint["metrics_bytes"]), dict(checkpoint["state"])
         except StateError as error:
             raise RunError(
                 f"{error}; restore it from a copy, or delete {file.name} to start the run again"
@@ -259,24 +254,15 @@ class RunDirectory:
     def _metrics_bytes(self) -> int:
         return self.metrics.stat().st_size if self.metrics.exists() else 0
 
-    def _cut_metrics(self, length: int) -> None:
-        if self._metrics_bytes() < length:
-            raise RunError(
-                f"{self.metrics} is shorter than its checkpoint remembers; delete checkpoint.pt to "
-                "start the run again"
-            )
-        if self.metrics.exists():
-            os.truncate(self.metrics, length)
-
 
 def parse_row(line: bytes) -> Row:
-    """A line of the metrics.
+    """The row of a line of the metrics.
 
     Raises:
-        ValueError: it is no JSON object, or has a number that JSON lacks.
+        ValueError: the line is no JSON object, or has nan or infinity, which JSON lacks.
     """
     try:
-        row = json.loads(line.decode(), parse_constant=_refuse)
+        row = json.loads(line.decode(), parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("too many brackets") from None
     if not isinstance(row, dict):
@@ -284,7 +270,7 @@ def parse_row(line: bytes) -> Row:
     return row
 
 
-def _refuse(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(name)
 
 
@@ -292,7 +278,7 @@ def find_runs(path: Path) -> list[RunDirectory]:
     """The run at `path`, or the runs of the study there.
 
     Raises:
-        RunError: it is neither, or nothing has begun.
+        RunError: there is neither, or no run of the study has begun.
     """
     if not (path / "study.yaml").exists():
         return [RunDirectory.open(path)]

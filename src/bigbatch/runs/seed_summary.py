@@ -1,4 +1,4 @@
-"""Several seeds in one number: their mean, or the median that a paper gives."""
+"""Summaries of several seeds: the mean, or the median where a paper reports that."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, stdev
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class SeedSummary:
-    """The mean and the sample standard deviation, or the median, the least and the most.
+    """Mean and sample standard deviation, or median, minimum and maximum.
 
     Args:
-        by_median: whether it is the latter.
+        by_median: whether to take median, minimum and maximum.
     """
 
     def __init__(self, *, by_median: bool) -> None:
@@ -18,34 +18,34 @@ class SeedSummary:
 
     @classmethod
     def of(cls, settings: Iterable[Mapping[str, Any]]) -> "SeedSummary":
-        """The median where the settings of every run ask for it."""
+        """The summary of runs with these settings: by median where all of them say so."""
         return cls(by_median={run.get("over_seeds", "mean") for run in settings} == {"median"})
 
-    def middle(self, values: Sequence[float]) -> float:
+    def center(self, values: Sequence[float]) -> float:
         """The mean or the median of one value or more."""
         return median(values) if self._by_median else fmean(values)
 
-    def reach(self, values: Sequence[float]) -> tuple[float, float]:
-        """How far the values go below the middle and above it."""
+    def error_bars(self, values: Sequence[float]) -> tuple[float, float]:
+        """Distances from the center to the lower and the upper end."""
         if self._by_median:
             return median(values) - min(values), max(values) - median(values)
         deviation = stdev(values) if len(values) > 1 else 0.0
         return deviation, deviation
 
     def text(self, values: Sequence[float], digits: int) -> str:
-        """Both at so many digits; the middle alone where the values are one at these."""
-        middle = f"{self.middle(values):,.{digits}f}"
-        below, above = self.reach(values)
+        """Center and spread with this number of digits; the center alone where they are equal."""
+        center = f"{self.center(values):,.{digits}f}"
+        below, above = self.error_bars(values)
         if not round(max(below, above), digits):
-            return middle
+            return center
         if self._by_median:
-            return f"{middle} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
-        return f"{middle} ± {above:,.{digits}f}"
+            return f"{center} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
+        return f"{center} ± {above:,.{digits}f}"
 
-    def of_scores(self, scores: Sequence[float | None]) -> str:
+    def scores_text(self, scores: Sequence[float | None]) -> str:
         """The text of one score over runs: two digits from 10 on, else four.
 
-        Says of how many where some have none, having diverged or not come so far.
+        It has the number of runs with a score where others diverged or have none yet.
         """
         measured = [score for score in scores if score is not None]
         if not measured:
@@ -53,7 +53,7 @@ class SeedSummary:
         text = self.text(measured, 2 if abs(fmean(measured)) >= 10 else 4)
         return text + f" ({len(measured)} of {len(scores)})" * (len(measured) < len(scores))
 
-    def of_steps(self, steps: Sequence[int], skipped: Sequence[int]) -> str:
-        """The text of updates, with how many more were skipped."""
-        lost = f" ({fmean(skipped):,.0f} skipped)" if any(skipped) else ""
-        return self.text(steps, 0) + lost
+    def steps_text(self, steps: Sequence[int], skipped: Sequence[int]) -> str:
+        """The text of numbers of updates and of skipped steps."""
+        skipped_text = f" ({fmean(skipped):,.0f} skipped)" if any(skipped) else ""
+        return self.text(steps, 0) + skipped_text

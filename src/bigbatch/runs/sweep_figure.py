@@ -1,4 +1,4 @@
-"""A sweep's figure: score against average batch."""
+"""The figure of a sweep: score against average batch."""
 
 from itertools import cycle
 from typing import Any
@@ -7,38 +7,40 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bigbatch.runs.curves import COLORS
-from bigbatch.runs.sweep_results import Swept, SweptPoint, keys_of, shown_text
+from bigbatch.runs.curves import COLORS, add_grid
+from bigbatch.runs.sweep_results import SweepPoint, SweepResults, value_text
 
 _MARKERS = "osD^vPX"
-_LABELLED = 30  # points at most that are labelled; more would hide each other
-_NARROW = 8  # a range of batches that powers of 2 are too few ticks for
+_MAX_LABELS = 30  # points of a sweep whose points have labels; more labels would overlap
+_NARROW_RANGE = 8  # ratio of batches for which powers of 2 are too few ticks
 
 
-def sweep_figure(sweep: Swept) -> Figure:
-    """Score against average batch, one colour for each combination of words, and the front."""
+def sweep_figure(sweep: SweepResults) -> Figure:
+    """Score against average batch, with the Pareto front.
+
+    Each combination of settings that are text or true/false has a colour.
+    """
     figure = Figure(figsize=(9.5, 5.6), layout="constrained")
     axes = figure.subplots()
-    groups: dict[str, list[SweptPoint]] = {}
+    groups: dict[str, list[SweepPoint]] = {}
     for point in sweep.measured:
-        groups.setdefault(_group(point, sweep), []).append(point)
-    labelled = len(sweep.measured) <= _LABELLED
-    looks = zip(cycle(COLORS), cycle(_MARKERS), groups.items(), strict=False)
-    for color, marker, (name, points) in looks:
-        _draw_group(axes, sweep, name, points, color, marker, labelled)
+        groups.setdefault(_group_name(point, sweep), []).append(point)
+    has_labels = len(sweep.measured) <= _MAX_LABELS
+    styles = zip(cycle(COLORS), cycle(_MARKERS), groups.items(), strict=False)
+    for color, marker, (name, points) in styles:
+        _draw_group(axes, sweep, name, points, color, marker, has_labels)
     _draw_front(axes, sweep)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     batches = [point.average_batch for point in sweep.measured]
-    if batches and max(batches) < _NARROW * min(batches):
+    if batches and max(batches) < _NARROW_RANGE * min(batches):
         axes.xaxis.set_major_locator(LogLocator(2, subs=(1.0, 1.25, 1.5, 1.75)))
     axes.set_xlabel("average batch, samples a step")
     axes.set_ylabel(sweep.score)
     axes.set_title(f"{sweep.name}\n{sweep.title}", fontsize=9, loc="left", wrap=True)
     axes.margins(0.09, 0.12)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    add_grid(axes)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
@@ -46,37 +48,42 @@ def sweep_figure(sweep: Swept) -> Figure:
 
 def _draw_group(
     axes: Axes,
-    sweep: Swept,
+    sweep: SweepResults,
     name: str,
-    points: list[SweptPoint],
+    points: list[SweepPoint],
     color: str,
     marker: str,
-    labelled: bool,
+    has_labels: bool,
 ) -> None:
-    keys = keys_of([SweptPoint("", _numeric(point, sweep), 0, []) for point in points])
-    varied = [key for key in keys if len({_numeric(point, sweep).get(key) for point in points}) > 1]
+    numbers = [_numeric_values(point, sweep) for point in points]
+    keys = dict.fromkeys(key for values in numbers for key in values)
+    varied = [key for key in keys if len({values.get(key) for values in numbers}) > 1]
     scores = [point.scores(sweep.score) for point in points]
+    centers = [sweep.summary.center(values) for values in scores]
     axes.errorbar(
         [point.average_batch for point in points],
-        [sweep.summary.middle(found) for found in scores],
-        list(zip(*map(sweep.summary.reach, scores), strict=True)),
+        centers,
+        list(zip(*map(sweep.summary.error_bars, scores), strict=True)),
         color=color,
         marker=marker,
         markersize=5,
         linewidth=1.1 if len(varied) == 1 else 0,
         elinewidth=1,
         capsize=2,
-        label=f"{name} (numbers: {varied[0]})" if labelled and len(varied) == 1 else name,
+        label=f"{name} (numbers: {varied[0]})" if has_labels and len(varied) == 1 else name,
     )
-    for number, point in enumerate(points if labelled else []):
-        numbers = _numeric(point, sweep)
-        texts = [shown_text(numbers[key]) for key in varied if key in numbers]
-        if len(varied) > 1:
-            texts = [f"{key} {shown_text(numbers[key])}" for key in varied if key in numbers]
+    if not has_labels:
+        return
+    for point, values, center in zip(points, numbers, centers, strict=True):
+        texts = [
+            f"{key} " * (len(varied) > 1) + value_text(values[key])
+            for key in varied
+            if key in values
+        ]
         texts += ["diverged"] * any(run.diverged for run in point.runs)
         axes.annotate(
             ", ".join(texts),
-            (point.average_batch, sweep.summary.middle(scores[number])),
+            (point.average_batch, center),
             xytext=(4, 5),
             textcoords="offset points",
             fontsize=7.5,
@@ -84,11 +91,11 @@ def _draw_group(
         )
 
 
-def _draw_front(axes: Axes, sweep: Swept) -> None:
+def _draw_front(axes: Axes, sweep: SweepResults) -> None:
     front = sweep.front
     axes.step(
         [point.average_batch for point in front],
-        [sweep.summary.middle(point.scores(sweep.score)) for point in front],
+        [sweep.summary.center(point.scores(sweep.score)) for point in front],
         where="pre",
         color="#777777",
         linestyle=":",
@@ -98,18 +105,18 @@ def _draw_front(axes: Axes, sweep: Swept) -> None:
     )
 
 
-def _group(point: SweptPoint, sweep: Swept) -> str:
-    """What gives the colour: words."""
-    words = {
-        key: value
+def _group_name(point: SweepPoint, sweep: SweepResults) -> str:
+    """The values that are text or true/false, which give the colour."""
+    texts = [
+        f"{key} {value_text(value)}"
         for key, value in point.values.items()
         if isinstance(value, str | bool) and key not in sweep.tuned
-    }
-    return ", ".join(f"{key} {shown_text(value)}" for key, value in words.items()) or "every point"
+    ]
+    return ", ".join(texts) or "every point"
 
 
-def _numeric(point: SweptPoint, sweep: Swept) -> dict[str, Any]:
-    """What gives the place within a colour."""
+def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
+    """The values that are numbers, which vary within a colour."""
     return {
         key: value
         for key, value in point.values.items()

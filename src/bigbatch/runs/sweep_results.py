@@ -1,10 +1,10 @@
-"""What a sweep found: one row a point, the best of what was tuned, and what no point beats."""
+"""Results of a sweep: its points, the best values of tuned settings, the Pareto front."""
 
 import csv
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,20 +17,20 @@ from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.seed_summary import SeedSummary
 
-_DRAWN = 60  # runs at most whose curves are on one page; more would hide each other
+_MAX_CURVES = 60  # runs whose curves are on one page; more would overlap
 
 
 @dataclass(frozen=True)
-class SweptRun:
-    """What a finished run came to, without the rows of its log.
+class SweepRun:
+    """Results of a finished run, without the rows of its log.
 
     Args:
-        directory: that it lies in.
-        seed: that it was started with.
-        scores: that were measured last, by name; None for what was no finite number.
-        average_batch, steps, skipped: as of `History`.
-        seconds: that it trained.
-        diverged: whether it did.
+        directory: the run directory.
+        seed: the seed of the run.
+        scores: the last scores, by name; None for one that was not finite.
+        average_batch, steps, skipped: the properties of `History`.
+        elapsed_seconds: seconds of training.
+        diverged: whether the run diverged.
     """
 
     directory: RunDirectory
@@ -39,143 +39,146 @@ class SweptRun:
     average_batch: float
     steps: int
     skipped: int
-    seconds: float
+    elapsed_seconds: float
     diverged: bool
 
 
 @dataclass(frozen=True)
-class SweptPoint:
+class SweepPoint:
     """One combination of values with its runs.
 
     Args:
-        name: of it.
-        values: what varies.
-        planned: runs that it has when all are done.
-        runs: that are finished.
+        name: name of the point.
+        values: values of the settings that vary.
+        planned: number of runs, finished or not.
+        runs: the finished runs.
     """
 
     name: str
     values: Mapping[str, Any]
     planned: int
-    runs: list[SweptRun]
+    runs: list[SweepRun]
 
     def scores(self, score: str) -> list[float]:
-        """Of its runs; those without the score, or with none that is finite, are left out."""
-        found = [run.scores.get(score) for run in self.runs]
-        return [one for one in found if one is not None]
+        """Finite values of a score over the runs."""
+        scores = [run.scores.get(score) for run in self.runs]
+        return [value for value in scores if value is not None]
 
-    def sound(self, score: str) -> int:
-        """How many of its runs are finished, have the score and did not diverge."""
-        return sum(run.scores.get(score) is not None and not run.diverged for run in self.runs)
-
-    def complete(self, score: str) -> bool:
-        """Whether all of its runs are so."""
-        return self.sound(score) == self.planned
+    def missing(self, score: str) -> int:
+        """Number of runs that are unfinished, lack a finite score, or diverged."""
+        valid = [run.scores.get(score) is not None and not run.diverged for run in self.runs]
+        return self.planned - sum(valid)
 
     @property
     def average_batch(self) -> float:
-        """Of its runs; nan before one is finished."""
+        """Mean over the finished runs; nan before the first."""
         return fmean(run.average_batch for run in self.runs) if self.runs else math.nan
 
 
 @dataclass(frozen=True)
-class Swept:
-    """What there is of a sweep.
+class SweepResults:
+    """Results of a sweep so far.
 
     Args:
-        path: its directory.
+        path: directory of the sweep.
         begun: runs with a step in their log.
-        points: in the order of the grids.
-        tuned: settings of which each point shows the best alone.
-        higher_is_better: of the score that counts.
-        summary: of the seeds of a point.
+        points: all points, in the order of the grids.
+        tuned: settings of which each point shows only the best value.
+        higher_is_better: whether a higher main score is better.
+        summary: summary of the seeds of a point.
     """
 
     path: Path
     begun: list[RunDirectory]
-    points: list[SweptPoint]
+    points: list[SweepPoint]
     tuned: tuple[str, ...]
     higher_is_better: bool
     summary: SeedSummary
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of the directory."""
         return self.path.resolve().name
 
     @property
+    def keys(self) -> list[str]:
+        """Names of the settings that vary."""
+        return list(dict.fromkeys(key for point in self.points for key in point.values))
+
+    @property
     def score_names(self) -> list[str]:
-        """Every score that was measured; the first counts."""
+        """Names of all measured scores; the first is the main score."""
         runs = [run for point in self.points for run in point.runs]
         return list(dict.fromkeys(name for run in runs for name in run.scores))
 
     @property
     def score(self) -> str:
-        """The one that counts; "score" before one is measured."""
+        """Name of the main score; "score" before one is measured."""
         return next(iter(self.score_names), "score")
 
     @cached_property
-    def shown(self) -> list[SweptPoint]:
-        """A point for each combination of what is not tuned: the one of the best score over seeds.
+    def shown(self) -> list[SweepPoint]:
+        """For each combination of settings that are not tuned, the point with the best score.
 
-        A point of which a run failed, diverged or has no score is behind all of which none did.
+        A point with a run that failed, diverged or has no score is worse than one without.
         """
-        groups: dict[str, list[SweptPoint]] = {}
+        groups: dict[str, list[SweepPoint]] = {}
         for point in self.points:
-            kept = {key: value for key, value in point.values.items() if key not in self.tuned}
-            groups.setdefault(repr(kept), []).append(point)
-        return [max(points, key=self._merit_on(points)) for points in groups.values()]
+            fixed = {key: value for key, value in point.values.items() if key not in self.tuned}
+            groups.setdefault(repr(fixed), []).append(point)
+        return [self._best(points) for points in groups.values()]
 
-    def _merit_on(self, points: list[SweptPoint]) -> Callable[[SweptPoint], tuple[int, float]]:
-        """By the score that counts for these points: another task of a sweep has another."""
+    def _best(self, points: list[SweepPoint]) -> SweepPoint:
+        """The best by the main score of these points; another task of a sweep has another score."""
         names = (name for point in points for run in point.runs for name in run.scores)
-        return partial(self._merit, next(names, self.score))
+        return max(points, key=partial(self._rank, next(names, self.score)))
 
-    def _merit(self, score: str, point: SweptPoint) -> tuple[int, float]:
+    def _rank(self, score: str, point: SweepPoint) -> tuple[int, float]:
+        """The sort key of a point; a larger one is better."""
         scores = point.scores(score)
         if not scores:
             return -point.planned, -math.inf
         sign = 1 if self.higher_is_better else -1
-        return point.sound(score) - point.planned, sign * self.summary.middle(scores)
+        return -point.missing(score), sign * self.summary.center(scores)
 
     @property
-    def measured(self) -> list[SweptPoint]:
-        """The shown points that have a score, by average batch, of one batch by merit."""
-        found = [
+    def measured(self) -> list[SweepPoint]:
+        """The shown points with a score, sorted by average batch, then by score."""
+        points = [
             point
             for point in self.shown
             if point.scores(self.score) and math.isfinite(point.average_batch)
         ]
-        return sorted(found, key=lambda one: (one.average_batch, self._merit(self.score, one)))
+        return sorted(points, key=lambda one: (one.average_batch, self._rank(self.score, one)))
 
     @property
-    def front(self) -> list[SweptPoint]:
-        """Points that no other beats: none has as large a batch and as good a score, or better.
+    def front(self) -> list[SweepPoint]:
+        """The Pareto front: no other point has as large a batch and as good a score, or better.
 
-        A point of which a run failed or diverged is not among them: its mean is that of the others.
+        Points with a run that failed or diverged are excluded, as their mean is that of the rest.
         """
-        front: list[SweptPoint] = []
+        front: list[SweepPoint] = []
         best = -math.inf
-        for point in reversed([one for one in self.measured if one.complete(self.score)]):
-            _, merit = self._merit(self.score, point)
-            if merit > best:
-                best = merit
+        for point in reversed([one for one in self.measured if not one.missing(self.score)]):
+            _, signed_score = self._rank(self.score, point)
+            if signed_score > best:
+                best = signed_score
                 front.insert(0, point)
         return front
 
     @property
     def drawn(self) -> list[RunDirectory]:
-        """The runs whose curves a page has: all that have begun, of a large sweep the front's."""
-        if len(self.begun) <= _DRAWN:
+        """The runs whose curves are on the page: all with a step, or those of the front if many."""
+        if len(self.begun) <= _MAX_CURVES:
             return self.begun
-        of_front = [run.directory for point in self.front for run in point.runs]
-        return (of_front or self.begun)[:_DRAWN]
+        front_runs = [run.directory for point in self.front for run in point.runs]
+        return (front_runs or self.begun)[:_MAX_CURVES]
 
     @property
     def title(self) -> str:
-        """How to read the table."""
-        most = max(point.planned for point in self.points)
-        title = f"{self.summary.words} over {most} seeds" if most > 1 else "one seed a point"
+        """The title of the table."""
+        seeds = max(point.planned for point in self.points)
+        title = f"{self.summary.words} over {seeds} seeds" if seeds > 1 else "one seed a point"
         if not self.tuned:
             return title
         names = " and ".join(self.tuned)
@@ -187,14 +190,14 @@ class Swept:
         )
 
     def table(self) -> Table:
-        """One row a point: what varies, scores, average batch, steps, wall time."""
-        keys = keys_of(self.points)
+        """One row per point: varied settings, scores, average batch, steps, wall time."""
+        keys = self.keys
         scores = self.score_names or ["score"]
         rows = [
             (
-                *(shown_text(point.values.get(key, "")) for key in keys),
+                *(value_text(point.values.get(key, "")) for key in keys),
                 *([] if keys else [point.name]),
-                *_numbers(point, scores, self.summary),
+                *_result_cells(point, scores, self.summary),
             )
             for point in self.shown
         ]
@@ -202,57 +205,57 @@ class Swept:
         return Table(columns, rows)
 
 
-def read_swept(path: Path) -> Swept | None:
-    """What there is of the sweep at `path`; None for another study, or a run.
+def read_sweep_results(path: Path) -> SweepResults | None:
+    """Results of the sweep at `path`; None for another study, or a run.
 
-    A run that is damaged is left out, and a note says so.
+    A damaged run is left out with a warning.
 
     Raises:
         RunError: study.yaml is damaged.
     """
-    about = read_sweep(path)
-    if about is None:
+    sweep = read_sweep(path)
+    if sweep is None:
         return None
     trainings = read_trainings(path)
     begun: list[RunDirectory] = []
-    ended: dict[str, list[SweptRun]] = {name: [] for name in about["points"]}
+    finished: dict[str, list[SweepRun]] = {name: [] for name in sweep["points"]}
     for name, settings in trainings.items():
-        history = _history(path / name)
+        history = _read_history(path / name)
         if history is not None and history.rows:
-            begun.append(RunDirectory.open(path / name))
+            begun.append(RunDirectory(path / name, history.settings))
             if history.finished:
-                ended[settings["arm"]].append(_came_to(history, settings["seed"], begun[-1]))
-    planned = [settings["arm"] for settings in trainings.values()]
+                finished[settings["arm"]].append(_sweep_run(history, settings["seed"], begun[-1]))
+    arms = [settings["arm"] for settings in trainings.values()]
     points = [
-        SweptPoint(name, values, planned.count(name), ended[name])
-        for name, values in about["points"].items()
+        SweepPoint(name, values, arms.count(name), finished[name])
+        for name, values in sweep["points"].items()
     ]
-    return Swept(
+    return SweepResults(
         path,
         begun,
         points,
-        tuple(about["tuned"]),
-        about["higher_is_better"],
+        tuple(sweep["tuned"]),
+        sweep["higher_is_better"],
         SeedSummary.of(trainings.values()),
     )
 
 
-def _history(place: Path) -> History | None:
-    """The log at `place`; None where there is none, or it is damaged."""
-    if not place.exists():
+def _read_history(path: Path) -> History | None:
+    """The history of the run at `path`; None where there is none, or it is damaged."""
+    if not path.exists():
         return None
     try:
-        return history_of(RunDirectory.open(place))
+        return history_of(RunDirectory.open(path))
     except RunError as error:
-        warnings.warn(f"{place.name} is left out: {error}", stacklevel=3)
+        warnings.warn(f"{path.name} is left out: {error}", stacklevel=3)
         return None
 
 
-def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
-    return SweptRun(
+def _sweep_run(history: History, seed: int, directory: RunDirectory) -> SweepRun:
+    return SweepRun(
         directory,
         seed,
-        history.scored()[-1]["metrics"],
+        history.scored_rows[-1]["metrics"],
         history.average_batch,
         history.steps,
         history.skipped,
@@ -261,36 +264,31 @@ def _came_to(history: History, seed: int, directory: RunDirectory) -> SweptRun:
     )
 
 
-def keys_of(points: Iterable[SweptPoint]) -> list[str]:
-    """What varies in any of the points."""
-    return list(dict.fromkeys(key for point in points for key in point.values))
-
-
-def shown_text(value: Any) -> str:
-    """A value in a table or a figure."""
+def value_text(value: Any) -> str:
+    """The text of a setting's value in a table or a figure."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(point: SweptPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
-    """What was measured at a point, as the table has it."""
+def _result_cells(point: SweepPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
+    """Cells of the scores of a point, its average batch, steps, wall time and number of runs."""
     runs = point.runs
     count = f"{len(runs)} of {point.planned}" if len(runs) < point.planned else str(len(runs))
     diverged = sum(run.diverged for run in runs)
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)
     return (
-        *(summary.of_scores([run.scores.get(score) for run in runs]) for score in scores),
+        *(summary.scores_text([run.scores.get(score) for run in runs]) for score in scores),
         summary.text([run.average_batch for run in runs], 0),
-        summary.of_steps([run.steps for run in runs], [run.skipped for run in runs]),
-        f"{summary.text([run.seconds for run in runs], 1)} s",
+        summary.steps_text([run.steps for run in runs], [run.skipped for run in runs]),
+        f"{summary.text([run.elapsed_seconds for run in runs], 1)} s",
         count + f", {diverged} diverged" * bool(diverged),
     )
 
 
-def as_json(sweep: Swept) -> dict[str, Any]:
-    """Every point with its runs, and whether it is shown and on the front."""
+def as_json(sweep: SweepResults) -> dict[str, Any]:
+    """All points with their runs, for sweep.json."""
     front, shown = sweep.front, sweep.shown
     return {
         "name": sweep.name,
@@ -304,38 +302,31 @@ def as_json(sweep: Swept) -> dict[str, Any]:
                 "planned": point.planned,
                 "shown": point in shown,
                 "on_front": point in front,
-                "runs": [_of_run(run) for run in point.runs],
+                "runs": [_run_as_json(run) for run in point.runs],
             }
             for point in sweep.points
         ],
     }
 
 
-def _of_run(run: SweptRun) -> dict[str, Any]:
-    return {
-        "seed": run.seed,
-        "metrics": dict(run.scores),
-        "average_batch": finite(run.average_batch),
-        "steps": run.steps,
-        "skipped": run.skipped,
-        "elapsed_seconds": run.seconds,
-        "diverged": run.diverged,
-    }
-
-
 _NUMBERS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
 
 
-def as_csv(sweep: Swept) -> str:
-    """One row a run."""
-    keys, scores = keys_of(sweep.points), sweep.score_names
+def _run_as_json(run: SweepRun) -> dict[str, Any]:
+    numbers = {name: finite(getattr(run, name)) for name in _NUMBERS}
+    return {"seed": run.seed, "metrics": dict(run.scores), **numbers}
+
+
+def as_csv(sweep: SweepResults) -> str:
+    """One row per run, for sweep.csv."""
+    keys, scores = sweep.keys, sweep.score_names
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
     out.writerow(["point", *keys, "seed", *scores, *_NUMBERS])
     for point in sweep.points:
-        for run in map(_of_run, point.runs):
-            values = [point.values.get(key, "") for key in keys]
-            measured = [run["metrics"].get(score) for score in scores]
-            rest = [run[name] for name in _NUMBERS]
-            out.writerow([point.name, *values, run["seed"], *measured, *rest])
+        values = [point.values.get(key, "") for key in keys]
+        for run in point.runs:
+            run_scores = [run.scores.get(score) for score in scores]
+            numbers = [finite(getattr(run, name)) for name in _NUMBERS]
+            out.writerow([point.name, *values, run.seed, *run_scores, *numbers])
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""The metrics as TensorBoard events."""
+"""Metrics as TensorBoard events."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,24 +7,24 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from bigbatch.runs.run_directory import Row, RunDirectory
 
-_FLUSH = 2  # seconds; it is also how long the writer's thread sleeps that an interrupt let sleep on
+_FLUSH = 2  # seconds; after an interrupt, the writer's thread may sleep for as long
 _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
 
 
 class TensorBoardLog:
-    """Writes a run's rows for TensorBoard; a resumed run hides what lay past its checkpoint.
+    """Writes the rows of a run for TensorBoard; a resumed run hides steps after its checkpoint.
 
-    Where that fails, in whatever way, it is said once, and training continues without.
+    Any error gives one warning, and training continues without events.
 
     Args:
-        run: whose events they are.
-        first_step: the step that will be written first.
+        run: the run.
+        first_step: the step that is written first.
     """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         self._run = run
         self._writer: SummaryWriter | None = None
-        with self._or_without():
+        with self._warn_of_errors():
             path = str(run.events)
             self._writer = SummaryWriter(path, purge_step=first_step, flush_secs=_FLUSH)
 
@@ -32,23 +32,23 @@ class TensorBoardLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._or_without():
+        with self._warn_of_errors():
             if self._writer is not None:
                 self._writer.close()
 
     def append(self, row: Row) -> None:
         """Adds one step."""
-        with self._or_without():
+        with self._warn_of_errors():
             if self._writer is not None:
                 _write(self._writer, row)
 
     @contextmanager
-    def _or_without(self) -> Iterator[None]:
+    def _warn_of_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._writer = None
-            self._run.say_lost("events", "TensorBoard events are not being written", error)
+            self._run.warn_not_written("events", "TensorBoard events are not being written", error)
 
 
 def _write(writer: SummaryWriter, row: Row) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from bigbatch.errors import RunError
 from bigbatch.experiments.datasets.dataset_cache import cached
-from bigbatch.runs.atomic_files import replacing
+from bigbatch.runs.atomic_files import open_atomically
 
 NUMBERS, CATEGORIES = 13, 26
 CLICK = numpy.dtype(
@@ -116,7 +116,7 @@ def packed(file: Path) -> Packed:
 
 def _pack(file: Path, place: Path, end: bytes) -> None:
     try:
-        with replacing(place) as out:
+        with open_atomically(place) as out:
             for rows in _packed_rows(file):
                 out.write(rows.tobytes())
             out.write(end)

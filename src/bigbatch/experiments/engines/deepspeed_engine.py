@@ -95,7 +95,7 @@ class DeepSpeed:
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
             if count() > 1:
                 raise
-            run.say_unsaved(error)
+            run.warn_checkpoint_not_written(error)
             shutil.rmtree(folder / state["folder"], ignore_errors=True)
             return
         dist.barrier()

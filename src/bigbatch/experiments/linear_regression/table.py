@@ -28,7 +28,7 @@ from bigbatch.experiments.linear_regression.findings import (
     study,
 )
 from bigbatch.experiments.linear_regression.input_distributions import DISTRIBUTIONS
-from bigbatch.runs.atomic_files import made_whole
+from bigbatch.runs.atomic_files import create_directory_atomically
 from bigbatch.runs.console import plain_console
 
 COLUMNS = (
@@ -50,7 +50,7 @@ def run(place: Path, seeds: int, quiet: bool) -> None:
     Raises:
         RunError: something is at `place` already.
     """
-    with made_whole(place) as folder:
+    with create_directory_atomically(place) as folder:
         write(_measured(seeds, quiet), folder)
         text = (folder / "table.md").read_text()
     plain_console().print(text, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""SimiGrad as a plug-in to DeepSpeed: the unmodified release's engine, specialised in place.
+"""SimiGrad as a plug-in to DeepSpeed: the engine of an unmodified release, specialised in place.
 
-Also everything that DeepSpeed's own module has, for scripts that call it by one name.
+The module also has every name of DeepSpeed's own, so that a script changes its import alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,14 +29,17 @@ deepspeed = import_optional("deepspeed", "deepspeed")
 from bigbatch.integrations.deepspeed.adaptive_engine import AdaptiveEngine
 from bigbatch.integrations.deepspeed.config_checks import require_supported
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
-from bigbatch.integrations.deepspeed.lr_schedulers import advanceable
-from bigbatch.integrations.deepspeed.paper_names import put_on
-from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams, warn_of_number
+from bigbatch.integrations.deepspeed.lr_schedulers import as_torch_scheduler
+from bigbatch.integrations.deepspeed.simigrad_config import (
+    AdaptiveBatchParams,
+    set_fork_attributes,
+    warn_of_number,
+)
 from bigbatch.integrations.deepspeed.vr_optimizer import (
     bind_to_zero,
-    require_not_made,
-    tell_layers,
-    vr_layout_of,
+    require_no_vr_factory,
+    require_vr_layout,
+    set_layers,
 )
 from bigbatch.integrations.deepspeed.zero_layout import layout_of
 
@@ -56,25 +59,25 @@ def initialize(
     policy: Policy | Controller | None = None,
     lr_scaling: LRScaling = "sqrt",
     min_micro_batches: Least | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, and the batch adapts.
+    """`deepspeed.initialize` with an adaptive batch size.
 
         engine, optimizer, loader, scheduler = initialize(
             model=model, model_parameters=model.parameters(), training_data=data, config=config,
             adaptive_batch_params={"enable_adjust": True, "similarity_target": 0.2},
         )
-        for x, y in loader:                     # this pass's micro-batches
-            loss = loss_fn(engine(x), y)        # the mean loss of one
+        for x, y in loader:                     # micro-batches of one pass
+            loss = loss_fn(engine(x), y)        # the mean loss of a micro-batch
             engine.backward(loss)
             engine.step()
 
-    Without `training_data` the loop's own micro-batches are taken, of
-    `engine.train_micro_batch_size_per_gpu()` samples where `max_micro_batch_size` is given, else of
-    the configured size; then the accumulation alone changes. The scheduler is advanced once per
+    Without `training_data` your loop makes the micro-batches: of
+    `engine.train_micro_batch_size_per_gpu()` samples if `max_micro_batch_size` is set, else of the
+    configured size; then only the accumulation changes. The scheduler is advanced once per
     configured batch of samples, and not once per update. With adaptation off the engine is
-    DeepSpeed's own. Whatever else DeepSpeed has (`init_distributed`, `zero.Init` ...) this module
-    has too.
+    DeepSpeed's own. This module also has all other names of DeepSpeed's (`init_distributed`,
+    `zero.Init` ...).
 
     Args:
         args: as DeepSpeed's.
@@ -82,64 +85,64 @@ def initialize(
         optimizer: as DeepSpeed's.
         model_parameters: as DeepSpeed's.
         training_data: a data set, as DeepSpeed's; or a loader of this rank's batches, or
-            `Batches` with options of its own.
+            `Batches` with options.
         lr_scheduler: as DeepSpeed's.
-        adaptive_batch_params: as the paper's code took them; see `AdaptiveBatchParams`.
-        policy: another policy than SimiGrad's; then similarity_target is left out. Or a
-            `Controller` with options of its own, which has the starting size and the base batch.
+        adaptive_batch_params: the parameters of the paper's code; see `AdaptiveBatchParams`.
+        policy: a policy in place of SimiGrad, without similarity_target; or a `Controller`, which
+            has the initial batch size and the base batch.
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
-        **more: whatever else DeepSpeed takes: config, mpu, collate_fn ...
+        **options: all other arguments of DeepSpeed's: config, mpu, collate_fn ...
     Returns:
         (engine, optimizer, loader, lr_scheduler), as DeepSpeed's.
     Raises:
-        SettingError: parameters of another type, or a setting of DeepSpeed with which it would not
-            be right; docs/deepspeed.md.
+        SettingError: a parameter has a wrong type, or a DeepSpeed setting is not supported;
+            docs/deepspeed.md.
     Source:
         SimiGrad (Qin et al., NeurIPS 2021).
     """
     params = AdaptiveBatchParams.of(adaptive_batch_params)
-    reduced = optimizer if isinstance(optimizer, VarianceReduced) else None
-    base = optimizer if reduced is None else reduced.base
-    given = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
-    given |= {"model_parameters": model_parameters, **more}
-    if policy is None and not params.enable_adjust and reduced is None:
-        plain: tuple[Any, Any, Any, Any]
-        plain = deepspeed.initialize(training_data=training_data, **given)
-        require_not_made(plain[0])
+    vr_optimizer = optimizer if isinstance(optimizer, VarianceReduced) else None
+    base = optimizer if vr_optimizer is None else vr_optimizer.base
+    arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
+    arguments |= {"model_parameters": model_parameters, **options}
+    if policy is None and not params.enable_adjust and vr_optimizer is None:
+        unchanged: tuple[Any, Any, Any, Any]
+        unchanged = deepspeed.initialize(training_data=training_data, **arguments)
+        require_no_vr_factory(unchanged[0])
         if adaptive_batch_params is not None:
-            put_on(plain[0], params)
-        return plain
+            set_fork_attributes(unchanged[0], params)
+        return unchanged
     if policy is not None and params.enable_adjust:
         raise SettingError("policy= and enable_adjust both decide; pass one of them")
-    engine, wrapped, _, scheduler = deepspeed.initialize(**given)
+    engine, zero_optimizer, _, scheduler = deepspeed.initialize(**arguments)
     require_supported(engine)
-    require_not_made(engine)
+    require_no_vr_factory(engine)
     if engine.global_rank == 0:
         warn_of_number(adaptive_batch_params)
-    source, batch = _source(engine, reduced), int(engine.train_batch_size())
-    own_micro, micro = int(engine.train_micro_batch_size_per_gpu()), params.max_micro_batch_size
-    announces = training_data is None
-    loader = ExternalBatches(own_micro) if announces else _loader(engine, training_data)
+    source, batch_size = _source(engine, vr_optimizer), int(engine.train_batch_size())
+    micro_batch = int(engine.train_micro_batch_size_per_gpu())
+    own_loop = training_data is None
+    loader = ExternalBatches(micro_batch) if own_loop else _loader(engine, training_data)
     train = AdaptiveBatch(
         engine,
-        reduced or engine.basic_optimizer,
+        vr_optimizer or engine.basic_optimizer,
         loader,
-        policy=policy or (params.policy() if params.enable_adjust else Fixed(batch)),
-        batch_size=None if isinstance(policy, Controller) else batch,
-        micro_batch=micro or own_micro,
-        fixed_micro_batch=announces and micro is None,
+        policy=policy or (params.policy() if params.enable_adjust else Fixed(batch_size)),
+        batch_size=None if isinstance(policy, Controller) else batch_size,
+        micro_batch=params.max_micro_batch_size or micro_batch,
+        fixed_micro_batch=own_loop and params.max_micro_batch_size is None,
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
-        scheduler=advanceable(scheduler, engine.basic_optimizer),
+        scheduler=as_torch_scheduler(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )
     AdaptiveEngine.adapt(engine, train, params)
-    return engine, wrapped, None if announces else EngineLoader(engine), scheduler
+    return engine, zero_optimizer, None if own_loop else EngineLoader(engine), scheduler
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever else DeepSpeed has, so that a script changes its import alone."""
+    """All other names of DeepSpeed's module."""
     if not hasattr(deepspeed, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has deepspeed")
     return getattr(deepspeed, name)
@@ -150,7 +153,7 @@ def __dir__() -> list[str]:
 
 
 class EngineLoader:
-    """Gives an engine its micro-batches, as they are planned; one pass an iteration."""
+    """Iterates over the planned micro-batches of an engine, one pass per iteration."""
 
     def __init__(self, engine: AdaptiveEngine) -> None:
         self._engine = engine
@@ -159,29 +162,29 @@ class EngineLoader:
         return self._engine.batches()
 
 
-def _source(engine: Any, reduced: VarianceReduced | None) -> ZeroSource:
-    """Of the engine's gradients; its optimizers learn where ZeRO has laid them."""
+def _source(engine: Any, vr_optimizer: VarianceReduced | None) -> ZeroSource:
+    """The source of the engine's gradients, which its optimizers read too."""
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
-    tell_layers(engine.basic_optimizer, layout)
-    if reduced is not None:
-        bind_to_zero(reduced, source, vr_layout_of(engine, reduced, layout))
+    set_layers(engine.basic_optimizer, layout)
+    if vr_optimizer is not None:
+        bind_to_zero(vr_optimizer, source, require_vr_layout(engine, vr_optimizer, layout))
     return source
 
 
 def _loader(engine: Any, data: Any) -> Any:
-    """A loader as DeepSpeed makes it of a data set; or the given one."""
+    """A loader as DeepSpeed makes it of a data set; any other `training_data` as it is."""
     if isinstance(data, Batches) or (
         not isinstance(data, Dataset) and not hasattr(data, "__getitem__")
     ):
         return data
-    made = engine.deepspeed_io(data)
+    loader = engine.deepspeed_io(data)
     return DataLoader(
         data,
-        batch_size=made.batch_size,
-        sampler=made.data_sampler,
-        collate_fn=made.collate_fn,
-        num_workers=made.num_local_io_workers,
-        pin_memory=made.pin_memory,
-        drop_last=made.dataloader_drop_last,
+        batch_size=loader.batch_size,
+        sampler=loader.data_sampler,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_local_io_workers,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.dataloader_drop_last,
     )

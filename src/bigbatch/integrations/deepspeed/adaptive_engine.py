@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, whose accumulation and micro-batch follow an AdaptiveBatch."""
+"""DeepSpeed's engine with accumulation and micro-batch size from an AdaptiveBatch."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,43 +14,42 @@ from bigbatch.data.collate import Batch, count_samples
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import BatchError, GradientError, LoopError
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
-from bigbatch.integrations.deepspeed.paper_names import GRADIENT_STEP_SIZE, cosine, readable
-from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams
+from bigbatch.integrations.deepspeed.simigrad_config import (
+    GRADIENT_STEP_SIZE,
+    AdaptiveBatchParams,
+    fork_params,
+)
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.step import weighted_loss
 
-_STATE = "bigbatch"  # its key in a checkpoint's client state
-
-_NO_STEP = (
-    "the accumulation is complete and engine.step() was not called; call it after every "
-    "engine.backward(loss)"
-)
+_STATE_KEY = "bigbatch"  # in the client state of a checkpoint
 
 
 class AdaptiveEngine(DeepSpeedEngine):
-    """DeepSpeed's engine: `backward`, `step` and its checkpoints know of the batch that adapts.
+    """DeepSpeed's engine whose `backward`, `step` and checkpoints follow an adaptive batch size.
 
-    Made of an engine by `adapt`; everything else is DeepSpeed's. `engine.bigbatch` is the
-    AdaptiveBatch, `engine.bigbatch.record` what the last step was; `train_batch_size()`,
+    `adapt` makes it of an engine; everything else is DeepSpeed's. `engine.bigbatch` is the
+    AdaptiveBatch, `engine.bigbatch.record` the record of the last step; `train_batch_size()`,
     `train_micro_batch_size_per_gpu()` and `gradient_accumulation_steps()` are those of the next.
-    What the SimiGrad paper's scripts read is there too: docs/deepspeed.md.
+    It has the attributes that the SimiGrad paper's scripts read, too: docs/deepspeed.md.
     """
 
     bigbatch: AdaptiveBatch
-    _driven: ExternalLoop
+    gradient_step_size = GRADIENT_STEP_SIZE
+    _loop: ExternalLoop
     _params: AdaptiveBatchParams
-    _similarities: dict[int, float]  # the last one of each batch size
-    _backwards: int  # since the last call of step
-    _done: int  # micro-batches of the present optimizer step
-    _assumes: bool  # whether micro-batches were taken to have as many samples as are planned
-    _forwarded: int | None  # samples that a backward may follow for; 0 where they have no number
-    _pass: Iterator[Batch] | None  # over the loader, as far as it has come
-    global_samples: int  # DeepSpeed's
-    global_steps: int  # likewise
-    skipped_steps: int  # likewise
-    lr_scheduler: Any  # likewise
+    _similarities: dict[int, float]  # by batch size, of its last step
+    _backwards: int  # since the last call of `step`
+    _micro_batches: int  # of the current optimizer step
+    _assumes_samples: bool  # whether a micro-batch could not be counted
+    _forward_samples: int | None  # of the forward before the next backward; 0 if not countable
+    _pass: Iterator[Batch] | None  # the current pass over the loader
+    global_samples: int  # DeepSpeed's, as are the next three
+    global_steps: int
+    skipped_steps: int
+    lr_scheduler: Any
 
     @classmethod
     def adapt(
@@ -59,42 +58,37 @@ class AdaptiveEngine(DeepSpeedEngine):
         """Specialises an engine in place.
 
         Args:
-            engine: DeepSpeed's.
-            train: over this engine.
-            params: that it was made by.
+            engine: DeepSpeed's engine.
+            train: the AdaptiveBatch over this engine.
+            params: the parameters that the user passed.
         """
         engine.__class__ = cls
         engine.bigbatch = train
-        engine._driven = ExternalLoop(train)
+        engine._loop = ExternalLoop(train)
         engine._params, engine._similarities = params, {}
-        engine._backwards, engine._done, engine._assumes = 0, 0, False
-        engine._forwarded = engine._pass = None
+        engine._backwards, engine._micro_batches, engine._assumes_samples = 0, 0, False
+        engine._forward_samples = engine._pass = None
         if isinstance(train.batches, ExternalBatches):
-            engine.module.register_forward_pre_hook(engine._count, with_kwargs=True)
-        engine._carry_out_plan()
+            engine.module.register_forward_pre_hook(engine._count_samples, with_kwargs=True)
+        engine._apply_plan()
 
     @property
     def adaptive_batch_params(self) -> Mapping[str, Any]:
-        """As given, and the fork's state: the next step's `global_lr_modifier` ...; read-only."""
+        """The parameters and the fork's state, such as the next `global_lr_modifier`; read-only."""
         train = self.bigbatch
         base = train.controller.base_batch
-        return readable(self._params, base, train.lr_factor, self._similarities)
+        return fork_params(self._params, base, train.lr_factor, self._similarities)
 
     @property
     def cos_placeholder(self) -> Tensor:
-        """The last step's similarity; nan before the first."""
+        """Similarity of the last step, 0-dim, on the CPU; nan before the first."""
         record = self.bigbatch.record
-        return cosine(float("nan") if record is None else record.similarity)
-
-    @property
-    def gradient_step_size(self) -> int:
-        """Nothing uses it, in the fork either."""
-        return GRADIENT_STEP_SIZE
+        return torch.tensor(torch.nan if record is None else record.similarity)
 
     def batches(self) -> Iterator[Batch]:
         """Micro-batches of one pass over the loader; after a `break`, the rest of it."""
         try:
-            self._pass = self._pass or iter(self._driven)
+            self._pass = self._pass or iter(self._loop)
             for batch in self._pass:
                 self.tput_timer.start()
                 yield batch
@@ -112,53 +106,53 @@ class AdaptiveEngine(DeepSpeedEngine):
         *,
         weight: float | None = None,
     ) -> Tensor:
-        """As DeepSpeed's, of the mean loss of a micro-batch; sizes may differ.
+        """As DeepSpeed's, for the mean loss of a micro-batch; micro-batches may differ in size.
 
         Args:
-            loss: one number.
+            loss: the mean loss, a tensor of one number.
             retain_graph: as DeepSpeed's.
-            scale_wrt_gas: as DeepSpeed's, of what is returned.
-            weight: what the mean is taken over, where that is not the samples: tokens, say.
+            scale_wrt_gas: as DeepSpeed's, for the returned loss.
+            weight: number of items that the mean is taken over, if not samples (tokens, say).
         Raises:
-            LoopError: a second one for a micro-batch, or engine.step() was forgotten.
+            LoopError: a second backward for a micro-batch, or engine.step() was not called.
         """
         self._require_own_boundary()
         self._require_stepped()
         if self._announces:
             self._announce()
-        with self._driven.step.weighted_backward(loss, weight) as factor:
+        with self._loop.step.weighted_backward(loss, weight) as factor:
             super().backward(weighted_loss(loss, factor), retain_graph, scale_wrt_gas=False)
             self._source.complete()
         self._backwards += 1
-        self._done += 1
+        self._micro_batches += 1
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """As DeepSpeed's; at the end of the accumulation it decides on the next batch too.
+        """As DeepSpeed's; at the end of the accumulation it also decides the next batch size.
 
         Raises:
-            LoopError: there was no engine.backward before it.
+            LoopError: engine.backward was not called before it.
         """
         if not self._backwards:
             raise LoopError(
-                "engine.step() without engine.backward(loss) before it; loss.backward() goes past "
+                "engine.step() without engine.backward(loss) before it; loss.backward() bypasses "
                 "the engine, and its gradient is not counted"
             )
         self._require_own_boundary()
         self._backwards = 0
-        if not self._driven.step.complete:
+        if not self._loop.step.complete:
             self.set_gradient_accumulation_boundary(False)
             super().step(lr_kwargs)
-            self._look_ahead()
+            self._set_boundary()
             return
         samples = self.global_samples
-        with self._driven.step.optimizer_step() as finite:
+        with self._loop.step.optimizer_step() as finite:
             self._step_once(lr_kwargs, finite=finite)
         record = self.bigbatch.record
         assert record is not None
         self.global_samples = samples + record.batch_size
-        self._done = 0
-        self._carry_out_plan()
+        self._micro_batches = 0
+        self._apply_plan()
         self._similarities[record.batch_size] = record.similarity
         if self._params.verbose:
             print_dist(  # at any log level: DeepSpeed's is WARNING
@@ -173,16 +167,16 @@ class AdaptiveEngine(DeepSpeedEngine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        **more: Any,
+        **options: Any,
     ) -> bool:
-        """As DeepSpeed's, and all of the AdaptiveBatch; between two steps.
+        """As DeepSpeed's, with the state of the AdaptiveBatch; between two steps.
 
         Raises:
             LoopError: inside the accumulation.
         """
-        self._require_none_begun("save_checkpoint")
-        state = {**(client_state or {}), _STATE: DistributedState(self.bigbatch).state_dict()}
-        saved: bool = super().save_checkpoint(save_dir, tag, state, save_latest, **more)
+        self._require_between_steps("save_checkpoint")
+        state = {**(client_state or {}), _STATE_KEY: DistributedState(self.bigbatch).state_dict()}
+        saved: bool = super().save_checkpoint(save_dir, tag, state, save_latest, **options)
         return saved
 
     def load_checkpoint(
@@ -193,26 +187,26 @@ class AdaptiveEngine(DeepSpeedEngine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        **more: Any,
+        **options: Any,
     ) -> Any:
-        """As DeepSpeed's; batch, micro-batch, accumulation and data continue where they were.
+        """As DeepSpeed's; restores batch size, micro-batch, accumulation and place in the data.
 
-        With `load_module_only`, or without optimizer states, weights alone are loaded.
+        With `load_module_only`, or without optimizer states, only weights are loaded.
 
         Raises:
             LoopError: inside the accumulation.
         """
-        self._require_none_begun("load_checkpoint")
-        wanted = load_optimizer_states, load_lr_scheduler_states, load_module_only
-        path, state = super().load_checkpoint(load_dir, tag, load_module_strict, *wanted, **more)
-        own = (state or {}).pop(_STATE, None)
+        self._require_between_steps("load_checkpoint")
+        flags = load_optimizer_states, load_lr_scheduler_states, load_module_only
+        path, state = super().load_checkpoint(load_dir, tag, load_module_strict, *flags, **options)
+        train_state = (state or {}).pop(_STATE_KEY, None)
         if path is None or load_module_only or not load_optimizer_states:
             return path, state
-        if own is not None:
-            DistributedState(self.bigbatch).load_state_dict(own)
-            self._driven.forget()
+        if train_state is not None:
+            DistributedState(self.bigbatch).load_state_dict(train_state)
+            self._loop.forget()
             self._pass = None
-            self._carry_out_plan()
+            self._apply_plan()
         elif self.global_rank == 0:
             warnings.warn(
                 f"{path} was saved without bigbatch: batch size, samples and place in the data "
@@ -227,35 +221,35 @@ class AdaptiveEngine(DeepSpeedEngine):
         return isinstance(self.bigbatch.batches, ExternalBatches)
 
     def _announce(self) -> None:
-        if self._forwarded is None:
+        if self._forward_samples is None:
             raise LoopError(
                 "engine.backward(loss) without a forward of the engine before it, or a second time "
                 "after one; sum the losses of a micro-batch and call it once"
             )
-        samples, self._forwarded = self._forwarded, None
-        self._driven.announce(samples or self._assumed())
+        samples, self._forward_samples = self._forward_samples, None
+        self._loop.announce(samples or self._planned_samples())
 
-    def _assumed(self) -> int:
-        """Samples of a micro-batch that cannot be counted; said once."""
+    def _planned_samples(self) -> int:
+        """Planned samples of a micro-batch, for one that cannot be counted; warns once."""
         samples: int = self.train_micro_batch_size_per_gpu()
-        if not self._assumes and self.global_rank == 0:
+        if not self._assumes_samples and self.global_rank == 0:
             warnings.warn(
-                "the samples of a micro-batch cannot be counted by what the engine's forward is "
-                f"given, and are taken to be the planned {samples}; give it batches of one first "
-                "size, and engine.backward(loss, weight=) what the mean is over",
+                "the samples of a micro-batch cannot be counted from the arguments of the engine's "
+                f"forward, and are assumed to be the planned {samples}; pass it tensors of one "
+                "first size, and engine.backward(loss, weight=) the items that the mean is over",
                 stacklevel=4,
             )
-        self._assumes = True
+        self._assumes_samples = True
         return samples
 
-    def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """How many samples a forward has that a backward may follow."""
-        evaluates = not module.training and self._forwarded is not None
+    def _count_samples(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Counts the samples of a forward, if a backward may follow it."""
+        evaluates = not module.training and self._forward_samples is not None
         if torch.is_grad_enabled() and not evaluates:
-            self._forwarded = _samples_among([*args, *kwargs.values()])
+            self._forward_samples = _samples_in([*args, *kwargs.values()])
 
     def _step_once(self, lr_kwargs: dict[str, Any] | None, *, finite: bool) -> None:
-        """DeepSpeed's step; the scheduler is advanced in base batches, not here."""
+        """DeepSpeed's step without its scheduler, which is advanced in base batches."""
         skips_by_itself = self.zero_optimization() or self.bfloat16_enabled()
         scheduler, self.lr_scheduler = self.lr_scheduler, None
         try:
@@ -263,31 +257,34 @@ class AdaptiveEngine(DeepSpeedEngine):
             super().step(lr_kwargs)
         finally:
             self.lr_scheduler = scheduler
-        if not (finite or skips_by_itself):  # as inside the accumulation: it would apply it
+        if not (finite or skips_by_itself):  # no boundary: DeepSpeed would apply the gradient
             self.global_steps += 1
             self.skipped_steps += 1
         if finite and not self.was_step_applied():
             raise GradientError(
-                "DeepSpeed left the step out though every gradient is finite: their norm is not; "
-                "look at the loss, and continue from a checkpoint"
+                "DeepSpeed skipped the step: every gradient is finite, but their norm is not; "
+                "check the loss, and continue from a checkpoint"
             )
 
     def _require_own_boundary(self) -> None:
-        if self.is_gradient_accumulation_boundary() != self._source.zero.boundary:
+        if self.is_gradient_accumulation_boundary() != self._source.zero_reducer.boundary:
             raise LoopError(
-                "somebody else set the gradient accumulation boundary; leave "
-                "set_gradient_accumulation_boundary, and a trainer's accumulation, out"
+                "somebody else set the gradient accumulation boundary; remove the call of "
+                "set_gradient_accumulation_boundary, or a trainer's accumulation"
             )
 
     def _require_stepped(self) -> None:
-        if self._done and self._driven.step.complete:
-            raise LoopError(_NO_STEP)
-
-    def _require_none_begun(self, call: str) -> None:
-        if self._done:
+        if self._micro_batches and self._loop.step.complete:
             raise LoopError(
-                f"engine.{call}() after {self._done} micro-batches of a step; call it right after "
-                "the engine.step() that ends one"
+                "the accumulation is complete and engine.step() was not called; call it after "
+                "every engine.backward(loss)"
+            )
+
+    def _require_between_steps(self, call: str) -> None:
+        if self._micro_batches:
+            raise LoopError(
+                f"engine.{call}() after {self._micro_batches} micro-batches of a step; call it "
+                "right after the engine.step() that ends one"
             )
 
     @property
@@ -296,21 +293,21 @@ class AdaptiveEngine(DeepSpeedEngine):
         assert isinstance(source, ZeroSource)
         return source
 
-    def _carry_out_plan(self) -> None:
+    def _apply_plan(self) -> None:
         plan = self.bigbatch.plan
         self.set_train_micro_batch_size(plan.micro)
         self.set_train_batch_size(plan.batch_size)
         self.tput_timer.batch_size = plan.batch_size
-        self._look_ahead()
+        self._set_boundary()
 
-    def _look_ahead(self) -> None:
-        """Whether the caller's next micro-batch is the last; of a loader's its iterator says it."""
-        last = self._announces and self._done + 1 == self.bigbatch.plan.accumulation
+    def _set_boundary(self) -> None:
+        """Sets the accumulation boundary for the caller's micro-batch; a loader's step sets it."""
+        last = self._announces and self._micro_batches + 1 == self.bigbatch.plan.accumulation
         self._source.synchronize(last)
 
 
-def _samples_among(arguments: list[Any]) -> int:
-    """In those that are batches, and not flags and the like; 0 where they differ, or none is."""
+def _samples_in(arguments: list[Any]) -> int:
+    """Samples in the arguments that are batches; 0 where they differ, or where none is a batch."""
     counts = set()
     for argument in arguments:
         with suppress(BatchError):

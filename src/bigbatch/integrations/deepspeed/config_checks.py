@@ -1,4 +1,4 @@
-"""What of DeepSpeed is refused, and why: it would give a wrong number, or was not tried."""
+"""DeepSpeed settings that are refused, as they would give wrong results or are not tested."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from bigbatch.errors import SettingError
 
 
 def require_supported(engine: Any) -> None:
-    """Raises SettingError, with the setting and the reason, unless adaptation is right there.
+    """Raises SettingError, with the setting and the reason, unless adaptation is supported.
 
     Source:
-        docs/deepspeed.md, the table.
+        docs/deepspeed.md, the table of refused settings.
     """
     if type(engine) is not DeepSpeedEngine:
         _refuse(
@@ -22,22 +22,23 @@ def require_supported(engine: Any) -> None:
         )
     if not isinstance(engine.basic_optimizer, torch.optim.Optimizer):
         _refuse("no optimizer", "its learning rates follow the batch", "configure or pass one")
-    for setting, holds, why, remedy in _refusals(engine):
-        if holds:
-            _refuse(setting, why, remedy)
+    for setting, is_on, reason, remedy in _unsupported_settings(engine):
+        if is_on:
+            _refuse(setting, reason, remedy)
 
 
-def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
-    """(setting, whether it is on, what it would do, remedy)."""
+def _unsupported_settings(engine: Any) -> list[tuple[str, bool, str, str]]:
+    """(setting, whether it is on, why it is refused, remedy)."""
     config, stage = engine._config, engine.zero_optimization_stage()
-    untried = "it was not tried with batches that change"
+    untested = "it is not tested with batches that change"
+    model_parallel = engine.mpu is not None or engine.autotp_size() > 1
     several_groups = len(engine.basic_optimizer.param_groups) > 1
     return [
         (
             "fp16",
             engine.fp16_enabled() or engine.torch_autocast_dtype() == torch.float16,
             "at stage 0 DeepSpeed divides by a loss scale that it never multiplied by, and "
-            "elsewhere " + untried,
+            "elsewhere " + untested,
             "use bf16",
         ),
         (
@@ -65,20 +66,20 @@ def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
             "how many micro-batches it has",
             "leave it out, and call engine.step() after every engine.backward(loss)",
         ),
-        ("mixture of experts", engine.has_moe_layers, untried, ""),
-        ("sequence parallelism", engine.sequence_parallel_size > 1, untried, ""),
-        ("tensor or model parallelism", _model_parallel(engine), untried, ""),
-        ("ZenFlow", bool(engine.zenflow), untried, ""),
+        ("mixture of experts", engine.has_moe_layers, untested, ""),
+        ("sequence parallelism", engine.sequence_parallel_size > 1, untested, ""),
+        ("tensor or model parallelism", model_parallel, untested, ""),
+        ("ZenFlow", bool(engine.zenflow), untested, ""),
         (
             '"zero_quantized_gradients"',
             engine.zero_quantized_gradients(),
-            "gradients are rounded as they are joined",
+            "gradients are rounded as they are reduced",
             "leave it off",
         ),
         (
             "Muon",
             "muon" in type(engine.basic_optimizer).__name__.lower(),
-            "ZeRO makes it of the gradient before the gradient can be read",
+            "ZeRO applies it to the gradient before the gradient can be read",
             "use another optimizer",
         ),
         (
@@ -87,8 +88,8 @@ def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
             "its sampler sets the batch size too",
             "",
         ),
-        ("DeepCompile", engine.is_deepcompile_enabled(), "it joins the ranks by itself", ""),
-        ("NVMe offload", engine.zero_nvme_offload_optimizer(), untried, "offload to the CPU"),
+        ("DeepCompile", engine.is_deepcompile_enabled(), "it reduces gradients by itself", ""),
+        ("NVMe offload", engine.zero_nvme_offload_optimizer(), untested, "offload to the CPU"),
         (
             "a universal checkpoint at stage 3 with several parameter groups",
             stage == 3 and several_groups and config.load_universal_checkpoint,
@@ -98,11 +99,7 @@ def _refusals(engine: Any) -> list[tuple[str, bool, str, str]]:
     ]
 
 
-def _refuse(setting: str, why: str, remedy: str) -> None:
+def _refuse(setting: str, reason: str, remedy: str) -> None:
     raise SettingError(
-        f"{setting}: {why}; {remedy or 'leave it out'} (docs/deepspeed.md has what works)"
+        f"{setting}: {reason}; {remedy or 'leave it out'} (docs/deepspeed.md has what works)"
     )
-
-
-def _model_parallel(engine: Any) -> bool:
-    return engine.mpu is not None or engine.autotp_size() > 1

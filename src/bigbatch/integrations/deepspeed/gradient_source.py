@@ -17,23 +17,25 @@ from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shar
 
 
 class ZeroSource(GradientSource):
-    """Leaf hooks see each rank's own gradient at every stage; the layout has the mean.
+    """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         layout: where that engine keeps the mean gradient.
     """
 
     def __init__(self, engine: Any, layout: Layout) -> None:
         self._layout = layout
-        self.zero = ZeroReducer(engine, layout)
-        tap = LeafTap(copies=True)  # DeepSpeed reduces in the memory of the gradient
+        self.zero_reducer = ZeroReducer(engine, layout)
+        tap = LeafTap(copies=True)  # DeepSpeed reduces gradients in place
         guard = ZeroGuard(layout)
-        super().__init__(layout.parameters, tap, guard, self.zero, on_zero_grad=layout.empty)
+        super().__init__(
+            layout.parameters, tap, guard, self.zero_reducer, on_zero_grad=layout.zero_unreached
+        )
 
     def complete(self) -> None:
-        """After a backward: if it was the step's last, puts the mean where it belongs."""
-        if self.zero.last:
+        """Completes this rank's shards of the mean, after the last backward of a step."""
+        if self.zero_reducer.next_is_last:
             self._layout.complete()
 
 
@@ -46,21 +48,21 @@ class ZeroReducer(GroupReducer):
         group = engine.data_parallel_group
         super().__init__(dist.get_rank(group), dist.get_world_size(group), [group])
         self._layout, self._engine = layout, weakref.ref(engine)
-        self.last = False  # whether the next backward is the last of its step
-        self.always = False  # whether every backward reduces
+        self.next_is_last = False  # whether the next backward is the last of its step
+        self.reduces_always = False  # whether every backward reduces, and not only the last
 
     @property
     def boundary(self) -> bool:
         """Whether the next backward reduces."""
-        return self.last or self.always
+        return self.next_is_last or self.reduces_always
 
     @property
     def replicas(self) -> int:
         """How many ranks have the same part of the mean."""
-        return self.ranks if self._layout.whole else 1
+        return self.ranks if self._layout.replicated else 1
 
     def model_parameters(self, trained: list[Tensor]) -> list[Tensor]:
-        """The model's, for which ZeRO has put partitions into the optimizer."""
+        """The model's parameters, in whose place ZeRO lets the optimizer step flat partitions."""
         return self._layout.parameters
 
     def shape(self, parameter: Tensor) -> torch.Size:
@@ -69,22 +71,23 @@ class ZeroReducer(GroupReducer):
 
     def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's elements of a tensor shaped like the whole gradient."""
-        first, length = self._layout.place(parameter)
-        return whole.reshape(-1)[first : first + length]
+        start, length = self._layout.shard_range(parameter)
+        return whole.reshape(-1)[start : start + length]
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a gradient this rank has."""
-        return indices_in_runs(torch.arange(count, device="cpu"), [self._layout.place(parameter)])
+        run = self._layout.shard_range(parameter)
+        return indices_in_runs(torch.arange(count, device="cpu"), [run])
 
     def synchronize(self, now: bool) -> None:
         """Sets whether the next backward is the last of its step."""
-        engine, self.last = self._engine(), now
+        engine, self.next_is_last = self._engine(), now
         if engine is not None:
             engine.set_gradient_accumulation_boundary(self.boundary)
 
     def scaled(self, factor: float) -> None:
-        """The gradients were multiplied."""
-        self._layout.scaled(factor)
+        """Multiplies the norms that DeepSpeed has computed, after the gradients."""
+        self._layout.scale_norms(factor)
 
 
 class ZeroGuard(GradGuard):
@@ -93,7 +96,7 @@ class ZeroGuard(GradGuard):
     def __init__(self, layout: Layout) -> None:
         super().__init__(engine_writes=True, local=lambda parameter: self._shards.get(parameter))
         self._layout = layout
-        self._shards: Shards = {}  # at the last `stamps`
+        self._shards: Shards = {}  # as of the last call of `stamps`
 
     def grads(self) -> list[Tensor]:
         """Every shard on this rank."""
@@ -111,18 +114,18 @@ class ZeroGuard(GradGuard):
         """Raises GradientError where ZeRO holds gradients from before the step."""
         if foreign_backward:
             raise GradientError(
-                "a backward of your own came before the step, and what it left in ZeRO cannot be "
-                "taken out; use engine.backward(loss), and make the engine again"
+                "a backward of your own came before the step, and its gradients in ZeRO cannot be "
+                "removed; use engine.backward(loss), and make the engine again"
             )
         self.stamps()  # forgets the shards of the previous step
         super().begin(foreign_backward=foreign_backward)
 
     def changed_by_foreign_backward(self) -> bool:
-        """Above stage 0 it has changed what is accumulated, which `.grad` does not show."""
+        """Always above stage 0, where `.grad` does not show what a backward has accumulated."""
         return not isinstance(self._layout, Replicated) or super().changed_by_foreign_backward()
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """The whole shape; at stage 3 parameters are empty between their uses."""
+    """The shape of the whole parameter; at stage 3 it is empty between two uses."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

@@ -35,32 +35,32 @@ _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state
 
 
 def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayout) -> None:
-    """Scales gradients over the tensors that ZeRO gives the base optimizer, before each step."""
+    """Makes a VR optimizer scale the tensors that ZeRO gives its base optimizer, before a step."""
     optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer, layout))
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
 
 class ZeroShards(GradientSource):
-    """Micro-batch j of all ranks together, as every backward leaves it in this rank's shards.
+    """Reads micro-batch j of all ranks together, which every backward leaves in the shards.
 
-    Every backward reduces, as at stages 2 and 3 in any case. What it leaves is taken out, and the
-    sum of all is put in its place after the last; so k is the accumulation alone.
+    Every backward reduces, as it does at stages 2 and 3 in any case. Its shards are taken out of
+    ZeRO, and the sum over all backwards replaces them after the last; so k is the accumulation.
 
     Args:
-        leaves: the source of the same engine.
-        layout: of its gradients.
+        leaf_source: the source of the same engine that reads leaf gradients.
+        layout: where the engine keeps its gradients.
     """
 
-    def __init__(self, leaves: ZeroSource, layout: VRLayout) -> None:
-        self._leaves, self._layout = leaves, layout
-        leaves.zero.always = True
+    def __init__(self, leaf_source: ZeroSource, layout: VRLayout) -> None:
+        self._leaf_source, self._layout = leaf_source, layout
+        leaf_source.zero_reducer.reduces_always = True
         self._sums = SumsGuard()
         reducer = EachBackwardReducer()
         super().__init__(layout.parameters, PolledTap(), self._sums, reducer, explicit=True)
 
     @contextmanager
     def micro_batch(self, weight: float = 1.0, *, whole: bool = False) -> Iterator[None]:
-        """The backward inside is one of all ranks, of so many samples together."""
+        """The backward inside is of a micro-batch of all ranks, with so many samples together."""
         with super().micro_batch(weight):
             yield
             shards = self._layout.shards()
@@ -70,31 +70,31 @@ class ZeroShards(GradientSource):
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """The backward inside is of no samples on any rank; nothing compares it with others."""
+        """The backward inside has no samples on any rank, and is not compared with others."""
         with super().idle():
             yield
             self._add(self._layout.shards())
 
     def _add(self, shards: Shards) -> None:
-        """Takes the shards out of ZeRO, or puts the sums in their place."""
+        """Adds the shards to the sums; ZeRO gets the sums after the last backward, else nothing."""
         self._sums.add(shards)
-        if self._leaves.zero.last:
+        if self._leaf_source.zero_reducer.next_is_last:
             for parameter, shard in shards.items():
                 shard.copy_(self._sums.totals[parameter])
         else:
             self._layout.clear()
-        self._leaves.accept_grads()
+        self._leaf_source.accept_grads()
 
 
 class SumsGuard(GradGuard):
-    """Sums of this rank's shards; the source of the leaves sees who else writes to them."""
+    """Sums of this rank's shards; the leaf source checks that nobody else writes to them."""
 
     def __init__(self) -> None:
         super().__init__(engine_writes=True)
         self.totals: dict[Tensor, Tensor] = {}  # float32 at least
 
     def add(self, shards: Shards) -> None:
-        """Adds what a backward has left."""
+        """Adds the shards that a backward has left."""
         for parameter, shard in shards.items():
             if parameter in self.totals:
                 self.totals[parameter].add_(shard)
@@ -110,46 +110,46 @@ class SumsGuard(GradGuard):
         return self.totals[parameter]
 
     def stamps(self) -> list[Stamp]:
-        """No versions."""
+        """No versions: the leaf source checks them."""
         return [None] * len(self.parameters)
 
     def is_clean(self) -> bool:
-        """Always: the other source checks it."""
+        """Always: the leaf source checks it."""
         return True
 
 
 class PolledTap(HookTap):
-    """No hooks: the shards are read after each backward."""
+    """A tap without hooks: the shards are read after each backward."""
 
     on_leaves = False
 
     def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Hooks nothing."""
+        """Puts no hook."""
 
 
 class ZeroScaling:
-    """Scales gradients in the step of the base optimizer, over the tensors that ZeRO gave it.
+    """Scales gradients in the step of the base optimizer, over the tensors that ZeRO gives it.
 
-    DeepSpeed has clipped by then, by the norm of the gradient itself. p is kept in the base
+    DeepSpeed has clipped before, by the norm of the gradient itself. p is part of the base
     optimizer's state, so DeepSpeed saves and loads it.
 
     Args:
-        optimizer: whose base optimizer the engine steps.
-        layout: of the gradients.
+        optimizer: the VR optimizer, whose base optimizer the engine steps.
+        layout: where the engine keeps its gradients.
     """
 
     def __init__(self, optimizer: VarianceReduced, layout: VRLayout) -> None:
         self._optimizer, self._layout = optimizer, layout
-        self._made: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps), until the step is done
-        optimizer.base.register_step_post_hook(self._keep)
+        self._averages: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps) of the current step
+        optimizer.base.register_step_post_hook(self._store_averages)
 
     @property
     def subscribers(self) -> list[Subscriber]:
-        """The moments."""
+        """The moments of the micro-batch gradients."""
         return [self._optimizer.moments]
 
     def bind(self, source: GradientSource) -> None:
-        """The source has the sums too."""
+        """Lets the moments read sums from the source, which has them too."""
         self._optimizer.moments.lender = source
 
     def is_pending(self, source: GradientSource) -> bool:
@@ -157,7 +157,7 @@ class ZeroScaling:
         return source.micro_batches > 0
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Scales the gradients that the base optimizer has now: all, or one sub-group's."""
+        """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
         moments = self._optimizer.moments
         for group in self._optimizer.param_groups:
             options = self._optimizer.options(group)
@@ -173,12 +173,14 @@ class ZeroScaling:
     def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
         if flat.grad is None:
             return
-        average, corrected = (None, 1.0) if beta3 is None else self._average(flat, beta3)
-        cut = self._layout.cut(flat, flat.grad)
-        averages = [None] * len(cut) if average is None else self._layout.cut(flat, average)
-        for (parameter, gradient), stored in zip(cut, averages, strict=True):
+        gradients, correction = self._layout.split(flat, flat.grad), 1.0
+        averages: list[Tensor | None] = [None] * len(gradients)
+        if beta3 is not None:
+            average, correction = self._average(flat, beta3)
+            averages = [shard for _, shard in self._layout.split(flat, average)]
+        for (parameter, gradient), shard in zip(gradients, averages, strict=True):
             total, m2 = self._optimizer.moments.of(parameter, gradient)
-            yield Layer(total, m2, gradient, None if stored is None else stored[1], corrected)
+            yield Layer(total, m2, gradient, shard, correction)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
         state = self._optimizer.base.state.get(flat, {})
@@ -186,23 +188,23 @@ class ZeroScaling:
         if average is None:
             average = torch.zeros_like(flat, dtype=full(flat.dtype), requires_grad=False)
         steps = int(state.get(_STEPS, 0)) + 1
-        self._made[flat] = average, steps
+        self._averages[flat] = average, steps
         return average, 1 / (1 - beta3**steps)
 
-    def _keep(self, *_: Any) -> None:
-        """Once the base optimizer has state of its own, which it makes where there is none."""
-        for flat, (average, steps) in self._made.items():
+    def _store_averages(self, *_: Any) -> None:
+        """Stores p after the step, in which the base optimizer fills a state that is empty."""
+        for flat, (average, steps) in self._averages.items():
             self._optimizer.base.state[flat].update(
                 {_AVERAGE: average, _STEPS: torch.tensor(float(steps), dtype=torch.float32)}
             )
-        self._made.clear()
+        self._averages.clear()
 
 
-class Layers:
-    """What LARS and LAMB need to know of the layers in ZeRO's partitions.
+class PartitionedLayers:
+    """Where LARS and LAMB find layers in ZeRO's partitions.
 
     Args:
-        layout: of the engine.
+        layout: the layout of the engine's gradients.
     """
 
     def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
@@ -210,59 +212,59 @@ class Layers:
         self._layout = layout
 
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
-        """Shards of a tensor like a partition, and the dimensions of their layers."""
-        return [(len(shape_of(p)), shard) for p, shard in self._layout.cut(flat, tensor)]
+        """Shards of a tensor like a partition, each with the number of dimensions of its layer."""
+        return [(len(shape_of(p)), shard) for p, shard in self._layout.split(flat, tensor)]
 
 
-def tell_layers(optimizer: Optimizer, layout: Layout) -> None:
-    """Where ZeRO has put partitions in the place of layers, LARS and LAMB learn of these.
+def set_layers(optimizer: Optimizer, layout: Layout) -> None:
+    """Lets LARS and LAMB find layers where ZeRO makes them step partitions.
 
     Raises:
-        SettingError: they cannot be.
+        SettingError: norms of whole layers are not supported there.
     """
     if not isinstance(optimizer, TrustRatioOptimizer) or isinstance(layout, Replicated):
         return
     if isinstance(layout, Accumulated):
         raise SettingError(
             f"{type(optimizer).__name__} with bf16 at stage 1 and float32 accumulation: it needs "
-            "norms of whole layers, which were not tried there; set "
+            "norms of whole layers, which are not tested there; set "
             '"data_types": {"grad_accum_dtype": "bf16"}, or use stage 2'
         )
     assert isinstance(layout, Partitioned | Sharded | Offloaded)
-    optimizer.partition = Layers(layout)
+    optimizer.partition = PartitionedLayers(layout)
 
 
-def require_not_made(engine: Any) -> None:
-    """Raises SettingError where a function has made DeepSpeed a variance-reduced optimizer.
+def require_no_vr_factory(engine: Any) -> None:
+    """Raises SettingError where a function passed as optimizer= returned a VR optimizer.
 
-    DeepSpeed would step it by itself: every rank by an r of its own, or over no gradients.
+    DeepSpeed would step it by itself: with another r on every rank, or without gradients.
     """
-    made = engine.basic_optimizer
-    if micro_batch_optimizer(made) is not None:
+    optimizer = engine.basic_optimizer
+    if micro_batch_optimizer(optimizer) is not None:
         raise SettingError(
-            f"{type(made).__name__} was made by a function that was passed as optimizer=; make it "
-            "first, and pass the optimizer itself"
+            f"{type(optimizer).__name__} was made by a function that was passed as optimizer=; "
+            "make it first, and pass the optimizer itself"
         )
 
 
-def vr_layout_of(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
+def require_vr_layout(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
     """The layout, if a variance-reduced optimizer can work there.
 
     Raises:
-        SettingError: r would not be right, or was not tried.
+        SettingError: r would be wrong there, or is not tested.
     """
     name, stage = type(optimizer).__name__, engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
-        why = "with the optimizer offloaded to the CPU gradients are not where they are joined"
+        reason = "its gradients, offloaded to the CPU, are not where ranks reduce them"
     elif isinstance(layout, Accumulated):
-        why = "with bf16 at stage 1 and float32 accumulation gradients are added up outside .grad"
+        reason = "with bf16 and float32 accumulation gradients are added up outside .grad"
     elif isinstance(layout, Replicated) and engine.bfloat16_enabled():
-        why = "with bf16 at stage 0 the optimizer steps float32 copies of the parameters"
+        reason = "with bf16 the optimizer steps float32 copies of the parameters"
     elif optimizer.watch:
-        why = "watch=True would name partitions and not layers; leave it out"
+        reason = "watch=True would name partitions and not layers; leave it out"
     else:
-        assert isinstance(layout, Replicated | Partitioned | Sharded)
+        assert isinstance(layout, VRLayout)
         return layout
     raise SettingError(
-        f"{name} at stage {stage}: {why}; docs/deepspeed.md has the stages and types that work"
+        f"{name} at stage {stage}: {reason}; docs/deepspeed.md has the stages and types that work"
     )

@@ -1,7 +1,8 @@
 """Where DeepSpeed keeps the mean gradient, by ZeRO stage."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,122 +13,83 @@ from bigbatch.optim.sharding import Join
 Shards = Mapping[Tensor, Tensor]
 
 
-class Layout(Protocol):
-    """How a stage divides the gradients among the ranks."""
+class Layout:
+    """How a ZeRO stage divides the mean gradient among the ranks; by default every rank has all.
 
-    parameters: list[Tensor]
-    """Those of the model that the optimizer trains."""
-    whole: bool
+    Args:
+        parameters: the parameters of the model that the optimizer trains.
+    """
+
+    replicated = True
     """Whether every rank has the whole mean gradient."""
-
-    def shards(self) -> Shards:
-        """Of each parameter what this rank has of its mean gradient, flat, after a last backward.
-
-        Nothing of those that it has no element of.
-        """
-
-    def place(self, parameter: Tensor) -> tuple[int, int]:
-        """Where the shard begins in the flat gradient, and its elements."""
-
-    def scaled(self, factor: float) -> None:
-        """The shards were multiplied; so is what DeepSpeed has computed of them."""
-
-    def complete(self) -> None:
-        """After a last backward: also of parameters that it did not reach, and one before did."""
-
-    def empty(self) -> None:
-        """After a step: zeros what DeepSpeed would keep for parameters that the next one misses."""
-
-
-class VRLayout(Layout, Protocol):
-    """One whose shards can be taken out after every backward, and scaled by GSNR in the step."""
-
-    def clear(self) -> None:
-        """Makes the next backward's gradient the first of a step."""
-
-    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A tensor like one of the optimizer's, as shards of the model's parameters.
-
-        In one order on all ranks, also those that this rank has nothing of.
-        """
-
-    @property
-    def join(self) -> Join | None:
-        """Adds up numbers over the ranks that have shards; None where every rank has all."""
-
-
-class _Kept:
-    """Where DeepSpeed has nothing else to see to."""
-
-    def scaled(self, factor: float) -> None:
-        """Nothing was computed."""
-
-    def complete(self) -> None:
-        """They are there."""
-
-    def empty(self) -> None:
-        """Nothing is kept."""
-
-
-class _Whole(_Kept):
-    """The stages at which every rank has all."""
-
-    whole, join = True, None
-
-    def place(self, parameter: Tensor) -> tuple[int, int]:
-        """All of it."""
-        return 0, parameter.numel()
-
-
-class Replicated(_Whole):
-    """Stage 0: `.grad`, reduced."""
+    join: Join | None = None
+    """Adds up numbers over the ranks that have shards; None where every rank has all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
 
     def shards(self) -> Shards:
-        """Every `.grad` there is."""
+        """This rank's shard of each mean gradient, flat, after the last backward of a step.
+
+        Parameters of which this rank has no element are left out.
+        """
+        raise NotImplementedError
+
+    def shard_range(self, parameter: Tensor) -> tuple[int, int]:
+        """Where this rank's shard begins in the flat gradient, and its number of elements."""
+        return 0, parameter.numel()
+
+    def scale_norms(self, factor: float) -> None:
+        """Multiplies what DeepSpeed has computed of the shards, after the shards themselves."""
+
+    def complete(self) -> None:
+        """After the last backward: completes shards that only earlier backwards have reached."""
+
+    def zero_unreached(self) -> None:
+        """After a step: zeros what DeepSpeed would keep for parameters that the next one misses."""
+
+
+class Replicated(Layout):
+    """Stage 0: the reduced `.grad`."""
+
+    def shards(self) -> Shards:
+        """Every `.grad` that is not None."""
         return {p: p.grad.view(-1) for p in self.parameters if p.grad is not None}
 
     def clear(self) -> None:
-        """No `.grad` is left."""
+        """Makes the next backward's gradient the first of a step."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The optimizer has the model's own."""
+    def split(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The tensor itself: the optimizer has the parameters of the model."""
         return [(flat, tensor.view(-1))]
 
 
-class Accumulated(_Whole):
+class Accumulated(Layout):
     """Stage 1 of bfloat16 with float32 accumulation: a float32 gradient in addition to `.grad`."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.parameters = _joined(optimizer.bf16_groups)
+        super().__init__(_flatten(optimizer.bf16_groups))
         self._optimizer = optimizer
 
     def shards(self) -> Shards:
-        """Those that a backward has reached."""
-        optimizer = self._optimizer
-        gradients = _joined(optimizer.fp32_groups_gradients)
-        reached = _joined(optimizer.fp32_groups_has_gradients)
-        of_each = zip(self.parameters, gradients, reached, strict=True)
-        return {parameter: gradient for parameter, gradient, there in of_each if there}
+        """The float32 gradients of the parameters that a backward has reached."""
+        gradients = _flatten(self._optimizer.fp32_groups_gradients)
+        reached = _flatten(self._optimizer.fp32_groups_has_gradients)
+        rows = zip(self.parameters, gradients, reached, strict=True)
+        return {parameter: gradient for parameter, gradient, is_reached in rows if is_reached}
 
 
-class _Divided(_Kept):
+class _Divided(Layout):
     """The stages at which every rank has shards."""
 
-    whole = False
+    replicated = False
 
-    def __init__(self, optimizer: Any, groups: Any, ranks: dist.ProcessGroup) -> None:
-        self.parameters = _joined(groups)
-        self._optimizer, self._ranks = optimizer, ranks
-        self._rank = dist.get_rank(ranks)
-
-    def join(self, numbers: Tensor) -> None:
-        """Adds them up."""
-        dist.all_reduce(numbers, group=self._ranks)
+    def __init__(self, optimizer: Any, param_groups: Any, ranks: dist.ProcessGroup) -> None:
+        super().__init__(_flatten(param_groups))
+        self.join = functools.partial(dist.all_reduce, group=ranks)
+        self._optimizer, self._rank = optimizer, dist.get_rank(ranks)
 
 
 class Partitioned(_Divided):
@@ -136,44 +98,53 @@ class Partitioned(_Divided):
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.bit16_groups, ranks)
 
+    @property
+    def partitions(self) -> list[Tensor]:
+        """The flat tensors that the optimizer steps, one per parameter group."""
+        partitions: list[Tensor] = self._optimizer.single_partition_of_fp32_groups
+        return partitions
+
     def shards(self) -> Shards:
-        """Of the parameters in the partition; the first and the last may be parts."""
+        """Shards of the parameters in the partition, which may cut the first and the last."""
         optimizer = self._optimizer
         shards: dict[Tensor, Tensor] = {}
         for group, gradients in optimizer.averaged_gradients.items():
-            if gradients is not None:  # what aligns the partition comes last
-                kept = [g for g in gradients if not getattr(g, "_zero_padding", False)]
-                of_each = zip(optimizer.params_in_partition[group], kept, strict=False)
-                shards.update({p: shard.view(-1) for p, shard in of_each})
+            if gradients is not None:  # the padding that aligns the partition comes last
+                unpadded = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+                pairs = zip(optimizer.params_in_partition[group], unpadded, strict=False)
+                shards.update({p: shard.view(-1) for p, shard in pairs})
         return shards
 
-    def place(self, parameter: Tensor) -> tuple[int, int]:
-        """None of it where it is not in the partition."""
+    def shard_range(self, parameter: Tensor) -> tuple[int, int]:
+        """The part of the parameter that lies in this rank's partition; (0, 0) where none does."""
         optimizer = self._optimizer
-        number = optimizer.get_param_id(parameter)
+        param_id = optimizer.get_param_id(parameter)
         for group, size in enumerate(optimizer.partition_size):
             starts = optimizer.grad_partition_insertion_offset[group][self._rank]
-            if number in starts:
-                first = optimizer.grad_start_offset[group][self._rank][number]
-                return int(first), int(min(parameter.numel() - first, size - starts[number]))
+            if param_id in starts:
+                first = optimizer.grad_start_offset[group][self._rank][param_id]
+                return int(first), int(min(parameter.numel() - first, size - starts[param_id]))
         return 0, 0
 
     def clear(self) -> None:
-        """Neither what was averaged nor what was accumulated is left."""
-        for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
-            kept.update(dict.fromkeys(kept))
+        """Makes the next backward's gradient the first of a step: drops averages and sums."""
+        for gradients in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+            gradients.update(dict.fromkeys(gradients))
         self._optimizer.zero_grad()
 
-    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """By where the partition begins in each."""
-        group = _position(flat, self._optimizer.single_partition_of_fp32_groups)
+    def split(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Shards of a tensor like `flat`, one of the optimizer's, by parameter of the model.
+
+        In one order on all ranks, with empty shards of parameters that this rank has nothing of.
+        """
+        group = _index(self.partitions, flat)
         starts = self._optimizer.grad_partition_insertion_offset[group][self._rank]
-        cut = []
+        shards = []
         for parameter in self._optimizer.bit16_groups[group]:
             start = int(starts.get(self._optimizer.get_param_id(parameter), 0))
-            _, length = self.place(parameter)
-            cut.append((parameter, tensor.narrow(0, start, length)))
-        return cut
+            _, length = self.shard_range(parameter)
+            shards.append((parameter, tensor.narrow(0, start, length)))
+        return shards
 
 
 class Sharded(_Divided):
@@ -182,110 +153,123 @@ class Sharded(_Divided):
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
         super().__init__(optimizer, optimizer.fp16_groups, ranks)
 
+    @property
+    def partitions(self) -> list[Tensor]:
+        """The flat tensors that the optimizer steps, one per sub-group of parameters."""
+        partitions: list[Tensor] = self._optimizer.fp32_partitioned_groups_flat
+        return partitions
+
     def shards(self) -> Shards:
-        """Of all, without the padding, which may hold anything."""
+        """Shards of all parameters, without the padding, which may hold any values."""
         optimizer, shards = self._optimizer, {}
         for group, gradients in optimizer.averaged_gradients.items():
             for parameter, shard in zip(
                 optimizer.fp16_groups[group], gradients or (), strict=False
             ):
-                shards[parameter] = shard[: self.place(parameter)[1]]
+                shards[parameter] = shard[: self.shard_range(parameter)[1]]
         return shards
 
-    def place(self, parameter: Any) -> tuple[int, int]:
-        """In the order of the ranks."""
+    def shard_range(self, parameter: Any) -> tuple[int, int]:
+        """Shards follow each other in the order of the ranks."""
         first = self._rank * parameter.partition_numel()
         return first, max(0, min(parameter.partition_numel(), parameter.ds_numel - first))
 
-    def empty(self) -> None:
-        """What is written over by the first backward of a step, but where that does not reach."""
+    def zero_unreached(self) -> None:
+        """Zeros the buffer of gradients, which a backward overwrites only where it reaches."""
         self._optimizer.grad_partitions_flat_buffer.zero_()
 
     def clear(self) -> None:
-        """What stays is written over, or zero for a parameter that is not reached."""
-        self.empty()
+        """Makes the next backward's gradient the first of a step; others are zero."""
+        self.zero_unreached()
         self._optimizer.zero_grad()
 
-    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """They follow each other, padded."""
-        group = _position(flat, self._optimizer.fp32_partitioned_groups_flat)
-        parameters = self._optimizer.fp16_groups[group]
+    def split(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Shards of a tensor like `flat`, one of the optimizer's, by parameter of the model.
+
+        In one order on all ranks, with empty shards of parameters that this rank has nothing of.
+        """
+        parameters = self._optimizer.fp16_groups[_index(self.partitions, flat)]
         shards = torch.split(tensor, [parameter.partition_numel() for parameter in parameters])
-        return [(p, shard[: self.place(p)[1]]) for p, shard in zip(parameters, shards, strict=True)]
+        pairs = zip(parameters, shards, strict=True)  # the shards are padded
+        return [(p, shard[: self.shard_range(p)[1]]) for p, shard in pairs]
 
 
-class Offloaded:
-    """With the optimizer on the CPU: as without, in the gradient of its partitions.
+class Offloaded(Layout):
+    """The optimizer on the CPU: shards lie in the gradients of the partitions that it steps.
 
     Args:
-        kept: the layout without.
-        flats: the partitions.
+        layout: the layout of the same stage without offload.
     """
 
-    whole = False
+    replicated = False
 
-    def __init__(self, kept: "Partitioned | Sharded", optimizer: Any, flats: list[Tensor]) -> None:
-        self.parameters, self.place = kept.parameters, kept.place
-        self.cut, self.join = kept.cut, kept.join
-        self._kept, self._optimizer, self._flats = kept, optimizer, flats
+    def __init__(self, layout: Partitioned | Sharded) -> None:
+        super().__init__(layout.parameters)
+        self.split, self.join = layout.split, layout.join
+        self._layout, self._optimizer = layout, layout._optimizer
+        self._partitions = layout.partitions
 
     def shards(self) -> Shards:
-        """Those whose norm was taken, which is when the last backward has brought them here."""
+        """Shards whose norm DeepSpeed has computed, as it does when it copies them to the CPU."""
         optimizer = self._optimizer
         shards: dict[Tensor, Tensor] = {}
         for parameter in self.parameters:
-            number = optimizer.get_param_id(parameter)
-            if number in optimizer.norm_for_param_grads:
-                group, *_, start, _ = optimizer.grad_position[number]
-                _, length = self.place(parameter)
-                gradient = self._flats[group].grad
+            param_id = optimizer.get_param_id(parameter)
+            if param_id in optimizer.norm_for_param_grads:
+                group, *_, start, _ = optimizer.grad_position[param_id]
+                _, length = self.shard_range(parameter)
+                gradient = self._partitions[group].grad
                 assert gradient is not None
                 shards[parameter] = gradient.view(-1).narrow(0, start, length)
         return shards
 
-    def scaled(self, factor: float) -> None:
-        """The norms, by which DeepSpeed clips."""
+    def shard_range(self, parameter: Tensor) -> tuple[int, int]:
+        """As without offload."""
+        return self._layout.shard_range(parameter)
+
+    def scale_norms(self, factor: float) -> None:
+        """Multiplies the norms that DeepSpeed clips by."""
         for norm in self._optimizer.norm_for_param_grads.values():
             norm.mul_(factor)
 
     def complete(self) -> None:
-        """DeepSpeed brings here what the last backward reaches; the rest as if unmanaged."""
+        """Copies to the CPU the shards that the last backward did not reach."""
         optimizer = self._optimizer
-        ids = [optimizer.get_param_id(p) for p in self.parameters if self.place(p)[1]]
+        ids = [optimizer.get_param_id(p) for p in self.parameters if self.shard_range(p)[1]]
         if set(ids) - set(optimizer.norm_for_param_grads):
             optimizer.finalize_gradient_accumulation_boundary()
 
-    def empty(self) -> None:
-        """The partitions' gradients, and what is added up in addition to them."""
-        self._kept.empty()
+    def zero_unreached(self) -> None:
+        """Zeros the gradients of the partitions, and DeepSpeed's sums on the CPU."""
+        self._layout.zero_unreached()
         sums = getattr(self._optimizer, "accumulated_grads_in_cpu", {})
-        for tensor in [*sums.values(), *(flat.grad for flat in self._flats)]:
+        for tensor in [*sums.values(), *(flat.grad for flat in self._partitions)]:
             if tensor is not None:
                 tensor.zero_()
 
 
+VRLayout = Replicated | Partitioned | Sharded
+"""Layouts whose shards can be taken out after every backward, and scaled by GSNR in the step."""
+
+
 def layout_of(engine: Any) -> Layout:
     """How this engine divides its gradients."""
-    optimizer, offloaded = engine.optimizer, engine.zero_use_cpu_optimizer()
-    ranks = engine.data_parallel_group
+    optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return Accumulated(optimizer)
-    if engine.zero_optimization_partition_weights():
-        sharded, flats = Sharded(optimizer, ranks), optimizer.fp32_partitioned_groups_flat
-        return Offloaded(sharded, optimizer, flats) if offloaded else sharded
     if engine.zero_optimization():
-        partitioned, flats = (
-            Partitioned(optimizer, ranks),
-            optimizer.single_partition_of_fp32_groups,
-        )
-        return Offloaded(partitioned, optimizer, flats) if offloaded else partitioned
-    groups = getattr(optimizer, "fp16_groups", None)  # of half types, which have float32 copies
-    return Replicated(_joined(groups or [group["params"] for group in optimizer.param_groups]))
+        kind = Sharded if engine.zero_optimization_partition_weights() else Partitioned
+        layout = kind(optimizer, engine.data_parallel_group)
+        return Offloaded(layout) if engine.zero_use_cpu_optimizer() else layout
+    half_groups = getattr(optimizer, "fp16_groups", None)  # parameters that have float32 copies
+    return Replicated(
+        _flatten(half_groups or [group["params"] for group in optimizer.param_groups])
+    )
 
 
-def _position(flat: Tensor, flats: list[Tensor]) -> int:
-    return next(number for number, each in enumerate(flats) if each is flat)
+def _index(tensors: list[Tensor], tensor: Tensor) -> int:
+    return next(index for index, each in enumerate(tensors) if each is tensor)
 
 
-def _joined(groups: Iterable[Sequence[Any]]) -> list[Any]:
+def _flatten(groups: Iterable[Sequence[Any]]) -> list[Any]:
     return [each for group in groups for each in group]

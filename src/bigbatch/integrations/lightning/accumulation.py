@@ -1,29 +1,28 @@
-"""What Lightning divides by to say how many steps a schedule has: loader batches a base batch."""
+"""Loader batches per base batch, from which Lightning computes the steps of a schedule."""
 
 from functools import total_ordering
 from typing import Any
 
 from lightning.pytorch import Trainer
 
-from bigbatch.integrations.lightning.lightning_checks import loaders_batch
+from bigbatch.integrations.lightning.lightning_checks import loader_batch_size
 from bigbatch.policies.controller import Controller
 
 
 @total_ordering
 class LoaderBatchesPerBaseBatch:
-    """`trainer.accumulate_grad_batches` as a module's `configure_optimizers` sees it.
+    """Number that is `trainer.accumulate_grad_batches` during `configure_optimizers`.
 
         base batch / (ranks x batch size of the training loader)
 
     So `trainer.estimated_stepping_batches`, which divides by it, counts base batches of samples, as
-    the scheduler is advanced. A number that is worked out when it is asked for: the loader may not
-    be there before.
+    the scheduler does. It is computed when it is used, as the loader may not exist before.
 
     Args:
-        trainer: whose loader it is.
+        trainer: the trainer that has the loader.
         base_batch: samples between two steps of the scheduler; None for one batch of the loader on
             every rank.
-        micro_batch: samples in a batch of the loader, where it does not say that itself.
+        micro_batch: samples in a batch of the loader, if the loader has no batch size.
     """
 
     def __init__(self, trainer: Trainer, base_batch: int | None, micro_batch: int | None) -> None:
@@ -31,13 +30,13 @@ class LoaderBatchesPerBaseBatch:
 
     @property
     def value(self) -> float:
-        """An int where it is whole: a scheduler's total wants one."""
+        """The quotient; an int if it is a whole number, as a scheduler's total must be."""
         if self._base_batch is None:
             return 1
-        self._trainer.fit_loop.setup_data()  # nothing, where it is set up
-        size = self._micro_batch or loaders_batch(self._trainer)
-        number = self._base_batch / (self._trainer.world_size * size)
-        return int(number) if number.is_integer() else number
+        self._trainer.fit_loop.setup_data()  # does nothing if the loader is set up
+        size = self._micro_batch or loader_batch_size(self._trainer)
+        quotient = self._base_batch / (self._trainer.world_size * size)
+        return int(quotient) if quotient.is_integer() else quotient
 
     def __rtruediv__(self, other: float) -> float:
         return other / self.value
@@ -67,9 +66,9 @@ class LoaderBatchesPerBaseBatch:
 
 
 def base_batch_of(settings: dict[str, Any]) -> int | None:
-    """The base batch by settings alone; None where it is one batch of the loader on every rank."""
+    """The base batch of the settings; None where it is one batch of the loader on every rank."""
     policy = settings["policy"]
     if isinstance(policy, Controller):
         return policy.base_batch
-    given: int | None = settings.get("base_batch") or settings.get("batch_size")
-    return given or getattr(policy, "batch_size", None)
+    base_batch: int | None = settings.get("base_batch") or settings.get("batch_size")
+    return base_batch or getattr(policy, "batch_size", None)

@@ -20,11 +20,11 @@ from bigbatch.errors import BatchError, LoopError, SettingError
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.integrations.lightning.accumulation import LoaderBatchesPerBaseBatch, base_batch_of
 from bigbatch.integrations.lightning.lightning_checks import (
-    loaders_batch,
+    clip_norm_of,
+    loader_batch_size,
     require_drivable,
     require_scheduler,
-    taken_clipping,
-    taken_scheduler,
+    take_over_scheduler,
     warn_of_end,
 )
 from bigbatch.integrations.lightning.step_logger import StepLogger
@@ -38,42 +38,32 @@ from bigbatch.training.optimizer_checks import ensure_step_hooks
 from bigbatch.training.step import Step
 
 _NO_LOSS = (
-    "training_step gave no loss for a batch, so the step lacks a micro-batch; return a loss times "
-    "0 there, and leave the batch out in the loader where it should not count"
-)
-
-_NO_STEP = (
-    "the optimizer's step() was not called where Lightning does; leave optimizer_step() of the "
-    "module as it is, or let it call optimizer.step(closure=closure) every time"
-)
-
-_LEFT = (
-    "on_train_batch_start() returned -1, which leaves an epoch within a step; leave batches out in "
-    "the loader, or use Trainer(limit_train_batches=)"
+    "training_step returned no loss for a batch, so the step lacks a micro-batch; return a loss "
+    "times 0 instead, or leave the batch out in the loader if it should not count"
 )
 
 
 class AdaptiveBatchCallback(Callback):
-    """Measures, decides and acts inside a `Trainer`: one more callback, the script as it was.
+    """Adapts the batch size inside a `Trainer`, as one more callback of an unchanged script.
 
         Trainer(callbacks=[AdaptiveBatchCallback(SimiGrad(target=0.3, max_batch=8192))])
 
     One batch of the training loader on one rank is a micro-batch, and the accumulation changes from
-    step to step: the batch moves by ranks x the loader's batch size. With one device, with DDP and
-    with FSDP2 (`ModelParallelStrategy`). What the keywords mean is said in `AdaptiveBatch`.
+    step to step: the batch size is a multiple of ranks x the loader's batch size. It supports one
+    device, DDP and FSDP2 (`ModelParallelStrategy`). `AdaptiveBatch` documents the keywords.
 
-    `train` is that, from the start of the training on: `callback.train.record` the last step.
+    `train` is the AdaptiveBatch from the start of the training, `train.record` its last step.
 
     Args:
         policy: decides the batch size after every step; or a `Controller`.
         options: batch_size, base_batch, min_micro_batches and lr_scaling as for `AdaptiveBatch`;
-            micro_batch: samples in a batch of the loader, where it does not say that itself. A
+            micro_batch: samples in a batch of the loader, if the loader has no batch size. A
             scheduler with interval="step" is advanced once per base batch.
-        meter: makes the meter of the model that the strategy has wrapped, with options say:
+        meter: function that makes the meter of the model that the strategy has wrapped, such as
             `functools.partial(GradientMeter, every=4, confidence=0.9)`.
-        count: samples in a batch; default: as Lightning counts them for `self.log`.
+        count: function that counts the samples in a batch; default: Lightning's, of `self.log`.
     Raises:
-        SettingError: at the start of `fit`, for what cannot work together, with the remedy.
+        SettingError: at the start of `fit`, settings cannot be combined; with the remedy.
     Example:
         >>> from bigbatch import SimiGrad
         >>> callback = AdaptiveBatchCallback(SimiGrad(target=0.3), batch_size=256, base_batch=64)
@@ -98,108 +88,111 @@ class AdaptiveBatchCallback(Callback):
             )
         self._micro_batch, self._meter, self._count = options.pop("micro_batch", None), meter, count
         self._settings: dict[str, Any] = {"policy": policy, **options}
-        self._driven: ExternalLoop | None = None
-        self._loaded: dict[str, Any] | None = None  # a checkpoint's state, until there is a loop
-        self._backward, self._update = ExitStack(), ExitStack()  # what Lightning is in the midst of
-        self._given = ExitStack()  # what is given back in the end
-        self._trains = True  # not while the trainer tests or predicts, which loads states too
-        self._place = (0, 1)  # rank and ranks
-        self._clip: float | None = None
-        self._log = StepLogger()
+        self._loop: ExternalLoop | None = None
+        self._checkpoint: dict[str, Any] | None = None  # a state to load, until there is a loop
+        self._backward, self._update = ExitStack(), ExitStack()  # entered while Lightning runs them
+        self._teardown = ExitStack()  # restores the trainer
+        self._trains = True  # False while the trainer tests or predicts, and loads states too
+        self._ranks = (0, 1)  # this rank and the number of ranks
+        self._clip_norm: float | None = None
+        self._logger = StepLogger()
 
-    # the beginning and the end
+    # setup and teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses what cannot work, before anything is started."""
+        """Refuses settings that are not supported, before anything is started."""
         self._trains = stage == "fit"
         if self._trains:
             require_drivable(trainer, pl_module)
-            self.train = self._driven = None
-            self._given.callback(setattr, trainer, "accumulate_grad_batches", 1)
-            base = base_batch_of(self._settings)
-            loaders: Any = LoaderBatchesPerBaseBatch(trainer, base, self._micro_batch)
-            trainer.accumulate_grad_batches = loaders  # of estimated_stepping_batches
-            self._place = trainer.global_rank, trainer.world_size
+            self.train = self._loop = None
+            self._teardown.callback(setattr, trainer, "accumulate_grad_batches", 1)
+            base_batch = base_batch_of(self._settings)
+            divisor: Any = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
+            trainer.accumulate_grad_batches = divisor  # for estimated_stepping_batches
+            self._ranks = trainer.global_rank, trainer.world_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses schedulers and clipping that cannot work, which are known now."""
+        """Refuses schedulers and clipping that are not supported, which exist from here on."""
         trainer.accumulate_grad_batches = 1
         require_scheduler(trainer, pl_module)
-        taken_clipping(trainer, pl_module)
+        clip_norm_of(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the adaptive batch between model and optimizer, and continues where it was saved."""
+        """Makes the AdaptiveBatch of model and optimizer, and loads the state of a checkpoint."""
         meter = self._meter(trainer.model)
-        micro = self._micro_batch or loaders_batch(trainer)
+        micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
-        endless = math.isinf(batches) or trainer.fast_dev_run
-        samples = None if endless else int(batches) * micro * meter.source.ranks
-        self._take_over(trainer, pl_module)
+        is_endless = math.isinf(batches) or trainer.fast_dev_run
+        samples = None if is_endless else int(batches) * micro_batch * meter.source.ranks
+        self._clip_norm = clip_norm_of(trainer, pl_module)
+        if self._clip_norm is not None:
+            self._teardown.callback(
+                setattr, trainer, "gradient_clip_val", trainer.gradient_clip_val
+            )
+            trainer.gradient_clip_val = None
         optimizer = trainer.optimizers[0]
         self.train = AdaptiveBatch(
             trainer.model,
             optimizer,
-            ExternalBatches(micro, samples),
+            ExternalBatches(micro_batch, samples),
             fixed_micro_batch=True,
-            scheduler=taken_scheduler(trainer),
+            scheduler=take_over_scheduler(trainer),
             scaler=_scaler(trainer),
             meter=meter,
             **copy_options(self._settings),
         )
         warn_of_end(trainer, self.train)
-        self._driven = ExternalLoop(self.train)
-        self._given.callback(
-            ensure_step_hooks(optimizer).register_step_post_hook(self._leave_update).remove
-        )
-        self._given.callback(meter.close)
-        if self._loaded:
-            self.train.load_state_dict(_here(self._loaded))
-            self._loaded = None
+        self._loop = ExternalLoop(self.train)
+        # after the optimizer's step, and before Lightning advances any scheduler
+        hook = ensure_step_hooks(optimizer).register_step_post_hook(lambda *_: self._update.close())
+        self._teardown.callback(hook.remove)
+        self._teardown.callback(meter.close)
+        if self._checkpoint:
+            self.train.load_state_dict(_with_random_state(self._checkpoint))
+            self._checkpoint = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives back to the trainer what was taken over."""
-        self._given.close()
-        if self._trains:  # hooks lie in cycles; a weak reference of theirs to a sharded parameter
-            gc.collect()  # would keep the next training of the module from moving it
+        """Restores the settings of the trainer, and removes all hooks."""
+        self._teardown.close()
+        if self._trains:  # hooks are in cycles; their weak references to sharded parameters would
+            gc.collect()  # prevent the next training from moving the module
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leaves the step, with learning rates as they were."""
+        """Ends the step, and restores the learning rates of the schedule."""
         for stack in (self._backward, self._update):
             stack.__exit__(type(exception), exception, exception.__traceback__)
-        self._given.close()
+        self._teardown.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The weights that a schedule-free optimizer has for evaluation."""
+        """Puts schedule-free optimizers into their evaluation mode."""
         _set_mode(trainer, "eval")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same, at last."""
-        _set_mode(trainer, "eval")
+    on_train_end = on_validation_start
 
     # one micro-batch
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Says whether this batch is the last of its step, in the trainer's own terms."""
-        assert self._driven is not None
+        """Announces the batch, and makes the trainer step after the last batch of a step."""
+        assert self._loop is not None
         _set_mode(trainer, "train")
         samples = self._count(batch)
         if samples < 1:
             raise BatchError(f"a batch has {samples} samples; leave empty ones out in the loader")
-        number, ends = batch_idx + 1, bool(trainer.is_last_batch)
+        number, is_last = batch_idx + 1, bool(trainer.is_last_batch)
         batches = trainer.num_training_batches
-        left = None if math.isinf(batches) else int(batches) - number
-        self._driven.announce(samples, ends_epoch=ends, remaining=0 if ends else left)
-        # Lightning steps where its batch's number is a multiple of this, and divides the loss by it
+        remaining = None if math.isinf(batches) else int(batches) - number
+        self._loop.announce(samples, ends_epoch=is_last, remaining=0 if is_last else remaining)
+        # Lightning steps if the batch's number is a multiple of this, and divides the loss by it
         trainer.accumulate_grad_batches = number if self._step.last else number + 1
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Makes the loss this micro-batch's share of the step's mean loss."""
+        """Scales the loss to this micro-batch's share of the step's mean loss."""
         divisor, scaler = trainer.accumulate_grad_batches, _scaler(trainer)
         mean = loss.detach() * divisor
         if scaler is not None:
@@ -208,7 +201,7 @@ class AdaptiveBatchCallback(Callback):
         loss.mul_(divisor * factor)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The micro-batch was counted."""
+        """Counts the micro-batch."""
         self._backward.close()
 
     # one update
@@ -216,88 +209,82 @@ class AdaptiveBatchCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Decides, and puts the learning rate of the batch in force, for `optimizer.step()`."""
+        """Decides, and sets the learning rates of the batch for `optimizer.step()`."""
         step, scaler = self._step, _scaler(trainer)
         if not step.complete:
             raise LoopError(_NO_LOSS)
-        if self._clip is not None:
-            step.clip_grad_norm_(self._clip)
+        if self._clip_norm is not None:
+            step.clip_grad_norm_(self._clip_norm)
         finite = self._update.enter_context(step.optimizer_step())
         if not finite:
             if scaler is not None:
-                with suppress(RuntimeError):  # unscaled already
+                with suppress(RuntimeError):  # if it is unscaled already
                     scaler.unscale_(optimizer)
-            self._update.close()  # which empties the gradients, so that nothing is done with them
-
-    def _leave_update(self, *_: Any) -> None:
-        """After the optimizer's step, and before Lightning advances any scheduler."""
-        self._update.close()
+            self._update.close()  # zeroes the gradients, so that the optimizer changes nothing
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Logs the step, if one has ended here."""
+        """Logs the step, if the batch was its last."""
         assert self.train is not None
-        assert self._driven is not None
+        assert self._loop is not None
         step = self._step
         if step.waiting:
             raise LoopError(_NO_LOSS)
         if step.complete and not step.ended:
-            raise LoopError(_NO_STEP)
+            raise LoopError(
+                "the optimizer's step() was not called where Lightning does; leave "
+                "optimizer_step() of the module as it is, or let it call "
+                "optimizer.step(closure=closure) every time"
+            )
         if step.ended:
-            self._driven.end_pass()
+            self._loop.end_pass()
             assert self.train.record is not None
-            self._log.append(trainer, self.train.record)
+            self._logger.append(trainer, self.train.record)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses an epoch that was left with a batch in hand."""
+        """Refuses an epoch that ends before the backward of a batch."""
         if self._step.waiting:
-            raise LoopError(_LEFT)
+            raise LoopError(
+                "on_train_batch_start() returned -1, which ends an epoch within a step; leave "
+                "batches out in the loader, or use Trainer(limit_train_batches=)"
+            )
 
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop's; a step that has begun is not in it, as its gradients are in no checkpoint."""
-        return self.train.state_dict() if self.train is not None else self._loaded or {}
+        """The state of the AdaptiveBatch, without a begun step, whose gradients are not saved."""
+        return self.train.state_dict() if self.train is not None else self._checkpoint or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the state until there is an optimizer; random states come before the loader."""
+        """Keeps the state until there is an optimizer; restores random states before the loader."""
         if not self._trains:
             return
-        self._loaded = state_dict
-        if state_dict and (state_dict["own"]["rank"], state_dict["own"]["ranks"]) == self._place:
+        self._checkpoint = state_dict
+        if state_dict and (state_dict["own"]["rank"], state_dict["own"]["ranks"]) == self._ranks:
             restore_random_state(state_dict["own"]["random"])
-
-    # what is known
 
     @property
     def _step(self) -> Step:
-        assert self._driven is not None
-        return self._driven.step
-
-    def _take_over(self, trainer: Trainer, module: LightningModule) -> None:
-        """What the trainer does by itself, until the end of the training."""
-        self._clip = taken_clipping(trainer, module)
-        if self._clip is not None:
-            self._given.callback(setattr, trainer, "gradient_clip_val", trainer.gradient_clip_val)
-            trainer.gradient_clip_val = None
+        assert self._loop is not None
+        return self._loop.step
 
 
 def _scaler(trainer: Trainer) -> GradScaler | None:
-    """Of the precision plugin, where float16 has one."""
+    """The GradScaler of the precision plugin, which float16 has."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler
 
 
 def _set_mode(trainer: Trainer, mode: str) -> None:
-    """Of optimizers that train other weights than those to evaluate with, as schedule-free ones."""
+    """Calls `train` or `eval` of optimizers that have other weights for it: schedule-free ones."""
     for optimizer in trainer.optimizers:
         if callable(set_mode := getattr(optimizer, mode, None)):
             set_mode()
 
 
-def _here(state: dict[str, Any]) -> dict[str, Any]:
-    """A state to load now that the loader has begun its epoch, which drew random numbers.
+def _with_random_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The state to load after the loader has begun its epoch, for which it drew random numbers.
 
-    In the middle of an epoch they were drawn before the state was saved, else afterwards.
+    A state from the middle of an epoch was saved after this draw; any other needs the present one.
     """
     if state["shared"]["pass"].get("open", True):
         return state

@@ -1,4 +1,4 @@
-"""What a Lightning trainer has to be set to, and what is taken over from it."""
+"""Settings of a Lightning trainer that are refused, warned of, or taken over."""
 
 import sys
 import warnings
@@ -26,10 +26,10 @@ _NEVER = sys.maxsize
 
 
 def require_drivable(trainer: Trainer, module: LightningModule) -> None:
-    """Whether the accumulation of a training can be changed by a callback, before it is set up.
+    """Checks before the training is set up that a callback can change its accumulation.
 
     Raises:
-        SettingError: something else is in charge of it, or the strategy cannot be measured.
+        SettingError: another part changes the accumulation, or the strategy is not supported.
     """
     if not module.automatic_optimization:
         raise SettingError(
@@ -40,8 +40,8 @@ def require_drivable(trainer: Trainer, module: LightningModule) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise SettingError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} is set along with "
-            "AdaptiveBatchCallback, which changes it; leave it out, and pass "
-            "AdaptiveBatchCallback(batch_size=) as where to start"
+            "AdaptiveBatchCallback, which changes it; leave it out, and pass the initial size as "
+            "AdaptiveBatchCallback(batch_size=)"
         )
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
@@ -52,10 +52,10 @@ def require_drivable(trainer: Trainer, module: LightningModule) -> None:
 
 
 def require_strategy(strategy: Any) -> None:
-    """Whether gradients can be measured under a strategy.
+    """Checks that gradients can be measured under a strategy.
 
     Raises:
-        SettingError: they cannot; with the remedy.
+        SettingError: the strategy is not supported; the message has the remedy.
     """
     if isinstance(strategy, DeepSpeedStrategy):
         raise SettingError(
@@ -71,45 +71,45 @@ def require_strategy(strategy: Any) -> None:
         )
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         raise SettingError(
-            f"{type(strategy).__name__} is not known; use one device, DDPStrategy or "
+            f"{type(strategy).__name__} is not supported; use one device, DDPStrategy or "
             "ModelParallelStrategy with fully_shard"
         )
 
 
 def require_scheduler(trainer: Trainer, module: LightningModule) -> None:
-    """Whether the scheduler that counts steps can be advanced in base batches.
+    """Checks that the scheduler that counts steps can be advanced in base batches.
 
     Raises:
-        SettingError: it cannot, or there are several.
+        SettingError: the scheduler is not supported, or there are several.
     """
-    stepped = _stepped(trainer)
-    if len(stepped) > 1:
+    configs = _step_configs(trainer)
+    if len(configs) > 1:
         raise SettingError(
-            f'{len(stepped)} schedulers have interval="step"; join them by '
+            f'{len(configs)} schedulers have interval="step"; join them by '
             'torch.optim.lr_scheduler.ChainedScheduler, or give them interval="epoch"'
         )
-    for config in stepped:
+    for config in configs:
         name = type(config.scheduler).__name__
         if config.reduce_on_plateau:
             raise SettingError(
-                f'{name} has interval="step": steps change their size, and it waits for so many of '
-                'them; give it interval="epoch"'
+                f'{name} has interval="step" and counts steps, whose batch size changes; give it '
+                'interval="epoch"'
             )
         if config.frequency != 1:
             raise SettingError(
-                f"{name} has frequency={config.frequency}, in steps, and is advanced once per base "
+                f"{name} has frequency={config.frequency} steps, and is advanced once per base "
                 "batch; pass AdaptiveBatchCallback(base_batch=) and frequency=1"
             )
         if is_overridden("lr_scheduler_step", module):
             raise SettingError(
                 f"lr_scheduler_step() is overridden, and {name} is advanced in base batches "
-                'without it; remove the one, or give the scheduler interval="epoch"'
+                'without it; remove it, or give the scheduler interval="epoch"'
             )
 
 
-def taken_scheduler(trainer: Trainer) -> LRScheduler | None:
-    """The scheduler that counts steps, if there is one; Lightning continues to save and show it."""
-    for config in _stepped(trainer):
+def take_over_scheduler(trainer: Trainer) -> LRScheduler | None:
+    """The scheduler that counts steps, if any; Lightning saves and logs it, but never steps it."""
+    for config in _step_configs(trainer):
         config.frequency = _NEVER
         scheduler: LRScheduler = config.scheduler
         return scheduler
@@ -117,7 +117,7 @@ def taken_scheduler(trainer: Trainer) -> LRScheduler | None:
 
 
 def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
-    """Says where the schedule ends before or after the training, as far as both are known."""
+    """Warns if the schedule and the training end at different places, as far as both are known."""
     total = None if train.scheduler is None else total_ticks(train.scheduler)
     if total is None or not trainer.is_global_zero:
         return
@@ -125,8 +125,8 @@ def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
     if trainer.max_steps != -1 and not isinstance(train.controller.policy, Fixed):
         warnings.warn(
             f"max_steps={trainer.max_steps} ends the training after so many updates, and {name} "
-            f"after {total} base batches of {base} samples, which a batch that grows has gone "
-            "through before; max_epochs ends both together",
+            f"ends after {total} base batches of {base} samples, which a growing batch uses up "
+            "earlier; max_epochs ends both together",
             stacklevel=2,
         )
     epochs = trainer.max_epochs
@@ -143,13 +143,14 @@ def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
         )
 
 
-def taken_clipping(trainer: Trainer, module: LightningModule) -> float | None:
-    """The norm to clip by, where that is not Lightning's to do: a variance-reduced optimizer.
+def clip_norm_of(trainer: Trainer, module: LightningModule) -> float | None:
+    """The norm that the callback clips by, for a variance-reduced optimizer; else None.
 
-    Its `.grad` is not the gradient any more under DDP, and nowhere to be written to unseen.
+    Lightning must not clip there: under DDP `.grad` is not the gradient, and no one else may write
+    to it.
 
     Raises:
-        SettingError: it cannot be done by norm.
+        SettingError: gradients are clipped in another way than by norm.
     """
     if micro_batch_optimizer(trainer.optimizers[0]) is None:
         return None
@@ -159,31 +160,30 @@ def taken_clipping(trainer: Trainer, module: LightningModule) -> float | None:
             "optimizer is not the gradient under DDP; use Trainer(gradient_clip_val=), or another "
             "optimizer"
         )
-    most = trainer.gradient_clip_val
-    if most and trainer.gradient_clip_algorithm == "value":
+    max_norm = trainer.gradient_clip_val
+    if max_norm and trainer.gradient_clip_algorithm == "value":
         raise SettingError(
             'gradient_clip_algorithm="value" would clip r g under a variance-reduced optimizer; '
             'use gradient_clip_algorithm="norm"'
         )
-    return float(most) if most else None
+    return float(max_norm) if max_norm else None
 
 
-def loaders_batch(trainer: Trainer) -> int:
+def loader_batch_size(trainer: Trainer) -> int:
     """Samples in a batch of the training loader.
 
     Raises:
-        SettingError: it does not say.
+        SettingError: the loader has no batch size.
     """
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
     size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if not isinstance(size, int):
         raise SettingError(
-            f"{type(loader).__name__} does not say its batch_size; pass "
-            "AdaptiveBatchCallback(micro_batch=)"
+            f"{type(loader).__name__} has no batch_size; pass AdaptiveBatchCallback(micro_batch=)"
         )
     return size
 
 
-def _stepped(trainer: Trainer) -> list[Any]:
+def _step_configs(trainer: Trainer) -> list[Any]:
     return [config for config in trainer.lr_scheduler_configs if config.interval == "step"]

@@ -1,4 +1,4 @@
-"""What every step was, to a Lightning trainer's own loggers."""
+"""Writes step records to the loggers of a Lightning trainer."""
 
 import math
 import warnings
@@ -8,20 +8,20 @@ from bigbatch.training.step_record import StepRecord
 
 
 class StepLogger:
-    """Writes records as Lightning writes metrics: its loggers, its steps, every n-th of them.
+    """Writes records as Lightning writes metrics: to its loggers, every n steps.
 
-    A logger that fails is left out from then on, which is said once; training continues.
+    A logger that fails gets no more records, with one warning; training continues.
     """
 
     def __init__(self) -> None:
         self._failed: list[Any] = []
 
     def append(self, trainer: Any, record: StepRecord) -> None:
-        """Writes one step, where it is due.
+        """Writes the record of a step, if it is one of the n-th.
 
         Args:
-            trainer: whose loggers; its `log_every_n_steps` holds, as for its own metrics.
-            record: of the step that has just ended.
+            trainer: the trainer with the loggers and `log_every_n_steps`.
+            record: the record of the step that has just ended.
         """
         every = trainer.log_every_n_steps
         if not trainer.is_global_zero or not every or trainer.global_step % every:
@@ -30,7 +30,7 @@ class StepLogger:
         for logger in trainer.loggers:
             if any(logger is failed for failed in self._failed):
                 continue
-            try:  # a step has the number that Lightning's own metrics have: from 0
+            try:  # numbered from 0, as Lightning's own metrics
                 logger.log_metrics(metrics, step=trainer.global_step - 1)
             except Exception as error:
                 self._failed.append(logger)
@@ -42,7 +42,7 @@ class StepLogger:
 
 
 def metrics_of(record: StepRecord) -> dict[str, float]:
-    """By the names in the log; what was not measured, or is not finite, is left out."""
+    """The metrics of a record by name, without those that are not measured or not finite."""
     metrics = {
         "bigbatch/batch_size": float(record.batch_size),
         "bigbatch/similarity": record.similarity,

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a batch size that follows a policy; everything else stays its own."""
+"""Hugging Face's Trainer with a batch size that follows a policy; all else is unchanged."""
 
 from bigbatch.optional_packages import import_optional
 

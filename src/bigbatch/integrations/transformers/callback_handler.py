@@ -1,4 +1,4 @@
-"""Callbacks of the Trainer: what it knows of a run's length, and reporters that may fail."""
+"""Callbacks of the Trainer: the length of a run in samples, and reporters that may fail."""
 
 import copy
 import math
@@ -17,22 +17,22 @@ _REPORTERS = tuple(INTEGRATION_TO_CALLBACK.values())
 
 
 class Length(TrainerCallback):
-    """Tells the Trainer's state where the run stands by samples; comes before other callbacks.
+    """Sets progress and length in the Trainer's state by samples; runs before other callbacks.
 
-    `epoch` is the samples done over those of a pass; in the first pass over data of unknown length
-    the share of `max_steps`, as the Trainer has it. `max_steps`, which ends a training, is counted
-    again from the samples that are left, unless it was asked for, and progress bars with it.
+    `epoch` is samples used / samples of a pass; in the first pass over data of unknown length the
+    share of `max_steps`, as in the Trainer. `max_steps`, which ends a training, is computed again
+    from the remaining samples, unless the user set it, and so is the length of progress bars.
 
     Args:
-        training: gives what trains.
-        handler: the Trainer's, with all callbacks.
+        training: returns the AdaptiveBatch.
+        handler: the Trainer's handler, with all callbacks.
     """
 
     def __init__(self, training: Callable[[], AdaptiveBatch], handler: CallbackHandler) -> None:
         self._training, self._handler = training, handler
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Before the Trainer decides whether this was the last step."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Updates the state before the Trainer decides whether this was the last step."""
         train = self._training()
         samples = train.batches.samples
         if samples is None:
@@ -41,41 +41,41 @@ class Length(TrainerCallback):
             return
         state.epoch = train.samples / samples
         if args.max_steps <= 0:
-            left = math.ceil(args.num_train_epochs * samples) - train.samples
-            steps = math.ceil(left / train.plan.batch_size)
+            remaining = math.ceil(args.num_train_epochs * samples) - train.samples
+            steps = math.ceil(remaining / train.plan.batch_size)
             state.max_steps = state.global_step + max(0, steps)
-            self._lengthen_bars(state.max_steps)
+            self._set_bars(state.max_steps)
         else:
             state.num_train_epochs = math.ceil(
                 (train.samples + (args.max_steps - state.global_step) * train.plan.batch_size)
                 / samples
             )
 
-    def _lengthen_bars(self, steps: int) -> None:
+    def _set_bars(self, steps: int) -> None:
         for callback in self._handler.callbacks:
-            for name in ("training_bar", "training_tracker"):  # of a terminal, of a notebook
+            for name in ("training_bar", "training_tracker"):  # in a terminal, in a notebook
                 bar = getattr(callback, name, None)
                 if bar is not None:
                     bar.total = steps
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Raises LoopError where a callback has ended the epoch within its pass."""
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises LoopError if a callback ends the epoch within a pass over the data."""
         stopped = control.should_epoch_stop and not control.should_training_stop
         if stopped and self._training().batches.open:
             raise LoopError(
                 "a callback set control.should_epoch_stop within a pass over the data, whose other "
-                "samples would come in the next epoch; set should_training_stop, or leave it out"
+                "samples would come in the next epoch; set should_training_stop, or remove it"
             )
 
 
 class SafeCallbackHandler(CallbackHandler):
-    """The Trainer's callbacks, where a reporter that fails stops no training.
+    """The Trainer's callback handler, in which a failing reporter does not stop the training.
 
-    An exception of TensorBoard's, W&B's, MLflow's or another reporter's callback is said once; the
-    callback is called again all the same. Those of other callbacks are raised.
+    An exception in the callback of TensorBoard, W&B, MLflow or another reporter is a warning, once;
+    later events still call the callback. Exceptions of other callbacks are raised.
 
     Args:
-        handler: whose callbacks and objects these are.
+        handler: the Trainer's handler, whose callbacks and objects are taken over.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -86,27 +86,25 @@ class SafeCallbackHandler(CallbackHandler):
             handler.optimizer,
             handler.lr_scheduler,
         )
-        self._said: set[str] = set()
+        self._failed: set[str] = set()  # names of reporters
 
-    def call_event(self, event: str, args: Any, state: Any, control: Any, **others: Any) -> Any:
-        """As the Trainer's own, one callback after the other."""
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Calls one callback after the other, as the Trainer's handler does."""
         for callback in list(self.callbacks):
-            alone = copy.copy(self)
-            alone.callbacks = [callback]
-            call = super(SafeCallbackHandler, alone).call_event
+            handler = copy.copy(self)
+            handler.callbacks = [callback]
+            call = super(SafeCallbackHandler, handler).call_event
             try:
-                control = call(event, args, state, control, **others)
+                control = call(event, args, state, control, **kwargs)
             except Exception as error:
                 if not isinstance(callback, _REPORTERS):
                     raise
-                self._say(type(callback).__name__, event, error)
+                name = type(callback).__name__
+                if name not in self._failed:
+                    warnings.warn(
+                        f"{name}.{event} failed, and training continues without: "
+                        f"{type(error).__name__}: {error}",
+                        stacklevel=3,
+                    )
+                self._failed.add(name)
         return control
-
-    def _say(self, name: str, event: str, error: Exception) -> None:
-        if name not in self._said:
-            warnings.warn(
-                f"{name}.{event} failed, and training continues without: "
-                f"{type(error).__name__}: {error}",
-                stacklevel=4,
-            )
-        self._said.add(name)

@@ -1,4 +1,4 @@
-"""An update in two halves, as the Trainer makes it: the optimizer's step, then the scheduler's."""
+"""The two halves of an update in the Trainer: the optimizer's step, then the scheduler's."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -9,81 +9,72 @@ from bigbatch.training.step import Step
 
 
 class SplitStep:
-    """The end of the present step, called in two places.
+    """The end of a step in two calls.
 
-    In between the gradients are still there, and learning rates are those of the batch, which
-    the Trainer logs.
+    Between them the gradients are not zeroed yet, and the learning rates are those of the batch,
+    which the Trainer logs.
     """
 
     def __init__(self) -> None:
-        self.step: Step | None = None  # whose micro-batches are all done
-        self._rest = ExitStack()
+        self.step: Step | None = None  # the step whose micro-batches are complete
+        self._second_half = ExitStack()
 
     def first(self) -> None:
         """Steps the optimizer."""
         assert self.step is not None
         with ExitStack() as stack:
             self.step.step_optimizer(stack.enter_context(self.step.optimizer_step()))
-            self._rest = stack.pop_all()
+            self._second_half = stack.pop_all()
 
     def second(self) -> None:
         """Counts, advances the schedule, zeroes the gradients, plans the next step."""
         self.step = None
-        self._rest.close()
+        self._second_half.close()
 
-    def leave(self, error: BaseException) -> None:
-        """Where a training ends by an exception, in between or not: learning rates as before."""
+    def abort(self, error: BaseException) -> None:
+        """Restores the learning rates after an exception, between the halves or elsewhere."""
         self.step = None
-        self._rest.__exit__(type(error), error, error.__traceback__)
+        self._second_half.__exit__(type(error), error, error.__traceback__)
 
 
 class SplitOptimizer(AcceleratedOptimizer):
     """The Trainer's optimizer, whose step is the first half of an update.
 
     Args:
-        prepared: what accelerate made of it.
-        halves: of the update.
+        prepared: the optimizer that accelerate has prepared.
+        split_step: the end of the current step.
     """
 
-    def __init__(self, prepared: Any, halves: SplitStep) -> None:
+    def __init__(self, prepared: Any, split_step: SplitStep) -> None:
         super().__init__(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
         self.prepared = prepared
-        self._halves = halves
+        self._split_step = split_step
 
     def step(self, closure: Any = None) -> None:
-        """The first half."""
-        self._halves.first()
+        """Runs the first half."""
+        self._split_step.first()
 
 
 class SplitScheduler:
     """The Trainer's scheduler, whose step is the second half of an update.
 
     Args:
-        scheduler: that counts base batches; it is advanced elsewhere.
-        optimizer: whose learning rates are reported.
-        halves: of the update.
+        scheduler: the scheduler in base batches, which AdaptiveBatch advances.
+        optimizer: the optimizer whose learning rates are reported.
+        split_step: the end of the current step.
     """
 
-    def __init__(self, scheduler: Any, optimizer: Any, halves: SplitStep) -> None:
+    def __init__(self, scheduler: Any, optimizer: Any, split_step: SplitStep) -> None:
         self.scheduler = scheduler
-        self._optimizer, self._halves = optimizer, halves
+        self._optimizer, self._split_step = optimizer, split_step
 
     def step(self) -> None:
-        """The second half."""
-        self._halves.second()
+        """Runs the second half."""
+        self._split_step.second()
 
     def get_last_lr(self) -> list[float]:
-        """Those used, where an update is half done; else those that the schedule says."""
+        """Learning rates of the batch between the two halves, else those of the schedule."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scheduler's own."""
-        self.scheduler.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)

@@ -1,6 +1,6 @@
-"""What the Trainer takes for one batch: a whole update; and for its loader: the passes."""
+"""The Trainer's loader and its batches: each batch is all micro-batches of an update."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,74 +11,56 @@ from bigbatch.training.step import Step
 
 
 class EpochLoader:
-    """One pass over the data for every epoch of the Trainer.
+    """Iterates over the steps of one pass for every epoch of the Trainer.
 
     Args:
-        train: what gives the steps.
-        resumed: whether the first pass was begun before, and may be over already.
+        train: the AdaptiveBatch whose steps these are.
+        resumed: whether the first pass is resumed from a checkpoint, and may be over already.
     """
 
     def __init__(self, train: AdaptiveBatch, *, resumed: bool) -> None:
         self._train, self._resumed = train, resumed
 
     def __iter__(self) -> Iterator[Step]:
-        given = False
+        is_empty = True
         for step in self._train:
-            given = True
+            is_empty = False
             yield step
-        if self._resumed and not given:
+        if self._resumed and is_empty:
             yield from self._train
         self._resumed = False
 
 
 class StepBatch(dict[str, Any]):
-    """A step, holding what the Trainer counts of a batch once its micro-batches are done.
+    """A step with the inputs that the Trainer counts, which its micro-batches add.
 
     Args:
-        step: its micro-batches.
-        main: name of the input whose numbers are tokens.
-        kept: whether the tokens themselves are looked at, not their number alone.
+        step: the step whose micro-batches are trained on.
+        main_input: name of the input that holds tokens.
+        keep_values: whether to keep the tokens and the attention mask, and not only their number.
     """
 
-    def __init__(self, step: Step, main: str, *, kept: bool) -> None:
+    def __init__(self, step: Step, main_input: str, *, keep_values: bool) -> None:
         super().__init__()
         self.step = step
-        self._names = (main, "attention_mask") if kept else (main,)
-        self._kept = kept
+        self._names = (main_input, "attention_mask") if keep_values else (main_input,)
+        self._keep_values = keep_values
 
     def add(self, inputs: Mapping[str, Any]) -> None:
-        """Another micro-batch."""
+        """Adds the inputs of a micro-batch."""
         for name in self._names:
-            if isinstance(given := inputs.get(name), Tensor):
-                more = given.flatten() if self._kept else torch.empty(given.numel(), device="meta")
-                self[name] = torch.cat([self[name], more]) if name in self else more
-
-
-class BackwardOutsideStep:
-    """An accelerator for one micro-batch: all as it is, but for `backward`.
-
-    Args:
-        accelerator: the Trainer's.
-        backward: takes the mean loss.
-    """
-
-    def __init__(self, accelerator: Any, backward: Callable[[Tensor], None]) -> None:
-        self._accelerator, self._backward = accelerator, backward
-
-    def backward(self, loss: Tensor) -> None:
-        """Of the micro-batch."""
-        self._backward(loss)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
+            if isinstance(values := inputs.get(name), Tensor):
+                size = values.numel()
+                flat = values.flatten() if self._keep_values else torch.empty(size, device="meta")
+                self[name] = torch.cat([self[name], flat]) if name in self else flat
 
 
 def count_labels(inputs: Mapping[str, Any], *, shifted: bool) -> int | None:
-    """Labels that a loss is the mean over: those that are not -100; None where there are none.
+    """Number of labels that a loss is the mean over, all except -100; None without labels.
 
     Args:
-        inputs: of a micro-batch.
-        shifted: whether each position is to predict the next one's, so that the first is not.
+        inputs: the inputs of a micro-batch.
+        shifted: whether each position predicts the next label, so that the first does not count.
     Example:
         >>> count_labels({"labels": torch.tensor([[7, -100, 8], [9, 9, -100]])}, shifted=True)
         2

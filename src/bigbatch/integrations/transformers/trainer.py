@@ -1,5 +1,6 @@
-"""The Trainer whose updates are steps of an AdaptiveBatch."""
+"""A Trainer whose updates are steps of an AdaptiveBatch."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,7 @@ from bigbatch.integrations.accelerate import PreparedBatches, batches
 from bigbatch.integrations.transformers.callback_handler import Length, SafeCallbackHandler
 from bigbatch.integrations.transformers.checkpoint import load, save
 from bigbatch.integrations.transformers.split_step import SplitOptimizer, SplitScheduler, SplitStep
-from bigbatch.integrations.transformers.step_batch import (
-    BackwardOutsideStep,
-    EpochLoader,
-    StepBatch,
-    count_labels,
-)
+from bigbatch.integrations.transformers.step_batch import EpochLoader, StepBatch, count_labels
 from bigbatch.integrations.transformers.trainer_checks import (
     require_arguments,
     require_overridable,
@@ -40,32 +36,32 @@ from bigbatch.training.step import Step
 if TYPE_CHECKING:
     from transformers import Trainer as NextClass
 else:
-    NextClass = object  # whichever the mixin is put before
+    NextClass = object  # the class after the mixin
 
 
 class AdaptiveMixin(NextClass):
-    """Makes a Trainer, or a class made from it, choose its batch size.
+    """Makes a Trainer, or a subclass of it, choose its batch size.
 
         class MyTrainer(AdaptiveMixin, Seq2SeqTrainer): ...
 
     Every update of the Trainer is a step of an AdaptiveBatch over the Trainer's own loader, whose
-    batches of `per_device_train_batch_size` are cut to size. What else `Trainer` does stays: its
-    callbacks, logs, evaluation, checkpoints. `training_step` of a class that comes after the mixin
-    gets micro-batches; one made from it overrides `compute_loss`.
+    batches of `per_device_train_batch_size` are cut to size. Callbacks, logs, evaluation and
+    checkpoints of `Trainer` are unchanged. `training_step` of a class after the mixin gets
+    micro-batches; a subclass of the mixin overrides `compute_loss`.
 
     Args:
-        args: all positional ones of the Trainer.
+        args: all positional arguments of the Trainer.
         policy: decides the batch size after every update.
-        batch_size: where it starts, in samples over all processes; default: that of a `Fixed`
-            policy, or `per_device_train_batch_size` times the processes.
+        batch_size: initial batch size in samples over all processes; default: that of a `Fixed`
+            policy, or `per_device_train_batch_size` times the number of processes.
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
-        micro_batch: most samples in one backward; default `per_device_train_batch_size`.
+        micro_batch: maximum samples in one backward; default `per_device_train_batch_size`.
         fixed_micro_batch, min_micro_batches, lr_scaling: as for `AdaptiveBatch`.
-        meter: makes a GradientMeter of the prepared model, where it needs options:
+        meter: function that makes a GradientMeter of the prepared model, if it needs options:
             `lambda model: bb.GradientMeter(model, every=4)`.
-        others: all named ones of the Trainer.
+        kwargs: all keyword arguments of the Trainer.
     Raises:
-        SettingError: a setting of the Trainer that cannot work, with the remedy.
+        SettingError: a setting of the Trainer is not supported; the message has the remedy.
     """
 
     @checked
@@ -74,88 +70,89 @@ class AdaptiveMixin(NextClass):
         *args: Any,
         policy: Policy | Controller,
         meter: Callable[[nn.Module], GradientMeter] | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         require_overridable(type(self), AdaptiveMixin)
-        require_arguments([*args, *others.values()])
+        require_arguments([*args, *kwargs.values()])
         self.adaptive: AdaptiveBatch | None = None
         self.accelerator: Any
         self.callback_handler: Any
         self.optimizer: Any
         self.lr_scheduler: Any
-        self._halves = SplitStep()
+        self._split_step = SplitStep()
         self._prepared_batches: PreparedBatches | None = None
-        self._saved: dict[str, Any] | None = None
-        own = {name: others.pop(name) for name in LoopOptions.__annotations__ if name in others}
-        self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **loop_options(**own)}
-        super().__init__(*args, **others)
+        self._checkpoint: dict[str, Any] | None = None  # the state to resume from
+        names = [name for name in LoopOptions.__annotations__ if name in kwargs]
+        options = loop_options(**{name: kwargs.pop(name) for name in names})
+        self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **options}
+        super().__init__(*args, **kwargs)
         require_trainer(self)
         self.callback_handler = SafeCallbackHandler(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Length(self._training, self.callback_handler))
 
-    def train(self, *args: Any, **others: Any) -> Any:
-        """As the Trainer's; an exception leaves learning rates as the schedule has them."""
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; an exception leaves the learning rates at those of the schedule."""
         try:
-            return super().train(*args, **others)
+            return super().train(*args, **kwargs)
         except BaseException as error:
-            self._halves.leave(error)
+            self._split_step.abort(error)
             raise
 
     # before the first update
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """As the Trainer's, for updates whose number is not known beforehand."""
-        said = super().set_initial_training_values(args, dataloader)
-        epochs, updates, examples, trained, _, in_epoch, max_steps = said
+        """As the Trainer's, for a number of updates that is not known in advance."""
+        values = super().set_initial_training_values(args, dataloader)
+        epochs, updates, examples, trained, _, in_epoch, max_steps = values
         self._prepared_batches = batches(self.accelerator, dataloader, placed=False)
-        start, base = self._sizes()
-        samples = self._prepared_batches.whole or examples
+        batch_size, base_batch = self._initial_batch_sizes()
+        samples = self._prepared_batches.global_samples or examples
         self._base_steps = max_steps
         if has_length(dataloader):
-            updates = in_epoch = samples + 1  # at most, and the pass is seen to end
+            updates = in_epoch = samples + 1  # upper bounds, beyond the end of the pass
         if args.max_steps > 0:
-            epochs = max(epochs, max_steps)  # at most
+            epochs = max(epochs, max_steps)  # an upper bound
             warn_of_growth(args, self._settings["policy"])
         else:
-            self._base_steps = math.ceil(args.num_train_epochs * samples / base)
-            max_steps = math.ceil(args.num_train_epochs * samples)  # at most, until one was made
-            if self._prepared_batches.whole is not None:
-                max_steps = math.ceil(max_steps / start)
-        return epochs, updates, examples, trained, start, in_epoch, max_steps
+            self._base_steps = math.ceil(args.num_train_epochs * samples / base_batch)
+            max_steps = math.ceil(args.num_train_epochs * samples)  # an upper bound for now
+            if self._prepared_batches.global_samples is not None:
+                max_steps = math.ceil(max_steps / batch_size)
+        return epochs, updates, examples, trained, batch_size, in_epoch, max_steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's, for the optimizer that AdaptiveBatch steps."""
-        return super().create_scheduler(num_training_steps, optimizer or _inside(self.optimizer))
+        return super().create_scheduler(num_training_steps, optimizer or _unwrap(self.optimizer))
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
-        self._take_apart()
+        self._unwrap_all()
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
-        settings = copy_options(self._settings)  # `train` may be called again
+        settings = copy_options(self._settings)  # kept as they are for another call of `train`
         if settings["meter"] is not None:
             settings["meter"] = settings["meter"](model)
         assert self._prepared_batches is not None
         self.adaptive = AdaptiveBatch(
             model,
-            _inside(self.optimizer),
+            _unwrap(self.optimizer),
             self._prepared_batches,
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
             **settings,
         )
-        self.optimizer = SplitOptimizer(self.optimizer, self._halves)
-        self.lr_scheduler = SplitScheduler(self.lr_scheduler, self.optimizer, self._halves)
+        self.optimizer = SplitOptimizer(self.optimizer, self._split_step)
+        self.lr_scheduler = SplitScheduler(self.lr_scheduler, self.optimizer, self._split_step)
         self.callback_handler.optimizer = self.optimizer
         self.callback_handler.lr_scheduler = self.lr_scheduler
-        if self._saved is not None:
-            self.adaptive.load_state_dict(self._saved)
-        return model, EpochLoader(self.adaptive, resumed=self._saved is not None)
+        if self._checkpoint is not None:
+            self.adaptive.load_state_dict(self._checkpoint)
+        return model, EpochLoader(self.adaptive, resumed=self._checkpoint is not None)
 
-    def _take_apart(self) -> None:
-        """Undoes what an earlier training has put around the optimizer and the model."""
+    def _unwrap_all(self) -> None:
+        """Removes the wrappers and hooks of an earlier training."""
         if isinstance(self.optimizer, SplitOptimizer):
             self.optimizer = self.optimizer.prepared
         if isinstance(self.lr_scheduler, SplitScheduler):
@@ -168,39 +165,40 @@ class AdaptiveMixin(NextClass):
         assert self.adaptive is not None
         return self.adaptive
 
-    def _sizes(self) -> tuple[int, int]:
-        """The batch size that training starts with, and the base batch."""
-        policy, start = self._settings["policy"], self._settings.get("batch_size")
+    def _initial_batch_sizes(self) -> tuple[int, int]:
+        """The initial batch size and the base batch."""
+        policy, batch_size = self._settings["policy"], self._settings.get("batch_size")
         if isinstance(policy, Controller):
             return policy.decision.batch_size, policy.base_batch
         assert self._prepared_batches is not None
         size = self._prepared_batches.batch_size or self._train_batch_size
-        start = start or getattr(policy, "batch_size", None) or size * self.args.world_size
-        return start, self._settings.get("base_batch") or start
+        batch_size = batch_size or getattr(policy, "batch_size", None)
+        batch_size = batch_size or size * self.args.world_size
+        return batch_size, self._settings.get("base_batch") or batch_size
 
     # an update
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """One element: the whole update; none at the end of the pass, which ends the epoch."""
+        """One batch with all micro-batches of an update; none at the end of the pass and epoch."""
         step = next(epoch_iterator, None)
         if step is None:
             self.control.should_epoch_stop = True
             return [], None
-        if not isinstance(step, Step):  # a loader of somebody else's
+        if not isinstance(step, Step):  # another loader
             raise LoopError(
-                f"the epoch gave a {type(step).__name__} and no step; leave the loader that "
-                "_prepare_for_training returns in place"
+                f"the loader yielded a {type(step).__name__} and not a step; keep the loader that "
+                "_prepare_for_training returns"
             )
-        main = getattr(self.model, "main_input_name", "input_ids")
-        kept = self.args.include_num_input_tokens_seen == "non_padding"
-        return [StepBatch(step, main, kept=kept)], None
+        main_input = getattr(self.model, "main_input_name", "input_ids")
+        keep_values = self.args.include_num_input_tokens_seen == "non_padding"
+        return [StepBatch(step, main_input, keep_values=keep_values)], None
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """All micro-batches of an update; its mean loss over all processes."""
+        """Trains on all micro-batches of an update; returns its mean loss over all processes."""
         if not isinstance(inputs, StepBatch):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
@@ -210,51 +208,50 @@ class AdaptiveMixin(NextClass):
             count = None if items is None else torch.tensor(max(items, 1), device=self.args.device)
             with self._backward_of(inputs.step, items):
                 super().training_step(model, micro_batch, count)
-        self._halves.step = inputs.step
+        self._split_step.step = inputs.step
         return torch.tensor(inputs.step.loss, device=self.args.device)
 
     @contextmanager
     def _backward_of(self, step: Step, items: int | None) -> Iterator[None]:
-        """Inside, the Trainer takes the mean over a micro-batch, and its backward is the step's."""
-        accelerator, across = self.accelerator, self.args.average_tokens_across_devices
-        self.accelerator = BackwardOutsideStep(
-            accelerator, lambda loss: step.backward(loss, weight=items)
-        )
-        self.args.average_tokens_across_devices = False  # done by the weights
+        """Inside, the Trainer averages over one micro-batch, and its backward is the step's."""
+        accelerator, average = self.accelerator, self.args.average_tokens_across_devices
+        self.accelerator = copy.copy(accelerator)
+        self.accelerator.backward = lambda loss: step.backward(loss, weight=items)
+        self.args.average_tokens_across_devices = False  # the weights do it
         try:
             yield
         finally:
             self.accelerator = accelerator
-            self.args.average_tokens_across_devices = across
+            self.args.average_tokens_across_devices = average
 
     def _items(self, inputs: Any) -> int | None:
-        """What the loss of a micro-batch is the mean over, where that is not its samples."""
+        """Number of items that the loss of a micro-batch averages over; None if it is samples."""
         counts_items = self.compute_loss_func is not None or self.label_smoother is not None
         if not (counts_items or self.model_accepts_loss_kwargs):
             return None
         return count_labels(inputs, shifted=self._loss_shifts_labels)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        assert self._halves.step is not None
-        return self._halves.step.clip_grad_norm_(self.args.max_grad_norm)
+        assert self._split_step.step is not None
+        return self._split_step.step.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        assert self._halves.step is not None
-        norm = self._halves.step.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
+        assert self._split_step.step is not None
+        norm = self._split_step.step.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def log(self, logs: dict[str, float], *args: Any, **others: Any) -> None:
-        """As the Trainer's, with what the last update measured."""
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, with the measurements of the last update."""
         record = None if self.adaptive is None else self.adaptive.record
         if "loss" in logs and record is not None:
-            measured = {
+            metrics = {
                 "batch_size": record.batch_size,
                 "samples": record.samples,
                 "similarity": record.similarity,
                 "noise_scale": record.noise_scale,
             }
-            logs |= {name: value for name, value in measured.items() if math.isfinite(value)}
-        super().log(logs, *args, **others)
+            logs |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        super().log(logs, *args, **kwargs)
 
     # checkpoints
 
@@ -266,9 +263,8 @@ class AdaptiveMixin(NextClass):
         save(Path(output_dir), self.args.process_index, epochs, train.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if callable(
-            consolidate := getattr(_inside(self.optimizer), "consolidate_state_dict", None)
-        ):
+        consolidate = getattr(_unwrap(self.optimizer), "consolidate_state_dict", None)
+        if callable(consolidate):
             consolidate()
         super()._save_optimizer_and_scheduler(output_dir)
 
@@ -277,10 +273,10 @@ class AdaptiveMixin(NextClass):
     ) -> tuple[int, int]:
         super()._init_training_state(max_steps, updates, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None:
-            self._saved = None
+            self._checkpoint = None
             return 0, 0
-        epochs, self._saved = load(Path(resume_from_checkpoint), self.args.process_index)
-        return epochs, 0  # batches that the Trainer need not skip
+        epochs, self._checkpoint = load(Path(resume_from_checkpoint), self.args.process_index)
+        return epochs, 0  # the Trainer skips no batches
 
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
@@ -292,10 +288,10 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
         )
         trainer.train()
 
-    Its arguments are those of `AdaptiveMixin`.
+    It has the arguments of `AdaptiveMixin`.
     """
 
 
-def _inside(optimizer: Any) -> Any:
-    """The optimizer that accelerate has prepared, as it was."""
+def _unwrap(optimizer: Any) -> Any:
+    """The optimizer inside one that accelerate has prepared."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

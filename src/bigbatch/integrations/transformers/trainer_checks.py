@@ -1,4 +1,4 @@
-"""Settings of the Trainer that cannot work, or not as one thinks, each with its remedy."""
+"""Settings of the Trainer that are refused or warned of, each with its remedy."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,45 +15,44 @@ from bigbatch.policies.policy import Fixed
 from bigbatch.training.optimizer_checks import require_steppable
 
 
-def require_arguments(given: list[Any]) -> None:
-    """Raises SettingError for training arguments that cannot work, before anything is built.
+def require_arguments(arguments: list[Any]) -> None:
+    """Raises SettingError for training arguments that are not supported, before anything is built.
 
     Args:
-        given: arguments of a Trainer, with its TrainingArguments among them or not.
+        arguments: arguments of a Trainer, which may include its TrainingArguments.
     """
-    for args in given:
+    for args in arguments:
         if isinstance(args, TrainingArguments):
-            for message in _refused(args):
+            for message in _refusals(args):
                 raise SettingError(message)
 
 
 def require_overridable(kind: type, mixin: type) -> None:
-    """Raises SettingError where a class overrides what is called with whole updates here.
+    """Raises SettingError if a class overrides a method that is called for whole updates.
 
     Args:
-        kind: class of a Trainer.
-        mixin: the one that makes it choose its batch size.
+        kind: class of the Trainer.
+        mixin: the mixin that makes it choose its batch size.
     """
     order = kind.__mro__
-    before = order[: order.index(mixin)]
-    for each in before:
+    for each in order[: order.index(mixin)]:
         if "training_step" in vars(each):
             raise SettingError(
                 f"{each.__name__}.training_step would get a whole update, not a micro-batch; "
-                "override compute_loss there, or put it into a class behind the mixin: class "
+                "override compute_loss there, or put it into a class after the mixin: class "
                 f"{kind.__name__}(AdaptiveMixin, MyTrainer), with training_step in MyTrainer"
             )
     for each in order[: order.index(Trainer)]:
         if each is not mixin and "get_batch_samples" in vars(each):
             raise SettingError(
                 f"{each.__name__}.get_batch_samples is not called: an update has as many "
-                "micro-batches as the policy wants; override compute_loss, or the data_collator"
+                "micro-batches as the policy decides; override compute_loss, or the data_collator"
             )
 
 
 def require_trainer(trainer: Any) -> None:
-    """Raises SettingError for what a Trainer was built with and cannot work."""
-    require_arguments([trainer.args])  # the Trainer's own, or changed by accelerate's
+    """Raises SettingError if a Trainer was built with unsupported parts."""
+    require_arguments([trainer.args])  # its default ones, or changed by accelerate's configuration
     if trainer.optimizer is not None:
         require_steppable(trainer.optimizer)
     if trainer.is_deepspeed_enabled:
@@ -70,31 +69,31 @@ def require_trainer(trainer: Any) -> None:
 
 
 def warn_of_growth(args: Any, policy: Any) -> None:
-    """Says that `max_steps` ends a training and its learning rate at different places."""
+    """Warns that `max_steps` ends a training at another place than its learning rate schedule."""
     constant = "constant" in str(args.lr_scheduler_type)
     if not constant and not isinstance(policy, Fixed):
         warnings.warn(
             f"max_steps={args.max_steps} ends the training after so many updates, and the "
-            "learning rate after so many base batches, which a batch that grows has gone "
-            "through before; num_train_epochs ends both together",
+            "learning rate schedule after so many base batches, which a growing batch uses up "
+            "earlier; num_train_epochs ends both together",
             stacklevel=4,
         )
 
 
 _DEEPSPEED = (
     "DeepSpeed steps the optimizer inside its engine; use bigbatch.integrations.deepspeed, or "
-    "leave deepspeed= out"
+    "remove deepspeed="
 )
 
 
 def _plateau(setting: str) -> str:
     return (
         f"{setting} follows a metric, and the schedule here counts base batches of samples; choose "
-        'another, such as "linear", or "constant" and a policy that grows the batch instead'
+        'another, such as "linear", or "constant" with a policy that grows the batch'
     )
 
 
-def _refused(args: Any) -> Iterator[str]:
+def _refusals(args: Any) -> Iterator[str]:
     if args.gradient_accumulation_steps != 1:
         yield (
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: accumulation follows "
@@ -114,16 +113,16 @@ def _refused(args: Any) -> Iterator[str]:
         )
     if is_sagemaker_mp_enabled():
         yield "SageMaker's model parallelism is not supported; train with DDP or FSDP2"
-    yield from _refused_loops(args)
-    yield from _refused_data(args)
+    yield from _loop_refusals(args)
+    yield from _data_refusals(args)
 
 
-def _refused_loops(args: Any) -> Iterator[str]:
+def _loop_refusals(args: Any) -> Iterator[str]:
     optim, schedule = _value(args.optim), _value(args.lr_scheduler_type)
     if "lomo" in optim or "layerwise" in optim:
         yield (
             f"optim={optim!r} updates weights inside backward, before the gradient of the batch is "
-            'known; choose another, such as "adamw_torch"'
+            'complete; choose another, such as "adamw_torch"'
         )
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         yield _plateau(f"lr_scheduler_type={schedule!r}")
@@ -134,15 +133,15 @@ def _refused_loops(args: Any) -> Iterator[str]:
     if getattr(args, "enable_jit_checkpoint", False):
         yield (
             "enable_jit_checkpoint=True saves in the middle of an update, which cannot be resumed; "
-            "leave it out and save by save_steps"
+            "remove it, and save by save_steps"
         )
 
 
-def _refused_data(args: Any) -> Iterator[str]:
+def _data_refusals(args: Any) -> Iterator[str]:
     if args.ignore_data_skip:
         yield (
-            "ignore_data_skip=True would start the data of an interrupted epoch again; leave it "
-            "out: a resumed run continues with the samples that are left"
+            "ignore_data_skip=True would start the data of an interrupted epoch again; remove it: "
+            "a resumed run continues with the remaining samples"
         )
     if _value(getattr(args, "train_sampling_strategy", "random")) == "batch_rebalance":
         yield (
@@ -152,7 +151,7 @@ def _refused_data(args: Any) -> Iterator[str]:
     if not args.average_tokens_across_devices and args.world_size > 1:
         yield (
             "average_tokens_across_devices=False weighs ranks equally, whatever their tokens; "
-            "leave it True: every token of the batch counts the same here"
+            "leave it True: every token of the batch has the same weight"
         )
 
 
