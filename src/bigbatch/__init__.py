@@ -1,7 +1,7 @@
-"""bigbatch: measure how much micro-batches agree; decide the batch size; scale the step.
+"""bigbatch: measures how much micro-batches agree, decides the batch size, and scales the step.
 
-The names follow the data: measure, decide, act, and the loop around them. They are imported, and
-torch with them, when the first is asked for: `bigbatch --help` asks for none.
+The public names, and torch with them, are imported when the first of them is used:
+`bigbatch --help` uses none.
 """
 
 from importlib import import_module
@@ -15,7 +15,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     public = import_module("bigbatch.public")
-    globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+    names = {name: value for name, value in vars(public).items() if not name.startswith("_")}
+    globals().update(names, __all__=sorted(names))
     try:
         return globals()[name]
     except KeyError:

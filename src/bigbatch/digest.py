@@ -1,8 +1,8 @@
-"""States on disk with a digest of their bytes, so that what changed since is refused.
+"""States on disk with a digest of their bytes, so that changed files are refused.
 
     the file of torch.save | "bigbatch sha256" and a newline | SHA-256 of the file of torch.save
 
-It is written in one pass, and `torch.load` reads the file as any other.
+The file is written in one pass, and `torch.load` reads it as any other.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 from bigbatch.errors import StateError
 
 _MARK = b"bigbatch sha256\n"
-_END = len(_MARK) + hashlib.sha256().digest_size
+_END_LENGTH = len(_MARK) + hashlib.sha256().digest_size
 _CHUNK = 1 << 20  # bytes read at once
 
 
@@ -28,9 +28,6 @@ class _Hashed(io.RawIOBase):
         self._file = file
         self.digest = hashlib.sha256()
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self.digest.update(data)
         return self._file.write(data)
@@ -39,20 +36,20 @@ class _Hashed(io.RawIOBase):
 def save_state(state: Any, file: BinaryIO) -> None:
     """Writes a state and its digest at the start of an empty file."""
     hashed = _Hashed(file)
-    torch.save(state, cast("IO[bytes]", hashed))  # of which it needs write and flush
+    torch.save(state, cast("IO[bytes]", hashed))  # which has write and flush
     file.write(_MARK + hashed.digest.digest())
 
 
 def load_state(file: BinaryIO, name: str) -> Any:
-    """What `save_state` wrote, on the CPU; nothing is unpickled before the digest is checked.
+    """Loads a state from `save_state` to the CPU; checks the digest before it unpickles.
 
     Args:
-        file: that can be read from its start again.
-        name: of it in an error.
+        file: a seekable file.
+        name: name of the state in an error.
     Raises:
-        StateError: the bytes are not those that were written, or have no digest.
+        StateError: the bytes have changed, or have no digest.
     """
-    length = file.seek(0, os.SEEK_END) - _END
+    length = file.seek(0, os.SEEK_END) - _END_LENGTH
     file.seek(max(length, 0))
     end = file.read()
     if length <= 0 or not end.startswith(_MARK):
@@ -66,34 +63,34 @@ def load_state(file: BinaryIO, name: str) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def digests_of(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, in hexadecimal digits, by its path from there."""
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, in hexadecimal digits, by its relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): digest_of(path) for path in files}
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return _digest_of(file, path.stat().st_size).hex()
 
 
 def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
-    """Does nothing where every file with a digest is as it was; others do not count.
+    """Checks every file that has a digest; other files do not count.
 
     Raises:
-        StateError: one is gone, or its bytes are not those that were written.
+        StateError: a file is gone, or its bytes have changed.
     """
     for name, digest in saved.items():
         path = folder / name
         if not path.is_file():
             raise StateError(f"{path} is gone")
-        if digest_of(path) != digest:
+        if file_digest(path) != digest:
             raise StateError(f"{path} is damaged: its SHA-256 is not the one that was saved")
 
 
 def _digest_of(file: BinaryIO, length: int) -> bytes:
-    """Of so many bytes from the start."""
+    """SHA-256 of so many bytes from the start."""
     digest = hashlib.sha256()
     file.seek(0)
     while length > 0 and (data := file.read(min(_CHUNK, length))):

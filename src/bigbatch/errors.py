@@ -1,17 +1,12 @@
 """Every exception of the library, as one tree.
 
     BigbatchError
-      SettingError (ValueError)       a setting that cannot work; raised at construction
-      GradientError (RuntimeError)    gradients in a state that would give a wrong number
-      LoopError (RuntimeError)        the training loop was not followed
-      LengthError (TypeError)         the length of what has none that is known beforehand
-      BatchError (ValueError)         a batch that cannot be cut into micro-batches
-      StateError (ValueError)         a saved state that does not belong here
-      RankError (RuntimeError)        ranks that should agree and do not
-      RunError (RuntimeError)         a run directory that cannot be used
-      MissingPackageError (ImportError)  an optional package that is not installed
+      ValueError: SettingError, BatchError, StateError
+      RuntimeError: GradientError, LoopError, RankError, RunError
+      TypeError: LengthError
+      ImportError: MissingPackageError
 
-A message says what broke with the value seen, then what is allowed or what to do.
+A message says what broke, with the value, then what is allowed or what to do.
 """
 
 
@@ -20,11 +15,11 @@ class BigbatchError(Exception):
 
 
 class SettingError(BigbatchError, ValueError):
-    """A setting that cannot work, found at construction."""
+    """A setting cannot work; raised at construction."""
 
 
 class GradientError(BigbatchError, RuntimeError):
-    """Gradients are in a state from which a plausible but wrong number would be read."""
+    """Gradients are in a state that would give a plausible but wrong number."""
 
 
 class LoopError(BigbatchError, RuntimeError):
@@ -32,7 +27,7 @@ class LoopError(BigbatchError, RuntimeError):
 
 
 class LengthError(BigbatchError, TypeError):
-    """A length was asked for that nobody knows; a TypeError, as Python's own, which tqdm takes."""
+    """A length is not known beforehand; a TypeError, as Python raises and tqdm expects."""
 
 
 class BatchError(BigbatchError, ValueError):
@@ -40,11 +35,11 @@ class BatchError(BigbatchError, ValueError):
 
 
 class StateError(BigbatchError, ValueError):
-    """A saved state does not belong to the object that is asked to load it."""
+    """A saved state does not belong to the object that loads it."""
 
 
 class RankError(BigbatchError, RuntimeError):
-    """The ranks of one step disagree where they must not; raised on every rank alike."""
+    """The ranks of one step disagree although they must not; raised on every rank alike."""
 
 
 class RunError(BigbatchError, RuntimeError):

@@ -1,6 +1,6 @@
-"""Ctrl-C of the command line, from its first import to its end: exit status 130, one line at most.
+"""Ctrl-C during a command, from its first import to its end: exit status 130, at most one line.
 
-`signal` alone is imported here: nothing slow comes before the first handler.
+It imports no slow module, so that the first handler is set at once.
 """
 
 import os
@@ -13,29 +13,29 @@ INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
 @contextmanager
-def interrupts_by(handler: Any) -> Iterator[None]:
-    """In here an interrupt calls `handler`, or is ignored by `signal.SIG_IGN`.
+def handle_interrupts(handler: Any) -> Iterator[None]:
+    """Inside the block an interrupt calls `handler`, or is ignored by `signal.SIG_IGN`.
 
-    Nothing changes where interrupts are ignored already, as for a command in a shell's background.
+    Nothing changes if interrupts are ignored already, as for a background command of a shell.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.SIG_IGN:
         yield
         return
     signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
-def leave(number: int, frame: object) -> None:
-    """Ends the process at once, where nothing has begun that has to be closed; rank 0 says so."""
+def exit_on_interrupt(number: int, frame: object) -> None:
+    """Ends the process at once, before anything needs to be closed; rank 0 prints a line."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"bigbatch: interrupted\n")
     os._exit(INTERRUPTED)
 
 
-def ignore() -> None:
-    """From here on an interrupt is nothing: what is left is to end."""
+def ignore_interrupts() -> None:
+    """Ignores interrupts from now on, while the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,7 +10,7 @@ _OF_EXTRA = re.compile(r'(?P<requirement>[^;]+); extra == "(?P<extra>[\w-]+)"')
 _NESTED = re.compile(r"bigbatch\[(?P<extras>[\w,-]+)\]")
 
 
-def required(package: str, extra: str) -> ModuleType:
+def import_optional(package: str, extra: str) -> ModuleType:
     """Imports an optional package.
 
     Args:
@@ -33,7 +33,7 @@ def required(package: str, extra: str) -> ModuleType:
 def install_command(extra: str) -> str:
     """The command that installs the packages of an extra, from any folder.
 
-    Without the metadata of an installed bigbatch it is one for the folder of the source code.
+    If bigbatch is not installed, and so has no metadata, the command is for the source folder.
     """
     quoted = [f'"{requirement}"' for requirement in requirements(extra)]
     return f"pip install {' '.join(quoted)}" if quoted else f'pip install ".[{extra}]"'
@@ -53,10 +53,11 @@ def requirements(extra: str) -> list[str]:
     except PackageNotFoundError:
         return []
     packages: set[str] = set()
-    for found in filter(None, map(_OF_EXTRA.fullmatch, listed)):
-        if found["extra"] == extra:
-            nested = _NESTED.fullmatch(found["requirement"])
-            inner = nested["extras"].split(",") if nested else []
-            packages.update(*map(requirements, inner))
-            packages.update([] if nested else [found["requirement"]])
+    for match in filter(None, map(_OF_EXTRA.fullmatch, listed)):
+        if match["extra"] != extra:
+            continue
+        if nested := _NESTED.fullmatch(match["requirement"]):
+            packages.update(*map(requirements, nested["extras"].split(",")))
+        else:
+            packages.add(match["requirement"])
     return sorted(packages)

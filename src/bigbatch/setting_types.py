@@ -1,4 +1,4 @@
-"""What a setting may be: a type, an interval, and `checked`, which holds every call to both.
+"""Types and intervals of settings, and `checked`, which checks the arguments of every call.
 
 The annotation of an argument is its check, for the Python API, a config file and a command line
 alike: `Annotated[float, In("(0, 1)")] | None` is a number between 0 and 1, or None.
@@ -8,9 +8,9 @@ import inspect
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import (
@@ -31,26 +31,26 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 class In:
-    """An interval, as mathematics writes it: "[0, 1)" holds 0 and not 1; "inf" is never held.
+    """An interval, as mathematics writes it: "[0, 1)" holds 0 and not 1; "inf" is never inside.
 
     Args:
         text: the interval.
-        why: what the number is, where a message is clearer with it.
+        description: what the number is, if that makes a message clearer.
     Example:
         >>> 0 in In("[0, 1)"), 1 in In("[0, 1)"), str(In("[1, inf)"))
         (True, False, 'of at least 1')
     """
 
-    def __init__(self, text: str, why: str = "") -> None:
-        found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
-        assert found is not None, text
-        self.low, self.high = float(found[2]), float(found[3])
-        self._holds_low, self._holds_high = found[1] == "[", found[4] == "]"
-        self._text, self._why = text, f", {why}" if why else ""
+    def __init__(self, text: str, description: str = "") -> None:
+        match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
+        assert match is not None, text
+        self.low, self.high = float(match[2]), float(match[3])
+        self._includes_low, self._includes_high = match[1] == "[", match[4] == "]"
+        self._text, self._description = text, f", {description}" if description else ""
 
     def __contains__(self, value: float) -> bool:
-        above = value >= self.low if self._holds_low else value > self.low
-        return above and (value <= self.high if self._holds_high else value < self.high)
+        above = value >= self.low if self._includes_low else value > self.low
+        return above and (value <= self.high if self._includes_high else value < self.high)
 
     def __str__(self) -> str:
         if self.high < math.inf:
@@ -58,12 +58,12 @@ class In:
         elif self.low == -math.inf:
             text = "that is finite"
         else:
-            text = f"{'of at least' if self._holds_low else 'above'} {self.low:g}"
-        return text + self._why
+            text = f"{'of at least' if self._includes_low else 'above'} {self.low:g}"
+        return text + self._description
 
 
-ELSEWHERE = "checked elsewhere"  # Annotated[..., ELSEWHERE]: by code that knows a remedy
-MOST_FACTOR = 1e9  # by which anything may grow at once
+CHECKED_ELSEWHERE = "checked elsewhere"  # Annotated[type, this]: by code that knows a remedy
+MAX_FACTOR = 1e9  # largest factor of one change
 
 Count = Annotated[int, In("[1, inf)")]
 Whole = Annotated[int, In("[0, inf)")]
@@ -73,14 +73,14 @@ Positive = Annotated[float, In("(0, inf)")]
 Share = Annotated[float, In("[0, 1)")]
 Coverage = Annotated[float, In("(0, 1)", "the coverage of an interval, 0.9 say")]
 Cosine = Annotated[float, In("(-1, 1)", "a cosine")]
-Growth = Annotated[float, In(f"(1, {MOST_FACTOR:g}]", "a factor")]
+Growth = Annotated[float, In(f"(1, {MAX_FACTOR:g}]", "a factor")]
 
 
 def checked(called: Called) -> Called:
-    """Holds every call of a function, or every construction of a class, to its annotations.
+    """Checks every call of a function, or every construction of a class, by its annotations.
 
-    Numbers of NumPy become Python's. What only a type checker can tell is let through: protocols,
-    and what a function takes and returns.
+    Numbers of NumPy become Python's. Protocols, and the arguments and results of functions, are
+    not checked: only a type checker can.
 
     Raises:
         SettingError: by the call, for an argument of another type or out of its interval.
@@ -99,24 +99,27 @@ def checked(called: Called) -> Called:
 
 
 def _checked(function: Called) -> Called:
-    places = [name for name, one in _parameters(function).items() if one.kind in _BY_PLACE]
-    readers = cache(lambda: _readers(function))  # later: annotations may name what comes below
+    signature = inspect.signature(function).parameters
+    positional = [name for name, one in signature.items() if one.kind in _POSITIONAL]
+    all_kinds = cache(lambda: _kinds(function))  # later: they may name what comes below
 
     @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        reads, known = readers()
-        if known and (unknown := sorted(named.keys() - reads.keys())):
-            names = ", ".join(known)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kinds, options = all_kinds()
+        if options and (unknown := sorted(kwargs.keys() - kinds.keys())):
+            names = ", ".join(options)
             raise SettingError(f"{', '.join(unknown)} is unknown here; there are {names}")
-        first = [reads[name](value) for name, value in zip(places, args, strict=False)]
-        rest = {name: reads[name](x) if name in reads else x for name, x in named.items()}
-        return function(*first, *args[len(places) :], **rest)
+        values = [kinds[name].check(name, x) for name, x in zip(positional, args, strict=False)]
+        named_values = {
+            name: kinds[name].check(name, x) if name in kinds else x for name, x in kwargs.items()
+        }
+        return function(*values, *args[len(positional) :], **named_values)
 
     return call  # type: ignore[return-value]
 
 
 class Kind:
-    """What a value may be, as the annotation of an argument says it.
+    """The values that an annotation allows.
 
     Args:
         annotation: a type, a union, a `Literal`, a tuple, list or dict of such, or `Annotated`.
@@ -127,60 +130,96 @@ class Kind:
     """
 
     def __init__(self, annotation: Any) -> None:
-        self._annotation, self._read = annotation, _reader(annotation)
+        self._annotation, self._origin = annotation, get_origin(annotation) or annotation
+        arguments = get_args(annotation)
+        self._metadata = arguments[1:] if self._origin is Annotated else arguments
+        kinds = arguments[:1] if self._origin is Annotated else arguments
+        self._inner = [Kind(kind) for kind in kinds] if self._origin in _NESTED else []
 
     def __contains__(self, value: Any) -> bool:
         try:
             self._read(value)
-        except _OTHER:
+        except _NOT_ALLOWED:
             return False
         return True
 
     def __str__(self) -> str:
         return _words(self._annotation)
 
-    def of(self, name: str, value: Any) -> Any:
-        """The value of a setting, as Python's own number where it was another's.
+    def check(self, name: str, value: Any) -> Any:
+        """The value of a setting, as Python's own number if it was another's.
 
         Raises:
-            SettingError: it is none of this kind.
+            SettingError: the annotation does not allow it.
         """
         try:
             return self._read(value)
-        except _OTHER:
+        except _NOT_ALLOWED:
             remedy = _remedy(value, self._annotation)
             raise SettingError(f"{name}={_shown(value)} must be {self}{remedy}") from None
 
+    def _read(self, value: Any) -> Any:
+        """The value in this type; raises one of `_NOT_ALLOWED` if it is of another type."""
+        origin, inner = self._origin, self._inner
+        if origin in (int, float):
+            return _number(origin, value)
+        if origin in (Union, UnionType):
+            for kind in inner:
+                try:
+                    return kind._read(value)
+                except _NOT_ALLOWED:
+                    continue
+            raise ValueError
+        if CHECKED_ELSEWHERE in self._metadata:
+            return value
+        if origin is Annotated:
+            value = inner[0]._read(value)
+            _require(all(value in interval for interval in self._metadata))
+        elif origin is tuple:
+            _require(isinstance(value, tuple | list) and len(value) == len(inner))
+            return tuple(kind._read(one) for kind, one in zip(inner, value, strict=True))
+        elif origin is list:
+            _require(isinstance(value, list))
+            return [inner[0]._read(one) for one in value]
+        elif origin is dict:
+            _require(isinstance(value, dict) and all(isinstance(name, str) for name in value))
+            return {name: inner[1]._read(one) for name, one in value.items()}
+        elif origin is Literal:
+            _require(any(type(value) is type(one) and value == one for one in self._metadata))
+        else:
+            _require(_is_instance(value, origin))
+        return value
 
-def setting(name: str, value: Any, annotation: Any) -> Any:
-    """The value of a setting that is held to an annotation once; see `Kind.of`."""
-    return Kind(annotation).of(name, value)
+
+def check_setting(name: str, value: Any, annotation: Any) -> Any:
+    """The value of a setting; see `Kind.check`."""
+    return Kind(annotation).check(name, value)
 
 
-def parsed(name: str, text: str, kind: Any) -> Any:
+def parse_setting(name: str, text: str, annotation: Any) -> Any:
     """The value of a setting that is written as text.
 
     Raises:
-        SettingError: it cannot be read as `kind`.
+        SettingError: the annotation does not allow it.
     """
     value: Any = text
-    for one in map(_base, _alternatives(kind)):
+    for kind in map(_base, _alternatives(annotation)):
         with suppress(KeyError, ValueError):
-            value = _OF_TEXT[one](text)
+            value = _OF_TEXT[kind](text)
             break
-    return setting(name, value, kind)
+    return check_setting(name, value, annotation)
 
 
 @cache
-def kinds_of(made: type) -> dict[str, Any]:
-    """What each argument of a constructor may be, those of the classes below it too."""
-    makers = [vars(each)["__init__"] for each in reversed(made.__mro__) if "__init__" in vars(each)]
-    return {name: kind for maker in makers for name, kind in _kinds(maker)[0].items()}
+def argument_kinds(cls: type) -> dict[str, Kind]:
+    """Kinds of a constructor's arguments, those of its base classes too."""
+    inits = [vars(base)["__init__"] for base in reversed(cls.__mro__) if "__init__" in vars(base)]
+    return {name: kind for init in inits for name, kind in _kinds(init)[0].items()}
 
 
-_Reader = Callable[[Any], Any]  # gives a value in a type, or raises one of these
-_OTHER = (TypeError, ValueError, OverflowError)
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NOT_ALLOWED = (TypeError, ValueError, OverflowError)  # raised by `Kind._read`
+_NESTED = (Annotated, Union, UnionType, tuple, list, dict)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 _OF_TEXT: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: _TRUTH[text.lower()],
@@ -190,26 +229,18 @@ _OF_TEXT: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
-def _kinds(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
+def _kinds(function: Callable[..., Any]) -> tuple[dict[str, Kind], list[str]]:
     """Kinds of a function's arguments, and the names of those that a TypedDict has."""
     hints = get_type_hints(function, include_extras=True)
     kinds, options = {}, {}
-    for name, one in _parameters(function).items():
-        kind = hints.get(name, Any)
-        if get_origin(kind) is Unpack:
-            options = get_type_hints(get_args(kind)[0], include_extras=True)
+    for name, one in inspect.signature(function).parameters.items():
+        annotation = hints.get(name, Any)
+        if get_origin(annotation) is Unpack:
+            options = get_type_hints(get_args(annotation)[0], include_extras=True)
         elif one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            kinds[name] = kind
-    return kinds | options, list(options)
-
-
-def _readers(function: Callable[..., Any]) -> tuple[dict[str, _Reader], list[str]]:
-    kinds, options = _kinds(function)
-    return {name: partial(Kind(kind).of, name) for name, kind in kinds.items()}, options
+            kinds[name] = annotation
+    kinds |= options
+    return {name: Kind(annotation) for name, annotation in kinds.items()}, list(options)
 
 
 def _alternatives(kind: Any) -> list[Any]:
@@ -230,105 +261,41 @@ def _shown(value: Any) -> str:
 
 
 def _remedy(value: Any, kind: Any) -> str:
-    """What to pass instead of a wrapper of what is wanted, or of a tensor."""
-    wanted = [_base(one) for one in _alternatives(kind)]
-    if hasattr(value, "item") and (int in wanted or float in wanted):
+    """The attribute to pass instead of a wrapper, or the number of a tensor."""
+    kinds = [_base(one) for one in _alternatives(kind)]
+    if hasattr(value, "item") and (int in kinds or float in kinds):
         return "; pass its .item()"
-    classes = tuple(one for one in wanted if isinstance(one, type) and one is not NoneType)
+    classes = tuple(one for one in kinds if isinstance(one, type) and one is not NoneType)
     for name, inside in vars(value).items() if hasattr(value, "__dict__") else ():
         if isinstance(inside, classes) and not name.startswith("_"):
             return f"; pass its .{name}"
     return ""
 
 
-@cache
-def _reader(kind: Any) -> _Reader:
-    """What holds values to a type."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return partial(_first, [_reader(one) for one in inner])
-    if ELSEWHERE in inner:
-        return partial(_instance, Any)
-    if origin is Annotated:
-        return partial(_inside, _reader(inner[0]), inner[1:])
-    if origin is tuple:
-        return partial(_each, [_reader(one) for one in inner])
-    if origin is list:
-        return partial(_all, _reader(inner[0]))
-    if origin is dict:
-        return partial(_named, _reader(inner[1]))
-    if origin is Literal:
-        return partial(_one_of, inner)
-    if kind in (int, float):
-        return partial(_number, kind)
-    return partial(_instance, origin or kind)
-
-
-def _first(readers: list[_Reader], value: Any) -> Any:
-    for read in readers:
-        try:
-            return read(value)
-        except _OTHER:
-            continue
-    raise ValueError
-
-
-def _inside(read: _Reader, intervals: tuple[In, ...], value: Any) -> Any:
-    value = read(value)
-    if not all(value in interval for interval in intervals):
+def _require(allowed: bool) -> None:
+    if not allowed:
         raise ValueError
-    return value
-
-
-def _each(readers: list[_Reader], value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple | list) or len(value) != len(readers):
-        raise TypeError
-    return tuple(read(one) for read, one in zip(readers, value, strict=True))
-
-
-def _all(read: _Reader, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError
-    return [read(one) for one in value]
-
-
-def _named(read: _Reader, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise TypeError
-    return {name: read(one) for name, one in value.items()}
-
-
-def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
-    if not any(type(value) is type(one) and value == one for one in choices):
-        raise ValueError
-    return value
 
 
 def _number(kind: type[int | float], value: Any) -> int | float:
-    """A number of Python's; NumPy's register as whole or real ones, and tensors do not."""
+    """A number of Python's; NumPy's are registered as Integral or Real, and tensors are not."""
     if type(value) in (int, kind):
-        float(value)  # what is too long for one is no size and no rate
+        float(value)  # an int too long for a float is no size and no rate
         return value  # type: ignore[no-any-return]
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         raise TypeError
     return kind(value)  # type: ignore[call-overload]
 
 
-def _instance(kind: Any, value: Any) -> Any:
-    if kind is None or kind is NoneType:
-        fits = value is None
-    elif kind is Callable:
-        fits = callable(value)
-    elif kind is Iterable:
+def _is_instance(value: Any, kind: Any) -> bool:
+    if kind is Callable:
+        return callable(value)
+    if kind is Iterable:
         iterates = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-        fits = iterates and not isinstance(value, str | bytes)
-    elif kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
-        fits = True
-    else:
-        fits = isinstance(value, kind)
-    if not fits:
-        raise TypeError
-    return value
+        return iterates and not isinstance(value, str | bytes)
+    if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, kind)
 
 
 _WORDS = {

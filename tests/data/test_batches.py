@@ -56,14 +56,14 @@ def one_pass(
     batches: Batches,
     plans: list[BatchPlan],
     *,
-    least: int = 1,
-    most: int | None = None,
+    min_batch: int = 1,
+    max_batch: int | None = None,
     epoch: int = 0,
     read: Callable[[Any], list[int]] = Tensor.tolist,
 ) -> Steps:
     """A whole epoch; step i follows plan i, and from the first one again when they are used up."""
     batches.start(epoch)
-    return list(rest_of_pass(batches, plans, least=least, most=most, read=read))
+    return list(rest_of_pass(batches, plans, min_batch=min_batch, max_batch=max_batch, read=read))
 
 
 def rest_of_pass(
@@ -71,14 +71,16 @@ def rest_of_pass(
     plans: list[BatchPlan],
     *,
     first: int = 0,
-    least: int = 1,
-    most: int | None = None,
+    min_batch: int = 1,
+    max_batch: int | None = None,
     read: Callable[[Any], list[int]] = Tensor.tolist,
 ) -> Iterator[list[list[int]]]:
-    while batches.open and (cut := batches.step(plans[first % len(plans)], least, most)):
-        chunks = list(cut)
-        read_chunks = [read(chunk) for chunk, _ in chunks]
-        assert [len(chunk) for chunk in read_chunks] == [samples for _, samples in chunks]
+    while batches.open and (
+        micro_batches := batches.step(plans[first % len(plans)], min_batch, max_batch)
+    ):
+        chunks = list(micro_batches)
+        read_chunks = [read(chunk) for chunk, *_ in chunks]
+        assert [len(chunk) for chunk in read_chunks] == [samples for _, samples, _ in chunks]
         yield read_chunks
         first += 1
 
@@ -194,7 +196,7 @@ def test_the_loader_is_not_read_to_the_end_of_a_large_step_before_it_begins():
 
     batches = Batches(DataLoader(Counted(1000), 1))
     batches.start(0)
-    next(iter(batches.step(BatchPlan(1, 8, 100), least=4)))
+    next(iter(batches.step(BatchPlan(1, 8, 100), min_batch=4)))
     # 8 given out; ahead at most 8 more, the least next step, and 1 for each micro-batch to come
     assert 8 + 4 <= len(read) <= 8 + 8 + 4 + 100
 
@@ -251,49 +253,51 @@ def test_equal_micro_batches_are_cut_where_the_plan_divides():
 def test_no_step_leaves_its_bounds_where_a_cut_of_the_last_two_can_keep_them(
     bounds, wanted, micro, own_sizes
 ):
-    least, most = bounds[0], bounds[0] + bounds[1]
+    min_batch, max_batch = bounds[0], bounds[0] + bounds[1]
     plans = []
     for size, k in wanted:
-        k = max(k, -(-min(max(size, least), most) // micro))
-        low, high = -(-least // k), most // k
+        k = max(k, -(-min(max(size, min_batch), max_batch) // micro))
+        low, high = -(-min_batch // k), max_batch // k
         assume(low <= high)
         plans.append(BatchPlan(1, min(max(size // k, low), high, micro), k))
-        assume(least <= plans[-1].batch_size)
-    steps = one_pass(Batches(ragged(own_sizes)), plans, least=least, most=most)
+        assume(min_batch <= plans[-1].batch_size)
+    steps = one_pass(Batches(ragged(own_sizes)), plans, min_batch=min_batch, max_batch=max_batch)
     taken = sizes(steps)
-    assert max(taken) <= most
+    assert max(taken) <= max_batch
     if len(taken) == 1:
         return
     *before, last = taken
-    assert all(least <= size for size in before[:-1])
-    if min(before[-1], last) < least:
+    assert all(min_batch <= size for size in before[:-1])
+    if min(before[-1], last) < min_batch:
         both = before[-1] + last
-        cuts = [a for a in range(least, most + 1) if least <= both - a <= most]
-        assert both > most, "they could have been one step"
+        cuts = [a for a in range(min_batch, max_batch + 1) if min_batch <= both - a <= max_batch]
+        assert both > max_batch, "they could have been one step"
         assert [] == cuts, "they could have been shared"
 
 
 def test_without_an_upper_bound_a_short_remainder_joins_the_last_step():
-    assert [8, 8, 11] == sizes(one_pass(Batches(ragged([27])), [BatchPlan(1, 4, 2)], least=4))
+    assert [8, 8, 11] == sizes(one_pass(Batches(ragged([27])), [BatchPlan(1, 4, 2)], min_batch=4))
 
 
 def test_a_remainder_that_would_exceed_the_upper_bound_is_shared_by_the_last_two_steps():
     plans = [BatchPlan(1, 4, 2)]
-    assert [8, 8, 6, 5] == sizes(one_pass(Batches(ragged([27])), plans, least=4, most=10))
+    assert [8, 8, 6, 5] == sizes(one_pass(Batches(ragged([27])), plans, min_batch=4, max_batch=10))
 
 
 def test_a_remainder_of_the_least_size_is_a_step_of_its_own():
     plans = [BatchPlan(1, 4, 2)]
-    assert [8, 8, 4] == sizes(one_pass(Batches(ragged([20])), plans, least=4, most=8))
+    assert [8, 8, 4] == sizes(one_pass(Batches(ragged([20])), plans, min_batch=4, max_batch=8))
 
 
 def test_an_epoch_below_the_least_step_is_one_step():
-    assert [3] == sizes(one_pass(Batches(ragged([2, 1])), [BatchPlan(1, 4, 2)], least=4, most=8))
+    assert [3] == sizes(
+        one_pass(Batches(ragged([2, 1])), [BatchPlan(1, 4, 2)], min_batch=4, max_batch=8)
+    )
 
 
 def test_a_last_sample_of_its_own_is_no_reason_to_exceed_the_bound():
     assert [2, 2, 2, 1] == sizes(
-        one_pass(Batches(ragged([7])), [BatchPlan(1, 2, 1)], least=2, most=2)
+        one_pass(Batches(ragged([7])), [BatchPlan(1, 2, 1)], min_batch=2, max_batch=2)
     )
 
 
@@ -358,7 +362,7 @@ def test_the_wrong_axis_is_not_read_as_samples():
     batches = Batches(DataLoader(range(32), 8, collate_fn=sequence_first))
     batches.start(0)
     with pytest.raises(BatchError, match=r"5 samples.*batch size is 8.*split="):
-        batches.step(BatchPlan(1, 4, 2), least=1)
+        batches.step(BatchPlan(1, 4, 2), min_batch=1)
 
 
 def test_eight_images_of_three_channels_are_not_read_as_three_samples():
@@ -368,7 +372,7 @@ def test_eight_images_of_three_channels_are_not_read_as_three_samples():
     batches = Batches(DataLoader(range(32), 8, collate_fn=images))
     batches.start(0)
     with pytest.raises(BatchError, match=r"3 samples.*batch size is 8.*split="):
-        batches.step(BatchPlan(1, 4, 2), least=1)
+        batches.step(BatchPlan(1, 4, 2), min_batch=1)
 
 
 def test_a_data_set_smaller_than_a_batch_is_no_wrong_axis():
@@ -401,8 +405,8 @@ def test_split_alone_counts_by_the_known_length():
     batches = Batches(loader, split=lambda b, lo, hi: {"set": b["set"][lo:hi]})
     batches.start(0)
     seen = []
-    while cut := batches.step(BatchPlan(1, 3, 1), least=1):
-        for batch, samples in cut:
+    while micro_batches := batches.step(BatchPlan(1, 3, 1), min_batch=1):
+        for batch, samples, _ in micro_batches:
             assert samples == len(batch["set"])
             seen += [int(item[0]) for item in batch["set"]]
     assert list(range(10)) == seen
@@ -418,13 +422,13 @@ def test_a_pass_over_batches_that_cannot_be_glued_continues_with_exactly_the_res
     plan = BatchPlan(1, 3, 2)
 
     def steps(batches):
-        while cut := batches.step(plan, least=6, most=18):
-            taken = [m[:, 0].tolist() for m, _ in cut]
+        while micro_batches := batches.step(plan, min_batch=6, max_batch=18):
+            taken = [m[:, 0].tolist() for m, *_ in micro_batches]
             yield [sample for samples_of_rank in taken for sample in samples_of_rank]
 
-    whole = Batches(loader)
-    whole.start(0)
-    expected = list(steps(whole))
+    uninterrupted = Batches(loader)
+    uninterrupted.start(0)
+    expected = list(steps(uninterrupted))
     for stop in range(1, len(expected)):
         first = Batches(loader)
         first.start(0)
@@ -520,7 +524,7 @@ def interrupted(
             one_pass(batches, plans, epoch=earlier, **more)
         return batches
 
-    whole = one_pass(after_earlier_epochs(), plans, epoch=epoch, **more)
+    uninterrupted = one_pass(after_earlier_epochs(), plans, epoch=epoch, **more)
 
     batches = after_earlier_epochs()
     batches.start(epoch)
@@ -531,14 +535,14 @@ def interrupted(
     batches = Batches(make())
     batches.load_state_dict(state["batches"], epoch)
     restore_random_state(state["random"])
-    return whole, before + list(rest_of_pass(batches, plans, first=len(before), **more))
+    return uninterrupted, before + list(rest_of_pass(batches, plans, first=len(before), **more))
 
 
 @often
-@given(make=loaders(), plans=some_plans, stop=st.integers(0, 12), least=st.integers(1, 6))
-def test_a_killed_pass_continues_with_exactly_the_rest(make, plans, stop, least):
-    whole, resumed = interrupted(make, plans, stop, least=least)
-    assert whole == resumed
+@given(make=loaders(), plans=some_plans, stop=st.integers(0, 12), min_batch=st.integers(1, 6))
+def test_a_killed_pass_continues_with_exactly_the_rest(make, plans, stop, min_batch):
+    uninterrupted, resumed = interrupted(make, plans, stop, min_batch=min_batch)
+    assert uninterrupted == resumed
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["fresh workers", "persistent workers"])
@@ -557,8 +561,8 @@ def test_a_killed_pass_over_two_workers_continues_with_exactly_the_rest(
             generator=seeded() if generator else None,
         )
 
-    whole, resumed = interrupted(make, [BatchPlan(1, 3, 2), BatchPlan(1, 2, 1)], 3, epoch)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, [BatchPlan(1, 3, 2), BatchPlan(1, 2, 1)], 3, epoch)
+    assert uninterrupted == resumed
 
 
 class Augmented:
@@ -597,8 +601,8 @@ def test_augmentation_continues_bit_for_bit_between_draws_of_dropout(
         torch.rand(len(batch))  # what a model draws between two fetches
         return batch.tolist()
 
-    whole, resumed = interrupted(make, plans, stop, epoch, read=drop_out)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, plans, stop, epoch, read=drop_out)
+    assert uninterrupted == resumed
 
 
 class Drawing(IterableDataset[Tensor]):
@@ -614,11 +618,15 @@ class Drawing(IterableDataset[Tensor]):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_loader_that_draws_as_it_is_read_learns_where_it_continues(draws: bool) -> None:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        whole, resumed = interrupted(lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2)
-    assert whole == resumed  # no model draws in between
-    assert draws == any("draws from torch's global generator" in str(note.message) for note in said)
+        uninterrupted, resumed = interrupted(
+            lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2
+        )
+    assert uninterrupted == resumed  # no model draws in between
+    assert draws == any(
+        "draws from torch's global generator" in str(note.message) for note in caught
+    )
 
 
 class Pair(NamedTuple):
@@ -647,8 +655,8 @@ def test_samples_in_waiting_survive_a_file_without_pickle(wrap, read):
     def make() -> list[Any]:
         return [wrap(torch.arange(8)), wrap(torch.arange(8, 16))]
 
-    whole, resumed = interrupted(make, [BatchPlan(1, 3, 1)], 1, read=read)
-    assert whole == resumed
+    uninterrupted, resumed = interrupted(make, [BatchPlan(1, 3, 1)], 1, read=read)
+    assert uninterrupted == resumed
 
 
 def test_the_saved_position_does_not_move_with_the_training():

@@ -114,16 +114,16 @@ def test_what_was_cut_glues_to_what_it_was(build, ends):
 
 
 def test_cutting_a_tensor_makes_a_view():
-    whole = tensor([0, 1, 2, 3])
-    samples_of_rank = slice_samples((whole, whole), 1, 3)[1]
-    assert whole[1].data_ptr() == samples_of_rank.data_ptr()
+    batch = tensor([0, 1, 2, 3])
+    samples_of_rank = slice_samples((batch, batch), 1, 3)[1]
+    assert batch[1].data_ptr() == samples_of_rank.data_ptr()
     samples_of_rank.fill_(-1.0)
-    assert [[0.0] * 3, [-1.0] * 3, [-1.0] * 3, [3.0] * 3] == whole.tolist()
+    assert [[0.0] * 3, [-1.0] * 3, [-1.0] * 3, [3.0] * 3] == batch.tolist()
 
 
 def test_cutting_an_array_makes_a_view():
-    whole = numpy.arange(4)
-    assert numpy.shares_memory(whole, slice_samples({"x": whole}, 1, 3)["x"])
+    batch = numpy.arange(4)
+    assert numpy.shares_memory(batch, slice_samples({"x": batch}, 1, 3)["x"])
 
 
 def test_one_batch_alone_is_not_copied():
@@ -212,13 +212,13 @@ def test_a_field_that_a_batch_makes_itself_is_made_again():
 @property_test(100)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
 def test_interleaved_samples_are_those_of_every_turn(counts, turns):
-    whole = torch.arange(sum(counts))
-    names = [f"{n}" for n in whole.tolist()]
+    batch = torch.arange(sum(counts))
+    names = [f"{n}" for n in batch.tolist()]
     ends = pairwise([0, *accumulate(counts)])
-    chunks = [{"x": whole[lo:hi], "name": names[lo:hi]} for lo, hi in ends]
+    chunks = [{"x": batch[lo:hi], "name": names[lo:hi]} for lo, hi in ends]
     interleaved = interleave_samples(chunks, counts, turns)
-    each = range(min(turns, len(whole)))
-    assert [whole[turn::turns].tolist() for turn in each] == [d["x"].tolist() for d in interleaved]
+    each = range(min(turns, len(batch)))
+    assert [batch[turn::turns].tolist() for turn in each] == [d["x"].tolist() for d in interleaved]
     assert [names[turn::turns] for turn in each] == [d["name"] for d in interleaved]
 
 

@@ -11,7 +11,7 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import GradientError, LoopError
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.optim import VRSGD
-from bigbatch.training.step import share_of
+from bigbatch.training.step import weighted_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 
@@ -27,8 +27,8 @@ class Scripted:
         self.sizes = sizes
 
     def decide(self, noise, now):
-        wanted = self.sizes[now.steps] if now.steps < len(self.sizes) else now.target_batch_size
-        return bb.Decision(wanted, "scripted")
+        batch_size = self.sizes[now.steps] if now.steps < len(self.sizes) else now.target_batch_size
+        return bb.Decision(batch_size, "scripted")
 
 
 def network():
@@ -40,7 +40,7 @@ def loss_of(model, rows):
     return model(rows).square().mean()
 
 
-def driven(policy, optimizer=torch.optim.SGD, samples=None, scaler=None, **settings):
+def external_loop(policy, optimizer=torch.optim.SGD, samples=None, scaler=None, **settings):
     model = network()
     settings = {"min_micro_batches": 2, "lr_scaling": None, "batch_size": 8, **settings}
     train = bb.AdaptiveBatch(
@@ -60,10 +60,10 @@ def run(loop, data=DATA, clip=None, knows_length=True):
     train, batches, done = loop.train, data.split(MICRO), [0]
     for number, rows in enumerate(batches, 1):
         left = len(batches) - number
-        loop.announce(len(rows), ends=not left, left=left if knows_length else None)
+        loop.announce(len(rows), ends_epoch=not left, remaining=left if knows_length else None)
         loss = loss_of(train.model, rows)
         with loop.step.weighted_backward(loss) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
         done[-1] += 1
         if loop.step.complete:
             with loop.step.optimizer_step() as finite:
@@ -76,7 +76,7 @@ def run(loop, data=DATA, clip=None, knows_length=True):
 
 def test_a_driven_loop_goes_the_way_of_our_own():
     policy = Scripted(8, 8, 16, 12, 24, 20)  # whole steps of 88 samples
-    loop = driven(policy)
+    loop = external_loop(policy)
 
     done = run(loop, DATA[:88])
 
@@ -104,7 +104,7 @@ def test_a_driven_loop_goes_the_way_of_our_own():
 
 
 def test_an_epoch_may_end_in_a_step_of_one_micro_batch():
-    loop = driven(bb.Fixed(8))
+    loop = external_loop(bb.Fixed(8))
 
     assert [2, 2, 1] == run(loop, DATA[:19])
     assert [2, 2, 1] == run(loop, DATA[:19])
@@ -114,11 +114,11 @@ def test_an_epoch_may_end_in_a_step_of_one_micro_batch():
 
 
 def test_a_pass_is_counted_as_soon_as_it_has_ended():
-    loop = driven(bb.Fixed(8))
+    loop = external_loop(bb.Fixed(8))
     run(loop, DATA[:16])
 
     state = loop.train.state_dict()
-    again = driven(bb.Fixed(8))
+    again = external_loop(bb.Fixed(8))
     again.train.load_state_dict(state)
     run(again, DATA[:16])
 
@@ -129,7 +129,7 @@ def test_a_pass_is_counted_as_soon_as_it_has_ended():
 @pytest.mark.parametrize("batches", range(2, 14))
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_a_variance_reduced_optimizer_is_left_two_micro_batches_or_none(k, batches):
-    loop = driven(bb.Fixed(k * MICRO), VRSGD, batch_size=k * MICRO, samples=None)
+    loop = external_loop(bb.Fixed(k * MICRO), VRSGD, batch_size=k * MICRO, samples=None)
 
     done = run(loop, DATA[: batches * MICRO])
 
@@ -140,13 +140,13 @@ def test_a_variance_reduced_optimizer_is_left_two_micro_batches_or_none(k, batch
 
 
 def test_without_a_known_length_what_is_left_over_is_refused():
-    loop = driven(bb.Fixed(8), VRSGD)
+    loop = external_loop(bb.Fixed(8), VRSGD)
     with pytest.raises(GradientError, match=r"saw 1 backward.* at least 2"):
         run(loop, DATA[:12], knows_length=False)
 
 
 def test_a_step_that_was_lengthened_does_not_decide():
-    loop = driven(Scripted(8, 12, 12), VRSGD)
+    loop = external_loop(Scripted(8, 12, 12), VRSGD)
 
     assert [3] == run(loop, DATA[:12])
 
@@ -154,38 +154,38 @@ def test_a_step_that_was_lengthened_does_not_decide():
 
 
 def test_a_step_says_which_micro_batch_is_its_last():
-    loop, said = driven(bb.Fixed(12), batch_size=12), []
+    loop, flags = external_loop(bb.Fixed(12), batch_size=12), []
     for rows in DATA[:24].split(MICRO):
         loop.announce(len(rows))
-        said.append((loop.step.last, loop.step.waiting))
+        flags.append((loop.step.last, loop.step.waiting))
         with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
-            share_of(loss, factor).backward()
-        said[-1] += (loop.step.waiting,)
+            weighted_loss(loss, factor).backward()
+        flags[-1] += (loop.step.waiting,)
         if loop.step.complete:
             with loop.step.optimizer_step():
                 loop.train.optimizer.step()
 
-    assert [(last, True, False) for last in (False, False, True) * 2] == said
+    assert [(last, True, False) for last in (False, False, True) * 2] == flags
 
 
 def test_a_micro_batch_before_the_optimizers_step_is_refused():
-    loop = driven(bb.Fixed(8))
+    loop = external_loop(bb.Fixed(8))
     for rows in DATA[:8].split(MICRO):
         loop.announce(len(rows))
         with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
 
     with pytest.raises(LoopError, match="came before the optimizer had stepped"):
         loop.announce(MICRO)
 
 
 def test_a_state_from_within_a_step_is_that_of_its_start():
-    loop = driven(bb.Fixed(8))
+    loop = external_loop(bb.Fixed(8))
     first, second, third = DATA[:12].split(MICRO)
     for rows in (first, second):
         loop.announce(len(rows))
         with loop.step.weighted_backward(loss := loss_of(loop.train.model, rows)) as factor:
-            share_of(loss, factor).backward()
+            weighted_loss(loss, factor).backward()
     with loop.step.optimizer_step():
         loop.train.optimizer.step()
     before = loop.train.state_dict()
@@ -194,14 +194,14 @@ def test_a_state_from_within_a_step_is_that_of_its_start():
     within = loop.train.state_dict()
 
     assert before["shared"] == within["shared"]
-    again = driven(bb.Fixed(8))
+    again = external_loop(bb.Fixed(8))
     again.train.load_state_dict(within)
     run(again, DATA[8:16])
     assert (2, 16) == (again.train.steps, again.train.samples)
 
 
 def test_a_micro_batch_that_finds_no_memory_is_to_be_made_smaller_in_the_loader():
-    loop = driven(bb.Fixed(8))
+    loop = external_loop(bb.Fixed(8))
     loop.announce(MICRO)
     loss = loss_of(loop.train.model, DATA[:MICRO])
 
@@ -215,12 +215,12 @@ def test_a_micro_batch_that_finds_no_memory_is_to_be_made_smaller_in_the_loader(
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_gradients_that_were_unscaled_already_are_clipped_as_they_are(unscaled):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    loop = driven(bb.Fixed(8), scaler=scaler)
+    loop = external_loop(bb.Fixed(8), scaler=scaler)
     model, optimizer = loop.train.model, loop.train.optimizer
     for rows in DATA[:8].split(MICRO):
         loop.announce(len(rows))
         with loop.step.weighted_backward(loss := loss_of(model, rows)) as factor:
-            scaler.scale(share_of(loss, factor)).backward()
+            scaler.scale(weighted_loss(loss, factor)).backward()
     if unscaled:
         scaler.unscale_(optimizer)
 

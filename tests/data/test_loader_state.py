@@ -65,10 +65,10 @@ class Sharded(IterableDataset):
 
 def rest(batches, first=0):
     for index in range(first, 10**6):
-        cut = batches.step(PLANS[index % len(PLANS)], least=4)
-        if cut is None:
+        micro_batches = batches.step(PLANS[index % len(PLANS)], min_batch=4)
+        if micro_batches is None:
             return
-        yield [batch.tolist() for batch, _ in cut]
+        yield [batch.tolist() for batch, *_ in micro_batches]
 
 
 def through_a_file(state):
@@ -84,7 +84,7 @@ def interrupted(make, stop, epoch=0):
     torch.manual_seed(SEED)
     batches = Batches(make())
     batches.start(epoch)
-    whole = list(rest(batches))
+    uninterrupted = list(rest(batches))
 
     torch.manual_seed(SEED)
     batches = Batches(make())
@@ -97,7 +97,7 @@ def interrupted(make, stop, epoch=0):
     batches = Batches(loader)
     batches.load_state_dict(state["batches"], epoch)
     restore_random_state(state["random"])
-    return whole, before + list(rest(batches, stop)), loader.dataset
+    return uninterrupted, before + list(rest(batches, stop)), loader.dataset
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")
@@ -110,11 +110,11 @@ def test_a_loader_with_a_state_of_its_own_continues_from_it(data, workers, stop)
         torchdata = pytest.importorskip("torchdata.stateful_dataloader")
         return torchdata.StatefulDataLoader(data(), batch_size=6, num_workers=workers, **shuffle)
 
-    whole, resumed, again = interrupted(make, stop)
-    assert whole == resumed
+    uninterrupted, resumed, again = interrupted(make, stop)
+    assert uninterrupted == resumed
     assert list(range(SAMPLES)) == sorted(n for step in resumed for chunk in step for n in chunk)
     if data is Recorded and not workers:
-        given_out = sum(len(chunk) for step in whole[:stop] for chunk in step)
+        given_out = sum(len(chunk) for step in uninterrupted[:stop] for chunk in step)
         assert SAMPLES - given_out // 6 * 6 == len(again.read)  # what was given out is not read
 
 
@@ -127,10 +127,10 @@ def test_a_ledger_continues_without_reading_what_was_given_out(workers, stop):
             data, 6, sampler=ElasticDistributedSampler(data, seed=SEED), num_workers=workers
         )
 
-    whole, resumed, again = interrupted(make, stop, epoch=2)
-    assert whole == resumed
+    uninterrupted, resumed, again = interrupted(make, stop, epoch=2)
+    assert uninterrupted == resumed
     if not workers:
-        given_out = sum(len(chunk) for step in whole[:stop] for chunk in step)
+        given_out = sum(len(chunk) for step in uninterrupted[:stop] for chunk in step)
         assert SAMPLES - given_out // 6 * 6 == len(again.read)
 
 
@@ -156,8 +156,8 @@ def grouped(data):
 )
 @pytest.mark.parametrize("stop", [0, 1, 2])
 def test_any_sampler_continues_where_it_was(make, stop):
-    whole, resumed, _ = interrupted(lambda: make(Recorded()), stop)
-    assert whole == resumed
+    uninterrupted, resumed, _ = interrupted(lambda: make(Recorded()), stop)
+    assert uninterrupted == resumed
 
 
 # zero lag, no copies, little in waiting
@@ -168,16 +168,16 @@ def test_a_change_takes_effect_with_the_next_step_though_workers_have_prefetched
     batches = Batches(loader)
     batches.start(0)
     plans = [BatchPlan(1, 2, 2), BatchPlan(1, 8, 3), BatchPlan(1, 1, 3), BatchPlan(1, 11, 3)]
-    sizes = [[samples for _, samples in batches.step(plan, least=1)] for plan in plans]
+    sizes = [[samples for _, samples, _ in batches.step(plan, min_batch=1)] for plan in plans]
     assert [[2, 2], [8, 8, 8], [1, 1, 1], [11, 11, 11]] == sizes
 
 
 def test_a_micro_batch_inside_one_loader_batch_is_a_view_and_only_others_are_copied():
-    whole = [torch.arange(16), torch.arange(16, 32)]
-    batches = Batches(whole)
+    uninterrupted = [torch.arange(16), torch.arange(16, 32)]
+    batches = Batches(uninterrupted)
     batches.start(0)
-    chunks = [batch for batch, _ in batches.step(BatchPlan(1, 6, 5), least=1)]
-    storages = [batch.untyped_storage().data_ptr() for batch in whole]
+    chunks = [batch for batch, *_ in batches.step(BatchPlan(1, 6, 5), min_batch=1)]
+    storages = [batch.untyped_storage().data_ptr() for batch in uninterrupted]
     of = [chunk.untyped_storage().data_ptr() for chunk in chunks]
     assert [storages[0]] * 2 == of[:2]
     assert of[2] not in storages  # 12 to 17: four of the first batch, two of the second
@@ -189,7 +189,7 @@ def test_virtual_ranks_are_served_in_turn_in_memory_of_their_own(size):
     tokens = torch.arange(24)[:, None] + torch.tensor([0, 100])
     batches = Batches([*tokens.split(size)], virtual_ranks=3)
     batches.start(0)
-    chunks = [batch for batch, _ in batches.step(BatchPlan(3, 4, 2), least=1)]
+    chunks = [batch for batch, *_ in batches.step(BatchPlan(3, 4, 2), min_batch=1)]
     assert [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]] == [p[:, 0].tolist() for p in chunks[:3]]
     assert [[12, 15, 18, 21], [13, 16, 19, 22], [14, 17, 20, 23]] == [
         p[:, 0].tolist() for p in chunks[3:]
@@ -203,8 +203,8 @@ def test_a_loader_of_known_length_is_read_no_further_than_a_micro_batch_and_a_ba
     batches = Batches(DataLoader(data, 10), virtual_ranks=virtual)
     batches.start(0)
     given, most = 0, 0
-    while cut := batches.step(BatchPlan(virtual, 5, 4), least=100, most=300):
-        for _, samples in cut:
+    while micro_batches := batches.step(BatchPlan(virtual, 5, 4), min_batch=100, max_batch=300):
+        for _, samples, _ in micro_batches:
             given += samples
             most = max(most, len(data.read) - given)
     assert 400 == given
@@ -229,15 +229,15 @@ def test_nested_ragged_batches_of_a_users_collate_function_come_whole():
     loader = DataLoader(range(50), 7, collate_fn=pad)
     batches = Batches(loader)
     batches.start(0)
-    seen = []
-    while cut := batches.step(BatchPlan(1, 5, 3), least=5):
-        for sentence, samples in cut:
+    all_numbers = []
+    while micro_batches := batches.step(BatchPlan(1, 5, 3), min_batch=5):
+        for sentence, samples, _ in micro_batches:
             numbers = sentence.tokens[:, 0].tolist()
             assert samples == len(numbers) == len(sentence.tags)
             assert numbers == sentence.extra["pair"][0].tolist()
             assert [str(n) for n in numbers] == sentence.tags
-            seen += numbers
-    assert list(range(50)) == seen
+            all_numbers += numbers
+    assert list(range(50)) == all_numbers
 
 
 def test_a_sampler_that_gives_more_or_fewer_than_it_says_loses_nothing():
@@ -256,8 +256,8 @@ def test_a_sampler_that_gives_more_or_fewer_than_it_says_loses_nothing():
             warnings.simplefilter("ignore")  # torch's own, of the length
             batches = Batches(DataLoader(range(100), 4, sampler=Says(said, gives)))
             batches.start(0)
-            seen = [n for step in rest(batches) for chunk in step for n in chunk]
-        assert list(range(gives)) == seen
+            samples = [n for step in rest(batches) for chunk in step for n in chunk]
+        assert list(range(gives)) == samples
 
 
 def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_position():
@@ -265,11 +265,11 @@ def test_a_break_and_a_new_pass_over_the_loader_elsewhere_do_not_disturb_the_pos
     loader = DataLoader(data, 5, sampler=ElasticDistributedSampler(data, seed=SEED))
     batches = Batches(loader)
     batches.start(0)
-    first = [batch.tolist() for batch, _ in batches.step(BatchPlan(1, 4, 2), least=4)]
+    first = [batch.tolist() for batch, *_ in batches.step(BatchPlan(1, 4, 2), min_batch=4)]
     elsewhere = [n for batch in loader for n in batch.tolist()]
     others = [chunk for step in rest(batches) for chunk in step]
-    seen = [n for chunk in first + others for n in chunk]
-    assert list(range(30)) == sorted(seen) == sorted(elsewhere)
+    samples = [n for chunk in first + others for n in chunk]
+    assert list(range(30)) == sorted(samples) == sorted(elsewhere)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU, none here")
@@ -277,7 +277,7 @@ def test_pinned_batches_stay_pinned_whether_cut_or_glued():
     loader = DataLoader(torch.arange(40.0), 8, pin_memory=True)
     batches = Batches(loader)
     batches.start(0)
-    chunks = [batch for batch, _ in batches.step(BatchPlan(1, 6, 6), least=1)]
+    chunks = [batch for batch, *_ in batches.step(BatchPlan(1, 6, 6), min_batch=1)]
     assert all(chunk.is_pinned() for chunk in chunks)
     assert list(range(36)) == torch.cat(chunks).tolist()
 
@@ -304,8 +304,8 @@ def test_dropping_the_remainder_of_a_stream_teaches_its_whole_length():
     batches = Batches(DataLoader(Sharded(100), 8), remainder="drop")
     for _ in range(2):
         batches.start(0)
-        while cut := batches.step(BatchPlan(1, 30, 2), least=1):
-            list(cut)
+        while micro_batches := batches.step(BatchPlan(1, 30, 2), min_batch=1):
+            list(micro_batches)
         assert 100 == batches.samples
 
 
@@ -316,7 +316,7 @@ def kept_workers(**more):
     return DataLoader(range(48), 4, num_workers=1, persistent_workers=True, shuffle=True, **more)
 
 
-def seen_in(steps):
+def samples_in(steps):
     return [n for step in steps for chunk in step for n in chunk]
 
 
@@ -332,17 +332,17 @@ def test_persistent_workers_continue_with_exactly_the_rest(same, looked, epoch):
     batches = Batches(loader)
     for number in range(epoch):
         batches.start(number)
-        seen_in(rest(batches))
+        samples_in(rest(batches))
     batches.start(epoch)
-    before = seen_in(islice(rest(batches), 2))
+    before = samples_in(islice(rest(batches), 2))
     state, random = batches.state_dict(), random_state()
-    whole = before + seen_in(rest(batches))
+    uninterrupted = before + samples_in(rest(batches))
     torch.manual_seed(SEED + 1)
     resumed = Batches(loader if same else kept_workers())
     resumed.load_state_dict(state, epoch)
     restore_random_state(random)
-    assert whole == before + seen_in(rest(resumed))
-    assert [*range(48)] == sorted(whole)
+    assert uninterrupted == before + samples_in(rest(resumed))
+    assert [*range(48)] == sorted(uninterrupted)
 
 
 def test_persistent_workers_that_somebody_else_takes_are_missed():
@@ -352,8 +352,8 @@ def test_persistent_workers_that_somebody_else_takes_are_missed():
     steps = rest(batches)
     next(steps)
     next(iter(loader))
-    with pytest.raises(BatchError, match=r"somebody else.*persistent_workers=False"):
-        seen_in(steps)
+    with pytest.raises(BatchError, match=r"iterated elsewhere.*persistent_workers=False"):
+        samples_in(steps)
 
 
 # batches of unusual samplers
@@ -379,13 +379,13 @@ def test_a_sampler_of_whole_batches_gets_the_epoch_and_continues_by_its_ledger()
     orders = []
     for epoch in range(2):
         batches.start(epoch)
-        orders.append(seen_in(rest(batches)))
+        orders.append(samples_in(rest(batches)))
     assert orders[0] != orders[1]
     batches.start(1)
-    before = seen_in(islice(rest(batches), 1))
+    before = samples_in(islice(rest(batches), 1))
     resumed = Batches(make())
     resumed.load_state_dict(batches.state_dict(), 1)
-    assert orders[1] == before + seen_in(rest(resumed))
+    assert orders[1] == before + samples_in(rest(resumed))
 
 
 class Shards:
@@ -408,13 +408,13 @@ def test_a_ledger_over_whole_batches_continues_with_exactly_the_rest(stop):
 
     batches = Batches(make())
     batches.start(0)
-    whole = seen_in(rest(batches))
+    uninterrupted = samples_in(rest(batches))
     batches.start(0)
-    before = seen_in(islice(rest(batches), stop))
+    before = samples_in(islice(rest(batches), stop))
     resumed = Batches(make())
     resumed.load_state_dict(batches.state_dict(), 0)
-    assert whole == before + seen_in(rest(resumed))
-    assert [*range(32)] == sorted(whole)
+    assert uninterrupted == before + samples_in(rest(resumed))
+    assert [*range(32)] == sorted(uninterrupted)
 
 
 class Growing(Sampler):
@@ -438,10 +438,10 @@ def test_a_sampler_that_grows_by_the_epoch_continues():
 
     batches = make()
     batches.start(2)
-    before = seen_in(islice(rest(batches), 2))
+    before = samples_in(islice(rest(batches), 2))
     resumed = make()
     resumed.load_state_dict(batches.state_dict(), 2)
-    assert [*range(48)] == before + seen_in(rest(resumed))
+    assert [*range(48)] == before + samples_in(rest(resumed))
 
 
 @pytest.mark.parametrize("bad", [{9, 17, 18, 25, 33, 41, 49}, {63}, {8, 9, 10, 11, 12, 13, 14, 15}])
@@ -455,11 +455,11 @@ def test_samples_that_a_collate_function_leaves_out_leave_no_step_below_its_micr
     batches = Batches(DataLoader(range(64), 8, collate_fn=collate), remainder=remainder)
     batches.start(0)
     steps = []
-    while cut := batches.step(BatchPlan(1, 2, 4), least=8, most=8):
-        steps.append([batch.tolist() for batch, _ in cut])
+    while micro_batches := batches.step(BatchPlan(1, 2, 4), min_batch=8, max_batch=8):
+        steps.append([batch.tolist() for batch, *_ in micro_batches])
     assert all(len(step) == 4 for step in steps)
     good = [n for n in range(64) if n not in bad]
-    assert good[: len(good) - len(good) % 8 if remainder == "drop" else None] == seen_in(steps)
+    assert good[: len(good) - len(good) % 8 if remainder == "drop" else None] == samples_in(steps)
 
 
 @pytest.mark.parametrize("stop", [0, 2, 5])
@@ -475,13 +475,13 @@ def test_a_pass_that_leaves_samples_out_continues_with_exactly_the_rest(kind, st
 
     batches = make(8)
     batches.start(0)
-    before = seen_in(islice(rest(batches), stop))
+    before = samples_in(islice(rest(batches), stop))
     state = batches.state_dict()
-    whole = before + seen_in(rest(batches))
-    assert 57 == len(set(whole)) == len(whole)
+    uninterrupted = before + samples_in(rest(batches))
+    assert 57 == len(set(uninterrupted)) == len(uninterrupted)
     resumed = make(4 if kind == "another batch size" else 8)
     resumed.load_state_dict(state, 0)
-    assert whole == before + seen_in(rest(resumed))
+    assert uninterrupted == before + samples_in(rest(resumed))
 
 
 def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
@@ -497,7 +497,7 @@ def test_a_pass_that_leaves_samples_out_is_not_gone_on_with_on_other_ranks():
         )
     )
     batches.start(0)
-    seen_in(islice(rest(batches), 3))
+    samples_in(islice(rest(batches), 3))
     with pytest.raises(StateError, match=r"fewer samples than it says.*number of ranks"):
         batches.load_state_dict(batches.state_dict(), 0, same_rank=False)
 
@@ -512,10 +512,10 @@ def test_a_pass_that_leaves_samples_out_after_a_jump_cannot_be_replayed_and_says
 
     first, second = make(8), make(4)
     first.start(0)
-    seen_in(islice(rest(first), 2))
+    samples_in(islice(rest(first), 2))
     second.load_state_dict(first.state_dict(), 0)
     make(4).load_state_dict(second.state_dict(), 0)  # nothing is left out yet
-    seen_in(islice(rest(second), 4))
+    samples_in(islice(rest(second), 4))
     with pytest.raises(StateError, match=r"change of the batch size"):
         make(4).load_state_dict(second.state_dict(), 0)
 
@@ -528,7 +528,7 @@ def test_a_first_batch_that_is_short_goes_where_its_samples_are_counted_by_the_u
     refused = Batches(loader)
     refused.start(0)
     with pytest.raises(BatchError, match=r"7 samples.*left out.*count="):
-        seen_in(rest(refused))
+        samples_in(rest(refused))
     counted = Batches(loader, split=lambda batch, lo, hi: batch[lo:hi], count=len)
     counted.start(0)
-    assert 15 == len(seen_in(rest(counted)))
+    assert 15 == len(samples_in(rest(counted)))

@@ -23,11 +23,11 @@ DRAWS = {
 }
 
 
-def drawn():
+def draw_all():
     return [draw() for draw in DRAWS.values() for _ in range(3)]
 
 
-def alike(one, two):
+def are_equal(one, two):
     python = (
         torch.equal(one["python"][1], two["python"][1]) and one["python"][2] == two["python"][2]
     )
@@ -46,12 +46,12 @@ def test_every_state_that_was_read_brings_the_same_numbers_again(kinds, seed):
         DRAWS[kind]()
     for state in states:
         restore_random_state(state)
-        expected.append(drawn())
+        expected.append(draw_all())
     for state, numbers in zip(states, expected, strict=True):
         restore_random_state(state)
-        assert numbers == drawn()
+        assert numbers == draw_all()
     for kind, one, two in zip(kinds, states, states[1:], strict=False):
-        assert alike(one, two) == (kind == "none")
+        assert are_equal(one, two) == (kind == "none")
 
 
 def test_a_state_read_after_a_kept_normal_number_was_drawn_is_another_one():

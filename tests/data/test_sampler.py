@@ -28,7 +28,7 @@ class Threads:
         self.said = [None] * ranks
 
     def rank(self, rank):
-        return OfThread(self, rank)
+        return ThreadCollectives(self, rank)
 
     def run(self, function):
         """`function(agreement)` on every rank."""
@@ -52,18 +52,18 @@ class Threads:
         return answers
 
 
-class OfThread(HostCollectives):
+class ThreadCollectives(HostCollectives):
     def __init__(self, together, rank):
         super().__init__()
         self.rank, self.ranks = rank, len(together.said)
         self._together = together
 
-    def gather(self, *values, what=""):
+    def all_gather(self, *values, subject=""):
         self._together.said[self.rank] = list(values)
         self._together.barrier.wait()
-        heard = [list(row) for row in self._together.said]
+        rows = [list(row) for row in self._together.said]
         self._together.barrier.wait()
-        return heard
+        return rows
 
 
 def through_a_file(state):
@@ -79,35 +79,52 @@ def loader(samples, rank, ranks, size, **more):
 
 
 def order(samples, epoch=0):
-    ledger = ElasticDistributedSampler(range(samples), seed=SEED)
-    ledger.set_epoch(epoch)
-    return list(ledger)
+    sampler = ElasticDistributedSampler(range(samples), seed=SEED)
+    sampler.set_epoch(epoch)
+    return list(sampler)
 
 
-def taken(cut):
-    return [batch.tolist() for batch, _ in cut]
+def batches_in(micro_batches):
+    return [batch.tolist() for batch, *_ in micro_batches]
 
 
-def leg(samples, ranks, virtual, size, remainder, plans, first, stop, state, least, most, epoch=0):
+def leg(
+    samples,
+    ranks,
+    virtual,
+    size,
+    remainder,
+    plans,
+    first,
+    stop,
+    state,
+    min_batch,
+    max_batch,
+    epoch=0,
+):
     """Some steps of one pass on so many ranks: (steps of micro-batches by rank, state of each)."""
 
-    def of_rank(agreement):
+    def of_rank(collectives):
         batches = Batches(
-            loader(samples, agreement.rank, ranks, size), remainder=remainder, virtual_ranks=virtual
+            loader(samples, collectives.rank, ranks, size),
+            remainder=remainder,
+            virtual_ranks=virtual,
         )
-        batches.share(agreement, lockstep=True)
+        batches.share(collectives, lockstep=True)
         if state is None:
             batches.start(epoch)
         else:
-            batches.load_state_dict(state[0], epoch, same_rank=state[1] == (agreement.rank, ranks))
+            batches.load_state_dict(
+                state[0], epoch, same_rank=state[1] == (collectives.rank, ranks)
+            )
         steps = []
         while len(steps) < stop:
             plan = plans[(first + len(steps)) % len(plans)]
-            cut = batches.step(plan, least, most)
-            if cut is None:
+            micro_batches = batches.step(plan, min_batch, max_batch)
+            if micro_batches is None:
                 break
-            steps.append(taken(cut))
-            assert cut.samples < (most or 10**9) + virtual
+            steps.append(batches_in(micro_batches))
+            assert micro_batches.samples < (max_batch or 10**9) + virtual
         return steps, through_a_file(batches.state_dict())
 
     return Threads(ranks).run(of_rank)
@@ -128,20 +145,30 @@ def runs(draw):
     ]
     legs.append((draw(st.sampled_from(counts)), draw(st.integers(1, 9)), 10**6))
     remainder = draw(st.sampled_from(["share", "step"]))
-    least = draw(st.integers(1, 12))
+    min_batch = draw(st.integers(1, 12))
     largest = max(plan.batch_size for plan in plans)
-    most = draw(st.one_of(st.none(), st.integers(largest, largest + 20)))
-    return samples, virtual, plans, legs, remainder, least, most
+    max_batch = draw(st.one_of(st.none(), st.integers(largest, largest + 20)))
+    return samples, virtual, plans, legs, remainder, min_batch, max_batch
 
 
 @often
 @given(runs())
 def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_restarts(drawn):
-    samples, virtual, plans, legs, remainder, least, most = drawn
+    samples, virtual, plans, legs, remainder, min_batch, max_batch = drawn
     steps, state = [], None
     for ranks, size, stop in legs:
         answers = leg(
-            samples, ranks, virtual, size, remainder, plans, len(steps), stop, state, least, most
+            samples,
+            ranks,
+            virtual,
+            size,
+            remainder,
+            plans,
+            len(steps),
+            stop,
+            state,
+            min_batch,
+            max_batch,
         )
         by_rank = [answer[0] for answer in answers]
         assert len({tuple(len(step) for step in rank) for rank in by_rank}) == 1  # no rank waits
@@ -161,10 +188,12 @@ def test_every_sample_comes_once_in_the_ledgers_order_over_ranks_plans_and_resta
 @often
 @given(runs())
 def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
-    samples, virtual, plans, legs, remainder, least, most = drawn
+    samples, virtual, plans, legs, remainder, min_batch, max_batch = drawn
     found = []
     for ranks in {1, virtual, *(count for count, _, _ in legs)}:
-        answers = leg(samples, ranks, virtual, 5, remainder, plans, 0, 10**6, None, least, most)
+        answers = leg(
+            samples, ranks, virtual, 5, remainder, plans, 0, 10**6, None, min_batch, max_batch
+        )
         steps = zip(*(answer[0] for answer in answers), strict=True)
         found.append([sorted(chain.from_iterable(step)) for step in steps])
     assert all(found[0] == other for other in found)
@@ -173,9 +202,9 @@ def test_the_groups_of_a_step_are_the_same_on_any_number_of_ranks(drawn):
 @often
 @given(runs())
 def test_dropping_the_remainder_leaves_whole_steps_on_every_rank(drawn):
-    samples, virtual, plans, legs, _, least, _ = drawn
+    samples, virtual, plans, legs, _, min_batch, _ = drawn
     ranks, size, _ = legs[-1]
-    answers = leg(samples, ranks, virtual, size, "drop", plans, 0, 10**6, None, least, None)
+    answers = leg(samples, ranks, virtual, size, "drop", plans, 0, 10**6, None, min_batch, None)
     steps = [list(chain.from_iterable(step)) for step in zip(*(a[0] for a in answers), strict=True)]
     sizes = [sum(map(len, step)) for step in steps]
     expected = [plans[index % len(plans)].batch_size for index in range(len(steps) + 1)]
@@ -188,28 +217,28 @@ def test_dropping_the_remainder_leaves_whole_steps_on_every_rank(drawn):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", [0, 1, 5, 10, 11])
 def test_the_ranks_of_a_ledger_have_every_position_once_from_any_start(ranks, start):
-    ledgers = [
+    samplers = [
         ElasticDistributedSampler(range(11), seed=1, num_replicas=ranks, rank=r)
         for r in range(ranks)
     ]
-    whole = list(ElasticDistributedSampler(range(11), seed=1))
-    assert whole != sorted(whole)
-    for ledger in ledgers:
-        ledger.start_at(start)
-    read = [list(ledger) for ledger in ledgers]
-    for position, number in enumerate(whole[start:], start):
+    order = list(ElasticDistributedSampler(range(11), seed=1))
+    assert order != sorted(order)
+    for sampler in samplers:
+        sampler.start_at(start)
+    read = [list(sampler) for sampler in samplers]
+    for position, number in enumerate(order[start:], start):
         assert number in read[position % ranks]
-    assert sorted(whole[start:]) == sorted(chain.from_iterable(read))
-    assert [samples_of_rank(11, rank, ranks) for rank in range(ranks)] == [len(x) for x in ledgers]
+    assert sorted(order[start:]) == sorted(chain.from_iterable(read))
+    assert [samples_of_rank(11, rank, ranks) for rank in range(ranks)] == [len(x) for x in samplers]
 
 
 def test_orders_differ_by_seed_and_by_epoch():
     orders = []
     for seed in range(3):
         for epoch in range(3):
-            ledger = ElasticDistributedSampler(range(50), seed=seed)
-            ledger.set_epoch(epoch)
-            orders.append(tuple(ledger))
+            sampler = ElasticDistributedSampler(range(50), seed=seed)
+            sampler.set_epoch(epoch)
+            orders.append(tuple(sampler))
     assert 9 == len(set(orders))
     assert list(range(5)) == list(ElasticDistributedSampler(range(5), shuffle=False))
 
@@ -224,10 +253,10 @@ def test_a_ledger_that_cannot_be_divided_is_refused():
 
 
 def test_virtual_ranks_are_a_multiple_of_the_ranks():
-    def of_rank(agreement):
-        batches = Batches(loader(20, agreement.rank, 2, 4), virtual_ranks=3)
+    def of_rank(collectives):
+        batches = Batches(loader(20, collectives.rank, 2, 4), virtual_ranks=3)
         with pytest.raises(SettingError, match=r"virtual_ranks=3 is no multiple of the 2 ranks"):
-            batches.share(agreement, lockstep=False)
+            batches.share(collectives, lockstep=False)
 
     Threads(2).run(of_rank)
     with pytest.raises(SettingError, match="virtual_ranks=0"):
@@ -243,14 +272,14 @@ def test_batches_that_split_cuts_are_not_interleaved_to_virtual_ranks():
 
 
 def test_a_padding_sampler_is_said_once_with_its_number():
-    def of_rank(agreement):
-        sampler = DistributedSampler(range(10), num_replicas=4, rank=agreement.rank, seed=SEED)
+    def of_rank(collectives):
+        sampler = DistributedSampler(range(10), num_replicas=4, rank=collectives.rank, seed=SEED)
         batches = Batches(DataLoader(range(10), 4, sampler=sampler))
-        if agreement.rank:
-            batches.share(agreement, lockstep=False)
+        if collectives.rank:
+            batches.share(collectives, lockstep=False)
             return
         with pytest.warns(UserWarning, match="repeats 2 samples in every epoch"):
-            batches.share(agreement, lockstep=False)
+            batches.share(collectives, lockstep=False)
         assert 12 == batches.samples
 
     Threads(4).run(of_rank)
@@ -268,15 +297,15 @@ def test_a_users_own_set_epoch_after_a_resume_changes_nothing():
         if epoch is not None:
             sampler.set_epoch(epoch)
         steps = []
-        while cut := batches.step(BatchPlan(1, 4, 2), least=4):
-            steps.append(taken(cut))
+        while micro_batches := batches.step(BatchPlan(1, 4, 2), min_batch=4):
+            steps.append(batches_in(micro_batches))
         return steps
 
     expected = None
     for epoch in (None, 3):
         first = Batches(loader(48, 0, 1, 8))
         first.start(3)
-        before = [taken(first.step(BatchPlan(1, 4, 2), least=4)) for _ in range(2)]
+        before = [batches_in(first.step(BatchPlan(1, 4, 2), min_batch=4)) for _ in range(2)]
         again = loader(48, 0, 1, 8)
         batches = Batches(again)
         batches.load_state_dict(through_a_file(first.state_dict()), 3)
@@ -288,23 +317,25 @@ def test_a_users_own_set_epoch_after_a_resume_changes_nothing():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_ledger_whose_last_batch_is_dropped_is_taken_up_on_other_ranks(ranks):
-    def batches_of(agreement):
-        batches = Batches(loader(320, agreement.rank, agreement.ranks, 16, drop_last=True))
-        batches.share(agreement, lockstep=True)
+    def batches_of(collectives):
+        batches = Batches(loader(320, collectives.rank, collectives.ranks, 16, drop_last=True))
+        batches.share(collectives, lockstep=True)
         return batches
 
-    def begun(agreement):
-        batches = batches_of(agreement)
+    def begun(collectives):
+        batches = batches_of(collectives)
         batches.start(0)
-        plan = BatchPlan(agreement.ranks, 20 // agreement.ranks, 2)
-        return [taken(batches.step(plan, least=4)) for _ in range(3)], batches.state_dict()
+        plan = BatchPlan(collectives.ranks, 20 // collectives.ranks, 2)
+        return [batches_in(batches.step(plan, min_batch=4)) for _ in range(3)], batches.state_dict()
 
-    def gone_on(agreement):
-        batches = batches_of(agreement)
+    def gone_on(collectives):
+        batches = batches_of(collectives)
         batches.load_state_dict(answers[0][1], 0, same_rank=False)
         steps = []
-        while cut := batches.step(BatchPlan(agreement.ranks, 20 // agreement.ranks, 2), least=4):
-            steps.append(taken(cut))
+        while micro_batches := batches.step(
+            BatchPlan(collectives.ranks, 20 // collectives.ranks, 2), min_batch=4
+        ):
+            steps.append(batches_in(micro_batches))
         return steps
 
     answers = Threads(ranks).run(begun)
@@ -319,11 +350,11 @@ def test_a_padded_pass_continues_on_a_number_of_ranks_that_needs_no_padding():
         sampler = DistributedSampler(range(101), ranks, rank, shuffle=False)
         return Batches(DataLoader(range(101), 5, sampler=sampler))
 
-    def of_rank(agreement):
-        batches = of(2, agreement.rank)
-        batches.share(agreement, lockstep=False)
+    def of_rank(collectives):
+        batches = of(2, collectives.rank)
+        batches.share(collectives, lockstep=False)
         batches.start(0)
-        for _ in batches.step(BatchPlan(2, 5, 2), least=4):
+        for _ in batches.step(BatchPlan(2, 5, 2), min_batch=4):
             pass
         return batches.state_dict()
 
@@ -332,6 +363,6 @@ def test_a_padded_pass_continues_on_a_number_of_ranks_that_needs_no_padding():
     alone = of(1, 0)
     alone.load_state_dict(state, 0, same_rank=False)
     seen = []
-    while cut := alone.step(BatchPlan(1, 5, 4), least=4):
-        seen += chain.from_iterable(batch.tolist() for batch, _ in cut)
+    while micro_batches := alone.step(BatchPlan(1, 5, 4), min_batch=4):
+        seen += chain.from_iterable(batch.tolist() for batch, *_ in micro_batches)
     assert [*range(20, 101)] == seen

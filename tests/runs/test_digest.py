@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import bigbatch as bb
-from bigbatch.digest import digests_of, load_state, require_digests, save_state
+from bigbatch.digest import file_digests, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.experiments.init_from_run import init_from
 from bigbatch.runs.run_directory import RunDirectory
@@ -129,7 +129,7 @@ def test_a_checkpoint_without_weights_is_nothing_to_begin_from(run):
 def test_a_folder_is_as_it_was_where_each_of_its_files_is(tmp_path):
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "rank0.pt").write_bytes(WHOLE)
-    saved_with_it = digests_of(tmp_path)
+    saved_with_it = file_digests(tmp_path)
     (tmp_path / "new").touch()
     require_digests(tmp_path, saved_with_it)
     flip_one_bit(tmp_path / "inside" / "rank0.pt")

@@ -55,9 +55,9 @@ def adaptive(
 ) -> bb.AdaptiveBatch:
     """A small classifier on n random samples, in batches of 16, every setting open."""
     model = classifier(dtype)
-    own = optimizer(model.parameters(), lr=0.1)
+    opt = optimizer(model.parameters(), lr=0.1)
     loader = DataLoader(data(n, dtype), 16) if loader is None else loader
-    return bb.AdaptiveBatch(model, own, loader, **{"policy": GROW, **more})
+    return bb.AdaptiveBatch(model, opt, loader, **{"policy": GROW, **more})
 
 
 def loss_of(train: bb.AdaptiveBatch, batch: Any) -> Tensor:
@@ -81,7 +81,7 @@ def first_step(train: bb.AdaptiveBatch) -> bb.Step:
     return next(iter(train))
 
 
-def done(train: bb.AdaptiveBatch) -> bb.Step:
+def complete_first_step(train: bb.AdaptiveBatch) -> bb.Step:
     """The first step with all its backwards, not yet updated."""
     step = first_step(train)
     for batch in step:
@@ -128,13 +128,15 @@ def handed_over(train: bb.AdaptiveBatch) -> list[list[Tensor]]:
 
 @property_test(60)
 @given(
-    own=st.lists(st.integers(1, 20), min_size=1, max_size=8).filter(lambda own: sum(own) >= 4),
+    loader_sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8).filter(
+        lambda loader_sizes: sum(loader_sizes) >= 4
+    ),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     micro=st.integers(1, 12),
 )
-def test_the_optimizer_is_handed_the_mean_gradient_of_the_batch(own, sizes, micro):
-    x, y = data(sum(own)).tensors
-    loader = list(zip(x.split(own), y.split(own), strict=True))
+def test_the_optimizer_is_handed_the_mean_gradient_of_the_batch(loader_sizes, sizes, micro):
+    x, y = data(sum(loader_sizes)).tensors
+    loader = list(zip(x.split(loader_sizes), y.split(loader_sizes), strict=True))
     train = adaptive(loader=loader, policy=Target(*sizes), batch_size=sizes[0], micro_batch=micro)
     seen = handed_over(train)
     for _ in range(2):
@@ -149,7 +151,7 @@ def test_the_optimizer_is_handed_the_mean_gradient_of_the_batch(own, sizes, micr
             torch.testing.assert_close(list(expected), seen[-1], rtol=1e-10, atol=1e-13)
             assert pytest.approx(loss.item(), rel=1e-12) == record.loss
             start = stop
-        assert sum(own) == start
+        assert sum(loader_sizes) == start
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [(None, 1.0), ("sqrt", 2.0), ("linear", 4.0)])
@@ -308,8 +310,8 @@ def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_
 
 def test_parameters_of_the_model_outside_the_optimizer_are_zeroed_and_not_measured():
     model = classifier()
-    own = SGD(model[2].parameters(), lr=0.1)
-    train = bb.AdaptiveBatch(model, own, DataLoader(data(96), 16), policy=bb.Fixed(16))
+    opt = SGD(model[2].parameters(), lr=0.1)
+    train = bb.AdaptiveBatch(model, opt, DataLoader(data(96), 16), policy=bb.Fixed(16))
     for step in train:
         replica, parts = copy.deepcopy(model), []
         replica[0].requires_grad_(False)
@@ -336,9 +338,9 @@ def test_a_layer_that_is_thawed_on_the_way_is_measured_from_then_on():
 def test_a_meter_of_ones_own_is_the_one_that_measures():
     model = classifier()
     with bb.GradientMeter(model) as meter:
-        own = SGD(model.parameters(), 0.1)
+        opt = SGD(model.parameters(), 0.1)
         loader = DataLoader(data(96), 16)
-        train = bb.AdaptiveBatch(model, own, loader, policy=GROW, meter=meter)
+        train = bb.AdaptiveBatch(model, opt, loader, policy=GROW, meter=meter)
         assert train.meter is meter
         assert not math.isnan(one_step(train, first_step(train)).similarity)
 
@@ -348,22 +350,22 @@ def test_a_meter_of_ones_own_is_the_one_that_measures():
 
 def test_a_record_says_where_the_training_stands():
     train = adaptive(80, policy=bb.Fixed(16))
-    found = [record for _ in range(2) for record in records(train)]
-    assert list(range(1, 11)) == [record.step for record in found]
-    assert [0] * 5 + [1] * 5 == [record.epoch for record in found]
-    assert list(range(16, 161, 16)) == [record.samples for record in found]
-    assert [16] * 10 == [record.batch_size for record in found]
-    assert [4] * 10 == [record.micro_batches for record in found]
-    assert not any(record.skipped for record in found)
+    step_records = [record for _ in range(2) for record in records(train)]
+    assert list(range(1, 11)) == [record.step for record in step_records]
+    assert [0] * 5 + [1] * 5 == [record.epoch for record in step_records]
+    assert list(range(16, 161, 16)) == [record.samples for record in step_records]
+    assert [16] * 10 == [record.batch_size for record in step_records]
+    assert [4] * 10 == [record.micro_batches for record in step_records]
+    assert not any(record.skipped for record in step_records)
     assert (10, 160, 2, 0) == (train.steps, train.samples, train.epoch, train.skipped)
 
 
 def test_a_record_holds_the_decision_on_the_next_step():
     train = adaptive(500, policy=Target(24, 40, 20, 64))
-    found = list(records(train))
-    assert [24, 40, 20, 64, 64] == [record.decision.batch_size for record in found[:5]]
-    assert [16, 24, 40, 20, 64] == [record.batch_size for record in found[:5]]
-    assert "the 1. size" == found[0].decision.reason
+    step_records = list(records(train))
+    assert [24, 40, 20, 64, 64] == [record.decision.batch_size for record in step_records[:5]]
+    assert [16, 24, 40, 20, 64] == [record.batch_size for record in step_records[:5]]
+    assert "the 1. size" == step_records[0].decision.reason
 
 
 def test_the_rate_used_follows_the_batch_that_was_realised_and_comes_back():
@@ -406,18 +408,18 @@ def rule(target: float, start: int, steps: int, **bounds: int) -> list[int]:
 @pytest.mark.parametrize("least", [2, 4, 8])
 def test_the_target_is_remembered_before_rounding_so_growth_does_not_stall(least):
     train = adaptive(1000, policy=GROW, batch_size=24, min_micro_batches=least)
-    found = [record for _, record in zip(range(12), records(train), strict=False)]
-    assert rule(0.999, 24, 12) == [record.decision.batch_size for record in found]
-    assert 24 < found[-1].batch_size
+    step_records = [record for _, record in zip(range(12), records(train), strict=False)]
+    assert rule(0.999, 24, 12) == [record.decision.batch_size for record in step_records]
+    assert 24 < step_records[-1].batch_size
 
 
 @pytest.mark.parametrize("least", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_batch_shrinks_although_the_accumulation_is_as_low_as_it_may_be(least):
     train = adaptive(2000, policy=SHRINK, batch_size=64, micro_batch=64, min_micro_batches=least)
-    found = list(records(train))
+    step_records = list(records(train))
     assert least == train.plan.accumulation
-    assert rule(-0.999, 64, 12) == [record.decision.batch_size for record in found[:12]]
-    assert least == found[-2].batch_size  # the smallest step that can be compared
+    assert rule(-0.999, 64, 12) == [record.decision.batch_size for record in step_records[:12]]
+    assert least == step_records[-2].batch_size  # the smallest step that can be compared
 
 
 @pytest.mark.filterwarnings("ignore:min_batch=:UserWarning")
@@ -455,9 +457,9 @@ def test_the_bounds_of_a_policy_of_ones_own_hold_whatever_it_decides():
 
 def test_no_step_is_larger_than_the_data_set():
     train = adaptive(40, policy=Target(10_000))
-    found = [record for _ in range(3) for record in records(train)]
-    assert 40 == max(record.batch_size for record in found)
-    assert 40 == found[0].decision.batch_size
+    step_records = [record for _ in range(3) for record in records(train)]
+    assert 40 == max(record.batch_size for record in step_records)
+    assert 40 == step_records[0].decision.batch_size
 
 
 def test_a_start_outside_the_bounds_is_moved_to_them():
@@ -466,9 +468,9 @@ def test_a_start_outside_the_bounds_is_moved_to_them():
 
 
 def test_a_lower_bound_below_the_smallest_step_is_raised_and_said_once():
-    with pytest.warns(UserWarning, match="min_batch=2 is raised to 4") as said:
+    with pytest.warns(UserWarning, match="min_batch=2 is raised to 4") as caught:
         train = adaptive(policy=bb.SimiGrad(-0.999, min_batch=2))
-    assert 1 == len(said)
+    assert 1 == len(caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert 4 == min(record.batch_size for _ in range(5) for record in records(train))
@@ -483,8 +485,8 @@ def test_a_policy_learns_where_the_training_stands():
             return bb.Decision(21, "21 is no multiple of 4")
 
     train = adaptive(84, policy=Recording(), base_batch=8)
-    found = list(records(train))
-    assert [16, 20, 20, 20, 8] == [record.batch_size for record in found]
+    step_records = list(records(train))
+    assert [16, 20, 20, 20, 8] == [record.batch_size for record in step_records]
     assert [16, 20, 20, 20] == [
         now.batch_size for now in states
     ]  # the remainder is not asked about
@@ -492,7 +494,7 @@ def test_a_policy_learns_where_the_training_stands():
     assert [16, 36, 56, 76] == [now.samples for now in states]
     assert [1, 2, 3, 4] == [now.steps for now in states]
     assert {(8, 0, 1)} == {(now.base_batch, now.epoch, now.ranks) for now in states}
-    assert [record.lr for record in found[:4]] == [now.lr for now in states]
+    assert [record.lr for record in step_records[:4]] == [now.lr for now in states]
 
 
 @pytest.mark.parametrize("policy", [GROW, SHRINK], ids=["up", "down"])
@@ -518,9 +520,9 @@ def test_a_variance_reduced_optimizer_has_eight_micro_batches_by_default():
     assert 8 == train.plan.micro_batches
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # too few micro-batches would be warned of
-        found = [record for _ in range(3) for record in records(train)]
-    assert 8 == min(record.micro_batches for record in found)
-    assert 8 == min(record.statistics.micro_batches for record in found)
+        step_records = [record for _ in range(3) for record in records(train)]
+    assert 8 == min(record.micro_batches for record in step_records)
+    assert 8 == min(record.statistics.micro_batches for record in step_records)
 
 
 # going through the data
@@ -569,7 +571,7 @@ def test_epochs_after_a_resumption_begin_with_the_one_that_was_broken_off():
 
 def test_clipping_returns_the_norm_of_the_mean_gradient_and_leaves_the_measurement_alone():
     plain, clipped = adaptive(), adaptive()
-    expected, step = one_step(plain, first_step(plain)), done(clipped)
+    expected, step = one_step(plain, first_step(plain)), complete_first_step(clipped)
     norm = torch.cat([g.flatten() for g in gradients(clipped)]).norm()
     assert pytest.approx(norm.item(), rel=1e-12) == step.clip_grad_norm_(0.01).item()
     assert pytest.approx(0.01, rel=1e-5) == (  # torch divides by norm + 1e-6
@@ -597,14 +599,14 @@ def test_torchs_own_clipping_after_the_last_backward_does_the_same(max_norm):
 def test_what_autograd_grad_computes_inside_a_step_does_not_count():
     plain, curious = adaptive(), adaptive()
     expected = list(records(plain))
-    found = []
+    step_records = []
     for step in curious:
         for batch in step:
             loss = loss_of(curious, batch)
             torch.autograd.grad(loss, list(curious.model.parameters()), retain_graph=True)
             step.backward(loss)
-        found.append(step.update())
-    assert untimed(expected) == untimed(found)
+        step_records.append(step.update())
+    assert untimed(expected) == untimed(step_records)
     assert same(weights(plain), weights(curious))
 
 
@@ -664,7 +666,7 @@ def test_a_backward_of_ones_own_between_two_micro_batches_raises():
 
 def test_a_backward_of_ones_own_after_the_last_micro_batch_raises():
     train = adaptive()
-    step = done(train)
+    step = complete_first_step(train)
     loss_of(train, data(4).tensors).backward()
     with pytest.raises(GradientError, match=r"changed \.grad.*step\.update"):
         step.update()
@@ -687,7 +689,7 @@ def test_zeroed_gradients_in_the_middle_of_a_step_raise():
 
 def test_gradients_that_are_gone_before_the_update_raise():
     train = adaptive()
-    step = done(train)
+    step = complete_first_step(train)
     train.optimizer.zero_grad()
     with pytest.raises(GradientError):
         step.update()
@@ -741,14 +743,14 @@ def test_a_forgotten_update_raises_at_the_next_step():
 
 def test_a_forgotten_update_raises_in_a_new_for_too():
     train = adaptive()
-    done(train)
+    complete_first_step(train)
     with pytest.raises(LoopError, match=r"step\.update\(\) was not called"):
         first_step(train)
 
 
 def test_a_training_that_is_dropped_in_mid_epoch_is_gone_at_once_with_its_workers():
     train = adaptive(loader=DataLoader(data(96), 16, num_workers=1))
-    step, workers = done(train), multiprocessing.active_children()
+    step, workers = complete_first_step(train), multiprocessing.active_children()
     gc.disable()
     try:
         del train
@@ -762,7 +764,7 @@ def test_a_training_that_is_dropped_in_mid_epoch_is_gone_at_once_with_its_worker
 
 def test_a_second_update_raises():
     train = adaptive()
-    step = done(train)
+    step = complete_first_step(train)
     step.update()
     with pytest.raises(LoopError, match=r"after step\.update\(\)"):
         step.update()
@@ -781,7 +783,7 @@ def test_update_and_clipping_before_the_last_micro_batch_raise(call, backwards):
 
 def test_clipping_after_update_raises():
     train = adaptive()
-    step = done(train)
+    step = complete_first_step(train)
     step.update()
     with pytest.raises(LoopError, match=r"after step\.update\(\)"):
         step.clip_grad_norm_(1.0)
@@ -883,7 +885,7 @@ def test_a_policy_that_returns_no_decision_is_refused_with_what_it_returned():
             return 32
 
     train = adaptive(policy=Number())
-    step = done(train)
+    step = complete_first_step(train)
     with pytest.raises(SettingError, match="returned 32"):
         step.update()
 
@@ -980,7 +982,7 @@ def test_a_scaler_changes_neither_the_measurement_nor_the_weights():
 def test_clipping_with_a_scaler_clips_the_true_gradient():
     plain = adaptive(dtype=torch.float32)
     scaled = adaptive(dtype=torch.float32, scaler=GradScaler("cpu", init_scale=1024.0))
-    one, other = done(plain), done(scaled)
+    one, other = complete_first_step(plain), complete_first_step(scaled)
     # a power of two scales exactly
     assert one.clip_grad_norm_(0.01).item() == other.clip_grad_norm_(0.01).item()
     assert one.update().statistics == other.update().statistics
@@ -1006,7 +1008,7 @@ def test_a_micro_batch_of_an_inner_loop_that_was_left_raises():
 @pytest.mark.parametrize("optimizer", [SGD, partial(SGD, fused=True), AdamW, VRSGD])
 def test_an_optimizer_step_of_ones_own_inside_a_step_raises(optimizer):
     train = adaptive(optimizer=optimizer)
-    step = done(train)
+    step = complete_first_step(train)
     train.optimizer.step()
     with pytest.raises(LoopError, match=r"optimizer\.step\(\) was called inside a step"):
         step.update()
@@ -1015,7 +1017,7 @@ def test_an_optimizer_step_of_ones_own_inside_a_step_raises(optimizer):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_zeroed_before_the_update_raise(set_to_none):
     train = adaptive()
-    step = done(train)
+    step = complete_first_step(train)
     train.optimizer.zero_grad(set_to_none)
     with pytest.raises(GradientError, match="zeroed inside the step"):
         step.update()
@@ -1040,7 +1042,7 @@ def test_a_policy_that_fails_counts_no_step():
             raise KeyError("no")
 
     train = adaptive(policy=Fails())
-    step = done(train)
+    step = complete_first_step(train)
     before = weights(train)
     with pytest.raises(KeyError):
         step.update()
@@ -1092,11 +1094,11 @@ def test_a_controller_brings_its_own_start_and_options():
     controller = bb.Controller(GROW, 32, base_batch=16, max_change=1.05, decide_every=2)
     train = adaptive(400, policy=controller)
     assert controller is train.controller
-    done = list(records(train))
-    assert 32 == done[0].batch_size
-    assert pytest.approx(0.1 * math.sqrt(2)) == done[0].lr[0]
-    assert "held: decides every 2 steps" == done[0].decision.reason
-    assert 33 == done[1].decision.batch_size  # not the 35 of the rule
+    complete_first_step = list(records(train))
+    assert 32 == complete_first_step[0].batch_size
+    assert pytest.approx(0.1 * math.sqrt(2)) == complete_first_step[0].lr[0]
+    assert "held: decides every 2 steps" == complete_first_step[0].decision.reason
+    assert 33 == complete_first_step[1].decision.batch_size  # not the 35 of the rule
     for again in ({"batch_size": 32}, {"base_batch": 32}):
         with pytest.raises(SettingError, match="the controller has batch_size and base_batch"):
             adaptive(policy=bb.Controller(GROW, 32), **again)
@@ -1106,11 +1108,13 @@ def test_a_controller_brings_its_own_start_and_options():
 @given(
     micro=st.integers(1, 9),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    own=st.integers(1, 20),
+    loader_size=st.integers(1, 20),
 )
-def test_a_fixed_micro_batch_is_every_micro_batchs_size_but_at_the_epochs_end(micro, sizes, own):
+def test_a_fixed_micro_batch_is_every_micro_batchs_size_but_at_the_epochs_end(
+    micro, sizes, loader_size
+):
     train = adaptive(
-        loader=DataLoader(data(80), own),
+        loader=DataLoader(data(80), loader_size),
         policy=Target(*sizes),
         batch_size=16,
         micro_batch=micro,
@@ -1154,9 +1158,9 @@ class TooLarge(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_for_lack_of_memory_ends_with_the_size_to_set(where):
     model = TooLarge(classifier(), 11, where)
-    own = SGD(model.parameters(), lr=0.1)
+    opt = SGD(model.parameters(), lr=0.1)
     train = bb.AdaptiveBatch(
-        model, own, DataLoader(data(96), 16), policy=bb.Fixed(48), micro_batch=12
+        model, opt, DataLoader(data(96), 16), policy=bb.Fixed(48), micro_batch=12
     )
     with pytest.raises(torch.OutOfMemoryError) as caught:
         next(records(train))
@@ -1174,9 +1178,9 @@ def test_settings_that_changed_since_the_state_are_named_and_the_new_ones_hold()
     again = adaptive(400, micro_batch=16, batch_size=64, policy=bb.SimiGrad(target=0.5))
     with pytest.warns(UserWarning, match="the new one is used") as caught:
         again.load_state_dict(before.state_dict())
-    said = "; ".join(str(warning.message) for warning in caught)
-    assert "micro_batch was 8, is 16" in said
-    assert "is SimiGrad(target=0.5" in said
+    messages = "; ".join(str(warning.message) for warning in caught)
+    assert "micro_batch was 8, is 16" in messages
+    assert "is SimiGrad(target=0.5" in messages
     assert 8 < again.plan.micro <= 16
     assert "0.5" in next(records(again)).decision.reason
 
@@ -1341,7 +1345,7 @@ def test_a_rule_of_ones_own_keeps_what_it_remembers():
     def rates(one: Numbered, steps: int) -> list[float]:
         return [one.step(step).lr[0] for step, _ in zip(one.train, range(steps), strict=False)]
 
-    whole = rates(Numbered(lr_scaling=Falling()), 3)
+    uninterrupted = rates(Numbered(lr_scaling=Falling()), 3)
     with pytest.warns(UserWarning, match="lr_scaling was"):
         Numbered(lr_scaling=Falling()).train.load_state_dict(
             Numbered(lr_scaling="adascale").train.state_dict()
@@ -1349,7 +1353,7 @@ def test_a_rule_of_ones_own_keeps_what_it_remembers():
     one, other = (Numbered(lr_scaling=Falling()) for _ in range(2))
     first = rates(one, 2)
     other.train.load_state_dict(one.train.state_dict())
-    assert whole == first + rates(other, 1)
+    assert uninterrupted == first + rates(other, 1)
 
 
 def test_batches_of_another_training_start_again():
@@ -1374,10 +1378,10 @@ def step_chunks(train: bb.AdaptiveBatch, step: bb.Step) -> Iterator[Tensor]:
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "with a scaler"])
 def test_clipping_is_by_what_is_trained_whether_scaled_or_not(scaled):
     model = classifier(torch.float32)
-    own = SGD(model[2].parameters(), lr=0.1)
+    opt = SGD(model[2].parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=2.0**16) if scaled else None
     loader = DataLoader(data(32, torch.float32), 16)
-    train = bb.AdaptiveBatch(model, own, loader, policy=bb.Fixed(32), scaler=scaler)
+    train = bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(32), scaler=scaler)
     step = first_step(train)
     for batch in step:
         step.backward(loss_of(train, batch))
@@ -1392,9 +1396,9 @@ def test_clipping_is_by_what_is_trained_whether_scaled_or_not(scaled):
 @pytest.mark.parametrize("every", [1, 2], ids=["measured", "not measured"])
 def test_a_gradient_that_is_truly_zero_may_be_clipped(every):
     model = classifier()
-    own, loader = SGD(model.parameters(), lr=0.1), DataLoader(data(48), 16)
+    opt, loader = SGD(model.parameters(), lr=0.1), DataLoader(data(48), 16)
     meter = bb.GradientMeter(model, every=every)
-    train = bb.AdaptiveBatch(model, own, loader, policy=bb.Fixed(16), meter=meter)
+    train = bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(16), meter=meter)
     for step in train:
         for x, _ in step:
             step.backward((train.model(x) * 0).sum())

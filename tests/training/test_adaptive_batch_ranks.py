@@ -139,16 +139,16 @@ def with_an_empty_rank(rank, ranks, engine):
             records.append(step.update())
             if len(records) == 4:
                 break
-    said = [str(w.message) for w in caught]
-    return records, [whole(p) for p in train.model.parameters()], said
+    messages = [str(w.message) for w in caught]
+    return records, [whole(p) for p in train.model.parameters()], messages
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_rank_without_tokens_in_a_step_adds_nothing_to_it(ranks, engine):
     alone, weights, _ = with_an_empty_rank(0, 1, "plain")
     assert 4 == alone[2].statistics.micro_batches
-    for records, other, said in ranks(2)(with_an_empty_rank, engine):
-        assert not any("median" in each for each in said)
+    for records, other, messages in ranks(2)(with_an_empty_rank, engine):
+        assert not any("median" in each for each in messages)
         for one, two in zip(alone, records, strict=True):
             assert (
                 pytest.approx(one.statistics.grad_variance, rel=1e-9)
@@ -197,7 +197,7 @@ def fed_the_same(rank, ranks):
 
 def test_ranks_that_are_fed_the_same_data_are_warned_of_the_missing_sampler(ranks):
     first, second = ranks(2)(fed_the_same)
-    assert 1 == sum("DistributedSampler" in said for said in first)
+    assert 1 == sum("DistributedSampler" in messages for messages in first)
     assert [] == second
 
 
@@ -429,17 +429,17 @@ def streamed(rank, ranks, engine, uneven):
         warnings.simplefilter("always")
         done = steps_of(train, 2)
     read = [n for numbers, _ in done for chunk in numbers for n in chunk]
-    said = [str(w.message) for w in caught if "unread" in str(w.message)]
-    return read, said, [record.batch_size for _, record in done]
+    messages = [str(w.message) for w in caught if "unread" in str(w.message)]
+    return read, messages, [record.batch_size for _, record in done]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_shards_of_unequal_length_stop_together_and_say_what_stayed_unread(ranks, engine):
     answers = ranks(3)(streamed, engine, "stop")
-    for rank, (read, said, sizes) in enumerate(answers):
+    for rank, (read, messages, sizes) in enumerate(answers):
         assert 2 * list(range(31)) == read
         assert 2 * 3 * 31 == sum(sizes)
-        assert (rank == 0) == bool(said)
+        assert (rank == 0) == bool(messages)
     assert 1 == len(answers[0][1])
     assert "[17, 17, 0] of them (at least) stay unread" in answers[0][1][0]
 
@@ -549,11 +549,13 @@ def another_order(rank, ranks, state):
 def test_a_restart_whose_order_is_another_says_so(ranks):
     alone = build(0, 1, "plain", 4, DataLoader(Numbered(), 16, shuffle=True))
     steps_of(alone, 1, 3)
-    for said in ranks(2)(another_order, alone.state_dict()):
-        assert "the order of this pass was RandomSampler and is ElasticDistributedSampler" in said
-    (said, _) = ranks(2)(another_order, build(0, 1, "plain", 4).state_dict())
-    assert "that of rank 0 of 1" in said
-    assert "the order of this pass" not in said
+    for messages in ranks(2)(another_order, alone.state_dict()):
+        assert (
+            "the order of this pass was RandomSampler and is ElasticDistributedSampler" in messages
+        )
+    (messages, _) = ranks(2)(another_order, build(0, 1, "plain", 4).state_dict())
+    assert "that of rank 0 of 1" in messages
+    assert "the order of this pass" not in messages
 
 
 def with_the_state_of_another(rank, ranks, states):
@@ -572,8 +574,8 @@ def saved(rank, ranks):
 
 def test_one_ranks_state_on_all_of_them_is_said_once(ranks):
     states = ranks(2)(saved)
-    said = ranks(2)(with_the_state_of_another, states)
-    assert 1 == sum("that of rank 0 of 2" in each for one in said for each in one)
+    messages = ranks(2)(with_the_state_of_another, states)
+    assert 1 == sum("that of rank 0 of 2" in each for one in messages for each in one)
 
 
 def counted(rank, ranks):

@@ -121,10 +121,12 @@ def on(ranks, count):
 )
 def test_a_training_continues_bit_for_bit_on_as_many_ranks(ranks, tmp_path, engine, way):
     expected = ranks(2)(saved, engine, tmp_path, way, True)
-    for one, (other, said) in zip(expected, ranks(2)(resumed, engine, tmp_path, True), strict=True):
+    for one, (other, messages) in zip(
+        expected, ranks(2)(resumed, engine, tmp_path, True), strict=True
+    ):
         assert one[:2] == other[:2]
         assert all(map(torch.equal, one[2], other[2]))
-        assert not any("random states" in each for each in said)
+        assert not any("random states" in each for each in messages)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +151,8 @@ def test_a_training_of_two_ranks_continues_with_the_same_samples_and_batches_on_
             assert pytest.approx(one[3], rel=1e-9) == two[3]
         for local, theirs in zip(first[0][2], other[2], strict=True):
             torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
-    said = [each for _, said in answers for each in said if "random states" in each]
-    assert 1 == len(said)
+    messages = [each for _, messages in answers for each in messages if "random states" in each]
+    assert 1 == len(messages)
 
 
 def inside_a_step(rank, ranks):
@@ -178,9 +180,9 @@ def test_a_state_that_is_none_of_all_ranks_is_refused_by_what_is_in_it(state):
 
 def bytes_of_all(rank, ranks):
     """A rank's own bytes, the second more of them, and what comes of all."""
-    own = torch.arange(251 - rank, 254 + rank, dtype=torch.uint8)
+    data = torch.arange(251 - rank, 254 + rank, dtype=torch.uint8)
     agreement = HostCollectives(build(rank, ranks, "ddp", noisy=False).meter.source)
-    return own.tolist(), [row.tolist() for row in agreement.gather_bytes(own)]
+    return data.tolist(), [row.tolist() for row in agreement.all_gather_bytes(data)]
 
 
 def test_bytes_in_any_number_come_to_all_ranks_as_they_are(ranks):

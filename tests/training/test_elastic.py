@@ -24,8 +24,8 @@ ALONE = ["--standalone", "--nproc-per-node"]
 def torchrun(folder, how, **options):
     """Exit status, and what was printed; a run that stands still is ended, and fails."""
     folder.mkdir(exist_ok=True)
-    given = [f"{name}={value}" for name, value in {"updates": UPDATES, **options}.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", *how, SCRIPT, folder, *given]
+    arguments = [f"{name}={value}" for name, value in {"updates": UPDATES, **options}.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, SCRIPT, folder, *arguments]
     paths = [
         str(SCRIPT.parent),
         str(SCRIPT.parents[1]),
@@ -71,42 +71,44 @@ def assert_as_undisturbed(undisturbed, folder):
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.release)])
 def test_a_worker_killed_in_the_middle_of_a_step_costs_no_sample(undisturbed, tmp_path, engine):
-    status, said = torchrun(tmp_path, [*ALONE, 2, "--max-restarts", 1], engine=engine, fault="kill")
-    assert 0 == status, said
+    status, output = torchrun(
+        tmp_path, [*ALONE, 2, "--max-restarts", 1], engine=engine, fault="kill"
+    )
+    assert 0 == status, output
     assert_as_undisturbed(undisturbed, tmp_path)
     assert [(0, 2), (10, 2)] == applied(tmp_path)[1]  # step 13 was never done the first time
 
 
 @pytest.mark.release
 def test_fewer_workers_continue_from_the_checkpoint(undisturbed, tmp_path):
-    status, said = torchrun(tmp_path, [*ALONE, 2], fault="kill")
-    assert 1 == status, said
-    status, said = torchrun(tmp_path, [*ALONE, 1], engine="plain")
-    assert 0 == status, said
+    status, output = torchrun(tmp_path, [*ALONE, 2], fault="kill")
+    assert 1 == status, output
+    status, output = torchrun(tmp_path, [*ALONE, 1], engine="plain")
+    assert 0 == status, output
     assert_as_undisturbed(undisturbed, tmp_path)
     assert [(0, 2), (10, 1)] == applied(tmp_path)[1]
 
 
 @pytest.mark.release
 def test_a_rank_that_starts_late_is_waited_for(undisturbed, tmp_path):
-    status, said = torchrun(tmp_path, [*ALONE, 2], engine="fsdp2", fault="starts late")
-    assert 0 == status, said
+    status, output = torchrun(tmp_path, [*ALONE, 2], engine="fsdp2", fault="starts late")
+    assert 0 == status, output
     assert_as_undisturbed(undisturbed, tmp_path)
 
 
 @pytest.mark.release
 def test_a_rank_that_stays_away_is_named_as_what_was_waited_for(tmp_path):
-    status, said = torchrun(tmp_path, [*ALONE, 2], fault="stays away", timeout=15)
+    status, output = torchrun(tmp_path, [*ALONE, 2], fault="stays away", timeout=15)
     assert 1 == status
-    assert "bigbatch: rank 0 of 2 waited here for the others" in said
-    assert "bigbatch: the ranks were to compare where the run stands" in said
+    assert "bigbatch: rank 0 of 2 waited here for the others" in output
+    assert "bigbatch: the ranks were to compare where the run stands" in output
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.release)])
 def test_a_rank_without_memory_ends_the_run_and_is_named_with_the_size_to_set(tmp_path, engine):
-    status, said = torchrun(tmp_path, [*ALONE, 2], engine=engine, fault="memory", timeout=20)
+    status, output = torchrun(tmp_path, [*ALONE, 2], engine=engine, fault="memory", timeout=20)
     assert 1 == status
-    assert "bigbatch: this micro-batch on rank 1 of 2 had" in said
-    assert "samples; set micro_batch=" in said
-    assert "on every rank, or find it by bb.largest_micro_batch(" in said
+    assert "bigbatch: this micro-batch on rank 1 of 2 had" in output
+    assert "samples; set micro_batch=" in output
+    assert "on every rank, or find it by bb.largest_micro_batch(" in output

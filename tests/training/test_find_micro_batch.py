@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bigbatch import largest_micro_batch
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
-from bigbatch.training.oom_hints import OomHints, advise_size, is_out_of_memory
+from bigbatch.training.oom_hints import OomHints, is_out_of_memory
 from training_on_ranks import ENGINES
 
 TOO_MUCH = 1 << 46  # elements, which no machine has
@@ -468,19 +468,19 @@ def on_ranks(rank, ranks, *, wrapper, where, fitting, searches):
     model = wrapped(wrapper, ranks)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batches = DataLoader(data(), batch_size=8 - rank, shuffle=True)
-    found = None
+    largest = None
     for buffer in model.buffers():
         buffer += rank  # which DDP makes equal before the first forward of training
     if searches:
         loss_of = loss_failing(where, fitting[rank], model)
-        found = largest_micro_batch(model, optimizer, batches, loss_of, margin=0)
+        largest = largest_micro_batch(model, optimizer, batches, loss_of, margin=0)
     values = []
     for x, y in [*batches][:4]:
         cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         values += [local(tensor).tolist() for tensor in model.state_dict().values()]
-    return found, values
+    return largest, values
 
 
 def local(tensor):
@@ -504,7 +504,7 @@ def test_all_ranks_find_what_fits_on_each_and_train_as_without(ranks, wrapper, w
     run = partial(on_ranks, wrapper=wrapper, where=where, fitting=fitting)
     plain = ranks(2)(partial(run, searches=False))
     searched = ranks(2)(partial(run, searches=True))
-    assert [5, 5] == [found for found, _ in searched]
+    assert [5, 5] == [largest for largest, _ in searched]
     assert [values for _, values in plain] == [values for _, values in searched]
 
 
@@ -527,7 +527,7 @@ def test_an_error_of_one_rank_ends_the_search_on_all(ranks):
 # advice
 
 
-def exhausted():
+def out_of_memory():
     """The error of an allocator that has not so much."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(TOO_MUCH)
@@ -536,25 +536,31 @@ def exhausted():
 
 def test_what_is_out_of_memory_and_what_is_not():
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    for error in (exhausted(), MemoryError(), gpu, RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")):
+    for error in (out_of_memory(), MemoryError(), gpu, RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")):
         assert is_out_of_memory(error)
     for error in (RuntimeError("shape"), ValueError("out of memory"), KeyboardInterrupt()):
         assert not is_out_of_memory(error)
 
 
+def advise(error, samples):
+    hints = OomHints()
+    hints.samples = samples
+    hints.advise(error)
+
+
 def test_the_advice_is_half_of_the_samples_and_is_given_once():
-    error = exhausted()
+    error = out_of_memory()
     error.add_note("of somebody else")
-    advise_size(error, 256)
-    advise_size(error, 128)
+    advise(error, 256)
+    advise(error, 128)
     assert [
         "of somebody else",
         "bigbatch: this micro-batch had 256 samples; set micro_batch=128, or find it by "
         "bb.largest_micro_batch(model, optimizer, loader, loss_of)",
     ] == error.__notes__
-    single, other = exhausted(), ValueError("no")
-    advise_size(single, 1)
-    advise_size(other, 256)
+    single, other = out_of_memory(), ValueError("no")
+    advise(single, 1)
+    advise(other, 256)
     assert "had 1 sample; activation checkpointing" in single.__notes__[0]
     assert not hasattr(other, "__notes__")
 
@@ -587,11 +593,11 @@ FORMS = {
 
 def notes_of(model, samples):
     """What an error of the model's forward says, the advice being for so many samples."""
-    advice = OomHints()
-    handle = model.register_forward_hook(advice, always_call=True)
-    advice.samples = 4
+    hints = OomHints()
+    handle = model.register_forward_hook(hints, always_call=True)
+    hints.samples = 4
     assert (4, 1) == model(torch.zeros(4, 4)).shape
-    advice.samples = samples
+    hints.samples = samples
     try:
         model(torch.zeros(16, 4))
     except RuntimeError as error:
@@ -631,11 +637,11 @@ def test_advice_that_stays_on_makes_torch_compile_no_more_often():
         return graph.forward
 
     torch._dynamo.reset()
-    model, advice = nn.Linear(4, 1), OomHints()
-    model.register_forward_hook(advice, always_call=True)
+    model, hints = nn.Linear(4, 1), OomHints()
+    model.register_forward_hook(hints, always_call=True)
     step = torch.compile(lambda x: model(x).sum(), backend=counting, fullgraph=True)
     for samples in (0, 4, 8, 0, 6):
-        advice.samples = samples
+        hints.samples = samples
         step(torch.zeros(4, 4))
     assert 1 == len(graphs)
 

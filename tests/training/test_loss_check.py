@@ -44,12 +44,12 @@ def loop(micro=4, batch=16, samples=32, **settings):
     model = Classifier()
     x = torch.randn(samples, 5)
     batches = [(x, torch.arange(samples) % 3)]
-    own = SGD(model.parameters(), lr=0.01)
+    opt = SGD(model.parameters(), lr=0.01)
     policy = settings.pop("policy", bb.Fixed(batch))
-    return bb.AdaptiveBatch(model, own, batches, policy=policy, micro_batch=micro, **settings)
+    return bb.AdaptiveBatch(model, opt, batches, policy=policy, micro_batch=micro, **settings)
 
 
-def said(train, loss_of, passes=1):
+def warnings_of(train, loss_of, passes=1):
     """What is said of the losses in so many passes."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -81,25 +81,25 @@ SCALED = {
 def test_a_loss_that_a_scaler_has_scaled_is_refused_where_none_was_given(name):
     train = loop()
     with pytest.raises(LoopError, match=r"AdaptiveBatch\(scaler=scaler\)"):
-        said(train, SCALED[name](scaler_of()))
+        warnings_of(train, SCALED[name](scaler_of()))
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**16])
 def test_it_is_known_by_the_scaler_and_not_by_the_scale(scale):
     with pytest.raises(LoopError, match="scaled by a GradScaler"):
-        said(loop(), SCALED["cross entropy"](scaler_of(scale, 1.5)))
+        warnings_of(loop(), SCALED["cross entropy"](scaler_of(scale, 1.5)))
 
 
 def test_a_loss_that_is_scaled_twice_is_refused():
     scaler = scaler_of()
-    with pytest.raises(LoopError, match="pass it as it is"):
-        said(loop(scaler=scaler), SCALED["cross entropy"](scaler))
-    assert [] == said(loop(scaler=scaler_of()), cross)
+    with pytest.raises(LoopError, match="pass the unscaled loss"):
+        warnings_of(loop(scaler=scaler), SCALED["cross entropy"](scaler))
+    assert [] == warnings_of(loop(scaler=scaler_of()), cross)
 
 
 def test_a_scaler_that_is_off_is_none():
     scaler = GradScaler("cpu", enabled=False)
-    assert [] == said(loop(), lambda z, y, _: scaler.scale(cross(z, y)))
+    assert [] == warnings_of(loop(), lambda z, y, _: scaler.scale(cross(z, y)))
 
 
 # a share of it
@@ -119,9 +119,9 @@ DIVIDED = {
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_mean_loss_that_is_divided_as_accumulation_does_is_said_once(name):
-    (message,) = said(loop(), DIVIDED[name], passes=2)
+    (message,) = warnings_of(loop(), DIVIDED[name], passes=2)
     assert "was divided by" in message
-    assert "pass the loss as it is" in message
+    assert "pass the undivided loss" in message
 
 
 # a sum
@@ -137,7 +137,7 @@ SUMMED = {
 
 @pytest.mark.parametrize("name", SUMMED)
 def test_a_loss_function_that_adds_up_is_said_once(name):
-    (message,) = said(loop(), SUMMED[name], passes=2)
+    (message,) = warnings_of(loop(), SUMMED[name], passes=2)
     assert 'reduction="mean"' in message
 
 
@@ -153,7 +153,7 @@ FOLLOWS = {
 @pytest.mark.parametrize("name", FOLLOWS)
 def test_a_loss_that_follows_the_size_of_its_micro_batch_is_said_once(name):
     train = loop(micro=8, batch=32, samples=40, policy=bb.Fixed(32), min_micro_batches=4)
-    (message,) = said(train, FOLLOWS[name], passes=6)
+    (message,) = warnings_of(train, FOLLOWS[name], passes=6)
     assert "grows with the samples of a micro-batch" in message
 
 
@@ -213,11 +213,11 @@ ORDINARY = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_an_ordinary_loss_is_never_said(name):
     train = loop(samples=44, policy=bb.SimiGrad(0.9, max_batch=40), batch_size=8)
-    assert [] == said(train, ORDINARY[name], passes=6)
+    assert [] == warnings_of(train, ORDINARY[name], passes=6)
 
 
 def test_a_loss_that_changes_with_its_size_now_and_then_is_no_sum():
-    check = LossCheck(speaks=True, scales=False)
+    check = LossCheck(warns=True, has_scaler=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size, loss in [(4, 1.0), (8, 2.0), (4, 1.1), (8, 1.2), (4, 0.6)] * 5:
@@ -225,7 +225,7 @@ def test_a_loss_that_changes_with_its_size_now_and_then_is_no_sum():
 
 
 def test_another_rank_than_the_first_is_silent():
-    check = LossCheck(speaks=False, scales=False)
+    check = LossCheck(warns=False, has_scaler=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in (4, 8) * 5:

@@ -24,23 +24,29 @@ def loop(kind=SGD, *, rate=0.1, scheduler=None, updates=4, **settings):
     torch.manual_seed(5)
     model = nn.Linear(4, 1)
     batches = [torch.randn(16, 4) for _ in range(updates)]
-    own = kind(model.parameters(), lr=rate)
-    made = None if scheduler is None else scheduler(own)
+    opt = kind(model.parameters(), lr=rate)
+    built_scheduler = None if scheduler is None else scheduler(opt)
     return bb.AdaptiveBatch(
-        model, own, batches, policy=bb.Fixed(16), micro_batch=2, scheduler=made, **settings
+        model,
+        opt,
+        batches,
+        policy=bb.Fixed(16),
+        micro_batch=2,
+        scheduler=built_scheduler,
+        **settings,
     )
 
 
 def one_pass(train, between=lambda number: None):
     """What was said of rates in a pass, with something done after each update."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number, step in enumerate(train):
             for x in step:
                 step.backward(train.model(x).square().mean())
             step.update()
             between(number)
-    return [str(each.message) for each in said if "learning rate of" in str(each.message)]
+    return [str(each.message) for each in caught if "learning rate of" in str(each.message)]
 
 
 SCHEDULES = {
@@ -57,11 +63,11 @@ SCHEDULES = {
 def test_a_schedule_that_is_left_in_the_loop_is_said_once(name, kind, lr_scaling):
     train = loop(kind, lr_scaling=lr_scaling, base_batch=4)
     scheduler = SCHEDULES[name](train.optimizer)
-    said = one_pass(train, lambda _: scheduler.step())
-    said += one_pass(train, lambda _: scheduler.step())
-    assert 1 == len(said)
-    assert "AdaptiveBatch(scheduler=scheduler)" in said[0]
-    assert "leave scheduler.step() out" in said[0]
+    message = one_pass(train, lambda _: scheduler.step())
+    message += one_pass(train, lambda _: scheduler.step())
+    assert 1 == len(message)
+    assert "AdaptiveBatch(scheduler=scheduler)" in message[0]
+    assert "leave scheduler.step() out" in message[0]
 
 
 def test_both_rates_are_in_the_warning_and_by_hand_nothing_else_happens():
@@ -71,9 +77,9 @@ def test_both_rates_are_in_the_warning_and_by_hand_nothing_else_happens():
         if number == 1:
             train.optimizer.param_groups[0]["lr"] *= 0.5
 
-    (said,) = one_pass(train, by_hand)
-    assert "from 0.1 to 0.05" in said
-    assert "set the rate by hand, it is as you set it" in said
+    (message,) = one_pass(train, by_hand)
+    assert "from 0.1 to 0.05" in message
+    assert "set the rate by hand, it stays as you set it" in message
     assert (0.05,) == train.record.lr
 
 
@@ -81,8 +87,8 @@ def test_a_rate_in_a_tensor_is_watched_without_reading_it():
     train = loop(Adam, rate=torch.tensor(0.1), base_batch=4)
     scheduler = CosineAnnealingLR(train.optimizer, 282)
     assert [] == one_pass(train)
-    (said,) = one_pass(train, lambda _: scheduler.step())
-    assert "was changed between two updates" in said
+    (message,) = one_pass(train, lambda _: scheduler.step())
+    assert "was changed between two updates" in message
 
 
 # what is none of its affairs

@@ -15,8 +15,8 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.training.lr_scaling import (
     AdaScale,
     linear,
-    multiplied,
-    scaling_named,
+    resolve_scaling,
+    scale_lr,
     square_root,
     unscaled,
 )
@@ -47,31 +47,31 @@ def test_a_quarter_the_same_and_four_times_the_base_batch(rule, factors):
     ("name", "rule"), [("sqrt", square_root), ("linear", linear), (None, unscaled)]
 )
 def test_a_rule_has_its_name(name, rule):
-    assert scaling_named(name, 128) is rule
+    assert resolve_scaling(name, 128) is rule
 
 
 def test_adascale_has_its_name():
-    assert isinstance(scaling_named("adascale", 128), AdaScale)
+    assert isinstance(resolve_scaling("adascale", 128), AdaScale)
 
 
 def test_a_function_of_ones_own_is_taken_as_it_is():
     def rule(batch_size: int, base_batch: int, noise: bb.GradientStatistics | None) -> float:
         return 3.0
 
-    assert scaling_named(rule, 128) is rule
+    assert resolve_scaling(rule, 128) is rule
 
 
 @pytest.mark.parametrize("name", ["square", "SQRT", "", "none"])
 def test_an_unknown_rule_is_refused_with_its_name(name):
     with pytest.raises(SettingError, match=rf"lr_scaling='{name}'.*\"sqrt\""):
-        scaling_named(name, 128)
+        resolve_scaling(name, 128)
 
 
 @often
 @given(base=batch_sizes, signal=positive, noise=positive)
 def test_the_base_batch_itself_is_never_scaled(base, signal, noise):
     for name in ("sqrt", "linear", "adascale", None):
-        assert 1.0 == scaling_named(name, base)(base, base, noise_of(signal, noise))
+        assert 1.0 == resolve_scaling(name, base)(base, base, noise_of(signal, noise))
 
 
 # AdaScale
@@ -128,8 +128,8 @@ def test_adascale_averages_signal_and_noise_before_it_divides():
 
 def test_adascale_continues_from_a_saved_state_bit_for_bit():
     steps = [noise_of(s, n) for s, n in [(1.0, 64.0), (-0.5, 90.0), (0.3, 70.0), (0.2, 50.0)]]
-    whole, first = AdaScale(64), AdaScale(64)
-    expected = [whole(256, 64, noise) for noise in steps]
+    uninterrupted, first = AdaScale(64), AdaScale(64)
+    expected = [uninterrupted(256, 64, noise) for noise in steps]
     for noise in steps[:2]:
         first(256, 64, noise)
     second = AdaScale(64)
@@ -160,14 +160,14 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float | Tensor]:
 @given(rates=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=3), factor=st.floats(0.0, 1e6))
 def test_inside_the_rates_are_multiplied_and_afterwards_the_very_same(rates, factor):
     optimizer = optimizer_with(*rates)
-    with multiplied(optimizer, factor) as used:
+    with scale_lr(optimizer, factor) as used:
         assert [lr * factor for lr in rates] == rates_of(optimizer) == used
     assert rates == rates_of(optimizer)
 
 
 def test_the_rates_come_back_after_an_error():
     optimizer = optimizer_with(0.1, 0.3)
-    with pytest.raises(ZeroDivisionError), multiplied(optimizer, 3.0):
+    with pytest.raises(ZeroDivisionError), scale_lr(optimizer, 3.0):
         raise ZeroDivisionError
     assert [0.1, 0.3] == rates_of(optimizer)
 
@@ -177,7 +177,7 @@ def test_the_rates_come_back_after_an_error():
 def test_a_tensor_rate_is_multiplied_in_place_and_comes_back_to_the_last_bit(rate, factor):
     tensor = torch.tensor(rate)
     optimizer = optimizer_with(tensor, 0.3)
-    with multiplied(optimizer, factor) as used:
+    with scale_lr(optimizer, factor) as used:
         assert optimizer.param_groups[0]["lr"] is tensor
         assert [(torch.tensor(rate) * factor).item(), 0.3 * factor] == used
         assert used == [float(lr) for lr in rates_of(optimizer)]
@@ -188,21 +188,21 @@ def test_a_tensor_rate_is_multiplied_in_place_and_comes_back_to_the_last_bit(rat
 def test_a_tensor_that_groups_share_is_multiplied_once():
     shared = torch.tensor(0.25)
     optimizer = optimizer_with(shared, shared, torch.tensor(0.25))
-    with multiplied(optimizer, 3.0) as used:
+    with scale_lr(optimizer, 3.0) as used:
         assert [0.75, 0.75, 0.75] == used
     assert [0.25, 0.25, 0.25] == rates_of(optimizer)
 
 
 def test_a_group_that_is_added_inside_keeps_its_own_rate():
     optimizer = optimizer_with(0.1)
-    with multiplied(optimizer, 3.0):
+    with scale_lr(optimizer, 3.0):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
     assert [0.1, 0.5] == rates_of(optimizer)
 
 
 def test_a_rate_that_is_learnt_itself_is_multiplied_without_a_graph():
     rate = torch.nn.Parameter(torch.tensor(0.25))
-    with multiplied(optimizer_with(rate), 3.0) as used:
+    with scale_lr(optimizer_with(rate), 3.0) as used:
         assert [0.75] == used
     assert 0.25 == rate.item()
     assert rate.is_leaf
@@ -210,14 +210,14 @@ def test_a_rate_that_is_learnt_itself_is_multiplied_without_a_graph():
 
 def test_a_number_stays_a_number_whatever_the_factor_is():
     optimizer = optimizer_with(0.25)
-    with multiplied(optimizer, torch.tensor(3.0)):
+    with scale_lr(optimizer, torch.tensor(3.0)):
         assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 @pytest.mark.parametrize("factor", [-0.5, math.inf, math.nan])
 def test_a_factor_that_is_none_is_refused_and_nothing_touched(factor):
     optimizer = optimizer_with(0.1)
-    with pytest.raises(SettingError, match=f"factor {factor}"), multiplied(optimizer, factor):
+    with pytest.raises(SettingError, match=f"factor {factor}"), scale_lr(optimizer, factor):
         pytest.fail("the block ran")
     assert [0.1] == rates_of(optimizer)
 
@@ -240,8 +240,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def test_a_rate_that_somebody_else_sets_inside_is_an_error_and_the_old_ones_are_back(kind):
     optimizer = optimizer_with(kind(0.125), kind(0.25))
     with (
-        pytest.raises(LoopError, match=r"group 1 was set to 2\.0 .* put 0\.75 .*lr_scaling=None"),
-        multiplied(optimizer, 3.0),
+        pytest.raises(LoopError, match=r"group 1 was set to 2\.0 .* set 0\.75; .*lr_scaling=None"),
+        scale_lr(optimizer, 3.0),
     ):
         set_rate(optimizer, 2.0)
     assert [0.125, 0.25] == rates_of(optimizer)
@@ -250,7 +250,7 @@ def test_a_rate_that_somebody_else_sets_inside_is_an_error_and_the_old_ones_are_
 def test_a_tensor_in_place_of_a_number_and_the_other_way_round_are_found_too():
     for before, other in [(0.25, torch.tensor(2.0)), (torch.tensor(0.25), 2.0)]:
         optimizer = optimizer_with(before)
-        with pytest.raises(LoopError, match=r"set to 2\.0"), multiplied(optimizer, 3.0):
+        with pytest.raises(LoopError, match=r"set to 2\.0"), scale_lr(optimizer, 3.0):
             optimizer.param_groups[0]["lr"] = other
         assert optimizer.param_groups[0]["lr"] is before
         assert 0.25 == float(before)
@@ -259,7 +259,7 @@ def test_a_tensor_in_place_of_a_number_and_the_other_way_round_are_found_too():
 @both_kinds
 def test_whoever_puts_a_rate_back_inside_disturbs_nobody(kind):
     optimizer = optimizer_with(kind(0.25))
-    with multiplied(optimizer, 3.0):
+    with scale_lr(optimizer, 3.0):
         set_rate(optimizer, 2.0)
         set_rate(optimizer, 0.75)
     assert [0.25] == rates_of(optimizer)
@@ -272,7 +272,7 @@ def test_an_error_inside_is_not_hidden_by_a_rate_that_somebody_else_set(kind):
         raise ZeroDivisionError
 
     optimizer = optimizer_with(kind(0.25))
-    with pytest.raises(ZeroDivisionError), multiplied(optimizer, 3.0):
+    with pytest.raises(ZeroDivisionError), scale_lr(optimizer, 3.0):
         set_and_fail()
     assert [0.25] == rates_of(optimizer)
 
@@ -280,7 +280,7 @@ def test_an_error_inside_is_not_hidden_by_a_rate_that_somebody_else_set(kind):
 @both_kinds
 def test_a_factor_of_one_leaves_the_rates_to_others(kind):
     optimizer = optimizer_with(kind(0.25))
-    with multiplied(optimizer, 1.0) as used:
+    with scale_lr(optimizer, 1.0) as used:
         set_rate(optimizer, 2.0)
     assert [0.25] == used
     assert [2.0] == rates_of(optimizer)
@@ -288,7 +288,7 @@ def test_a_factor_of_one_leaves_the_rates_to_others(kind):
 
 def test_a_rate_that_is_not_a_number_is_nobodys_change():
     optimizer = optimizer_with(math.nan)
-    with multiplied(optimizer, 3.0) as used:
+    with scale_lr(optimizer, 3.0) as used:
         assert math.isnan(used[0])
     assert math.isnan(optimizer.param_groups[0]["lr"])
 
@@ -319,11 +319,11 @@ def test_a_group_without_a_rate_is_refused_by_its_number_before_anything_is_touc
     optimizer = Rateless(parameters, none=none, lr=0.1)
     with (
         pytest.raises(SettingError, match=r"group 1 has no learning rate.*lr_scaling=None"),
-        multiplied(optimizer, 3.0),
+        scale_lr(optimizer, 3.0),
     ):
         pytest.fail("the block ran")
     assert 0.1 == optimizer.param_groups[0]["lr"]
-    with multiplied(optimizer, 1.0) as used:
+    with scale_lr(optimizer, 1.0) as used:
         assert 0.1 == used[0]
         assert math.isnan(used[1])
 

@@ -187,7 +187,7 @@ def test_a_step_spoilt_on_all_ranks_is_refused_and_the_next_one_is_right(ranks, 
     results = ranks(count)(
         partial(spoilt, table="all", case=case, culprits=range(count), options=OPTIONS[options])
     )
-    assert [words] * count == [words if words in said else said for said, _ in results]
+    assert [words] * count == [words if words in message else message for message, _ in results]
     assert next_steps_are_right(count, results)
 
 
@@ -202,10 +202,12 @@ def test_a_step_spoilt_on_one_rank_is_refused_on_all_and_the_next_one_is_right(
         partial(spoilt, table="one", case=case, culprits=[1], options=OPTIONS[options])
     )
     words = [expected_there if rank == 1 else elsewhere for rank in range(count)]
-    assert words == [w if w in said else said for w, (said, _) in zip(words, results, strict=True)]
+    assert words == [
+        w if w in message else message for w, (message, _) in zip(words, results, strict=True)
+    ]
     assert next_steps_are_right(count, results)
     if elsewhere == OTHER:
-        assert all("rank 1 " in said for rank, (said, _) in enumerate(results) if rank != 1)
+        assert all("rank 1 " in message for rank, (message, _) in enumerate(results) if rank != 1)
 
 
 # unlike numbers of samples, and reductions that are neither mean nor sum
@@ -400,7 +402,7 @@ def test_what_would_give_a_wrong_number_is_refused_on_every_rank(ranks, case):
     count, error, words = WORDS[case]
     results = ranks(count)(partial(refused, case=case))
     assert [(error, words)] * count == [
-        (kind, words if words in said else said) for kind, said in results
+        (kind, words if words in message else message) for kind, message in results
     ]
 
 

@@ -86,13 +86,13 @@ def built(
     **settings: Any,
 ) -> Run:
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
-    own = optimizer(model.parameters())
+    opt = optimizer(model.parameters())
     policy = bb.SimiGrad(target=0.3, min_batch=8, max_batch=40)
-    train = bb.AdaptiveBatch(model, own, loader(), policy=policy, **settings)
+    train = bb.AdaptiveBatch(model, opt, loader(), policy=policy, **settings)
     if scheduled:
         total = train.base_steps(EPOCHS)
-        train.scheduler = OneCycleLR(own, 0.1, total_steps=total, cycle_momentum=False)
-    return Run(model, own, train)
+        train.scheduler = OneCycleLR(opt, 0.1, total_steps=total, cycle_momentum=False)
+    return Run(model, opt, train)
 
 
 def finish(run: Run, *, save: bool = False) -> tuple[list[bb.StepRecord], list[bytes]]:
@@ -114,15 +114,15 @@ def finish(run: Run, *, save: bool = False) -> tuple[list[bb.StepRecord], list[b
 def assert_resumes(every: int = 1, **settings: Any) -> list[bb.StepRecord]:
     """Resumes from every so manyth file and finds the records and weights of the whole run."""
     seed_all(SEED)
-    whole = built(**settings)
-    expected, files = finish(whole, save=True)
+    uninterrupted = built(**settings)
+    expected, files = finish(uninterrupted, save=True)
     for file in files[::every]:
         seed_all(OTHER_SEED)
         resumed = built(**settings)
         resumed.load(file)
         done = resumed.train.steps + resumed.train.skipped
         assert expected[done:] == finish(resumed)[0]
-        for name, weight in whole.model.state_dict().items():
+        for name, weight in uninterrupted.model.state_dict().items():
             assert torch.equal(weight, resumed.model.state_dict()[name])
     return expected
 

@@ -52,11 +52,13 @@ FIXED_BUCKETS = {"find_unused_parameters": True}  # DDP does not rebuild its buc
 
 @pytest.mark.parametrize(("name", "options"), [("SGD", {}), ("VRSGD", FIXED_BUCKETS)])
 def test_a_resumed_run_on_ranks_is_the_same_run(ranks, name, options):
-    whole = ranks(2)(run, name, options, None)
-    resumed = ranks(2)(run, name, options, [saved for _, saved, _ in whole])
-    for (rows, _, weights), (again, _, same) in zip(whole, resumed, strict=True):
-        assert rows[STOP:] == again
-        assert all(map(torch.equal, weights, same))
+    uninterrupted = ranks(2)(run, name, options, None)
+    resumed = ranks(2)(run, name, options, [saved for _, saved, _ in uninterrupted])
+    for (rows, _, weights), (resumed_rows, _, resumed_weights) in zip(
+        uninterrupted, resumed, strict=True
+    ):
+        assert rows[STOP:] == resumed_rows
+        assert all(map(torch.equal, weights, resumed_weights))
 
 
 def test_where_ddp_rebuilds_its_buckets_a_variance_reduced_one_is_the_same_to_rounding(ranks):
@@ -64,11 +66,13 @@ def test_where_ddp_rebuilds_its_buckets_a_variance_reduced_one_is_the_same_to_ro
 
     With buckets that stay it is the same run to the last bit (above), so nothing else is the cause.
     """
-    whole = ranks(2)(run, "VRSGD", {}, None)
-    resumed = ranks(2)(run, "VRSGD", {}, [saved for _, saved, _ in whole])
-    for (rows, _, weights), (again, _, same) in zip(whole, resumed, strict=True):
-        assert rows[STOP][0] == again[0][0]  # the loss: it continued with the same weights
-        for row, one in zip(rows[STOP:], again, strict=True):
+    uninterrupted = ranks(2)(run, "VRSGD", {}, None)
+    resumed = ranks(2)(run, "VRSGD", {}, [saved for _, saved, _ in uninterrupted])
+    for (rows, _, weights), (resumed_rows, _, resumed_weights) in zip(
+        uninterrupted, resumed, strict=True
+    ):
+        assert rows[STOP][0] == resumed_rows[0][0]  # the loss: it continued with the same weights
+        for row, one in zip(rows[STOP:], resumed_rows, strict=True):
             assert pytest.approx(row, rel=1e-5) == one  # of sums in float32
-        for local, others in zip(weights, same, strict=True):
+        for local, others in zip(weights, resumed_weights, strict=True):
             torch.testing.assert_close(local, others, rtol=1e-5, atol=1e-6)

@@ -104,12 +104,12 @@ def rates(optimizer: Optimizer) -> list[float]:
 
 def torchs_own(build: Schedule, ticks: int) -> list[list[float]]:
     """The rates of a plain loop that steps the scheduler after every step."""
-    own = optimizer()
-    scheduler, curve = build(own), [rates(own)]
+    opt = optimizer()
+    scheduler, curve = build(opt), [rates(opt)]
     for _ in range(ticks):
-        own.step()
+        opt.step()
         scheduler.step()
-        curve.append(rates(own))
+        curve.append(rates(opt))
     return curve
 
 
@@ -153,12 +153,12 @@ def test_half_a_base_batch_is_remembered_by_the_state():
 
 
 def test_a_clock_without_a_scheduler_counts_for_one_that_is_set_later():
-    own = optimizer()
-    clock = BaseBatchScheduler(10, own)
+    opt = optimizer()
+    clock = BaseBatchScheduler(10, opt)
     clock.advance(95)
     assert clock.scheduler is None
-    clock.scheduler = StepLR(own, 1)
-    own.step()
+    clock.scheduler = StepLR(opt, 1)
+    opt.step()
     clock.advance(4)
     assert 0 == clock.scheduler.last_epoch
     clock.advance(1)
@@ -176,13 +176,13 @@ def test_a_schedule_that_would_leave_its_end_is_held_there_and_it_is_said_once(b
         warnings.simplefilter("error")
         clock.advance(END * BASE)
     end = rates(scheduler.optimizer)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2 * END):
             clock.advance(BASE)
             assert end == rates(scheduler.optimizer)
-    assert 1 == len(said)
-    message = str(said[0].message)
+    assert 1 == len(caught)
+    message = str(caught[0].message)
     assert f"{type(scheduler).__name__} reached its end and stays there, at lr={end}" in message
     assert "train.base_steps(epochs)" in message
 
@@ -218,11 +218,11 @@ def test_a_schedule_without_an_end_continues_in_silence(build):
 
 
 def test_the_end_of_the_next_scheduler_is_said_too():
-    own = optimizer()
-    clock = BaseBatchScheduler(1, own)
+    opt = optimizer()
+    clock = BaseBatchScheduler(1, opt)
     for _ in range(2):
-        clock.scheduler = CosineAnnealingLR(own, 4)
-        own.step()
+        clock.scheduler = CosineAnnealingLR(opt, 4)
+        opt.step()
         with pytest.warns(UserWarning, match="reached its end"):
             clock.advance(6)
 
@@ -231,10 +231,10 @@ def test_the_end_of_the_next_scheduler_is_said_too():
 
 
 def test_a_plateau_scheduler_is_refused_by_name():
-    own = optimizer()
-    clock = BaseBatchScheduler(10, own)
+    opt = optimizer()
+    clock = BaseBatchScheduler(10, opt)
     with pytest.raises(SettingError, match=r"ReduceLROnPlateau.*scheduler=None"):
-        clock.scheduler = ReduceLROnPlateau(own)
+        clock.scheduler = ReduceLROnPlateau(opt)
 
 
 class AcceleratedScheduler:
@@ -250,8 +250,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
 @pytest.mark.parametrize("wrapper", [AcceleratedScheduler, DeepSpeedSchedulerWrapper])
 def test_a_scheduler_that_accelerate_prepared_is_refused_and_the_one_inside_taken(wrapper):
-    own = optimizer()
-    prepared, clock = wrapper(StepLR(own, 1)), BaseBatchScheduler(10, own)
+    opt = optimizer()
+    prepared, clock = wrapper(StepLR(opt, 1)), BaseBatchScheduler(10, opt)
     with pytest.raises(SettingError, match=r"accelerate.*each process.*scheduler\.scheduler"):
         clock.scheduler = prepared
     clock.scheduler = prepared.scheduler
@@ -322,10 +322,10 @@ def adaptive(
     model = torch.nn.Linear(3, 1, dtype=torch.float64)
     data = torch.randn(samples, 3, dtype=torch.float64)
     loader = torch.utils.data.DataLoader(data, 4) if loader is None else loader
-    own = optimizer_of(model.parameters(), lr=0.1)
+    opt = optimizer_of(model.parameters(), lr=0.1)
     policy = Walk(*sizes or (BASE, 24, 40, 12))
     return bb.AdaptiveBatch(
-        model, own, loader, **{"policy": policy, "batch_size": BASE, "micro_batch": 8, **more}
+        model, opt, loader, **{"policy": policy, "batch_size": BASE, "micro_batch": 8, **more}
     )
 
 
@@ -397,11 +397,15 @@ def test_a_schedule_continues_where_it_was_saved(build, kind, order):
     def built() -> bb.AdaptiveBatch:
         return adaptive(64, optimizer_of=two_groups(kind))
 
-    whole = built()
-    whole.scheduler = build(whole.optimizer)
-    whole_momenta, files, expected = momenta(whole), [], []
-    for record in records(whole, 4):
-        parts = {"optimizer": whole.optimizer, "train": whole, "model": whole.model}
+    uninterrupted = built()
+    uninterrupted.scheduler = build(uninterrupted.optimizer)
+    whole_momenta, files, expected = momenta(uninterrupted), [], []
+    for record in records(uninterrupted, 4):
+        parts = {
+            "optimizer": uninterrupted.optimizer,
+            "train": uninterrupted,
+            "model": uninterrupted.model,
+        }
         torch.save({name: part.state_dict() for name, part in parts.items()}, file := io.BytesIO())
         expected.append(record.lr)
         files.append(file)
@@ -477,9 +481,9 @@ def test_schedules_of_base_steps_end_with_the_training_whatever_the_batch_does(
 def test_one_cycle_holds_in_the_epochs_after_its_end_and_says_so_once():
     train = adaptive()
     train.scheduler = OneCycleLR(train.optimizer, 0.4, total_steps=train.base_steps(2))
-    with pytest.warns(UserWarning, match="OneCycleLR reached its end") as said:
+    with pytest.warns(UserWarning, match="OneCycleLR reached its end") as caught:
         list(records(train, 4))
-    assert 1 == len(said)
+    assert 1 == len(caught)
     assert pytest.approx(0.4 / 25 / 1e4, rel=1e-9) == rates(train.optimizer)[0]
 
 
@@ -491,10 +495,10 @@ def test_base_steps_without_a_known_length_are_refused():
 
 def test_a_plateau_scheduler_is_refused_at_construction_too():
     model = torch.nn.Linear(3, 1)
-    own = SGD(model.parameters(), lr=0.1)
+    opt = SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.randn(64, 3), 16)
     with pytest.raises(SettingError, match="ReduceLROnPlateau"):
-        bb.AdaptiveBatch(model, own, loader, policy=bb.Fixed(32), scheduler=ReduceLROnPlateau(own))
+        bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(32), scheduler=ReduceLROnPlateau(opt))
 
 
 def test_a_scheduler_of_another_optimizer_is_refused_by_the_loop_too():
@@ -516,8 +520,8 @@ def test_a_scheduler_step_in_the_loop_is_an_error():
 @pytest.mark.parametrize("whose", ["its own", "its base optimizer's"])
 def test_a_scheduler_of_a_variance_reduced_optimizer_is_taken(whose):
     train = adaptive(128, optimizer_of=VRSGD)
-    own = train.optimizer if whose == "its own" else train.optimizer.base
-    train.scheduler = ExponentialLR(own, 0.5)
+    opt = train.optimizer if whose == "its own" else train.optimizer.base
+    train.scheduler = ExponentialLR(opt, 0.5)
     list(records(train, 1))
     assert pytest.approx(0.1 * 0.5 ** (128 // BASE), rel=1e-12) == rates(train.optimizer)[0]
 
@@ -537,12 +541,12 @@ def test_a_schedule_that_counted_other_base_batches_is_refused_at_resume():
 
 
 def test_without_a_schedule_another_base_batch_may_continue():
-    own = optimizer()
-    first, second = BaseBatchScheduler(16, own), BaseBatchScheduler(4, own)
+    opt = optimizer()
+    first, second = BaseBatchScheduler(16, opt), BaseBatchScheduler(4, opt)
     first.advance(18)
     second.load_state_dict(first.state_dict())
-    second.scheduler = StepLR(own, 1)
-    own.step()
+    second.scheduler = StepLR(opt, 1)
+    opt.step()
     second.advance(1)
     assert 0 == second.scheduler.last_epoch
     second.advance(1)

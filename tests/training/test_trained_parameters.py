@@ -32,8 +32,8 @@ def loader(samples=96):
 
 
 def loop(model, parameters=None, kind=SGD, **settings):
-    own = kind(model.parameters() if parameters is None else parameters, lr=0.1)
-    return bb.AdaptiveBatch(model, own, loader(), policy=bb.Fixed(16), **settings)
+    opt = kind(model.parameters() if parameters is None else parameters, lr=0.1)
+    return bb.AdaptiveBatch(model, opt, loader(), policy=bb.Fixed(16), **settings)
 
 
 def one_step(train, forward=None):
@@ -109,12 +109,12 @@ def test_a_layer_that_the_optimizer_gets_later_is_measured_from_then_on():
 
 def test_a_layer_that_the_optimizer_loses_is_measured_until_then():
     model = network()
-    own = SGD([{"params": model[:3].parameters()}, {"params": model[3].parameters()}], lr=0.1)
-    train = bb.AdaptiveBatch(model, own, loader(), policy=bb.Fixed(16))
+    opt = SGD([{"params": model[:3].parameters()}, {"params": model[3].parameters()}], lr=0.1)
+    train = bb.AdaptiveBatch(model, opt, loader(), policy=bb.Fixed(16))
     replica = copy.deepcopy(model)
     record, parts = one_step(train)
     assert_same(measured(replica, parts), record.statistics)
-    del own.param_groups[0]
+    del opt.param_groups[0]
     replica = headed(copy.deepcopy(model))
     record, parts = one_step(train)
     assert_same(measured(replica, parts), record.statistics)

@@ -309,9 +309,9 @@ def fitting(rank, ranks):
         x, y, _ = batch
         return cross_entropy(model(x), y)
 
-    found = bb.largest_micro_batch(model, optimizer, ledger_loader(rank, ranks), loss_of, most=32)
+    largest = bb.largest_micro_batch(model, optimizer, ledger_loader(rank, ranks), loss_of, most=32)
     assert all(map(torch.equal, before, [whole(p) for p in model.parameters()]))
-    return found
+    return largest
 
 
 def test_the_largest_micro_batch_is_found_for_an_attached_optimizer(ranks):

@@ -200,8 +200,8 @@ def _count_copies_and_waiting(
     batches.start(0)
     size = loader.batch_size or 1
     consumed = copied = max_waiting = 0
-    while (micro_batches := batches.step(BatchPlan(1, micro, 4), least=1)) is not None:
-        for micro_batch, samples in micro_batches:
+    while (micro_batches := batches.step(BatchPlan(1, micro, 4), min_batch=1)) is not None:
+        for micro_batch, samples, _ in micro_batches:
             consumed += samples
             max_waiting = max(max_waiting, size * len(fetched) - consumed)
             storages = {batch.untyped_storage().data_ptr() for batch in fetched}

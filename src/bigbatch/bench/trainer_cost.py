@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from bigbatch.bench.timing import Row, median_and_range
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 from bigbatch.policies.policy import Fixed
 
 ROWS = 2
@@ -70,7 +70,7 @@ def _median_difference(ends: list[float]) -> float:
 
 
 def _lightning(folder: str, *, adaptive: bool) -> float:
-    pl: Any = required("lightning.pytorch", "lightning")
+    pl: Any = import_optional("lightning.pytorch", "lightning")
     from bigbatch.integrations.lightning import AdaptiveBatchCallback
 
     ends: list[float] = []
@@ -111,7 +111,7 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
 
 
 def _transformers(folder: str, *, adaptive: bool) -> float:
-    hf: Any = required("transformers", "transformers")
+    hf: Any = import_optional("transformers", "transformers")
     from bigbatch.integrations.transformers import AdaptiveTrainer
 
     ends: list[float] = []

@@ -5,15 +5,15 @@ import os
 import sys
 from typing import NoReturn
 
-from bigbatch.interrupts import ignore, interrupts_by, leave
+from bigbatch.interrupts import exit_on_interrupt, handle_interrupts, ignore_interrupts
 
 _WITHOUT_TORCH: tuple[list[str], ...] = ([], ["--help"], ["--version"])  # arguments
 
 
 def main() -> None:
     """Runs a command, or lists the commands. An interrupt prints one line at any moment."""
-    with interrupts_by(leave):
-        atexit.register(ignore)  # while Python shuts down
+    with handle_interrupts(exit_on_interrupt):
+        atexit.register(ignore_interrupts)  # while Python shuts down
         try:
             from bigbatch.cli.app import app
 
@@ -30,10 +30,10 @@ def main() -> None:
 def _exit_without_package(error: ImportError) -> NoReturn:
     """Exits with one line, on rank 0, that names the command which installs the package."""
     from bigbatch.errors import MissingPackageError
-    from bigbatch.optional_packages import required
+    from bigbatch.optional_packages import import_optional
 
     try:
-        required("typer", "cli")
+        import_optional("typer", "cli")
         raise error
     except MissingPackageError as missing:
         if os.environ.get("RANK", "0") == "0":

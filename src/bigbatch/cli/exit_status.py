@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 from bigbatch.errors import BigbatchError
 from bigbatch.experiments.process_group import is_rank_zero
 from bigbatch.experiments.torchrun import Launch, stdout_of_rank_zero
-from bigbatch.interrupts import INTERRUPTED, ignore, interrupts_by
+from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupts
 
 
 def run(app: typer.Typer) -> None:
@@ -22,10 +22,10 @@ def run(app: typer.Typer) -> None:
     try:
         try:
             launch = Launch.join(trains=sys.argv[1:2] == ["train"])
-            with stdout_of_rank_zero(), interrupts_by(signal.default_int_handler):
+            with stdout_of_rank_zero(), handle_interrupts(signal.default_int_handler):
                 status = app(standalone_mode=False, obj=launch) or 0
         finally:
-            ignore()
+            ignore_interrupts()
     except (BigbatchError, TyperException, OSError) as error:
         launch.report_error(_line_of(error))
         status = 2

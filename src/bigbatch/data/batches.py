@@ -1,4 +1,4 @@
-"""Re-cuts any loader's batches into the plan's micro-batches: nothing lost, nothing twice."""
+"""Re-cuts any loader's batches into the plan's micro-batches: no sample lost, none twice."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -6,57 +6,53 @@ from typing import Any, Literal
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.micro_batches import StepBatches
+from bigbatch.data.micro_batches import SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.sample_buffer import SampleBuffer
-from bigbatch.data.sample_pass import SamplePass
 from bigbatch.errors import BatchError, SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
-
-_SAMPLES = "their numbers of samples"
 
 
 class Batches:
     """Cuts the batches of a loader along their samples, in order, into micro-batches of any size.
 
     A change of batch size takes effect with the next step: what the loader has already prefetched
-    is cut again, never thrown away. Cutting makes views; samples are copied, once, only where a
-    micro-batch spans two of the loader's batches, or where a rank plays several virtual ones.
-    Batches whose shapes differ are cut but never glued, so a micro-batch may then be smaller than
-    planned. What the loader gave has to stay as it is: one that writes its next batch into the
-    memory of the last must give copies.
+    is cut again, never thrown away. Cutting makes views; samples are copied, once, only if a
+    micro-batch spans two of the loader's batches, or if a rank has several virtual ranks.
+    Batches whose shapes differ are cut but never concatenated, so a micro-batch may then be smaller
+    than planned. The loader's batches must not change afterwards: a loader that writes its next
+    batch into the memory of the last one must give copies.
 
     On several ranks each has a loader of its own, of every W-th sample (DistributedSampler,
-    `ElasticDistributedSampler`), and all take equally many micro-batches of a step. Who gets which
-    sample is defined for v virtual ranks: the samples of a step are assigned to them in turn, and a
-    real rank plays v / W of them. So the groups that are compared are the same on any number of
-    ranks that divides v.
+    `ElasticDistributedSampler`), and all take equally many micro-batches of a step. Samples are
+    assigned to v virtual ranks: those of a step in turn, and a real rank has v / W of them. So the
+    groups that are compared are the same on any number of ranks that divides v.
 
     Args:
         loader: any iterable of batches that can be iterated once per epoch.
-        remainder: what becomes of the last samples of an epoch when too few for a step of their own
-            are left. "share": they join the last step, or are shared by the last two, so that
-            the steps keep their bounds where any cut can. "step": they are a step by themselves.
-            Fewer than one for each virtual rank join the last step in both, even where that makes
-            it, or a micro-batch of one sample, larger than its bound.
-            "drop": an incomplete last step is left out.
-        uneven: what to do where ranks have unequally many samples, beyond one more on the first
-            of them. "stop": the steps end together, and what stayed unread is said. "raise":
-            BatchError.
+        remainder: what happens to the last samples of an epoch if they are too few for a step.
+            "share": they join the last step, or are shared by the last two, so that the steps keep
+            their bounds if any cut can. "step": they are a step by themselves. In both, fewer
+            than one for each virtual rank join the last step, even if that makes it, or a
+            micro-batch of one sample, larger than its bound. "drop": an incomplete last step is
+            left out.
+        uneven: what to do if ranks have unequally many samples, beyond one more on the first of
+            them. "stop": the steps end together, and a warning counts the unread samples.
+            "raise": BatchError.
         virtual_ranks: v, a multiple of the ranks; default: the ranks.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
-            first size. Such batches are not glued.
-        count: batch -> number of samples, with `split`; default: what a DataLoader of known
-            length says.
+            first size. Such batches are not concatenated.
+        count: batch -> number of samples, with `split`; default: by the known length of a
+            DataLoader.
     Raises:
-        SettingError: the loader can be iterated only once, an unknown option, or a number of
-            samples that nobody says.
+        SettingError: the loader can be iterated only once, an option is unknown, or the number of
+            samples is.
     Example:
         >>> import torch
         >>> batches = Batches([torch.arange(4), torch.arange(4, 6)])
         >>> batches.start(epoch=0)
-        >>> [m.tolist() for m, _ in batches.step(BatchPlan(1, 3, 2), least=1)]
+        >>> [m.batch.tolist() for m in batches.step(BatchPlan(1, 3, 2), min_batch=1)]
         [[0, 1, 2], [3, 4, 5]]
     """
 
@@ -75,27 +71,31 @@ class Batches:
             raise SettingError("count= belongs to split=; pass both, or split= alone")
         self.remainder = remainder
         self.uneven = uneven
-        self.virtual_ranks = virtual_ranks or 1
-        self._asked = virtual_ranks
+        self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
+        self._virtual_ranks = virtual_ranks
         self._loader = ResumableLoader(loader)
         self._buffer = SampleBuffer(self._loader, split, count)
         self._collectives = HostCollectives()
-        self._pass = SamplePass(self._buffer, self._collectives, self.virtual_ranks, remainder)
-        self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
-        self._total = self._loader.length  # samples of a whole pass, over all ranks, if it is said
-        self._learned: int | None = None  # the same of a pass that was read to its end
-        self._unread: list[int] = []  # by each rank, when the pass ends
-        self._said = False
+        self._pass = SamplePass(self._buffer, self._collectives, virtual_ranks or 1, remainder)
+        self._total = self._loader.length  # samples of a whole pass over all ranks, if stated
+        self._counted: int | None = None  # samples of a pass that was read to its end
+        self._unread: list[int] = []  # samples of each rank that stay unread in this pass
+        self._has_warned = False
+
+    @property
+    def virtual_ranks(self) -> int:
+        """Ranks to which the samples of a step are assigned in turn."""
+        return self._pass.virtual_ranks
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one of the loader's own batches; None where it does not say."""
+        """Samples in one of the loader's own batches; None if it does not say."""
         return self._loader.batch_size
 
     @property
     def samples(self) -> int | None:
-        """Samples in one epoch over all ranks; None where nobody says, until one has been seen."""
-        return self._learned if self._total is None else self._total
+        """Samples in one epoch over all ranks; None if unknown until a pass has ended."""
+        return self._counted if self._total is None else self._total
 
     @property
     def consumed(self) -> int:
@@ -104,13 +104,13 @@ class Batches:
 
     @property
     def _distinct(self) -> int | None:
-        """The same without those that a sampler repeats."""
+        """Samples in one epoch without those that a sampler repeats."""
         samples, distinct = self.samples, self._loader.distinct
         return samples if samples is None or distinct is None else min(samples, distinct)
 
     @property
     def order(self) -> str:
-        """What decides on the order of the samples, in words."""
+        """What determines the order of the samples, in words."""
         return self._loader.order
 
     @property
@@ -122,36 +122,31 @@ class Batches:
         """Several ranks take the steps together from now on. Collective.
 
         Args:
-            collectives: between these ranks.
+            collectives: collectives between these ranks.
             lockstep: whether they must do equally many backwards.
         Raises:
-            SettingError: `virtual_ranks` is no multiple of them, or needs batches that are glued;
-                or a sampler deals to other ranks.
+            SettingError: `virtual_ranks` is no multiple of them, or needs batches that can be
+                concatenated; or a sampler assigns samples to another number of ranks.
         """
+        ranks, virtual_ranks = collectives.ranks, self._virtual_ranks or collectives.ranks
         self._collectives = collectives
         self._buffer.close()  # of another training
-        self.virtual_ranks = self._asked or collectives.ranks
-        if self.virtual_ranks % collectives.ranks:
+        if virtual_ranks % ranks:
             raise SettingError(
-                f"virtual_ranks={self._asked} is no multiple of the {collectives.ranks} ranks; "
+                f"virtual_ranks={virtual_ranks} is no multiple of the {ranks} ranks; "
                 "choose one that every number of ranks you will use divides"
             )
-        if self.virtual_ranks > collectives.ranks and not self._buffer.glues:
+        if virtual_ranks > ranks and not self._buffer.concatenates:
             raise SettingError(
                 "virtual_ranks beyond the ranks deals single samples, which split= cannot"
             )
         self._pass = SamplePass(
-            self._buffer,
-            collectives,
-            self.virtual_ranks,
-            self.remainder,
-            lockstep=lockstep,
-            place=self.place,
+            self._buffer, collectives, virtual_ranks, self.remainder, lockstep, self.place
         )
-        self._require_assigned_to_all()
+        self._require_same_ranks()
         self._agree_on_total()
         padding = self._loader.padding
-        if padding and collectives.ranks > 1 and collectives.rank == 0:
+        if padding and ranks > 1 and collectives.rank == 0:
             warnings.warn(
                 f"the sampler repeats {padding} samples in every epoch to give all ranks as many; "
                 "ElasticDistributedSampler does not",
@@ -159,43 +154,47 @@ class Batches:
             )
 
     def start(self, epoch: int) -> None:
-        """Starts a pass and tells sampler and data set the epoch. Collective."""
+        """Starts a pass and sets the epoch of sampler and data set. Collective."""
         self._buffer.begin(epoch)
         self._agree_on_total()
         self._pass.consumed, self._pass.end = 0, self._total
 
     def step(
-        self, plan: BatchPlan, least: int, most: int | None = None, rows: int = 1
+        self, plan: BatchPlan, min_batch: int, max_batch: int | None = None, min_rows: int = 1
     ) -> StepBatches | None:
-        """The micro-batches of the next optimizer step; None where the pass is over.
+        """The micro-batches of the next optimizer step; None if the pass is over.
 
-        Collective where a loader does not say its length.
+        Collective if a loader does not say its length.
 
         Args:
             plan: how the step is cut, among the virtual ranks.
-            least: fewest samples that the step after it may be left with.
-            most: upper bound of a step in samples, or None.
-            rows: fewest rows of a step that is the remainder.
+            min_batch: fewest samples of the step after it.
+            max_batch: upper bound of a step in samples, or None.
+            min_rows: fewest rows (one sample of every virtual rank) of a last step that
+                remainder="step" makes.
         Raises:
             BatchError: the ranks' samples are uneven, and uneven="raise".
         """
-        ranks = self._collectives.ranks
-        if ranks > 1 and self._total is None:
-            ahead = plan.batch_size + max(least, self.virtual_ranks)
+        if self._collectives.ranks > 1 and self._total is None:
+            ahead = plan.batch_size + max(min_batch, self.virtual_ranks)
             self._unread = self._pass.agree_on_end(ahead) or self._unread
         fewest = plan.batch_size if self.remainder == "drop" else self.virtual_ranks
-        rest = self._pass.rest(fewest)
-        if rest is not None and rest < fewest:
-            self._close()
+        remaining = self._pass.remaining(fewest)
+        if remaining is not None and remaining < fewest:
+            self._counted = self._counted if self._pass.end is None else self._pass.end
+            self._buffer.close()
+            unread, self._unread = self._unread, []
+            if any(unread):
+                self._warn_uneven(unread)
             return None
-        return StepBatches(self._pass, plan, least, most, rows)
+        return StepBatches(self._pass, plan, min_batch, max_batch, min_rows)
 
-    def was_whole(self, samples: int, plan: BatchPlan) -> bool:
-        """Whether a step that had so many samples is one to decide by: planned, or a whole pass."""
+    def is_complete(self, samples: int, plan: BatchPlan) -> bool:
+        """Whether a step of so many samples was as large as planned, or a whole pass."""
         return samples in (plan.batch_size, self.consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands: "pass" for all ranks, "stream" for this one."""
+        """The position in the pass: "pass" for all ranks, "stream" for this one."""
         position = {
             "open": self.open,
             "consumed": self.consumed,
@@ -209,20 +208,20 @@ class Batches:
 
         Args:
             state: from `state_dict`.
-            epoch: of the pass.
+            epoch: number of the pass.
             same_rank: whether the state is of this rank, among as many. Else the position of all
                 ranks is taken, and the loader's order must be the same on any number of them.
         Raises:
             StateError: the loader is not the one of the state.
         """
         self._buffer.close()
-        self._loader.tell_epoch(epoch)
+        self._loader.set_epoch(epoch)
         self._agree_on_total()
         position, stream = state["pass"], state["stream"]
-        self._learned, self._pass.consumed = position["samples"], position["consumed"]
+        self._counted, self._pass.consumed = position["samples"], position["consumed"]
         if not position["open"]:
             if same_rank:
-                self._loader.between_passes(stream["loader"])
+                self._loader.resume_between_passes(stream["loader"])
             return
         if self._total is not None and position["samples"] not in (None, self._distinct):
             raise StateError(
@@ -232,8 +231,8 @@ class Batches:
         if not stream["as_said"] and (stream["jumped"] or not same_rank):
             raise StateError(
                 "the loader gave fewer samples than it says (a collate function that leaves some "
-                "out?), so where the pass stands in its order is not known on another number of "
-                "ranks, or after a change of the batch size; resume between two epochs"
+                "out?), so the position in its order is unknown on another number of ranks, or "
+                "after a change of the batch size; resume between two epochs"
             )
         if same_rank:
             self._buffer.load_state_dict(stream, epoch)
@@ -241,12 +240,12 @@ class Batches:
             self._skip(position, epoch)
         self._pass.end = self._total
 
-    # what the ranks agree on
-
-    def _require_assigned_to_all(self) -> None:
-        """Else samples come twice or never; said on every rank alike."""
+    def _require_same_ranks(self) -> None:
+        """Raises SettingError, on every rank alike, if samples would come twice or never."""
         ranks = self._collectives.ranks
-        rows = self._collectives.gather(self._loader.num_replicas or ranks, what="their samplers")
+        rows = self._collectives.all_gather(
+            self._loader.num_replicas or ranks, subject="their samplers"
+        )
         for rank, (num_replicas,) in enumerate(rows):
             if num_replicas != ranks:
                 raise SettingError(
@@ -257,19 +256,21 @@ class Batches:
 
     def _agree_on_total(self) -> None:
         length, ranks = self._loader.length, self._collectives.ranks
-        rows = self._collectives.gather(-1 if length is None else length, what=_SAMPLES)
+        rows = self._collectives.all_gather(
+            -1 if length is None else length, subject="their numbers of samples"
+        )
         lengths = [round(length) for (length,) in rows]
-        total = sum(lengths)
-        if min(lengths) < 0:
+        total, shortest = sum(lengths), min(lengths)
+        if shortest < 0:
             self._total = None
         elif lengths == [samples_of_rank(total, rank, ranks) for rank in range(ranks)]:
             self._total = total
         else:
-            self._total = ranks * min(lengths)
-            self._warn_uneven([n - min(lengths) for n in lengths])
+            self._total = ranks * shortest
+            self._warn_uneven([length - shortest for length in lengths])
 
     def _warn_uneven(self, unread: list[int]) -> None:
-        """Said once, on every rank alike where it raises."""
+        """Warns once on rank 0, or raises on every rank alike."""
         message = (
             f"the ranks have unequally many samples, and the steps end together, so {unread} of "
             "them (at least) stay unread in an epoch; shard them evenly, or use an "
@@ -277,28 +278,19 @@ class Batches:
         )
         if self.uneven == "raise":
             raise BatchError(message)
-        if self._collectives.rank == 0 and not self._said:
+        if self._collectives.rank == 0 and not self._has_warned:
             warnings.warn(message, stacklevel=4)
-        self._said = True
+        self._has_warned = True
 
-    # the ends of a pass
-
-    def _close(self) -> None:
-        self._learned = self._learned if self._pass.end is None else self._pass.end
-        self._buffer.close()
-        if any(self._unread):
-            self._warn_uneven(self._unread)
-        self._unread = []
-
-    def _skip(self, state: dict[str, Any], epoch: int) -> None:
-        """The rest of a pass that other ranks began."""
+    def _skip(self, position: dict[str, Any], epoch: int) -> None:
+        """Resumes a pass that other ranks began."""
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        if not self._loader.ordered or self.order != state["order"]:
+        if not self._loader.ordered or self.order != position["order"]:
             warnings.warn(
-                f"the order of this pass was {state['order']} and is {self.order}: on "
+                f"the order of this pass was {position['order']} and is {self.order}: on "
                 "another number of ranks some of its samples come twice and others never; an "
                 "ElasticDistributedSampler has one order for any number of ranks",
                 stacklevel=4,
             )
-        consumed: int = state["consumed"]
+        consumed: int = position["consumed"]
         self._buffer.skip(epoch, consumed, samples_of_rank(consumed, rank, ranks))

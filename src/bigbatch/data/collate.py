@@ -1,4 +1,4 @@
-"""The sample axis of a batch: counting, cutting and gluing, for any nesting of tensors.
+"""The sample axis of a batch: counts, slices and concatenates, for any nesting of tensors.
 
 A batch is a tensor, an array, or tuples, lists, mappings and dataclasses of batches. Its leaves
 share their first size, the number of samples. A list or tuple of plain values (strings, numbers) is
@@ -8,6 +8,7 @@ a leaf with one value a sample.
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -35,8 +36,8 @@ def count_samples(batch: Batch) -> int:
     """
     sizes = {_size(leaf) for leaf in _leaves(batch)}
     if len(sizes) != 1:
-        found = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
-        raise BatchError(f"a batch with {found} cannot be cut along its samples; {REMEDY}")
+        contents = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
+        raise BatchError(f"a batch with {contents} cannot be cut along its samples; {REMEDY}")
     return sizes.pop()
 
 
@@ -47,56 +48,59 @@ def slice_samples(batch: Batch, lo: int, hi: int) -> Batch:
         >>> slice_samples((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
         (tensor([1, 2]), ['b', 'c'])
     """
-    return _map(lambda leaves: leaves[0][lo:hi], [batch])
+    return _index(batch, slice(lo, hi))
 
 
 def concatenate_samples(batches: Sequence[Batch]) -> Batch | None:
-    """One batch with the samples of all, or None where they do not fit together.
+    """One batch with the samples of all batches, or None if they do not fit together.
 
     Example:
         >>> concatenate_samples([torch.tensor([1]), torch.tensor([2, 3])])
         tensor([1, 2, 3])
     """
-    return batches[0] if len(batches) == 1 else _copied(batches)
+    return batches[0] if len(batches) == 1 else _copy(batches)
 
 
 def interleave_samples(
     batches: Sequence[Batch], counts: Sequence[int], turns: int
 ) -> list[Batch] | None:
-    """The samples of all batches, assigned in turn to new batches; None where they do not match.
+    """The samples of all batches, assigned in turn to new batches; None if they do not match.
 
-    Fewer batches where there are fewer samples.
+    Fewer batches if there are fewer samples.
 
     Args:
-        batches: as they follow each other.
-        counts: samples in each.
+        batches: batches in order.
+        counts: samples in each batch.
         turns: number of new batches.
     Example:
         >>> interleave_samples([torch.tensor([0, 1, 2]), torch.tensor([3, 4])], [3, 2], 2)
         [tensor([0, 2, 4]), tensor([1, 3])]
     """
     starts = list(accumulate(counts, initial=0))
-    parts = list(zip(batches, counts, starts, strict=False))
     interleaved = []
     for turn in range(min(turns, starts[-1])):
-        firsts = [(batch, (turn - start) % turns, count) for batch, count, start in parts]
-        own = [_strided(batch, first, turns) for batch, first, count in firsts if first < count]
-        interleaved.append(_copied(own))
+        offsets = [(turn - start) % turns for start in starts]
+        strided = [
+            _index(batch, slice(offset, None, turns))
+            for batch, count, offset in zip(batches, counts, offsets, strict=False)
+            if offset < count
+        ]
+        interleaved.append(_copy(strided))
     return None if any(batch is None for batch in interleaved) else interleaved
 
 
-def _strided(batch: Batch, first: int, step: int) -> Batch:
-    return _map(lambda leaves: leaves[0][first::step], [batch])
+def _index(batch: Batch, samples: slice) -> Batch:
+    return _map(lambda leaves: leaves[0][samples], [batch])
 
 
-def _copied(batches: Sequence[Batch]) -> Batch | None:
+def _copy(batches: Sequence[Batch]) -> Batch | None:
     try:
         return _map(_concatenate, list(batches))
-    except _NotAlikeError:
+    except _StructureMismatchError:
         return None
 
 
-class _NotAlikeError(Exception):
+class _StructureMismatchError(Exception):
     """Two batches differ in structure, shape or type."""
 
 
@@ -120,36 +124,30 @@ def _size(leaf: Any) -> int:
 
 def _leaves(batch: Batch) -> list[Any]:
     """All leaves, in one order for batches of one structure."""
-    found, left = [], [batch]
-    while left:
-        part = left.pop()
-        if _is_leaf(part):
-            found.append(part)
-        else:
-            left += _opened(part)[0]
-    return found
+    if _is_leaf(batch):
+        return [batch]
+    return [leaf for part in _flatten(batch)[0] for leaf in _leaves(part)]
 
 
 def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
     """Applies `function` to the leaves that stand at the same place in every batch."""
     first = batches[0]
     if any(type(batch) is not type(first) for batch in batches):
-        raise _NotAlikeError
+        raise _StructureMismatchError
     if _is_leaf(first):
         return function(batches)
-    parts, closed = _opened(first)
-    others = [_opened(batch)[0] for batch in batches[1:]]
-    alike = not isinstance(first, Mapping) or all(list(batch) == list(first) for batch in batches)
-    if not alike or any(len(other) != len(parts) for other in others):
-        raise _NotAlikeError
-    return closed([_map(function, list(group)) for group in zip(parts, *others, strict=True)])
+    parts, unflatten = _flatten(first)
+    rows = [parts, *(_flatten(batch)[0] for batch in batches[1:])]
+    same_keys = not isinstance(first, Mapping) or all(list(b) == list(first) for b in batches)
+    if not same_keys or any(len(row) != len(parts) for row in rows):
+        raise _StructureMismatchError
+    return unflatten([_map(function, list(column)) for column in zip(*rows, strict=True)])
 
 
-def _opened(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What a batch that is no leaf consists of, and how to put such parts together again."""
+def _flatten(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The parts of a batch that is no leaf, and a function that makes a batch of such parts."""
     if isinstance(batch, Mapping):
-        values = list(batch.values())
-        return values, lambda parts: _like(batch, dict(zip(batch, parts, strict=True)))
+        return list(batch.values()), partial(_with_values, batch)
     if isinstance(batch, (tuple, list)):
         kind: Any = type(batch)
         return list(batch), kind._make if hasattr(batch, "_fields") else kind
@@ -162,12 +160,13 @@ def _opened(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {REMEDY}")
 
 
-def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """`values` in a mapping of the same kind, with what else that kind carries."""
+def _with_values(mapping: Mapping[Any, Any], values: list[Any]) -> Mapping[Any, Any]:
+    """A copy of a mapping, with its class and attributes, that has other values."""
+    items = dict(zip(mapping, values, strict=True))
     if not isinstance(mapping, MutableMapping):
-        return type(mapping)(values)  # type: ignore[call-arg]
+        return type(mapping)(items)  # type: ignore[call-arg]
     copied = copy.copy(mapping)
-    copied.update(values)
+    copied.update(items)
     return copied
 
 
@@ -176,13 +175,15 @@ def _concatenate(leaves: list[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(value for leaf in leaves for value in leaf)
     if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in leaves):
-        raise _NotAlikeError
+        raise _StructureMismatchError
     if isinstance(first, torch.Tensor):
-        return _pinned(leaves) if all(leaf.is_pinned() for leaf in leaves) else torch.cat(leaves)
+        return (
+            _cat_pinned(leaves) if all(leaf.is_pinned() for leaf in leaves) else torch.cat(leaves)
+        )
     return numpy.concatenate(leaves)
 
 
-def _pinned(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """Glued into pinned memory again, so that copies to the GPU stay asynchronous."""
+def _cat_pinned(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenates into pinned memory, so that copies to the GPU stay asynchronous."""
     shape = (sum(len(leaf) for leaf in leaves), *leaves[0].shape[1:])
     return torch.cat(leaves, out=torch.empty(shape, dtype=leaves[0].dtype, pin_memory=True))

@@ -1,8 +1,9 @@
-"""Micro-batches that another loop goes through, a trainer's say: announced, not cut here."""
+"""Micro-batches of another loop, a trainer's for example: announced by it, not cut here."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from bigbatch.data.micro_batches import MicroBatch
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import LoopError, StateError
 from bigbatch.policies.plan import BatchPlan
@@ -11,23 +12,15 @@ from bigbatch.setting_types import Count, checked
 _ORDER = "another loop's"
 
 
-class _Waiting(NamedTuple):
-    """A micro-batch that was announced."""
-
-    samples: int
-    ends: bool
-    left: int | None
-
-
 class ExternalBatches:
-    """Stands where `Batches` does, for a loop that is not ours and whose micro-batches are given.
+    """Takes the place of `Batches` for a loop that has its own micro-batches.
 
-    Of a plan the accumulation alone is carried out; the samples of a step are known at its end.
+    Only the accumulation of a plan is carried out. The samples of a step are known at its end.
     Every rank announces equally many micro-batches.
 
     Args:
-        batch_size: samples in one of its micro-batches, on one rank.
-        samples: in one epoch over all ranks; None where nobody knows.
+        batch_size: samples in one of the loop's micro-batches, on one rank.
+        samples: samples in one epoch over all ranks; None if unknown.
     """
 
     remainder, order = "step", _ORDER
@@ -38,99 +31,95 @@ class ExternalBatches:
         self.samples = samples
         self.virtual_ranks = 1
         self.open = False
-        self.ends = False  # whether the micro-batch that was taken last is the last of an epoch
-        self._waiting: _Waiting | None = None  # the micro-batch that comes next
-        self._taken = 0  # micro-batches of the present step
+        self.ends_epoch = False  # whether the last micro-batch of the step ends an epoch
+        self.micro_batches = 0  # of the present step, so far
+        self._announced: tuple[int, bool] | None = None  # samples, ends_epoch of the next one
+        self._remaining: int | None = None  # micro-batches that follow it in the epoch
 
-    def share(self, agreement: HostCollectives, *, lockstep: bool) -> None:
+    def share(self, collectives: HostCollectives, *, lockstep: bool) -> None:
         """Several ranks take the steps together from now on."""
-        self.virtual_ranks = agreement.ranks
+        self.virtual_ranks = collectives.ranks
 
     def start(self, epoch: int) -> None:
         """Starts a pass."""
-        self.open, self.ends = True, False
+        self.open, self.ends_epoch = True, False
 
     def step(
-        self, plan: BatchPlan, least: int, most: int | None = None, rows: int = 1
+        self, plan: BatchPlan, *bounds: int | None, min_rows: int = 1
     ) -> "ExternalStep | None":
-        """The next step; None where the pass has ended."""
-        self.open, self._taken = not self.ends, 0
-        if not self.open:
-            return None
-        left = None if self._waiting is None else self._waiting.left
-        return ExternalStep(self, plan, _cut_for(plan.accumulation, left, rows))
-
-    def announce(self, samples: int, *, ends: bool, left: int | None = None) -> None:
-        """The micro-batch that comes next, before its forward.
+        """The next step; None when the pass has ended.
 
         Args:
-            samples: of it, on this rank.
-            ends: whether it is the last of an epoch, and of its step however few came before.
-            left: how many come after it in the epoch, where that is known. Then none is left over
-                that a variance-reduced optimizer, which compares two, could do nothing with.
+            plan: its accumulation is the number of micro-batches, unless the epoch ends first.
+            bounds: unused, as the other loop decides on samples.
+            min_rows: fewest micro-batches of the last step of an epoch.
         """
-        self._waiting = _Waiting(samples, ends, left)
+        self.open, self.micro_batches = not self.ends_epoch, 0
+        if not self.open:
+            return None
+        accumulation = plan.accumulation
+        if self._remaining is not None:
+            total = 1 + self._remaining  # micro-batches to the end of the epoch
+            if 0 < total - accumulation < min_rows:  # too few for a step: take all, or leave enough
+                accumulation = total - min_rows if total >= 2 * min_rows else total
+        return ExternalStep(self, plan, accumulation)
+
+    def announce(self, samples: int, *, ends_epoch: bool, remaining: int | None = None) -> None:
+        """Describes the next micro-batch, before its forward.
+
+        Args:
+            samples: samples of the micro-batch, on this rank.
+            ends_epoch: whether it is the last of an epoch, and so of its step.
+            remaining: micro-batches that follow it in the epoch, if known. Then no last step has
+                a single one, which a variance-reduced optimizer could compare with no other.
+        """
+        self._announced, self._remaining = (samples, ends_epoch), remaining
 
     def take(self) -> int:
-        """The samples of the micro-batch that was announced."""
-        if self._waiting is None:
+        """The samples of the announced micro-batch."""
+        if self._announced is None:
             raise LoopError("a micro-batch was not announced before its forward")
-        taken, self._waiting = self._waiting, None
-        self.ends = taken.ends
-        self._taken += 1
-        return taken.samples
+        samples, self.ends_epoch = self._announced
+        self._announced = self._remaining = None
+        self.micro_batches += 1
+        return samples
 
-    def was_whole(self, samples: int, plan: BatchPlan) -> bool:
-        """Whether the last step had as many micro-batches as were planned."""
-        return self._taken == plan.accumulation
+    def is_complete(self, samples: int, plan: BatchPlan) -> bool:
+        """Whether the last step had as many micro-batches as planned."""
+        return self.micro_batches == plan.accumulation
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether a pass is under way; where it stands is the other loop's to know."""
+        """Whether a pass has begun; the other loop knows its position."""
         return {"pass": {"order": _ORDER, "open": self.open}, "stream": None}
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
-        """Begins with a new step.
+        """Continues with a new step.
 
         Raises:
-            StateError: the state is of a loop of our own.
+            StateError: the state was saved by a loop over `Batches`.
         """
         if state["pass"]["order"] != _ORDER:
             raise StateError(
-                "the state was saved by a loop over a loader of its own, which knows where in its "
-                "data it stood; resume with that"
+                "the state was saved by a loop over a loader of its own, which knows its position "
+                "in the data; resume with that loop"
             )
-        self.open, self._waiting = False, None
+        self.open, self._announced, self._remaining = False, None, None
 
 
 class ExternalStep:
-    """The micro-batches of one step: so many, or fewer where an epoch ends.
+    """The micro-batches of one step: `accumulation` of them, or fewer at the end of an epoch."""
 
-    Args:
-        batches: what is announced.
-        plan: whose micro-batches they are.
-        wanted: how many.
-    """
+    samples_known = False  # before the step is over
 
-    known = False
-
-    def __init__(self, batches: ExternalBatches, plan: BatchPlan, wanted: int) -> None:
+    def __init__(self, batches: ExternalBatches, plan: BatchPlan, accumulation: int) -> None:
         self.last = False
-        self.samples = plan.batch_size // plan.accumulation * wanted  # expected
-        self.global_samples = 0
-        self._batches, self._left = batches, wanted
+        self.samples = plan.batch_size // plan.accumulation * accumulation  # expected
+        self._batches, self._accumulation = batches, accumulation
 
-    def __iter__(self) -> Iterator[tuple[None, int]]:
-        while self._left and not self.last:
-            self._left -= 1
+    def __iter__(self) -> Iterator[MicroBatch]:
+        while self._batches.micro_batches < self._accumulation and not self.last:
             samples = self._batches.take()
-            self.last = not self._left or self._batches.ends
-            yield None, samples
-
-
-def _cut_for(planned: int, left: int | None, least: int) -> int:
-    """How many micro-batches a step has, so that the one after it has `least`, or none is left."""
-    rest = 0 if left is None else 1 + left - planned
-    if not 0 < rest < least:
-        return planned
-    together = planned + rest
-    return together - least if together >= 2 * least else together
+            self.last = (
+                self._batches.micro_batches == self._accumulation or self._batches.ends_epoch
+            )
+            yield MicroBatch(None, samples, 0)

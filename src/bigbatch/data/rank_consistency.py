@@ -1,37 +1,41 @@
-"""Small collectives on the host, apart from the gradients: numbers, texts, equality of ranks."""
+"""Comparison of ranks: small collectives on the host, and what decides a step as text."""
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from bigbatch.data.rank_facts import differences
 from bigbatch.errors import RankError
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import widest_float
 
-_NAMED = 3  # differences named in an error
+_MAX_DIFFERENCES = 3  # named in an error
+
+# keys of a parameter group that are no setting, or choose how torch computes the same step
+_IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 class HostCollectives:
-    """Small numbers of every rank, in one all-reduce.
+    """Small numbers and bytes of every rank, in one all-reduce.
 
     Args:
-        source: knows the ranks, and adds up over them; None for one rank.
+        source: has the ranks, and sums over them; None for one rank.
     """
 
     def __init__(self, source: GradientSource | None = None) -> None:
         self.rank, self.ranks = (source.rank, source.ranks) if source else (0, 1)
         self._source = source
 
-    def gather(self, *values: float, what: str = "") -> list[list[float]]:
+    def all_gather(self, *values: float, subject: str = "") -> list[list[float]]:
         """The values of every rank, in the order of the ranks. Collective.
 
         Args:
-            values: as many on every rank.
-            what: they say, for the error of a rank that waits for others in vain.
+            values: numbers, equally many on every rank.
+            subject: name of the values, for the error of a rank that waits for others in vain.
         """
         if self._source is None or self.ranks == 1:
             return [list(values)]
@@ -41,51 +45,52 @@ class HostCollectives:
         try:
             self._source.reducer.all_reduce(slots)
         except RuntimeError as error:
-            if what:
-                error.add_note(f"bigbatch: the ranks were to compare {what}")
+            if subject:
+                error.add_note(f"bigbatch: the ranks were to compare {subject}")
             raise
         rows: list[list[float]] = slots.tolist()
         return rows
 
-    def require_equal(
-        self, checksums: list[float], what: str, facts: Callable[[], dict[str, str]]
-    ) -> None:
-        """Raises RankError, on every rank alike, where the ranks differ; collective where they may.
-
-        Args:
-            checksums: of the ranks, known to all of them; where they are equal nothing is sent.
-            what: they are of.
-            facts: what decides, by name, of this rank.
-        """
-        if len(set(checksums)) <= 1:
-            return
-        first, *others = self._gather_facts(facts())
-        by_rank = [list(differences(first, other)) for other in others]
-        ranks = [rank for rank, found in enumerate(by_rank, 1) if found]
-        if not ranks:
-            return  # a checksum may differ where what it stands for does not
-        found = by_rank[ranks[0] - 1]
-        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        raise RankError(
-            f"rank {', '.join(map(str, ranks))} disagrees with rank 0 on {what}: "
-            f"{'; '.join(found[:_NAMED])}{more}; give every rank the same settings, and a policy "
-            "that is a function of (statistics, now) alone"
-        )
-
-    def _gather_facts(self, facts: dict[str, str]) -> list[dict[str, str]]:
-        data = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        return [json.loads(bytes(row.tolist())) for row in self.gather_bytes(data)]
-
-    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+    def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
         """Bytes (uint8) of every rank, in any number, in the order of the ranks. Collective."""
         if self._source is None or self.ranks == 1:
             return [data]
-        lengths = [round(length) for (length,) in self.gather(len(data))]
+        lengths = [round(length) for (length,) in self.all_gather(len(data))]
         device = self._source.parameters[0].device
         slots = torch.zeros(self.ranks, max(lengths), dtype=torch.uint8, device=device)
         slots[self.rank, : len(data)] = data
         self._source.reducer.all_reduce(slots)
         return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
+
+    def require_equal(
+        self, checksums: list[float], subject: str, facts: Callable[[], dict[str, str]]
+    ) -> None:
+        """Raises RankError, on every rank alike, if the ranks differ; collective if they may.
+
+        Args:
+            checksums: checksums of all ranks, known to each; if they are equal nothing is sent.
+            subject: name of what is compared.
+            facts: the compared values of this rank, by name.
+        """
+        if len(set(checksums)) <= 1:
+            return
+        data = torch.frombuffer(bytearray(json.dumps(facts()).encode()), dtype=torch.uint8)
+        first, *rest = [json.loads(bytes(row.tolist())) for row in self.all_gather_bytes(data)]
+        differing = {
+            rank: texts
+            for rank, other in enumerate(rest, start=1)
+            if (texts := list(differences(first, other)))
+        }
+        if not differing:
+            return  # a checksum may differ although the facts do not
+        texts = next(iter(differing.values()))
+        more = len(texts) - _MAX_DIFFERENCES
+        raise RankError(
+            f"rank {', '.join(map(str, differing))} disagrees with rank 0 on {subject}: "
+            f"{'; '.join(texts[:_MAX_DIFFERENCES])}{f', and {more} more' if more > 0 else ''}; "
+            "give every rank the same settings, and a policy that is a function of "
+            "(statistics, now) alone"
+        )
 
 
 def checksum(text: str) -> float:
@@ -94,10 +99,67 @@ def checksum(text: str) -> float:
 
 
 def samples_of_rank(samples: int, rank: int, ranks: int) -> int:
-    """How many of so many samples a rank has, where they are assigned in turn.
+    """How many of so many samples a rank has if they are assigned in turn.
 
     Example:
         >>> [samples_of_rank(10, rank, 4) for rank in range(4)]
         [3, 3, 2, 2]
     """
     return samples // ranks + (rank < samples % ranks)
+
+
+def facts_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Every value of nested mappings as text.
+
+    Example:
+        >>> facts_of({"target": 64, "settings": {"every": 1}})
+        {'target': '64', 'settings.every': '1'}
+    """
+    facts: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            facts |= facts_of(value, f"{prefix}{name}.")
+        else:
+            facts[f"{prefix}{name}"] = value if isinstance(value, str) else repr(value)
+    return facts
+
+
+def optimizer_facts(optimizer: Optimizer, description: str, *, waits: bool) -> dict[str, str]:
+    """Class and settings of all parameter groups, learning rates among them.
+
+    Args:
+        optimizer: the optimizer that has the groups.
+        description: its class, and what it consists of.
+        waits: whether to wait for numbers on a GPU; if not, their number of writes stands for
+            them.
+    """
+    facts = {"the optimizer": description}
+    for number, group in enumerate(optimizer.param_groups):
+        facts[f"the parameters of group {number}"] = f"{len(group['params'])} tensors"
+        for name, value in group.items():
+            if name not in _IGNORED and (text := _text(value, waits=waits)) is not None:
+                facts[f"{name} of parameter group {number}"] = text
+    return facts
+
+
+def differences(rank0: Mapping[str, str], other: Mapping[str, str]) -> Iterator[str]:
+    """A text for each fact that differs, with both values."""
+    for name in dict.fromkeys([*rank0, *other]):
+        expected, value = rank0.get(name, "missing"), other.get(name, "missing")
+        if expected != value:
+            yield f"{name} is {value} there and {expected} on rank 0"
+
+
+def _text(value: Any, *, waits: bool) -> str | None:
+    """A value as text if it is the same in every process; None for any other object."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            return None
+        readable = waits or value.is_cpu
+        return repr(value.item()) if readable else f"a tensor, written {value._version} times"
+    if isinstance(value, list | tuple):
+        texts = [_text(item, waits=waits) for item in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    if isinstance(value, float):
+        return repr(float(value))  # a NumPy float too
+    return repr(value) if value is None or isinstance(value, int | str) else None

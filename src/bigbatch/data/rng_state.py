@@ -5,6 +5,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from bigbatch.errors import SettingError
 RandomState = dict[str, Any]
 
 _WORDS = 624 * 4  # bytes of MT19937's words
-_SHOWN = 4 + 64  # those looked at: of its position in them, and of some
+_SAMPLED = 4 + 64  # bytes that are compared: the position in the words, and some words
 
 
 def random_state() -> RandomState:
@@ -25,71 +26,67 @@ def random_state() -> RandomState:
 
 
 class RandomReader:
-    """Reads the same again and again, as the generators give them.
+    """Reads the states of the generators again and again.
 
-    Python and NumPy say their states word by word, which takes longer than all else, so they are
-    asked only when something has changed in memory: every draw moves the position, or makes all
-    words again.
+    Python and NumPy copy their states word by word, which takes longer than all else. So they are
+    read only if their memory has changed: every draw moves the position, or makes all words again.
     """
 
     def __init__(self) -> None:
-        self._python = _Twister(
-            random.getstate, _memory_of_python(), lambda said: said[2] is not None
+        self._python = _CachedState(
+            random.getstate, _python_memory(), lambda state: state[2] is not None
         )
-        self._numpy = _Twister(_numpy_state, _memory_of_numpy, lambda said: said[3] != 0)
+        read_numpy = partial(numpy.random.get_state, legacy=True)
+        self._numpy = _CachedState(read_numpy, _numpy_memory, lambda state: state[3] != 0)
 
     def read(self) -> RandomState:
-        """The states as they are now."""
+        """The present states."""
+        initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
-            "python": self._python.state(),
-            "numpy": self._numpy.state(),
+            "python": self._python.get(),
+            "numpy": self._numpy.get(),
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
+            "cuda": torch.cuda.get_rng_state_all() if initialized else [],
         }
 
 
-class _Twister:
-    """A generator whose state is asked for again where its memory has changed.
+@dataclass
+class _CachedState:
+    """A generator's state, read again if its memory has changed.
 
-    What memory does not show is a normal number that was kept for the next draw: a state that holds
-    one is not trusted.
-
-    Args:
-        ask: for its state.
-        memory: the generator's, empty where nobody can look.
-        kept: whether a state holds a normal number.
+    Memory does not show a normal number that is kept for the next draw, so a state that has one is
+    not cached.
     """
 
-    def __init__(
-        self, ask: Callable[[], Any], memory: Callable[[], bytes], kept: Callable[[Any], bool]
-    ) -> None:
-        self._ask, self._look, self._kept = ask, memory, kept
-        self._state: Any = None
-        self._memory = b""  # as it was with that state
+    read: Callable[[], Any]
+    memory: Callable[[], bytes]  # reads the generator's memory; empty if that is impossible
+    has_normal: Callable[[Any], bool]  # whether a state has a normal number
+    state: Any = None
+    state_memory: bytes = b""  # the memory that belongs to the state
 
-    def state(self) -> Any:
-        """As it is now."""
-        memory = self._look()
-        if not memory or memory != self._memory:
-            self._state = self._ask()
-            self._memory = b"" if self._kept(self._state) else memory
-        return self._state
+    def get(self) -> Any:
+        """The present state."""
+        memory = self.memory()
+        if not memory or memory != self.state_memory:
+            self.state = self.read()
+            self.state_memory = b"" if self.has_normal(self.state) else memory
+        return self.state
 
 
-def _memory_of_python() -> Callable[[], bytes]:
-    """CPython keeps position and words right behind the object's header; found so, or not used."""
+def _python_memory() -> Callable[[], bytes]:
+    """Reads position and words behind the object's header, if CPython has them there."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     header, size = object.__basicsize__, type(generator).__mro__[1].__basicsize__
     if sys.implementation.name == "cpython" and size >= header + _WORDS + 4:
         *words, position = generator.getstate()[1]
         address = id(generator) + header
-        said = struct.pack("625I", position, *words)
-        if ctypes.string_at(address, len(said)) == said:
-            return partial(ctypes.string_at, address, _SHOWN)
+        expected = struct.pack("625I", position, *words)
+        if ctypes.string_at(address, len(expected)) == expected:
+            return partial(ctypes.string_at, address, _SAMPLED)
     return bytes
 
 
-def _memory_of_numpy() -> bytes:
+def _numpy_memory() -> bytes:
     generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not numpy.random.MT19937:
         raise SettingError(
@@ -97,15 +94,11 @@ def _memory_of_numpy() -> bytes:
             "leave the usual MT19937 in place, and hold a numpy.random.Generator of your own"
         )
     end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
-    return ctypes.string_at(end - _SHOWN, _SHOWN)
-
-
-def _numpy_state() -> Any:
-    return numpy.random.get_state(legacy=True)  # noqa: NPY002
+    return ctypes.string_at(end - _SAMPLED, _SAMPLED)
 
 
 def restorable(raw: RandomState) -> RandomState:
-    """A raw state in types that a checkpoint may hold."""
+    """A state from `RandomReader` in types that a checkpoint may have."""
     version, words, gauss = raw["python"]
     _, keys, *rest = raw["numpy"]
     return {
@@ -116,7 +109,7 @@ def restorable(raw: RandomState) -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Puts the generators back where `random_state` found them."""
+    """Restores the generators to a state from `random_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     keys, *rest = state["numpy"]
@@ -124,7 +117,3 @@ def restore_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"].cpu())
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda.cpu(), device)
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

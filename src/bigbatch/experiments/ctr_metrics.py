@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from bigbatch.experiments.datasets.click_rows import Batch, Clicks
 from bigbatch.experiments.distributed_eval import all_gather_rows, local_batches
 from bigbatch.experiments.settings import Settings
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 
 def click_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -31,7 +31,7 @@ def click_scores(
         settings: their micro-batch and device are used.
         dataset: name of the data, for the names of the scores.
     """
-    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
+    metrics = import_optional("sklearn.metrics", "experiments")  # its import takes two seconds
     rank_rows = [
         torch.stack([model(numbers, rows).float(), labels], 1)
         for numbers, rows, labels in local_batches(test, settings)

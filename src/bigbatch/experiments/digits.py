@@ -15,7 +15,7 @@ from bigbatch.experiments.image_classification import ImageBatch, accuracies, cl
 from bigbatch.experiments.recipe import OURS, Data, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 _TEST_SHARE = 0.25
 _SPLIT_SEED = 0  # one split for every seed and arm
@@ -46,8 +46,8 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    datasets = required("sklearn.datasets", "experiments")  # two seconds
-    model_selection = required("sklearn.model_selection", "experiments")
+    datasets = import_optional("sklearn.datasets", "experiments")  # two seconds
+    model_selection = import_optional("sklearn.model_selection", "experiments")
     images, labels = datasets.load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)

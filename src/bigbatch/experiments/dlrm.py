@@ -19,7 +19,7 @@ from bigbatch.experiments.models.dlrm_network import DLRM
 from bigbatch.experiments.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
 _ARMS: Arms = {
@@ -55,7 +55,7 @@ def _data(settings: Settings) -> Data:
         train, test = read_criteo(Path(settings.data), table_rows)
         dataset = f"of {len(train) + len(test):,} Criteo rows"
         return Data(train, lambda model: click_scores(model, test, settings, dataset))
-    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
+    metrics = import_optional("sklearn.metrics", "experiments")  # its import takes two seconds
     log = click_log(settings.count("log_rows"))
     train_rows, test_rows = split(len(log.rows))
     test = Clicks([log.rows], table_rows, test_rows)

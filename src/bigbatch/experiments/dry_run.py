@@ -17,10 +17,10 @@ from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Fixed, TrainingState
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.lr_scaling import scaling_named
+from bigbatch.training.lr_scaling import resolve_scaling
 
 _DEEPSPEED_BACKWARDS = 8  # of a rank and step, which VR compares on DeepSpeed
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
@@ -88,7 +88,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     Raises:
         SettingError: the settings are invalid, as a training would report.
     """
-    setting("ranks", ranks, Count)
+    check_setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
     memory = estimate_memory(recipe, settings, ranks)
@@ -186,7 +186,7 @@ def _estimate_plan(
 def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     """The learning rates at `MOMENTS`, each in the middle of a base batch."""
     schedule, base = LRSchedule(settings.lr_schedule), settings.base_batch
-    lr = settings.lr * scaling_named(lr_scaling_of(settings), base)(batch, base, None)
+    lr = settings.lr * resolve_scaling(lr_scaling_of(settings), base)(batch, base, None)
     if settings.lr_schedule == "constant":
         return (lr,) * len(MOMENTS)
     total, factor = settings.epochs * samples, schedule.lr_lambda(settings.epochs, samples)

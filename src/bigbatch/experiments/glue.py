@@ -29,7 +29,7 @@ from bigbatch.experiments.models.bert import (
 from bigbatch.experiments.recipe import OURS, Data, Recipe, Sweep
 from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 _OFFICIAL = {  # scores, the first of which is the main one, and scikit-learn's metrics
     "SST-2": {"accuracy, %": "accuracy_score"},
@@ -65,7 +65,7 @@ def _scores(
     model: nn.Module, dev: InMemoryDataset, name: str, settings: Settings
 ) -> dict[str, float]:
     """The task's official scores. Collective."""
-    metrics = required("sklearn.metrics", "experiments")  # its import takes two seconds
+    metrics = import_optional("sklearn.metrics", "experiments")  # its import takes two seconds
     pairs = [
         torch.stack([classes, model(*rows).argmax(-1)], 1)
         for *rows, classes in local_batches(dev, settings)

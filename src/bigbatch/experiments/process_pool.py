@@ -23,7 +23,7 @@ from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import PREREQUISITES, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import RunFollower, SweepConsole, TrainingCounts
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 LOG = "log.txt"  # in a run directory: the standard error of its process
 
@@ -56,7 +56,7 @@ def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str
     if jobs is None:
         threads = max(int(settings["threads"]) for settings in trainings.values())
         jobs = len(gpus) or max(1, _core_count() // threads)
-    setting("jobs", jobs, Count)
+    check_setting("jobs", jobs, Count)
     slots = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {} for n in range(jobs)]
     try:
         with FileLock(path / ".lock", blocking=False), _sigterm_interrupts():

@@ -25,9 +25,9 @@ from bigbatch.setting_types import (
     Positive,
     Share,
     Whole,
+    check_setting,
     checked,
-    parsed,
-    setting,
+    parse_setting,
 )
 
 Value = bool | int | float | str
@@ -161,7 +161,7 @@ class Settings:
         for name, value in task.items():
             if name not in self.task:
                 raise self._unknown(name)
-            task[name] = setting(name, value, _type_of(self.task[name]))
+            task[name] = check_setting(name, value, _type_of(self.task[name]))
         return replace(self, **{"task": {**self.task, **task}, **general})
 
     def parse_change(self, text: str) -> dict[str, Value]:
@@ -176,7 +176,7 @@ class Settings:
         if not value:
             raise SettingError(f"{text!r} must be written KEY=VALUE")
         if key in self.task:
-            return {key: parsed(key, value, _type_of(self.task[key]))}
+            return {key: parse_setting(key, value, _type_of(self.task[key]))}
         return {key: self.parse_value(key, value)}
 
     @staticmethod
@@ -189,7 +189,7 @@ class Settings:
             SettingError: the value has another type.
         """
         text = str(Path(text).resolve()) if name in PREREQUISITES else text
-        value: Value = parsed(name, text, SETTING_TYPES[name])
+        value: Value = parse_setting(name, text, SETTING_TYPES[name])
         return value
 
     @property
@@ -203,7 +203,7 @@ class Settings:
         Raises:
             SettingError: it is less.
         """
-        setting(name, self.task[name], Count)
+        check_setting(name, self.task[name], Count)
         return int(self.task[name])
 
     def _unknown(self, name: str) -> SettingError:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bigbatch.errors import RankError
 from bigbatch.experiments import process_group
 from bigbatch.gradients import is_of_network
-from bigbatch.interrupts import INTERRUPTED, ignore
+from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch.runs.atomic_files import has_begun, release, require_free
 from bigbatch.runs.run_config import launch_of
 
@@ -141,7 +141,7 @@ class Launch:
         except KeyboardInterrupt:
             if not has_begun(path):
                 raise
-            ignore()  # torchrun sends it twice
+            ignore_interrupts()  # torchrun sends it twice
             self.report_error(f"interrupted; `bigbatch {command} --resume {path}` continues")
             sys.exit(INTERRUPTED)
         finally:

@@ -12,14 +12,14 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
 from bigbatch.integrations.sharded_sampler import ShardedSampler
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions
 
-accelerate = required("accelerate", "accelerate")
+accelerate = import_optional("accelerate", "accelerate")
 
 from accelerate.data_loader import (
     BatchSamplerShard,

@@ -51,13 +51,15 @@ class ExternalLoop:
         """Drops the current step, after a state was loaded."""
         self._step = self._steps = self._micro_batches = None
 
-    def announce(self, samples: int, *, ends: bool = False, left: int | None = None) -> None:
+    def announce(
+        self, samples: int, *, ends_epoch: bool = False, remaining: int | None = None
+    ) -> None:
         """Announces the next micro-batch, before its forward.
 
         Args:
             samples: samples of the micro-batch on this rank.
-            ends: whether it is the last micro-batch of an epoch, and so of its step.
-            left: number of later micro-batches in the epoch, or None if it is unknown.
+            ends_epoch: whether it is the last micro-batch of an epoch, and so of its step.
+            remaining: number of later micro-batches in the epoch, or None if it is unknown.
         Raises:
             LoopError: the optimizer has not stepped for the previous step.
         """
@@ -66,7 +68,7 @@ class ExternalLoop:
             raise LoopError(
                 "another micro-batch came before the optimizer had stepped for the previous ones"
             )
-        self.train.batches.announce(samples, ends=ends, left=left)
+        self.train.batches.announce(samples, ends_epoch=ends_epoch, remaining=remaining)
         if self._step is None or self._step.ended:
             step = None if self._steps is None else next(self._steps, None)
             if step is None:  # the first step of an epoch
@@ -79,6 +81,6 @@ class ExternalLoop:
     def end_pass(self) -> None:
         """Counts a pass as done after its last step, before the next pass begins."""
         assert isinstance(self.train.batches, ExternalBatches)
-        if self._steps is not None and self.step.ended and self.train.batches.ends:
+        if self._steps is not None and self.step.ended and self.train.batches.ends_epoch:
             next(self._steps, None)
             self._steps = None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import In, NotNegative, Share, kinds_of, setting
+from bigbatch.setting_types import In, NotNegative, Share, argument_kinds, check_setting
 
 Gamma = Annotated[float, In("[0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
@@ -77,15 +77,15 @@ def require_unique(parameters: list[Tensor]) -> None:
 
 def require_kinds(group: dict[str, Any], optimizer: type) -> None:
     """Raises SettingError if a group has a value that the optimizer's constructor refuses."""
-    kinds = kinds_of(optimizer)
+    kinds = argument_kinds(optimizer)
     for name in kinds.keys() & group.keys():
-        group[name] = setting(name, group[name], kinds[name])
+        group[name] = kinds[name].check(name, group[name])
 
 
 def require_valid(group: dict[str, Any], optimizer: type, factor: str) -> None:
     """Raises SettingError if a variance-reduced optimizer refuses a group."""
     require_kinds(group, optimizer)
-    setting("vr", group["vr"], bool)
+    check_setting("vr", group["vr"], bool)
     require_unique(group["params"])
     if group["gamma"] == 0 and factor == "gsnr":
         raise SettingError(

@@ -9,7 +9,7 @@ from functools import cached_property
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
 from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.setting_types import Count, Positive, checked, setting
+from bigbatch.setting_types import Count, Positive, check_setting, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 _MAX_SIZE = 2.0**53  # floats above it are not exact whole numbers; no batch is as large
@@ -216,7 +216,7 @@ def _clause(text: str, groups: dict[str, str], amount: Amount) -> _Clause:
 
 
 def _size(text: str) -> int:
-    return int(setting("size", int(text), Count))
+    return int(check_setting("size", int(text), Count))
 
 
 def _amount(groups: dict[str, str], tokens_per_sample: float | None) -> Amount:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.setting_types import MOST_FACTOR, Coverage, In
+from bigbatch.setting_types import MAX_FACTOR, Coverage, In
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 Decide = Callable[[GradientStatistics, TrainingState], Decision]
 
-DeadBand = Annotated[float, In(f"[0, {MOST_FACTOR:g}]")]
+DeadBand = Annotated[float, In(f"[0, {MAX_FACTOR:g}]")]
 
 _MAX_X = 30.0  # of x = ln(1 + N signal / noise): beyond it signal or noise is negligible
 

@@ -6,7 +6,7 @@ from typing import Any
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
-from bigbatch.setting_types import parsed
+from bigbatch.setting_types import parse_setting
 
 POLICIES: dict[str, type[Any]] = {
     "fixed": Fixed,
@@ -43,7 +43,7 @@ def parse_policy(text: str) -> Policy:
             raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
-        values[key] = parsed(key, value, arguments[key].type)
+        values[key] = parse_setting(key, value, arguments[key].type)
     if any(field.default is MISSING and key not in values for key, field in arguments.items()):
         raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
     policy: Policy = POLICIES[name](**values)

@@ -1,6 +1,6 @@
 """Run directories, console views, figures and reports."""
 
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 for _package in ("filelock", "jinja2", "PIL", "matplotlib", "rich", "tensorboard", "yaml"):
-    required(_package, "cli")
+    import_optional(_package, "cli")

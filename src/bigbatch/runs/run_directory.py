@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from bigbatch.digest import digest_of, load_state, require_digests, save_state
+from bigbatch.digest import file_digest, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.runs.atomic_files import (
     create_directory_atomically,
@@ -84,7 +84,7 @@ class RunDirectory:
         """Writes texts that later runs need, by file name."""
         for name, text in texts.items():
             write_atomically(self.path / name, text.encode())
-            self._text_digests[name] = digest_of(self.path / name)
+            self._text_digests[name] = file_digest(self.path / name)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

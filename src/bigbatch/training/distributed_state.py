@@ -1,4 +1,4 @@
-"""The states of all ranks as one, for torch.distributed.checkpoint (DCP)."""
+"""The states of all ranks as one value, for torch.distributed.checkpoint (DCP)."""
 
 import io
 from typing import Any
@@ -15,18 +15,17 @@ _KEY = "ranks"
 
 
 class DistributedState:
-    """A training's states on all ranks, equal on each of them, so that DCP may save any rank's.
+    """A training's states on all ranks, the same value on each, so that DCP may save any rank's.
 
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         state["train"] = DistributedState(train)
         dcp.save(state, checkpoint_id=folder)  # or dcp.async_save, or dcp.load and set_state_dict
 
-    `train.state_dict()` has a part that is another on every rank, and DCP keeps one value a key: by
-    itself it would come back as that of some rank on all of them. Here it is packed, for all ranks,
-    into one value, whose key and type do not depend on how many there are. On as many ranks each
-    takes its own state and resumes bit for bit; on others all take rank 0's and continue with the
-    same samples.
+    `train.state_dict()` has a part that differs between ranks, and DCP keeps one value per key, so
+    all ranks would load that of some rank. This class packs the states of all ranks into one value,
+    whose key and type do not depend on their number. On as many ranks each loads its own state and
+    resumes bit for bit; on another number all load rank 0's and continue with the same samples.
 
     Args:
         train: the training.
@@ -38,19 +37,19 @@ class DistributedState:
         self._collectives = HostCollectives(train.meter.source)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, packed. Collective, also where DCP asks in order to load.
+        """The states of all ranks, packed. Collective, also when DCP calls it to load.
 
         Raises:
             LoopError: inside a step.
         """
-        own = torch.frombuffer(_packed(self._train.state_dict()), dtype=torch.uint8)
-        return {_KEY: bytes(_packed(self._collectives.gather_bytes(own)))}
+        state = torch.frombuffer(_pack(self._train.state_dict()), dtype=torch.uint8)
+        return {_KEY: bytes(_pack(self._collectives.all_gather_bytes(state)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes where the states were taken. Collective.
+        """Resumes where the states were saved. Collective.
 
         Raises:
-            StateError: they are damaged, none of ours, of another version, or of other data.
+            StateError: they are damaged, not from this class, of another version, or of other data.
         """
         packed = state.get(_KEY)
         if not isinstance(packed, bytes):
@@ -58,17 +57,17 @@ class DistributedState:
                 f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass "
                 "what its state_dict() gave"
             )
-        states = _unpacked(packed)
+        states = _unpack(packed)
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        own = states[rank if len(states) == ranks else 0]
-        self._train.load_state_dict(_unpacked(own.numpy()))
+        data = states[rank if len(states) == ranks else 0]
+        self._train.load_state_dict(_unpack(data.numpy()))
 
 
-def _packed(state: Any) -> bytearray:
+def _pack(state: Any) -> bytearray:
     file = io.BytesIO()
     save_state(state, file)
     return bytearray(file.getbuffer())
 
 
-def _unpacked(data: Any) -> Any:
+def _unpack(data: Any) -> Any:
     return load_state(io.BytesIO(data), "the state of DistributedState")

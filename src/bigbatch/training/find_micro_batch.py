@@ -1,35 +1,37 @@
-"""How many samples of a micro-batch fit in memory."""
+"""The largest micro-batch that fits in memory."""
 
 import copy
 import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from bigbatch.data.collate import Batch, concatenate_samples, count_samples, slice_samples
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rank_consistency import HostCollectives
+from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import RankError, SettingError
-from bigbatch.gradients import GradientSource
+from bigbatch.gradients import MADE_LATE, GradientSource, are_freed, parameters_of
 from bigbatch.gradients.auto import find_source
-from bigbatch.setting_types import ELSEWHERE, Count, Share, checked
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Share, checked
 from bigbatch.training.oom_hints import is_out_of_memory
-from bigbatch.training.optimizer_checks import require_steppable
-from bigbatch.training.snapshot import TrainingSnapshot
+from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 
 
 @checked
 def largest_micro_batch(
     model: nn.Module,
-    optimizer: Annotated[Optimizer, ELSEWHERE],
+    optimizer: Annotated[Optimizer, CHECKED_ELSEWHERE],
     loader: Iterable[Batch],
     loss_of: Callable[[Batch], Tensor],
     *,
@@ -41,36 +43,36 @@ def largest_micro_batch(
         int(largest * (1 - margin)), at least 1 and at most `most`
 
     Sizes are doubled from that of the loader's first batch, then bisected. Each is tried on copies
-    of that batch, which should be as large as they get (the longest sequences), in two optimizer
-    steps of two backwards. On a GPU a size is too large, too, for which the allocator has to give
-    its cache back and ask again.
+    of that batch, which should be as large as batches get (the longest sequences), in two optimizer
+    steps of two backwards. On a GPU, a size is also too large if the allocator has to free its
+    cache and retry.
 
-    Afterwards all is as before, after an error too: weights, buffers, gradients, the optimizer (by
-    its state dict), training modes, random states, the loader's order. Until then it is kept in
-    the CPU's memory, so it takes none of a GPU's. Attributes that a forward sets stay as they are.
-    Call it before a GradientMeter or AdaptiveBatch is made.
+    Afterwards, also after an error, everything is restored: weights, buffers, gradients, the
+    optimizer (by its state dict), training modes, random states, the loader's order. The copies are
+    in the CPU's memory, so they take none of a GPU's. Attributes that a forward sets stay as they
+    are. Call it before a GradientMeter or AdaptiveBatch is made.
 
-    Ranks try the same sizes; what is too large for one is too large for all. Under DDP a rank that
-    runs out of memory lets nobody wait. Under fully_shard (FSDP2), or with SyncBatchNorm, a forward
-    waits for the other ranks, and one that fails alone leaves them there until the group's timeout:
-    choose `most` so that every size that is tried surely fits.
+    Ranks try the same sizes; a size that is too large for one is too large for all. Under DDP no
+    rank waits for one that runs out of memory. Under fully_shard (FSDP2), or with SyncBatchNorm, a
+    forward waits for the other ranks, so a rank that fails alone leaves them waiting until the
+    group's timeout: choose `most` so that every size that is tried surely fits.
 
     Most systems kill a process before they refuse it memory of the CPU: give `most` there too, or
     limit the process (`ulimit -v`).
 
     Args:
-        model: as it is trained: wrapped, on its device, in its mode.
-        optimizer: any whose step needs no closure.
+        model: the model as it is trained: wrapped, on its device, in its mode.
+        optimizer: any optimizer whose step needs no closure.
         loader: as for AdaptiveBatch, not inside `Batches`; its batches are cut along their samples.
-        loss_of: batch -> mean loss, one number; brings the batch to the device as training does.
-        most: upper limit of the answer; default: the loader's samples. Sizes up to
+        loss_of: batch -> mean loss, one number; moves the batch to the device as training does.
+        most: upper limit of the result; default: the loader's samples. Sizes up to
             most / (1 - margin) are tried.
         margin: share of the samples that is left off, in [0, 1), since later batches may be larger,
             and an allocator's memory is more fragmented after a thousand steps than after two.
     Returns:
-        What to pass as `micro_batch`, the same on every rank.
+        The value for `micro_batch`, the same on every rank.
     Raises:
-        SettingError: one sample does not fit, a closure is needed, nobody says `most`, or FSDP2 of
+        SettingError: one sample does not fit, a closure is needed, `most` is unknown, or FSDP2 of
             a torch before 2.13, which cannot continue after an error.
         RankError: `loss_of` or the optimizer failed on another rank.
     Example:
@@ -81,21 +83,22 @@ def largest_micro_batch(
         64
     """
     require_steppable(optimizer)
-    source, known = find_source(model), ResumableLoader(loader)
-    most = known.length if most is None else most
+    source, resumable = find_source(model), ResumableLoader(loader)
+    most = resumable.length if most is None else most
     if most is None:
         raise SettingError("the loader does not say how many samples it has; pass most=")
-    before = TrainingSnapshot(model, optimizer, known)
+    snapshot, collectives = TrainingSnapshot(model, optimizer, resumable), HostCollectives(source)
     torch.cuda.empty_cache()
     try:
-        trials = _Trials(model, optimizer, loss_of, _first_batch(known), source, before)
-        table = trials.agreement.gather(trials.samples, most)
-        start, most = (int(min(column)) for column in zip(*table, strict=True))
+        batch = _first_batch(resumable)
+        trial = _Trial(model, optimizer, loss_of, batch, source, collectives, snapshot)
+        rows = collectives.all_gather(count_samples(batch), most)
+        start, most = (int(min(column)) for column in zip(*rows, strict=True))
         bound = math.ceil(most / (1 - margin))
-        with _no_rank_waits(model, source):
-            largest = _search(trials.fits, min(start, bound), bound)
+        with _without_synchronization(model, source):
+            largest = _search(trial.fits, min(start, bound), bound)
     finally:
-        before.put_back()
+        snapshot.restore()
     if not largest:
         raise SettingError(
             "one sample does not fit in memory: take a smaller model, lower precision, or "
@@ -104,92 +107,79 @@ def largest_micro_batch(
     return most if largest == bound else max(1, int(largest * (1 - margin)))
 
 
-# the search
-
-
 def _search(fits: Callable[[int], bool], start: int, bound: int) -> int:
-    """The largest size that fits, at most `bound`; 0 where none does."""
-    fitting, size = 0, start
-    while fits(size):
-        if size == bound:
-            return bound
-        fitting, size = size, min(2 * size, bound)
-    too_large = size
-    while too_large - fitting > 1:
-        size = (fitting + too_large) // 2
+    """The largest size that fits, at most `bound`; 0 if none does."""
+    largest, too_large, size = 0, bound + 1, start
+    while too_large - largest > 1:
         if fits(size):
-            fitting = size
+            largest = size
         else:
             too_large = size
-    return fitting
+        is_bounded = too_large <= bound  # sizes are doubled until one is too large
+        size = (largest + too_large) // 2 if is_bounded else min(2 * largest, bound)
+    return largest
 
 
-class _Trials:
-    """Whether every rank has the memory for two steps with micro-batches of a size."""
+@dataclass
+class _Trial:
+    """Tries whether every rank has the memory for two steps with micro-batches of a size."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_of: Callable[[Batch], Tensor],
-        batch: Batch,
-        source: GradientSource,
-        before: TrainingSnapshot,
-    ) -> None:
-        self.samples = count_samples(batch)
-        self.agreement = HostCollectives(source)
-        self._model, self._optimizer = model, optimizer
-        self._loss_of, self._batch = loss_of, batch
-        self._before = before
-        self._devices = {p.device for p in source.parameters if p.is_cuda}
+    model: nn.Module
+    optimizer: Optimizer
+    loss_of: Callable[[Batch], Tensor]
+    batch: Batch
+    source: GradientSource
+    collectives: HostCollectives
+    snapshot: "TrainingSnapshot"
 
     def fits(self, size: int) -> bool:
-        """Collective. Puts everything back."""
-        failed: Exception | None = None  # otherwise than for lack of memory
-        retries = self._retries()
+        """Collective. Restores everything."""
+        failure: Exception | None = None  # for another reason than lack of memory
+        retries = self._alloc_retries()
         try:
             self._train(size)
-            too_large = self._retries() > retries
+            too_large = self._alloc_retries() > retries
         except Exception as error:
             too_large = is_out_of_memory(error)
-            failed = None if too_large else error
-        self._before.put_back()  # by now the error is gone, and what its frames held
+            failure = None if too_large else error
+        self.snapshot.restore()  # the error is gone by now, and with it the tensors of its frames
         if too_large:
             gc.collect()
-        torch.cuda.empty_cache()  # does nothing where no GPU is used
-        rows = self.agreement.gather(too_large, failed is not None)
-        if failed is not None:
-            raise failed
-        if any(elsewhere for _, elsewhere in rows):
+        torch.cuda.empty_cache()  # does nothing if no GPU is used
+        rows = self.collectives.all_gather(too_large, failure is not None)
+        if failure is not None:
+            raise failure
+        if any(failed for _, failed in rows):
             raise RankError(f"a micro-batch of {size} samples failed on another rank; see there")
         return not any(too_large for too_large, _ in rows)
 
     def _train(self, size: int) -> None:
-        times, rest = divmod(size, self.samples)
-        parts = [self._batch] * times + [slice_samples(self._batch, 0, rest)] * (rest > 0)
+        copies, rest = divmod(size, count_samples(self.batch))
+        parts = [self.batch] * copies + [slice_samples(self.batch, 0, rest)] * (rest > 0)
         batch = concatenate_samples(parts)
-        stepped: Any = self._optimizer
-        if getattr(stepped, "attached", None):  # it scales in a reduction, and a trial has none
-            stepped = stepped.base
-        with warnings.catch_warnings(action="ignore"):  # of micro-batches that are the same
+        optimizer: Any = self.optimizer
+        if getattr(optimizer, "attached", None):  # it scales in a reduction, and a trial has none
+            optimizer = optimizer.base
+        with warnings.catch_warnings(action="ignore"):  # about micro-batches that are the same
             for _ in range(2):  # the first step makes the optimizer's state
-                self._optimizer.zero_grad()
-                self._model.zero_grad()  # what the optimizer does not hold has .grad too
+                self.optimizer.zero_grad()
+                self.model.zero_grad()  # parameters that the optimizer does not hold have .grad too
                 for _ in range(2):  # the first backward makes .grad
-                    (self._loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
-                stepped.step()
+                    (self.loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
 
-    def _retries(self) -> int:
-        """How often an allocator gave its cache back to be able to continue."""
-        stats = [torch.cuda.memory_stats(device) for device in self._devices]
-        return sum(of_one.get("num_alloc_retries", 0) for of_one in stats)
+    def _alloc_retries(self) -> int:
+        """How often the allocators of the GPUs freed their cache to be able to continue."""
+        devices = {p.device for p in self.source.parameters if p.is_cuda}
+        stats = [torch.cuda.memory_stats(device) for device in devices]
+        return sum(of_device.get("num_alloc_retries", 0) for of_device in stats)
 
 
 @contextmanager
-def _no_rank_waits(model: nn.Module, source: GradientSource) -> Iterator[None]:
-    """DDP joins no gradients, and sends no buffers around before a forward."""
+def _without_synchronization(model: nn.Module, source: GradientSource) -> Iterator[None]:
+    """Lets DDP reduce no gradients, and send no buffers before a forward."""
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    sends = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    settings = [wrapper.require_forward_param_sync for wrapper in wrappers]
     source.reducer.set_requires_gradient_sync(False)
     for wrapper in wrappers:
         wrapper.require_forward_param_sync = False
@@ -197,16 +187,89 @@ def _no_rank_waits(model: nn.Module, source: GradientSource) -> Iterator[None]:
         yield
     finally:
         source.reducer.set_requires_gradient_sync(True)
-        for wrapper, before in zip(wrappers, sends, strict=True):
-            wrapper.require_forward_param_sync = before
+        for wrapper, setting in zip(wrappers, settings, strict=True):
+            wrapper.require_forward_param_sync = setting
 
 
 def _first_batch(loader: ResumableLoader) -> Batch:
     batches: Any = loader.batches
     if isinstance(batches, DataLoader):
         batches = copy.copy(batches)
-        batches._iterator = None  # persistent workers are left alone
+        batches._iterator = None  # persistent workers are not used
     for batch in batches:
         loader.require_samples(count_samples(batch), remedy="give a loader of full batches")
         return batch
     raise SettingError("the loader is empty; give one with at least one batch")
+
+
+class TrainingSnapshot:
+    """Everything that a trial changes; tensors are copied to the CPU."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._fsdp_roots = _fsdp_roots(model)
+        if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
+            raise SettingError(
+                f"under fully_shard torch {torch.__version__} cannot continue after an error; "
+                "install torch 2.13"
+            )
+        self._random, self._loader_state = random_state(), loader.state_dict()
+        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
+        self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        parameters = dict.fromkeys([*parameters_of(model), *trained_parameters(optimizer)])
+        if are_freed(parameters):
+            raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
+        self._parameters = [
+            (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
+        ]
+        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
+        tensors = {id(leaf): _shard(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restores everything; may be called repeatedly."""
+        self._model.zero_grad()  # of gathered parameters too, which a reset forgets
+        for root in self._fsdp_roots:
+            with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
+                root.reset_iter_state()
+        for attributes, saved in self._attributes:
+            attributes.clear()
+            attributes.update(saved)
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)
+        for parameter, requires_grad, grad in self._parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+        self._optimizer.load_state_dict(self._state)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)  # loading has copied a learning rate that is a tensor
+        self._loader.resume_between_passes(self._loader_state)
+        restore_random_state(self._random)
+
+
+def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
+    """The attributes of an object, and of the objects in them."""
+    attributes = getattr(thing, "__dict__", None)
+    if type(attributes) is not dict:
+        return []
+    parts = attributes.values() if depth else ()
+    return [attributes, *(nested for part in parts for nested in _attributes(part, depth - 1))]
+
+
+def _fsdp_roots(module: nn.Module) -> list[Any]:
+    """The outermost modules of fully_shard, known by a method that only they have."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        return [module]
+    return [root for child in module.children() for root in _fsdp_roots(child)]
+
+
+def _shard(tensor: Any) -> Tensor:
+    """This rank's shard of a tensor, detached."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard.detach()

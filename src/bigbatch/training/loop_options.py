@@ -10,7 +10,7 @@ from bigbatch.training.lr_scaling import LRScaling
 
 
 class LoopOptions(TypedDict, total=False):
-    """What they mean, and their defaults: `AdaptiveBatch`."""
+    """`AdaptiveBatch` documents the options and their defaults."""
 
     batch_size: Count | None
     base_batch: Count | None
@@ -22,7 +22,7 @@ class LoopOptions(TypedDict, total=False):
 
 @checked
 def loop_options(**options: Unpack[LoopOptions]) -> LoopOptions:
-    """The options, checked before there is a loop.
+    """Checks the options before there is a loop, and returns them.
 
     Raises:
         SettingError: an unknown option, or a value of another type or range.
@@ -31,11 +31,11 @@ def loop_options(**options: Unpack[LoopOptions]) -> LoopOptions:
 
 
 def copy_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The same for one more training by the same trainer: what has a state is a copy.
+    """Options for one more training by the same trainer: objects that have a state are copied.
 
     Args:
-        options: of `AdaptiveBatch`, by name. A `Controller`, a policy or an `lr_scaling` that has
-            `state_dict` and `load_state_dict` is copied; everything else is the same object.
+        options: options of `AdaptiveBatch`, by name. A `Controller`, a policy or an `lr_scaling`
+            that has `state_dict` and `load_state_dict` is copied; all else is the same object.
     Example:
         >>> from bigbatch import Controller, SimiGrad
         >>> options = {"policy": Controller(SimiGrad(0.2), batch_size=8), "base_batch": 8}

@@ -1,4 +1,4 @@
-"""What is no mean loss of a micro-batch: one that a GradScaler scaled, a share of it, a sum."""
+"""Finds losses that are no mean of their micro-batch: scaled by a GradScaler, divided, summed."""
 
 import gc
 import math
@@ -12,76 +12,71 @@ from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError
 
-_LOOKED_AT = 8  # losses of a training: its code does not change
+_EXAMINED = 8  # losses of a training: its code does not change
 _DEPTH = 3  # nodes of the graph, from the loss
-_MEAN, _SUM = 1, 2  # `reduction` of torch's loss functions, as their nodes have it
-_PASSED = ("ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0")
-_MOST = 1024  # micro-batches, by which a loss may have been divided
-_RATIO = math.log(1.4)  # of two sizes that are compared
-_HITS = 4  # changes of size that the loss has followed, with none that it has not
-_MEANS = (
+_MEAN, _SUM = 1, 2  # `reduction` of torch's loss functions, in their nodes
+_SKIPPED = ("ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0")
+_MAX_DIVISOR = 1024  # micro-batches by which a loss may have been divided
+_MIN_LOG_RATIO = math.log(1.4)  # of two sizes that are compared
+_CHANGES = 4  # changes of size that the loss has followed, and no other change
+_REMEDY = (
     'pass the mean loss of the micro-batch (reduction="mean"): step.backward weighs it by its '
     "samples. If it is not a sum over samples, continue"
 )
 
 
 class LossCheck:
-    """Looks at the first losses of a training, and at what the loss of a step does with sizes.
+    """Examines the first losses of a training, and how the loss of a step changes with its size.
 
     Args:
-        speaks: whether this rank is the one that warns.
-        scales: whether a GradScaler was given, so that the loss is scaled in the step.
+        warns: whether this rank warns.
+        has_scaler: whether the step scales the loss by a GradScaler.
     """
 
-    def __init__(self, *, speaks: bool, scales: bool) -> None:
-        self._speaks, self._scales = speaks, scales
-        self._left, self._searched = _LOOKED_AT, False
-        self._before: tuple[float, float] | None = None  # (size, loss) of the step before
-        self._hits: int | None = 0  # None: the loss is no sum
+    def __init__(self, *, warns: bool, has_scaler: bool) -> None:
+        self._warns, self._has_scaler = warns, has_scaler
+        self._remaining, self._searched = _EXAMINED, False
+        self._previous: tuple[float, float] | None = None  # (size, loss) of the step before
+        self._changes: int | None = 0  # None: the loss is no sum
 
     def examine(self, loss: Tensor, samples: int, micro_batches: float) -> None:
-        """Looks at the graph of a micro-batch's loss, for some microseconds.
+        """Examines the graph of a micro-batch's loss; takes some microseconds.
 
         Args:
-            loss: as it was given.
-            samples: of the micro-batch.
-            micro_batches: of the step on this rank, as is expected.
+            loss: the loss that `backward` was given.
+            samples: samples of the micro-batch.
+            micro_batches: expected micro-batches of the step on this rank.
         Raises:
             LoopError: a GradScaler has scaled it.
         """
-        if not self._left:
+        if not self._remaining:
             return
-        self._left -= 1
-        nodes = list(_chain(loss))
+        self._remaining -= 1
+        nodes = list(_first_nodes(loss))
         self._refuse_scaled(nodes)
-        message = _summed(nodes, samples) or _divided(nodes, round(micro_batches))
+        message = _sum_message(nodes, samples) or _division_message(nodes, round(micro_batches))
         if message:
-            self._left = 0
+            self._remaining = 0
             self._warn(message)
 
     def compare(self, size: float, loss: float) -> None:
-        """Compares the mean loss of a step with that of the step before.
-
-        Args:
-            size: samples of a micro-batch, on average.
-            loss: mean over the step.
-        """
-        before, self._before = self._before, (size, loss)
-        if self._hits is None or before is None:
+        """Compares the mean micro-batch size and loss of a step with those of the step before."""
+        previous, self._previous = self._previous, (size, loss)
+        if self._changes is None or previous is None:
             return
-        if not (0 < loss < math.inf and 0 < before[1] < math.inf):
+        if not (0 < loss < math.inf and 0 < previous[1] < math.inf):
             return
-        ratio = math.log(size / before[0])
-        if abs(ratio) < _RATIO:
+        log_ratio = math.log(size / previous[0])
+        if abs(log_ratio) < _MIN_LOG_RATIO:
             return
-        follows = 0.5 < math.log(loss / before[1]) / ratio < 1.5
-        self._hits = self._hits + 1 if follows else None
-        if self._hits == _HITS:
-            self._hits = None
+        follows = 0.5 < math.log(loss / previous[1]) / log_ratio < 1.5
+        self._changes = self._changes + 1 if follows else None
+        if self._changes == _CHANGES:
+            self._changes = None
             self._warn(
-                f"the loss grows with the samples of a micro-batch ({_HITS} times on end, now "
-                f"{before[1]:.4g} -> {loss:.4g} for {before[0]:g} -> {size:g} samples), as a sum "
-                f"over samples does; {_MEANS}"
+                f"the loss grows with the samples of a micro-batch ({_CHANGES} times in a row, now "
+                f"{previous[1]:.4g} -> {loss:.4g} for {previous[0]:g} -> {size:g} samples), as a "
+                f"sum over samples does; {_REMEDY}"
             )
 
     def _refuse_scaled(self, nodes: list[Any]) -> None:
@@ -89,36 +84,36 @@ class LossCheck:
         factors = [f for f in factors if f.dtype == torch.float32 and not f.requires_grad]
         if not factors or self._searched:
             return
-        self._searched = True  # among all objects: some milliseconds
-        if not any(map(_is_scale, factors)):
-            return
-        raise LoopError(
-            "the loss was scaled by a GradScaler, and step.backward scales it by the scaler= that "
-            "AdaptiveBatch has; pass it as it is: step.backward(loss)"
-            if self._scales
-            else "the loss was scaled by a GradScaler that AdaptiveBatch was not given, so nothing "
-            "would take its scale out; pass AdaptiveBatch(scaler=scaler) and the loss as it is: "
-            "step.backward(loss), step.update() and no scaler.step() or scaler.update()"
-        )
+        self._searched = True  # among all objects: takes some milliseconds
+        if any(map(_is_scale, factors)):
+            raise LoopError(
+                "the loss was scaled by a GradScaler, and step.backward scales it by the scaler= "
+                "that AdaptiveBatch has; pass the unscaled loss: step.backward(loss)"
+                if self._has_scaler
+                else "the loss was scaled by a GradScaler that AdaptiveBatch was not given, so "
+                "nothing would take its scale out; pass AdaptiveBatch(scaler=scaler) and the "
+                "unscaled loss: step.backward(loss), step.update() and no scaler.step() or "
+                "scaler.update()"
+            )
 
     def _warn(self, message: str) -> None:
-        if self._speaks:
+        if self._warns:
             warnings.warn(message, stacklevel=6)
 
 
-def _chain(loss: Tensor) -> Iterator[Any]:
-    """The node of the loss and those of its first arguments, but for casts and views."""
+def _first_nodes(loss: Tensor) -> Iterator[Any]:
+    """The node of the loss and those of its first arguments, without casts and views."""
     node = loss.grad_fn
     for _ in range(_DEPTH):
         if node is None:
             return
-        if node.name() not in _PASSED:
+        if node.name() not in _SKIPPED:
             yield node
         node = node.next_functions[0][0] if node.next_functions else None
 
 
 def _factor(node: Any, name: str) -> Tensor | None:
-    """The one number that a product or a quotient was made with; without reading it."""
+    """The single number of a product or a quotient; it is not read."""
     if node.name() != name:
         return None
     try:
@@ -129,46 +124,41 @@ def _factor(node: Any, name: str) -> Tensor | None:
 
 
 def _is_scale(factor: Tensor) -> bool:
-    """Whether it is the scale of a GradScaler, itself."""
+    """Whether a tensor is the scale of a GradScaler, the object itself."""
     return any(
-        issubclass(type(holder), GradScaler)
-        or (type(holder) is dict and holder.get("_scale") is factor and "_growth_factor" in holder)
-        for holder in gc.get_referrers(factor)
+        issubclass(type(owner), GradScaler)
+        or (type(owner) is dict and owner.get("_scale") is factor and "_growth_factor" in owner)
+        for owner in gc.get_referrers(factor)
     )
 
 
-def _reduction(node: Any) -> int | None:
-    reduction: int | None = getattr(node, "_saved_reduction", None)
-    return reduction
-
-
-def _summed(nodes: list[Any], samples: int) -> str:
-    """Of a loss function with reduction='sum'."""
-    if not nodes or samples < 2 or _reduction(nodes[0]) != _SUM:
+def _sum_message(nodes: list[Any], samples: int) -> str:
+    """A message about a loss function with reduction='sum'; else empty."""
+    if not nodes or samples < 2 or getattr(nodes[0], "_saved_reduction", None) != _SUM:
         return ""
     return (
         f'the loss of a micro-batch of {samples} samples is a sum (reduction="sum", '
-        f"{nodes[0].name()}); {_MEANS}"
+        f"{nodes[0].name()}); {_REMEDY}"
     )
 
 
-def _divided(nodes: list[Any], micro_batches: int) -> str:
-    """Of a mean loss that was divided by a whole number, as accumulation needs elsewhere.
+def _division_message(nodes: list[Any], micro_batches: int) -> str:
+    """A message about a mean loss divided by a whole number, as in plain accumulation; else empty.
 
-    Half a squared error is no such thing; what somebody averages by himself only where the number
-    is that of the micro-batches.
+    Half a squared error is not such a loss. A mean that is not torch's own loss function counts
+    only if the divisor is the number of micro-batches.
     """
     if len(nodes) < 2 or (divisor := _factor(nodes[0], "DivBackward0")) is None:
         return ""
     number = float(divisor) if divisor.is_cpu else math.nan
-    if not (number.is_integer() and 2 <= number <= _MOST):
+    if not (number.is_integer() and 2 <= number <= _MAX_DIVISOR):
         return ""
-    name, known = nodes[1].name(), _reduction(nodes[1]) == _MEAN
-    mean = known or (name == "MeanBackward0" and number == micro_batches)
-    if not mean or (number == 2 and not name.startswith("NllLoss")):
+    name, is_mean = nodes[1].name(), getattr(nodes[1], "_saved_reduction", None) == _MEAN
+    is_mean |= name == "MeanBackward0" and number == micro_batches
+    if not is_mean or (number == 2 and not name.startswith("NllLoss")):
         return ""
     return (
         f"the mean loss of a micro-batch was divided by {number:g}; step.backward weighs "
-        "micro-batches by itself, so the gradient would be as many times too short: pass the loss "
-        "as it is, or, if this is not left over from accumulation, continue"
+        "micro-batches by itself, so the gradient would be as many times too short: pass the "
+        "undivided loss, or, if the division does not come from accumulation, continue"
     )

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
-from bigbatch.setting_types import Positive, setting
+from bigbatch.training.lr_scaling import times_written
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
@@ -29,60 +29,47 @@ class BaseBatchScheduler:
         ticks = floor(samples / scheduler_batch)
 
     `scheduler_batch` is the base batch, unless another one is set. So a schedule written for it
-    keeps its shape over the data whatever the batch size does. A fraction of it is remembered. A
-    scheduler that has ended stays at its end: a OneCycleLR, which would raise, a CosineAnnealingLR,
-    which would rise again, a SequentialLR that ends with one of them, a ChainedScheduler as soon as
-    one of its parts has ended.
+    keeps its shape over the data whatever the batch size does. Samples below a whole tick count
+    for the next one. A scheduler that has ended stays at its end: a OneCycleLR, which would raise,
+    a CosineAnnealingLR, which would rise again, a SequentialLR that ends with one of them, a
+    ChainedScheduler as soon as one of its parts has ended.
 
     Args:
         base_batch: batch size that the learning rate was tuned for.
-        optimizer: the one that trains; a scheduler must belong to it.
+        optimizer: the trained optimizer; a scheduler must belong to it.
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
         self.base_batch = base_batch
-        self._scheduler_batch: float = base_batch
+        self.scheduler_batch: float = base_batch  # samples per tick
         self._optimizer = optimizer
         self._scheduler: LRScheduler | None = None
         self._samples: float = 0  # since the last tick
-        self._left_at: int | None = None  # the scheduler's own count after its last tick here
-        self._refused = 0  # ticks after the schedule's end
-        self._pending: dict[str, Any] | None = None  # state of a scheduler that is still to come
-
-    @property
-    def scheduler_batch(self) -> float:
-        """Samples per tick.
-
-        Raises:
-            SettingError: where it is set to no positive number.
-        """
-        return self._scheduler_batch
-
-    @scheduler_batch.setter
-    def scheduler_batch(self, samples: float) -> None:
-        self._scheduler_batch = setting("scheduler_batch", samples, Positive)
+        self._last_count: int | None = None  # the scheduler's own count after its last tick here
+        self._ticks_after_end = 0
+        self._pending_state: dict[str, Any] | None = None  # of a scheduler that is not set yet
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced, if any; None forgets a loaded one too.
+        """The scheduler that is advanced, if any; None drops a loaded one too.
 
         Raises:
-            SettingError: one that cannot be advanced in base batches.
-            StateError: the loaded state is that of another class.
+            SettingError: it cannot be advanced in base batches.
+            StateError: the loaded state is of another class.
         """
         return self._scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | None) -> None:
         if scheduler is None:
-            self._pending = None
+            self._pending_state = None
         else:
             _require_advanceable(scheduler, self._optimizer)
         self._scheduler = scheduler
         self._resume()
 
     def advance(self, samples: int) -> None:
-        """Takes the samples of one optimizer step in and ticks as often as they fill.
+        """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`.
 
         Raises:
             LoopError: as `require_ready`.
@@ -93,33 +80,32 @@ class BaseBatchScheduler:
         if self._scheduler is not None:
             for _ in range(int(ticks)):
                 self._tick(self._scheduler)
-            self._left_at = _ticks(self._scheduler)
+            self._last_count = _count(self._scheduler)
 
     def require_ready(self) -> None:
-        """Whether `advance` can be called, to be asked before anything is changed.
+        """Checks that `advance` can be called, before anything is changed.
 
         Raises:
-            LoopError: somebody else advances the scheduler too, or the one that was loaded was not
-                set again.
+            LoopError: the scheduler was advanced elsewhere too, or one was loaded and not set.
         """
-        if self._pending is not None:
+        if self._pending_state is not None:
             raise LoopError(
-                f"the loaded state is that of a {self._pending['class']}, which is not there; set "
-                "train.scheduler after loading, or set it to None to continue without"
+                f"the loaded state is that of a {self._pending_state['class']}, which is not set; "
+                "set train.scheduler after loading, or set it to None to continue without"
             )
         scheduler = self._scheduler
-        if scheduler is not None and self._left_at not in (None, _ticks(scheduler)):
+        if scheduler is not None and self._last_count not in (None, _count(scheduler)):
             raise LoopError(
-                f"the {type(scheduler).__name__} was left at tick {self._left_at} and is at "
-                f"{_ticks(scheduler)}; step.update() advances it: leave scheduler.step() out"
+                f"the {type(scheduler).__name__} was left at tick {self._last_count} and is at "
+                f"{_count(scheduler)}; step.update() advances it: leave scheduler.step() out"
             )
 
     def _tick(self, scheduler: LRScheduler) -> None:
         if not _has_ended(scheduler):
             scheduler.step()
             return
-        self._refused += 1
-        if self._refused == 2:  # a schedule of T ticks starts at tick 0, so one is always left over
+        self._ticks_after_end += 1
+        if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
             warnings.warn(
                 f"{type(scheduler).__name__} reached its end and stays there, at lr={rates}; "
@@ -128,16 +114,15 @@ class BaseBatchScheduler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs, the scheduler's own state included."""
-        scheduler = self._pending
+        """A state for `load_state_dict`, the scheduler's own state included."""
+        scheduler = self._pending_state
         if self._scheduler is not None:
-            groups = self._optimizer.param_groups
             scheduler = {
                 "class": type(self._scheduler).__name__,
                 "state": self._scheduler.state_dict(),
                 "groups": [
                     {key: copy.deepcopy(group[key]) for key in _SCHEDULED if key in group}
-                    for group in groups
+                    for group in self._optimizer.param_groups
                 ],
             }
         return {
@@ -150,7 +135,7 @@ class BaseBatchScheduler:
         """Continues from a saved state; the scheduler may be set later.
 
         Raises:
-            StateError: its scheduler has counted other base batches.
+            StateError: the saved scheduler has counted other base batches.
         """
         saved = state["base_batch"]
         if state["scheduler"] is not None and saved != self.scheduler_batch:
@@ -164,36 +149,38 @@ class BaseBatchScheduler:
                 f"{self.scheduler_batch}; {remedy}"
             )
         self._samples = state["samples"]
-        self._pending = state["scheduler"]
+        self._pending_state = state["scheduler"]
         self._resume()
 
     def _resume(self) -> None:
-        """Loads into the scheduler, once both are there.
+        """Loads the pending state into the scheduler, once both are known.
 
-        Its constructor has set the groups again if it came after the optimizer's state.
+        A scheduler that was built after the optimizer's state was loaded has overwritten the
+        groups' values, so they are restored too.
         """
-        self._left_at, self._refused = None, 0
-        if self._scheduler is None or self._pending is None:
+        self._last_count, self._ticks_after_end = None, 0
+        if self._scheduler is None or self._pending_state is None:
             return
-        saved, name = copy.deepcopy(self._pending), type(self._scheduler).__name__
+        saved, name = copy.deepcopy(self._pending_state), type(self._scheduler).__name__
+        groups = self._optimizer.param_groups
         if saved["class"] != name:
             raise StateError(
                 f"the saved scheduler is a {saved['class']}, not a {name}; build the same one, or "
                 "load first and set train.scheduler to None, then to the new one"
             )
-        if len(saved["groups"]) != len(self._optimizer.param_groups):
+        if len(saved["groups"]) != len(groups):
             raise StateError(
                 f"the saved schedule is for {len(saved['groups'])} parameter groups, the optimizer "
-                f"has {len(self._optimizer.param_groups)}; build it with the same groups"
+                f"has {len(groups)}; build it with the same groups"
             )
         self._scheduler.load_state_dict(saved["state"])
-        for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):
+        for group, values in zip(groups, saved["groups"], strict=True):
             for key, value in values.items():
                 if isinstance(group[key], Tensor):
                     group[key].fill_(float(value))
                 else:
                     group[key] = value
-        self._pending = None
+        self._pending_state = None
 
 
 def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
@@ -208,13 +195,13 @@ def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
             "inside it, scheduler.scheduler"
         )
     if not isinstance(scheduler, LRScheduler):
-        raise SettingError(f"scheduler={scheduler!r} is no torch LRScheduler")
+        raise SettingError(f"scheduler={scheduler!r} is not a torch LRScheduler")
     if scheduler.optimizer.param_groups is not optimizer.param_groups:  # a wrapper forwards them
         raise SettingError("the scheduler belongs to another optimizer than the one that trains")
 
 
 def _has_ended(scheduler: LRScheduler) -> bool:
-    """Whether its next tick would leave its end; False for what stays there by itself."""
+    """Whether the next tick would move it beyond its end; False if it stays there by itself."""
     if isinstance(scheduler, OneCycleLR):
         return bool(scheduler.last_epoch >= scheduler.total_steps - 1)
     if isinstance(scheduler, CosineAnnealingLR):
@@ -226,31 +213,80 @@ def _has_ended(scheduler: LRScheduler) -> bool:
     return False
 
 
-def total_of(scheduler: LRScheduler) -> int | None:
-    """How many ticks a scheduler was built for, where it says: `num_training_steps` and the like.
+def total_ticks(scheduler: LRScheduler) -> int | None:
+    """Ticks that a scheduler was built for, such as `num_training_steps`; None if unknown.
 
     Example:
         >>> from torch import nn, optim
         >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        >>> total_of(OneCycleLR(optimizer, 0.1, total_steps=40))
+        >>> total_ticks(OneCycleLR(optimizer, 0.1, total_steps=40))
         40
     """
     if isinstance(scheduler, ChainedScheduler):
-        return min(filter(None, map(total_of, scheduler._schedulers)), default=None)
+        return min(filter(None, map(total_ticks, scheduler._schedulers)), default=None)
     if isinstance(scheduler, SequentialLR):
-        last = total_of(scheduler._schedulers[-1])
+        last = total_ticks(scheduler._schedulers[-1])
         return None if last is None else scheduler._milestones[-1] + last
     if isinstance(scheduler, LambdaLR):  # Hugging Face's are partials
         keywords = getattr(scheduler.lr_lambdas[0], "keywords", {})
         return keywords.get("num_training_steps")
-    names = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}
-    return next(
-        (getattr(scheduler, names[kind]) for kind in names if isinstance(scheduler, kind)), None
-    )
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, CosineAnnealingLR):
+        return scheduler.T_max
+    return scheduler.total_iters if isinstance(scheduler, PolynomialLR) else None
 
 
-def _ticks(scheduler: LRScheduler) -> int:
-    """The scheduler's own count; a ChainedScheduler leaves it to its parts."""
+def _count(scheduler: LRScheduler) -> int:
+    """The scheduler's own count; for a ChainedScheduler, that of its first part."""
     while isinstance(scheduler, ChainedScheduler):
         scheduler = scheduler._schedulers[0]
     return int(scheduler.last_epoch)
+
+
+class LRChanges:
+    """Warns once that a schedule of the user's own counts updates, whose number is unknown.
+
+    Rates may change between two passes (a schedule of epochs, a plateau after validation), and with
+    a loaded state, which has new groups.
+
+    Args:
+        optimizer: the optimizer that has the rates.
+        warns: whether this rank warns.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, warns: bool) -> None:
+        self._optimizer, self._warns = optimizer, warns
+        self._rates: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, writes to the rate
+        self._epoch = 0  # of the last update
+
+    def note(self, epoch: int) -> None:
+        """Notes the rates at the end of an update, in a pass of this number."""
+        groups = self._optimizer.param_groups
+        self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
+        self._epoch = epoch
+
+    def examine(self, epoch: int) -> None:
+        """Compares the rates before another update that has no scheduler."""
+        if not self._warns or epoch != self._epoch:
+            return
+        numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
+        for group, rate, writes in self._rates:
+            present = group.get("lr")
+            is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
+            # without a wait for the device: of a tensor, the writes are compared
+            same = rate is present if is_tensor else rate == present
+            if id(group) in numbers and not (same and times_written(present) == writes):
+                self._warns = False
+                number = numbers[id(group)]
+                change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
+                warnings.warn(
+                    f"the learning rate of parameter group {number} was changed{change} between "
+                    "two updates, and no scheduler is known: a schedule that counts updates ends "
+                    "in the wrong place, since their number follows the batch size. Pass "
+                    "AdaptiveBatch(scheduler=scheduler) (to a trainer, as its own), which advances "
+                    "it once per base batch of samples, and leave scheduler.step() out. If you set "
+                    "the rate by hand, it stays as you set it",
+                    stacklevel=5,
+                )
+                return

@@ -4,23 +4,24 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
-from bigbatch.data.micro_batches import Cut
+from bigbatch.data.external_batches import ExternalStep
+from bigbatch.data.micro_batches import MicroBatch, StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
-from bigbatch.setting_types import NotNegative, setting
+from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.optimizer_checks import hooked
+from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
 from bigbatch.training.step_record import StepRecord, StepStatistics
-from bigbatch.training.update import StepContext, Update
+from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -31,47 +32,38 @@ class Step:
     """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`.
 
     Args:
-        cut: the micro-batches.
-        context: shared with the other steps.
-        end: decides, steps the optimizer and records.
+        micro_batches: the micro-batches of the step on this rank.
+        update: has what all steps share; ends the step from its statistics.
     """
 
-    def __init__(self, cut: Cut, context: StepContext, end: Update) -> None:
+    def __init__(self, micro_batches: StepBatches | ExternalStep, update: Update) -> None:
         self.ended = False
-        self._cut = cut
-        self._end = end
-        self._meter, self._optimizer = context.meter, context.optimizer
-        self._scaler, self._collectives = context.scaler, context.collectives
-        self._hints, self._loss_check = context.hints, context.losses
-        self._source = context.meter.source
-        self._reader = context.reader
-        self._reduced = None if context.reader is None else context.reader.reduced_source()
-        self._micro_batches = 0  # on this rank
-        self._waiting = False  # a micro-batch was given out and not called backward on
-        self._present = 0  # its samples
-        self._samples = 0  # of all micro-batches so far, on this rank
+        self._micro_batches, self._update = micro_batches, update
+        self._meter, self._source = update.meter, update.meter.source
+        self._reduced = None if update.reader is None else update.reader.reduced_source()
+        self._pending: MicroBatch | None = None  # given out, its backward still to come
+        self._backwards = 0  # micro-batches done on this rank
+        self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
         self._losses: list[Tensor] = []
-        self._reference = 0.0  # what the weights of all ranks are expected to sum to
-        self._in_samples: bool | None = None  # whether the weights are samples
-        self._watch: RemovableHandle | None = None  # on the optimizer, once complete
-        self._stepped = False  # by somebody else
-        self._readings: Tensor | None = None  # everything the host will read, when complete
-        self._values: list[float] = []  # the same, once it has
-        self._message_length = 0  # numbers in a rank's message
+        self._expected_weight = 0.0  # expected sum of the weights of all ranks
+        self._weighs_samples: bool | None = None  # whether the weights are samples
+        self._device_totals: Tensor | None = None  # everything that the host reads, once complete
+        self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
+        self._optimizer_stepped = False  # by a call other than update
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._waiting:
+        if self._pending is not None:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
+        hints = self._update.oom_hints
         try:
-            for batch, samples in self._cut:
-                self._waiting, self._present = True, samples
-                self._hints.samples = samples
+            for micro_batch in self._micro_batches:
+                self._pending, hints.samples = micro_batch, micro_batch.samples
                 self._source.reducer.set_requires_gradient_sync(
-                    self._cut.last
+                    self.last
                 )  # before the forward, which reads it
-                yield batch
-                if self._waiting:
+                yield micro_batch.batch
+                if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
         except BaseException:
             self._source.reducer.set_requires_gradient_sync(
@@ -79,27 +71,27 @@ class Step:
             )  # for a backward of the user's own
             raise
         finally:
-            self._hints.samples = 0
+            hints.samples = 0
 
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was run backward, so that `update` comes next."""
-        return self._readings is not None
+        return self._device_totals is not None
 
     @property
     def last(self) -> bool:
-        """Whether the micro-batch that was given out is the last one on this rank."""
-        return self._cut.last
+        """Whether the present micro-batch is the last one on this rank."""
+        return self._micro_batches.last
 
     @property
     def waiting(self) -> bool:
         """Whether a micro-batch was given out whose backward is still to come."""
-        return self._waiting
+        return self._pending is not None
 
     @property
     def begun(self) -> bool:
         """Whether a micro-batch was given out."""
-        return self._waiting or self._micro_batches > 0
+        return self.waiting or self._backwards > 0
 
     @property
     def loss(self) -> float:
@@ -109,8 +101,8 @@ class Step:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
         self._require_complete("loss")
-        total, weights, *_ = self._wait()
-        return total / weights
+        loss_sum, weight_sum, *_ = self._host_totals
+        return loss_sum / weight_sum
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
@@ -118,32 +110,32 @@ class Step:
         Args:
             loss: mean loss of the micro-batch, one number; in a half type its weight is rounded
                 to that type too, so float32 is better.
-            weight: what that mean is taken over, where it is not the samples (tokens, say). 0
-                leaves the micro-batch and its loss out; where there are other ranks its backward
+            weight: number of elements that the mean is over, if these are not samples (tokens, for
+                example). 0 leaves the micro-batch and its loss out; on several ranks its backward
                 still runs, times 0, so a gradient that is not finite skips the step.
         Raises:
-            LoopError: no micro-batch is waiting for it, or weights are given to some only.
+            LoopError: no micro-batch waits for its backward, or only some have weights.
             SettingError: a weight that is negative, or no finite number.
-            GradientError: somebody else wrote to `.grad`.
+            GradientError: `.grad` was written to by other code.
         """
         with self.weighted_backward(loss, weight) as factor:
             if factor or self._source.ranks > 1:  # the other ranks wait for this backward
-                share = share_of(loss, factor)
-                if self._scaler is not None and factor:
-                    share = self._scaler.scale(share)
-                share.backward()  # type: ignore[no-untyped-call]
+                weighted = weighted_loss(loss, factor)
+                if self._update.scaler is not None and factor:
+                    weighted = self._update.scaler.scale(weighted)
+                weighted.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def weighted_backward(self, loss: Tensor, weight: float | None = None) -> Iterator[float]:
-        """`backward`, for an engine that runs it itself, inside.
+        """`backward` for an engine that runs the backward itself, inside the block.
 
         Args:
             loss: as for `backward`; only its value counts.
             weight: as for `backward`.
         Returns:
-            The factor of the loss, as for a gradient that is averaged over ranks; see `share_of`.
+            The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
         """
-        if not self._waiting:
+        if self._pending is None:
             raise LoopError(
                 "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
                 "sum the losses of a micro-batch and call it once"
@@ -154,18 +146,22 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        self._loss_check.examine(loss, self._present, self._expected())
-        in_samples = weight is None
-        if self._in_samples not in (None, in_samples):
+        samples = self._pending.samples
+        # micro-batches of the step on this rank, if all are as large as this one
+        accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
+        self._update.loss_check.examine(loss, samples, accumulation)
+        if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
-        weight = self._present if weight is None else _number(weight)
-        self._in_samples = in_samples
-        self._micro_batches += 1
-        self._samples += self._present
-        self._expect(weight)
+        self._weighs_samples = weight is None
+        weight = samples if weight is None else _as_number(weight)
+        self._backwards += 1
+        self._samples += samples
+        self._expect_weight(weight, samples)
         try:
-            with self._seen_by_reduced(weight), self._seen(weight):
-                yield weight * self._source.ranks / self._reference if weight else 0.0
+            # a micro-batch of weight 0 only keeps this rank in step with the others
+            micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
+            with self._reduced_micro_batch(weight, self._pending), micro_batch:
+                yield weight * self._source.ranks / self._expected_weight if weight else 0.0
         except Exception as error:
             self.advise(error)
             raise
@@ -174,39 +170,41 @@ class Step:
             self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        self._waiting, self._hints.samples = False, 0
-        if self._cut.last:
+        self._pending, self._update.oom_hints.samples = None, 0
+        if self.last:
             self._complete()
 
     def advise(self, error: BaseException) -> None:
-        """Notes on an error of the present micro-batch what to do, where that is known.
+        """Adds a remedy to an error of the present micro-batch, if one is known.
 
-        The model's forward and `backward` do so by themselves; a loss can only be watched from
-        inside `for ... in step`, whose iterator an error has closed where it is seen outside.
+        The model's forward and `backward` call this themselves. For an error of the loss, call it
+        inside `for ... in step`: outside, the iterator is closed and the micro-batch unknown.
         """
-        self._hints.advise(error)
+        self._update.oom_hints.advise(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the true mean gradient of what is trained, unscaled; returns its norm before that.
+        """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
 
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
-            SettingError: another norm than 2 where `.grad` holds r g already, as under DDP.
+            SettingError: another norm than 2 if `.grad` is r g already, as under DDP.
         """
         self._require_complete("clip_grad_norm_")
-        if self._scaler is not None:
+        optimizer, scaler = self._update.optimizer, self._update.scaler
+        if scaler is not None:
             with suppress(RuntimeError):  # unscaled already, by a trainer
-                self._scaler.unscale_(self._optimizer)
-        attached = None if self._reader is None else self._reader.attached
+                scaler.unscale_(optimizer)
+        reader = self._update.reader
+        attached = None if reader is None else reader.attached
         if attached is None:
-            norm = nn.utils.clip_grad_norm_(trained_by(self._optimizer), max_norm, norm_type)
+            norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm, norm_type)
         elif norm_type != 2:
             raise SettingError(
                 f"norm_type={norm_type}: under DDP .grad of a variance-reduced optimizer is r g, "
                 "and the norm that is known of g is the 2-norm; leave norm_type out"
             )
         else:
-            norm = attached.clip_grad_norm_(max_norm, self._scaler)
+            norm = attached.clip_grad_norm_(max_norm, scaler)
         self._source.guard.accept_edit()
         return norm
 
@@ -221,187 +219,188 @@ class Step:
         """
         with self.optimizer_step() as finite:
             self.step_optimizer(finite)
-        assert self._end.record is not None
-        return self._end.record
-
-    def step_optimizer(self, finite: bool) -> None:
-        """What `update` does inside `optimizer_step`, for a trainer that has it in two halves.
-
-        Args:
-            finite: as `optimizer_step` says.
-        """
-        self._end.step_optimizer(finite)
+        assert self._update.record is not None
+        return self._update.record
 
     @contextmanager
     def optimizer_step(self) -> Iterator[bool]:
-        """`update`, for an engine that steps the optimizer itself, inside.
+        """`update` for an engine that steps the optimizer itself, inside the block.
 
         Returns:
             Whether the optimizer may step: the gradient is finite.
         """
         self._require_complete("update")
-        if self._stepped:
+        if self._optimizer_stepped:
             raise LoopError("optimizer.step() was called inside a step; leave it to step.update()")
         if self._source.foreign_backward:
             raise GradientError(
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
-        statistics = self._collect()
+        statistics = self._statistics()
         zeroed = not statistics.vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        assert self._watch is not None
-        self._watch.remove()
-        with self._end.around(statistics):
+        assert self._step_hook is not None
+        self._step_hook.remove()
+        with self._update.end_step(statistics):
             yield statistics.finite
         self.ended = True
 
-    def _expected(self) -> float:
-        """Micro-batches of the step on this rank, if all are as large as the present one."""
-        return self._cut.samples / (self._source.ranks * max(1, self._present))
-
-    def _expect(self, weight: float) -> None:
-        """What the weights of the step will add up to, the same on all ranks; corrected later."""
-        if self._reference:
+    def step_optimizer(self, finite: bool) -> None:
+        """Steps the optimizer inside `optimizer_step`; if not finite, updates the scaler only."""
+        optimizer, scaler = self._update.optimizer, self._update.scaler
+        if scaler is None:
+            if finite:
+                optimizer.step()
             return
-        per_sample = 1.0 if self._in_samples else self._end.weight_per_sample
-        if per_sample is None:  # the first step: alone, a rank can tell by its first micro-batch
-            per_sample = 1.0 if self._source.ranks > 1 else weight / self._present
-        self._reference = per_sample * self._cut.samples
+        if finite:
+            scaler.step(optimizer)
+        else:
+            with suppress(RuntimeError):  # unscaled already, by clipping
+                scaler.unscale_(optimizer)
+        scaler.update()
 
-    def _seen_by_reduced(self, weight: float) -> AbstractContextManager[None]:
-        """An optimizer over sharded parameters reads what the micro-batches of all ranks add."""
+    def _expect_weight(self, weight: float, samples: int) -> None:
+        """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
+        if self._expected_weight:
+            return
+        per_sample = 1.0 if self._weighs_samples else self._update.weight_per_sample
+        if per_sample is None:  # the first step: ranks may begin with different weights
+            per_sample = 1.0 if self._source.ranks > 1 else weight / samples
+        self._expected_weight = per_sample * self._micro_batches.samples
+
+    def _reduced_micro_batch(
+        self, weight: float, micro_batch: MicroBatch
+    ) -> AbstractContextManager[None]:
+        """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
         if self._reduced is None:
             return nullcontext()
-        self._end.require_weights(given=not self._in_samples)
-        total = float(self._cut.global_samples)
-        if not (self._in_samples and self._cut.known):
-            total = math.fsum(row[0] for row in self._collectives.gather(weight))
+        self._update.require_same_weighting(has_weights=not self._weighs_samples)
+        total = float(micro_batch.global_samples)
+        if not (self._weighs_samples and self._micro_batches.samples_known):
+            total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
         return self._reduced.micro_batch(total) if total else self._reduced.idle()
 
-    def _seen(self, weight: float) -> AbstractContextManager[None]:
-        """One of weight 0 only keeps this rank in step with the others, if there are any."""
-        return self._source.micro_batch(weight) if weight else self._source.idle()
-
     def _complete(self) -> None:
-        """Gathers what is to be read, and makes `.grad` the mean if the weights differ."""
+        """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         meter = self._meter
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        totals = self._own_totals()
-        self._readings = (
+        totals = self._local_totals()
+        self._device_totals = (
             meter.measure(self._weights, totals) if meter.due else meter.measure_grad(totals)
         )
-        self._watch = hooked(self._optimizer).register_step_post_hook(self._note_step)
+        optimizer = ensure_step_hooks(self._update.optimizer)
+        self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
-        if total != self._reference:
-            self._source.scale(self._reference / total)
+        if total != self._expected_weight:
+            self._source.scale(self._expected_weight / total)
 
-    def _own_totals(self) -> Tensor:
-        """[sum of weight * loss, sum of weights, micro-batches, in samples, samples, reached, ...].
+    def _local_totals(self) -> Tensor:
+        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, messages].
 
-        The last are the messages of all ranks: this rank's own, and zeros for the others'.
+        Sums over this rank's micro-batches; its message, and zeros for those of other ranks.
         """
-        message, ranks, rank = self._end.rank_message(), self._source.ranks, self._source.rank
-        self._message_length, zeros = len(message), [0.0] * len(message)
-        slots = [value for each in range(ranks) for value in (message if each == rank else zeros)]
-        device = self._source.parameters[0].device
-        kind = widest_float(device)
-        own = [math.fsum(self._weights), self._micro_batches, bool(self._in_samples), self._samples]
-        counts = [*own, has_gradient(self._source), *slots]
+        source, device = self._source, self._source.parameters[0].device
+        messages = [0.0] * (2 * source.ranks)
+        messages[2 * source.rank : 2 * source.rank + 2] = self._update.rank_message()
+        dtype = widest_float(device)
+        counts = [
+            math.fsum(self._weights),
+            self._backwards,
+            bool(self._weighs_samples),
+            self._samples,
+            has_gradient(source),
+            *messages,
+        ]
         with without_autocast(device):
-            loss = torch.zeros(1, dtype=kind, device=device)
+            loss = torch.zeros(1, dtype=dtype, device=device)
             if self._losses:
-                weights = to_device(torch.tensor(self._weights, dtype=kind), device)
-                loss += weights @ to_device(torch.stack(self._losses), device, kind)
-            return torch.cat([loss, to_device(torch.tensor(counts, dtype=kind), device)])
+                weights = to_device(torch.tensor(self._weights, dtype=dtype), device)
+                loss += weights @ to_device(torch.stack(self._losses), device, dtype)
+            return torch.cat([loss, to_device(torch.tensor(counts, dtype=dtype), device)])
 
     def _total_weight(self) -> float:
-        """Over all ranks; known without asking them where weights are samples."""
+        """Sum of the weights over all ranks; needs no wait if the weights are samples."""
         if self._source.ranks == 1:
             total = math.fsum(self._weights)
-        elif self._in_samples and self._cut.known:
-            total = float(self._cut.samples)
+        elif self._weighs_samples and self._micro_batches.samples_known:
+            total = float(self._micro_batches.samples)
         else:
-            total = self._wait()[1]
+            total = self._host_totals[1]
         if not total:
             raise LoopError(_NO_WEIGHT)
         return total
 
-    def _note_step(self, *_: Any) -> None:
-        self._stepped = True
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._optimizer_stepped = True
 
-    def _wait(self) -> list[float]:
-        """The one wait for the device."""
-        assert self._readings is not None
-        self._values = self._values or self._readings.tolist()
-        return self._values
+    @cached_property
+    def _host_totals(self) -> list[float]:
+        """The totals on the host; reading them is the one wait for the device in a step."""
+        assert self._device_totals is not None
+        values: list[float] = self._device_totals.tolist()
+        return values
 
-    def _collect(self) -> StepStatistics:
-        """What the host needs to know of the step, the same on all ranks."""
-        values, ranks = self._wait(), self._source.ranks
-        loss, total, micro_batches, in_samples, samples, reached, *slots = values
-        if in_samples not in (0, ranks):
+    def _statistics(self) -> StepStatistics:
+        """The step's statistics, the same on all ranks."""
+        values, ranks = self._host_totals, self._source.ranks
+        loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = values
+        if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
         if self._meter.due:
             totals = self._meter.totals(values)
             finite, vanishes = totals.finite, not any(totals.total_sqnorm)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
-                unit = (self._reference / total) ** 2
+                unit = (self._expected_weight / weight) ** 2
                 statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
-                statistics = _of_samples(statistics, round(samples))
-        if vanishes and not reached:
+                statistics = _in_samples(statistics, round(samples))
+        if vanishes and not has_grad:
             raise GradientError(NO_GRADIENT)
         if not finite:  # a square may overflow by itself
-            finite = all(
-                all(row) for row in self._collectives.gather(self._source.guard.is_finite())
-            )
-        length = self._message_length
+            rows = self._update.collectives.all_gather(self._source.guard.is_finite())
+            finite = all(all(row) for row in rows)
         return StepStatistics(
             samples=round(samples),
             micro_batches=round(micro_batches),
             statistics=statistics,
-            loss=loss / total,
+            loss=loss / weight,
             finite=finite,
             vanishes=vanishes,
-            weight_per_sample=total / samples,
-            rank_messages=[slots[i * length : (i + 1) * length] for i in range(ranks)],
+            weight_per_sample=weight / samples,
+            elapsed_seconds=math.fsum(rest[0 : 2 * ranks : 2]) / ranks,
+            checksums=rest[1 : 2 * ranks : 2],
         )
 
     def _require_complete(self, call: str) -> None:
         if self.ended:
             raise LoopError(f"step.{call}() was called after step.update(), which ends the step")
-        if self._readings is None:
+        if not self.complete:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
 
 
-def _number(weight: float | Tensor) -> float:
-    """The weight that a loss was given with, where that is one number."""
+def _as_number(weight: float | Tensor) -> float:
+    """The weight of a loss as a number, checked."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
-    return float(setting("weight", weight, NotNegative))
+    return float(check_setting("weight", weight, NotNegative))
 
 
-def share_of(loss: Tensor, factor: float) -> Tensor:
-    """What a micro-batch adds to the mean loss; zeros that have its graph where it adds nothing."""
+def weighted_loss(loss: Tensor, factor: float) -> Tensor:
+    """A micro-batch's part of the mean loss; zeros that have its graph for a factor of 0."""
     return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
-def trained_by(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _of_samples(statistics: GradientStatistics, samples: int) -> GradientStatistics:
-    """Statistics that were measured with other weights than samples, in samples."""
+def _in_samples(statistics: GradientStatistics, samples: int) -> GradientStatistics:
+    """Statistics measured with other weights, converted to samples."""
     if statistics.samples == samples:
         return statistics
     factor = samples / statistics.samples
-    layers = {name: _of_samples(layer, samples) for name, layer in statistics.layers.items()}
+    layers = {name: _in_samples(layer, samples) for name, layer in statistics.layers.items()}
     return replace(
         statistics, grad_variance=factor * statistics.grad_variance, samples=samples, layers=layers
     )

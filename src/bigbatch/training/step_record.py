@@ -10,16 +10,18 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What the host knows of a step's gradients: everything a decision rests on, all ranks alike.
+    """Everything that a decision rests on, read from the step's gradients; equal on all ranks.
 
     Args:
-        samples, micro_batches: of the step, over all ranks.
-        statistics: None where it could not be measured.
-        loss: mean over the batch.
-        finite: whether every gradient is.
+        samples: samples of the step, over all ranks.
+        micro_batches: backwards of the step, over all ranks.
+        statistics: None if it could not be measured.
+        loss: mean loss over the batch.
+        finite: whether every gradient is finite.
         vanishes: whether every gradient is zero.
-        weight_per_sample: on average.
-        rank_messages: of each rank, as `Update.rank_message` has them.
+        weight_per_sample: mean weight of a sample.
+        elapsed_seconds: time spent training so far, mean over the ranks.
+        checksums: a checksum of each rank's state, which must be equal.
     """
 
     samples: int
@@ -29,27 +31,28 @@ class StepStatistics:
     finite: bool
     vanishes: bool
     weight_per_sample: float
-    rank_messages: list[list[float]]
+    elapsed_seconds: float
+    checksums: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one optimizer step was.
+    """One optimizer step.
 
     Args:
-        step: its number, from 1, skipped ones included.
-        epoch: passes over the data completed when it ran.
+        step: number of the step, from 1, skipped ones included.
+        epoch: passes over the data that were complete.
         samples: samples consumed so far, this step's included.
         batch_size: samples of this step, over all ranks.
-        target_batch_size: batch size that was wanted for it, before any rounding.
+        target_batch_size: batch size that was decided for it, before any rounding.
         micro_batches: backwards of this step, over all ranks.
         loss: mean loss over the batch.
         lr: learning rate that was used, one per parameter group.
-        statistics: what was measured; None where it could not be (one micro-batch, a skipped step).
-        skipped: True where the gradient was not finite, so that nothing was changed.
-        decision: what the next step will be.
+        statistics: None if it could not be measured (one micro-batch, a skipped step).
+        skipped: True if the gradient was not finite, so that nothing was changed.
+        decision: the decision on the next step.
         elapsed_seconds: time spent training so far.
-        gsnr: what a watched `VarianceReduced` did to each layer; None without one.
+        gsnr: GSNR of each layer if a `VarianceReduced` optimizer watches them; else None.
     """
 
     step: int
@@ -68,10 +71,10 @@ class StepRecord:
 
     @property
     def similarity(self) -> float:
-        """phi of this step; nan where nothing was measured."""
+        """phi of this step; nan if it was not measured."""
         return math.nan if self.statistics is None else self.statistics.similarity
 
     @property
     def noise_scale(self) -> float:
-        """B_simple of this step in samples; nan where nothing was measured."""
+        """B_simple of this step in samples; nan if it was not measured."""
         return math.nan if self.statistics is None else self.statistics.noise_scale

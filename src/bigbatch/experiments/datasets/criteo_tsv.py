@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from bigbatch.errors import RunError
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
 NUMBERS, CATEGORIES = 13, 26
 
@@ -37,7 +37,7 @@ def read_clicks(file: Path, rows: int = _CHUNK_ROWS) -> Iterator[Rows]:
         RunError: the file is no click log.
         MissingPackageError: pandas is not installed.
     """
-    pandas = required("pandas", "experiments")
+    pandas = import_optional("pandas", "experiments")
     numbers = dict.fromkeys(range(1 + NUMBERS), "float32")
     words = dict.fromkeys(range(1 + NUMBERS, _COLUMNS), object)
     try:

@@ -12,7 +12,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch.experiments.datasets.squad_questions import Question
-from bigbatch.setting_types import Count, setting
+from bigbatch.setting_types import Count, check_setting
 
 Offsets = Numbers  # where each token begins and ends in the text, (tokens, 2)
 
@@ -59,7 +59,7 @@ def windows_of(
     Raises:
         SettingError: the stride is less than 1, or a question fills a row.
     """
-    setting("stride", stride, Count)
+    check_setting("stride", stride, Count)
     rows, row_questions = [], []
     zipped = zip(questions, texts, contexts, strict=True)
     for number, (question, text, (tokens, offsets)) in enumerate(zipped):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from bigbatch.digest import digests_of, require_digests
+from bigbatch.digest import file_digests, require_digests
 from bigbatch.errors import RunError, SettingError, StateError
 from bigbatch.experiments.build_loop import batches_of, lr_scaling_of, virtual_ranks_of
 from bigbatch.experiments.build_optimizer import build_controller
@@ -100,7 +100,7 @@ class DeepSpeed:
             return
         dist.barrier()
         if is_rank_zero():
-            state["digests"] = digests_of(
+            state["digests"] = file_digests(
                 folder / state["folder"]
             )  # after the barrier: of all ranks' files
             _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))

@@ -15,7 +15,7 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
 from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import Fixed, Policy
@@ -24,7 +24,7 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import LRScaling
 
-deepspeed = required("deepspeed", "deepspeed")
+deepspeed = import_optional("deepspeed", "deepspeed")
 
 from bigbatch.integrations.deepspeed.adaptive_engine import AdaptiveEngine
 from bigbatch.integrations.deepspeed.config_checks import require_supported

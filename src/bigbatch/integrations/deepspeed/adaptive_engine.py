@@ -22,7 +22,7 @@ from bigbatch.integrations.deepspeed.simigrad_config import (
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.distributed_state import DistributedState
-from bigbatch.training.step import share_of
+from bigbatch.training.step import weighted_loss
 
 _STATE_KEY = "bigbatch"  # in the client state of a checkpoint
 
@@ -121,7 +121,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         if self._announces:
             self._announce()
         with self._loop.step.weighted_backward(loss, weight) as factor:
-            super().backward(share_of(loss, factor), retain_graph, scale_wrt_gas=False)
+            super().backward(weighted_loss(loss, factor), retain_graph, scale_wrt_gas=False)
             self._source.complete()
         self._backwards += 1
         self._micro_batches += 1

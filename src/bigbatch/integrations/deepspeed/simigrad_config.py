@@ -10,7 +10,7 @@ import torch
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.policy import SimiGrad
-from bigbatch.setting_types import Count, In, Number, checked, setting
+from bigbatch.setting_types import Count, In, Number, check_setting, checked
 
 GRADIENT_STEP_SIZE = 1
 """The paper's scripts log it; neither its engine, a fork of DeepSpeed's, nor this one uses it."""
@@ -54,7 +54,7 @@ class AdaptiveBatchParams:
         if unknown:
             raise SettingError(f"adaptive_batch_params has unknown keys {unknown}; it takes {keys}")
         switch = values.get("enable_adjust")
-        setting("enable_adjust", switch, bool | Number | None)
+        check_setting("enable_adjust", switch, bool | Number | None)
         values["enable_adjust"] = switch is not None and switch is not False
         if isinstance(values.get("verbose"), bool):
             values["verbose"] = int(values["verbose"])

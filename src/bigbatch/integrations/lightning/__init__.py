@@ -1,8 +1,8 @@
 """Lightning: a callback that changes the batch size at every step."""
 
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
-required("lightning", "lightning")
+import_optional("lightning", "lightning")
 
 from bigbatch.integrations.lightning.callback import AdaptiveBatchCallback
 

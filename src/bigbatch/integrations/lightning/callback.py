@@ -34,7 +34,7 @@ from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions, copy_options
-from bigbatch.training.optimizer_checks import hooked
+from bigbatch.training.optimizer_checks import ensure_step_hooks
 from bigbatch.training.step import Step
 
 _NO_LOSS = (
@@ -144,7 +144,7 @@ class AdaptiveBatchCallback(Callback):
         warn_of_end(trainer, self.train)
         self._loop = ExternalLoop(self.train)
         # after the optimizer's step, and before Lightning advances any scheduler
-        hook = hooked(optimizer).register_step_post_hook(lambda *_: self._update.close())
+        hook = ensure_step_hooks(optimizer).register_step_post_hook(lambda *_: self._update.close())
         self._teardown.callback(hook.remove)
         self._teardown.callback(meter.close)
         if self._checkpoint:
@@ -185,7 +185,7 @@ class AdaptiveBatchCallback(Callback):
         number, is_last = batch_idx + 1, bool(trainer.is_last_batch)
         batches = trainer.num_training_batches
         remaining = None if math.isinf(batches) else int(batches) - number
-        self._loop.announce(samples, ends=is_last, left=0 if is_last else remaining)
+        self._loop.announce(samples, ends_epoch=is_last, remaining=0 if is_last else remaining)
         # Lightning steps if the batch's number is a multiple of this, and divides the loss by it
         trainer.accumulate_grad_batches = number if self._step.last else number + 1
 

@@ -20,7 +20,7 @@ from bigbatch.errors import SettingError
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.scheduler import total_of
+from bigbatch.training.scheduler import total_ticks
 
 _NEVER = sys.maxsize
 
@@ -118,7 +118,7 @@ def take_over_scheduler(trainer: Trainer) -> LRScheduler | None:
 
 def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
     """Warns if the schedule and the training end at different places, as far as both are known."""
-    total = None if train.scheduler is None else total_of(train.scheduler)
+    total = None if train.scheduler is None else total_ticks(train.scheduler)
     if total is None or not trainer.is_global_zero:
         return
     name, base = type(train.scheduler).__name__, f"{train.scheduler_batch:g}"

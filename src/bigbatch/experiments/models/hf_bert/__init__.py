@@ -1,6 +1,6 @@
 """BERT: networks from `transformers`, WordPiece tokens from `tokenizers`."""
 
-from bigbatch.optional_packages import required
+from bigbatch.optional_packages import import_optional
 
-required("transformers", "transformers")
-required("tokenizers", "transformers")
+import_optional("transformers", "transformers")
+import_optional("tokenizers", "transformers")

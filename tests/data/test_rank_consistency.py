@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from bigbatch.data.rank_facts import differences, facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import differences, facts_of, optimizer_facts
 from bigbatch.optim import VRAdam
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 
@@ -61,5 +61,5 @@ def test_a_rate_on_a_device_stands_by_how_often_it_was_written_until_it_is_waite
 
 
 def test_a_setting_that_one_rank_lacks_is_named():
-    found = list(differences(facts_of({"a": 1, "b": {"c": 2.0}}), facts_of({"a": 1})))
-    assert ["b.c is missing there and 2.0 on rank 0"] == found
+    texts = list(differences(facts_of({"a": 1, "b": {"c": 2.0}}), facts_of({"a": 1})))
+    assert ["b.c is missing there and 2.0 on rank 0"] == texts
