@@ -203,7 +203,7 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
             batch = round(100 * training.target)
             lost = (losses or {}).get((training.lr, training.target), 1.0)
             one = row(2, batch=batch, accuracy=score, loss=lost)
-            if math.isnan(score):  # as a log has what is no number
+            if math.isnan(score):  # as a log has what is not a number
                 one["metrics"] = dict.fromkeys(one["metrics"])
             run.append(row(1, batch=batch, loss=1.0))
             run.append(one)

@@ -27,7 +27,7 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
     "tests/helpers/lightning_training": "lightning",
     "tests/helpers/dropout_digits": "experiments",
     "tests/helpers/recipe_steps": "experiments",
-    "tests/helpers/tiny_trainer": "transformers",
+    "tests/helpers/tiny_": "transformers",
     "tests/integrations/test_accelerate": "transformers",  # and its ranks' schedules
     "tests/integrations/test_deepspeed": "deepspeed",
     "tests/integrations/test_lightning": "lightning",

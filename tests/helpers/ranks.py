@@ -111,8 +111,10 @@ def _answers(processes) -> list:
 def _serve(rank, count, store, pipe: Connection, function, arguments) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
     try:
+        store = dist.FileStore(store, count)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+        dist.barrier()  # a rank that returns at once would close connections that others still open
         answer = ("done", function(rank, count, *arguments))
     except Exception:
         answer = ("failed", traceback.format_exc())

@@ -262,7 +262,7 @@ def test_settings_of_the_other_policies_are_refused_by_name_too(wrong, words):
         wrong()
 
 
-# Advise
+# Shadow
 
 
 def test_advice_is_reported_and_not_followed():
