@@ -115,17 +115,19 @@ def test_wikitext_2_has_its_600_and_60_articles():
 
 
 @pytest.mark.parametrize(
-    ("there", "lost"),
+    ("present", "missing"),
     [
         ("train.txt", "valid.txt"),
         ("valid.txt.gz", "train.txt.gz"),
         ("wiki.train.tokens", "wiki.valid.tokens"),
     ],
 )
-def test_wikitext_without_one_of_its_files_is_no_other_text(tmp_path, there, lost):
-    for name in (there, "test.txt"):
+def test_wikitext_without_one_of_its_files_is_no_other_text(tmp_path, present, missing):
+    for name in (present, "test.txt"):
         (tmp_path / name).touch()
-    with pytest.raises(RunError, match=f"{there} is WikiText's by its name, and {lost} is not"):
+    with pytest.raises(
+        RunError, match=f"{present} is WikiText's by its name, and {missing} is not"
+    ):
         corpus_of(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Imports follow the data, and optional packages are imported where an extra brings them."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -150,6 +151,19 @@ def test_no_two_modules_have_the_same_name():
     names = Counter(file.stem for file in FILES if file.stem != "__init__")
     names.update(folder.parent.name for folder in SOURCE.rglob("*/__init__.py"))
     assert not {name for name, count in names.items() if count > 1}
+
+
+def test_contributing_lists_the_files_of_the_library():
+    page = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    listed, folder = [], ""
+    for line in page.split("**The library's files**")[1].split("**Numbers.**")[0].splitlines():
+        if match := re.fullmatch(r"    (\w+/)? +(\w+(?:, \w+)*)  +\S.*", line):
+            folder = match[1] or folder
+            listed += [f"{folder}{name}.py" for name in match[2].split(", ")]
+    files = [file.relative_to(SOURCE) for file in FILES if file.stem != "__init__"]
+    folders = {name.split("/")[0] for name in listed}
+    assert sorted(str(file) for file in files if file.parts[0] in folders) == sorted(listed)
+    assert {"gradients", "statistics", "policies", "data", "optim", "training"} == folders
 
 
 def test_importing_bigbatch_imports_no_package_that_torch_does_not():
