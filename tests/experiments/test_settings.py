@@ -1,5 +1,6 @@
 """Settings: their types, changes by name, changes written as text, and a recipe's table."""
 
+import inspect
 from dataclasses import replace
 from typing import get_args
 
@@ -7,14 +8,32 @@ import pytest
 import torch
 from torch import nn
 
+from bigbatch import AdaptiveBatch, Batches, Controller
 from bigbatch.errors import SettingError
 from bigbatch.experiments.build_optimizer import OPTIMIZERS, build_optimizer
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import OURS
 from bigbatch.experiments.settings import SETTING_TYPES, Settings, policy_settings
+from bigbatch.experiments.study import build_training
 from bigbatch.policies.parse import POLICIES
 
 DEFAULT = DIGITS.settings()
+
+
+def test_every_setting_of_the_loop_has_an_option():
+    loop = (Controller, Batches, AdaptiveBatch)
+    names = {name for kind in loop for name in inspect.signature(kind).parameters}
+    names |= {setting for name in POLICIES for setting in policy_settings(name).values()}
+    objects = {"policy", "loader", "model", "scheduler", "scaler", "meter", "options"}
+    for_other_loaders = {"split", "count", "uneven", "fixed_micro_batch"}
+    assert names - objects - for_other_loaders <= SETTING_TYPES.keys()
+
+
+def test_settings_of_the_loop_reach_it(tmp_path):
+    changes = {"min_micro_batches": 6, "remainder": "drop", "virtual_ranks": 2, "samples": 100}
+    train = build_training(tmp_path, DEFAULT.with_changes(changes)).train
+    assert (2, 3) == (train.plan.ranks, train.plan.accumulation)
+    assert ("drop", 2) == (train.batches.remainder, train.batches.virtual_ranks)
 
 
 def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():

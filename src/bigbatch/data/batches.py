@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.micro_batches import SamplePass, StepBatches
+from bigbatch.data.micro_batches import Remainder, SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError, SettingError, StateError
@@ -61,7 +61,7 @@ class Batches:
         self,
         loader: Iterable[Batch],
         *,
-        remainder: Literal["share", "step", "drop"] = "share",
+        remainder: Remainder = "share",
         uneven: Literal["stop", "raise"] = "stop",
         virtual_ranks: Count | None = None,
         split: Callable[[Batch, int, int], Batch] | None = None,

@@ -3,13 +3,15 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError
 from bigbatch.policies.plan import BatchPlan
+
+Remainder = Literal["share", "step", "drop"]
 
 
 class MicroBatch(NamedTuple):
@@ -28,7 +30,7 @@ class SamplePass:
         buffer: this rank's samples.
         collectives: collectives between the ranks.
         virtual_ranks: samples in a row, a multiple of the ranks.
-        remainder: use of the last samples: "share", "step" or "drop".
+        remainder: use of the last samples; see `Batches`.
         lockstep: whether the ranks must do equally many backwards.
         place: moves a micro-batch to its device, for example; None to leave it.
         consumed: samples that steps have taken, over all ranks.
@@ -38,7 +40,7 @@ class SamplePass:
     buffer: SampleBuffer
     collectives: HostCollectives
     virtual_ranks: int
-    remainder: str
+    remainder: Remainder
     lockstep: bool = False
     place: Callable[[Batch], Batch] | None = None
     consumed: int = 0

@@ -30,7 +30,6 @@ def build_loop(
     optimizer: Optimizer,
     virtual_ranks: int,
     scaler: GradScaler | None = None,
-    min_micro_batches: int | None = None,
 ) -> AdaptiveBatch:
     """The loop of the settings over a data set.
 
@@ -43,7 +42,7 @@ def build_loop(
         batches_of(data, settings, virtual_ranks),
         policy=build_controller(settings),
         micro_batch=settings.micro_batch,
-        min_micro_batches=min_micro_batches,
+        min_micro_batches=settings.min_micro_batches,
         lr_scaling=lr_scaling_of(settings),
         meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
         scaler=scaler,
@@ -57,7 +56,9 @@ def lr_scaling_of(settings: Settings) -> LRScaling:
 
 def batches_of(data: Data, settings: Settings, virtual_ranks: int) -> Batches:
     """This rank's share of the data, in the order of the seed."""
-    return Batches(_loader(data, settings), virtual_ranks=virtual_ranks)
+    return Batches(
+        _loader(data, settings), remainder=settings.remainder, virtual_ranks=virtual_ranks
+    )
 
 
 def _loader(data: Data, settings: Settings) -> DataLoader[Any]:

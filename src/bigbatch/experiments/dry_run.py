@@ -145,10 +145,9 @@ def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> Adapt
     settings = settings.with_changes({"workers": 0})
     virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
     compares = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
-    min_micro_batches = _DEEPSPEED_BACKWARDS * ranks if compares else None
-    return build_loop(
-        data, settings, model, optimizer, virtual_ranks, min_micro_batches=min_micro_batches
-    )
+    if compares and settings.min_micro_batches is None:
+        settings = settings.with_changes({"min_micro_batches": _DEEPSPEED_BACKWARDS * ranks})
+    return build_loop(data, settings, model, optimizer, virtual_ranks)
 
 
 def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, int]:

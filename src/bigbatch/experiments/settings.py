@@ -6,12 +6,14 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.parse import arguments_of
+from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
 from bigbatch.runs.run_config import PREREQUISITES
 from bigbatch.setting_types import (
@@ -61,6 +63,9 @@ class Settings:
         batch_size: batch size of the first step; with fixed, of all steps.
         base_batch: batch size that lr is given for.
         micro_batch: largest micro-batch, in samples of one backward.
+        min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
+        remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
+            their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
         decide_every: steps between two decisions.
         smoothing: window that noise is averaged over: "16 steps" or "4K samples".
@@ -113,6 +118,8 @@ class Settings:
     batch_size: Count
     base_batch: Count
     micro_batch: Count
+    min_micro_batches: MinMicroBatches | None = None
+    remainder: Remainder = "share"
     virtual_ranks: Count = 1
     decide_every: Count = 1
     smoothing: SmoothingWindow | None = None

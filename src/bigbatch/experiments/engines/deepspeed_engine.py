@@ -57,6 +57,7 @@ class DeepSpeed:
             policy=build_controller(settings),
             adaptive_batch_params={"max_micro_batch_size": settings.micro_batch},
             lr_scaling=lr_scaling_of(settings),
+            min_micro_batches=settings.min_micro_batches,
         )
         if engine.device.type != settings.device:
             raise SettingError(
