@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
+from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, StateError
 
@@ -532,3 +533,30 @@ def test_a_first_batch_that_is_short_goes_where_its_samples_are_counted_by_the_u
     counted = Batches(loader, split=lambda batch, lo, hi: batch[lo:hi], count=len)
     counted.start(0)
     assert 15 == len(samples_in(rest(counted)))
+
+
+# a loader that its owner changes
+
+
+def test_what_a_loader_states_is_read_when_it_is_used():
+    sampler = ElasticDistributedSampler(range(30), num_replicas=1, rank=0)
+    batch_sampler = BatchSampler(sampler, 8, drop_last=False)
+    loader = ResumableLoader(DataLoader(range(30), batch_sampler=batch_sampler))
+    assert (1, 30) == (loader.num_replicas, loader.length)
+    assert loader.elastic_sampler is sampler
+    sampler.num_replicas, batch_sampler.drop_last = 2, True
+    assert (2, 8) == (loader.num_replicas, loader.length)  # one whole batch of this rank's 15
+    assert loader.elastic_sampler is None
+
+
+def test_batches_that_grow_within_a_pass_are_counted_right():
+    batch_sampler = BatchSampler(range(32), 4, drop_last=False)
+    loader = DataLoader(torch.arange(64).view(32, 2), batch_sampler=batch_sampler)
+    batches = Batches(loader, split=lambda batch, low, high: batch[low:high])
+    batches.start(epoch=0)
+    counted = []
+    while (step := batches.step(BatchPlan(1, 4, 1), min_batch=1)) is not None:
+        counted += [(len(micro_batch.batch), micro_batch.samples) for micro_batch in step]
+        batch_sampler.batch_size = 8
+    assert all(rows == samples for rows, samples in counted)
+    assert 32 == sum(rows for rows, _ in counted)

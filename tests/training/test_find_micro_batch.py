@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from bigbatch import largest_micro_batch
+from bigbatch import AdaptiveBatch, Batches, Fixed, largest_micro_batch
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
 from bigbatch.training.oom_hints import OomHints, is_out_of_memory
@@ -297,7 +297,7 @@ PROGRAM = """
 import resource, sys
 import torch
 from torch import nn
-from bigbatch import largest_micro_batch
+from bigbatch import AdaptiveBatch, Batches, Fixed, largest_micro_batch
 
 MIB = 1 << 20
 
@@ -674,3 +674,32 @@ def test_on_a_gpu_the_answer_is_what_the_layer_needs_and_no_copy_takes_room():
     assert 1024 / 4.5 <= answer <= 1024 / 2
     assert not optimizer.state
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+def test_a_failed_forward_leaves_no_micro_batch_in_memory():
+    class TooLarge(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("CUDA out of memory")
+
+    placed = []
+
+    def to_device(batch):
+        copy_on_device = batch.clone()
+        placed.append(weakref.ref(copy_on_device))
+        return copy_on_device
+
+    batches = Batches([torch.randn(8, 4)])
+    batches.place = to_device
+    model = TooLarge(4, 1)
+    train = AdaptiveBatch(
+        model, torch.optim.SGD(model.parameters()), batches, policy=Fixed(8), micro_batch=2
+    )
+
+    def one_pass():
+        for step in train:
+            for x in step:
+                step.backward(model(x).mean())
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        one_pass()
+    assert [None] == [reference() for reference in placed]

@@ -58,7 +58,9 @@ def warnings_of(train, loss_of, passes=1):
                 for x, y in step:
                     step.backward(loss_of(train.model(x), y, train.model))
                 step.update()
-    return [str(each.message) for each in found if "mean" in str(each.message)]
+    found = [each for each in found if "mean" in str(each.message)]
+    assert all(each.filename == __file__ for each in found)  # the line of the loop
+    return [str(each.message) for each in found]
 
 
 # a GradScaler's

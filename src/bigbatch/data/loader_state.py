@@ -37,20 +37,34 @@ class ResumableLoader:
             self._batch_sampler = sampler
         self._sampler = getattr(self._batch_sampler, "sampler", sampler)
         self._parts = batches, self._batch_sampler, self._sampler
-        # the sampler if it gives samples and not batches
-        self._ordering: Any = None if self.batch_size is None else self._sampler
-        # whether seed and epoch alone determine one order for any number of ranks
-        self.ordered = isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
-        self.num_replicas: int | None = (
-            getattr(self._ordering, "num_replicas", None) if self.ordered else None
-        )
-        self._drops_last = getattr(self._batch_sampler, "drop_last", False)
+
+    # read at each use, since the user may change the loader
+
+    @property
+    def _ordering(self) -> Any:
+        """The sampler, if it gives samples and not batches."""
+        return None if self.batch_size is None else self._sampler
+
+    @property
+    def _drops_last(self) -> bool:
+        return bool(getattr(self._batch_sampler, "drop_last", False))
+
+    @property
+    def ordered(self) -> bool:
+        """Whether seed and epoch alone determine one order for any number of ranks."""
+        return isinstance(self._ordering, (ElasticDistributedSampler, DistributedSampler))
+
+    @property
+    def num_replicas(self) -> int | None:
+        """Ranks to which the sampler assigns samples; None if unknown."""
+        return self._ordering.num_replicas if self.ordered else None
+
+    @property
+    def elastic_sampler(self) -> ElasticDistributedSampler | None:
+        """The sampler, if it can begin at any position."""
         is_plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None
         can_begin = isinstance(self._ordering, ElasticDistributedSampler) and is_plain
-        # the sampler if it can begin at any position
-        self.elastic_sampler: ElasticDistributedSampler | None = (
-            self._ordering if can_begin and not self._drops_last else None
-        )
+        return self._ordering if can_begin and not self._drops_last else None
 
     @property
     def batch_size(self) -> int | None:

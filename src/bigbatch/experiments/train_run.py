@@ -106,9 +106,8 @@ class Training:
         self.data: Data = recipe.data(settings)
         self.loss_of = recipe.loss(settings)
         if not is_rank_zero():
-            _seed(
-                (settings.seed + rank() * _SEED_STEP) % 2**32
-            )  # for other dropout and augmentation
+            # for other dropout and augmentation on each rank
+            _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
         engine = DeepSpeed if settings.engine == "deepspeed" else DDP
         self.engine: Engine = engine(self.model, self.optimizer, self.data, settings)
         self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model

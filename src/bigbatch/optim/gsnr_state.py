@@ -1,7 +1,6 @@
 """Moments, momentum and options of a variance-reduced optimizer: what scaling a gradient needs."""
 
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,11 +43,11 @@ class GsnrState:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters with their names, or with their numbers if the groups have no names."""
-        named = [
-            pair
-            for group in self.base.param_groups
-            for pair in zip(group.get("param_names", repeat("")), group["params"], strict=False)
-        ]
+        named: list[tuple[str, Tensor]] = []
+        for group in self.base.param_groups:
+            parameters = group["params"]
+            names = group.get("param_names", [""] * len(parameters))
+            named += zip(names, parameters, strict=True)
         return [(name or str(number), p) for number, (name, p) in enumerate(named)]
 
     def options(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:

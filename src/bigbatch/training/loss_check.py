@@ -76,7 +76,8 @@ class LossCheck:
             self._warn(
                 f"the loss grows with the samples of a micro-batch ({_CHANGES} times in a row, now "
                 f"{previous[1]:.4g} -> {loss:.4g} for {previous[0]:g} -> {size:g} samples), as a "
-                f"sum over samples does; {_REMEDY}"
+                f"sum over samples does; {_REMEDY}",
+                stacklevel=8,  # the line of step.update
             )
 
     def _refuse_scaled(self, nodes: list[Any]) -> None:
@@ -96,9 +97,9 @@ class LossCheck:
                 "scaler.update()"
             )
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, stacklevel: int = 6) -> None:  # the line of step.backward
         if self._warns:
-            warnings.warn(message, stacklevel=6)
+            warnings.warn(message, stacklevel=stacklevel)
 
 
 def _first_nodes(loss: Tensor) -> Iterator[Any]:

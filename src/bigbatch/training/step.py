@@ -17,7 +17,7 @@ from bigbatch.data.micro_batches import MicroBatch, StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
-from bigbatch.setting_types import NotNegative, check_setting
+from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
 from bigbatch.training.step_record import StepRecord, StepStatistics
@@ -26,6 +26,8 @@ from bigbatch.training.update import Update
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
 _NO_WEIGHT = "every micro-batch of the step has weight 0"
+
+_WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
 
 
 class Step:
@@ -58,17 +60,18 @@ class Step:
         hints = self._update.oom_hints
         try:
             for micro_batch in self._micro_batches:
-                self._pending, hints.samples = micro_batch, micro_batch.samples
-                self._source.reducer.set_requires_gradient_sync(
-                    self.last
-                )  # before the forward, which reads it
+                self._pending = micro_batch._replace(
+                    batch=None
+                )  # an error must not keep its memory
+                hints.samples = micro_batch.samples
+                # before the forward, which reads it
+                self._source.reducer.set_requires_gradient_sync(self.last)
                 yield micro_batch.batch
                 if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
         except BaseException:
-            self._source.reducer.set_requires_gradient_sync(
-                True
-            )  # for a backward of the user's own
+            # for a backward of the user's own
+            self._source.reducer.set_requires_gradient_sync(True)
             raise
         finally:
             hints.samples = 0
@@ -387,7 +390,7 @@ def _as_number(weight: float | Tensor) -> float:
     """The weight of a loss as a number, checked."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
-    return float(check_setting("weight", weight, NotNegative))
+    return float(_WEIGHT.check("weight", weight))
 
 
 def weighted_loss(loss: Tensor, factor: float) -> Tensor:

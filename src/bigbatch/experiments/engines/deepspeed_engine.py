@@ -100,10 +100,8 @@ class DeepSpeed:
             shutil.rmtree(folder / state["folder"], ignore_errors=True)
             return
         dist.barrier()
-        if is_rank_zero():
-            state["digests"] = file_digests(
-                folder / state["folder"]
-            )  # after the barrier: of all ranks' files
+        if is_rank_zero():  # after the barrier all ranks' files are there
+            state["digests"] = file_digests(folder / state["folder"])
             _keep_one(folder, state["folder"], newest=run.save_checkpoint(state))
 
     def load_state_dict(self, state: State, path: Path) -> None:
