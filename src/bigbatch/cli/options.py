@@ -28,7 +28,6 @@ Result = Annotated[str | None, typer.Option(help="With --paper-scale, one table 
 Data = Annotated[Path | None, typer.Option(help="Folder with data, or with data folders [data].")]
 RunsDir = Annotated[Path | None, typer.Option(help="Folder for new directories [runs].")]
 RunDir = Annotated[Path | None, typer.Option(help="Directory to write to; must be new or empty.")]
-Resume = Annotated[Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show results only.")]
 
 _NOT_BY_SET = {

@@ -43,7 +43,7 @@ def sweep(
     data: options.Data = None,
     runs_dir: options.RunsDir = None,
     run_dir: options.RunDir = None,
-    resume: options.Resume = None,
+    resume: Annotated[Path | None, typer.Option(help="Directory of a sweep to resume.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the points, and train nothing.")
     ] = False,

@@ -37,7 +37,9 @@ def train(
     data: options.Data = None,
     runs_dir: options.RunsDir = None,
     run_dir: options.RunDir = None,
-    resume: options.Resume = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show sizes, batches and memory; needs no data.")
     ] = False,
