@@ -1,6 +1,5 @@
 """Loaders of every kind: their own state, streams, workers, ragged batches, epochs' ends."""
 
-import io
 import warnings
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +19,7 @@ from torch.utils.data import (
 from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, StateError
+from tensors import through_a_file
 
 SEED = 5
 SAMPLES = 45
@@ -69,13 +69,6 @@ def rest(batches, first=0):
         if micro_batches is None:
             return
         yield [batch.tolist() for batch, *_ in micro_batches]
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def interrupted(make, stop, epoch=0):
