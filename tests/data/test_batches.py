@@ -1,6 +1,5 @@
 """Re-cutting a loader: each sample once, in order, whatever the plans and restarts."""
 
-import io
 import random
 import warnings
 from collections import UserDict
@@ -22,6 +21,7 @@ from bigbatch import Batches, BatchPlan
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError, SettingError, StateError
 from property_tests import property_test
+from tensors import through_a_file
 
 torch.set_num_threads(1)
 SEED = 20
@@ -91,14 +91,6 @@ def flat(steps: Steps) -> list[int]:
 
 def sizes(steps: Steps) -> list[int]:
     return [sum(len(chunk) for chunk in step) for step in steps]
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 some_plans = st.lists(

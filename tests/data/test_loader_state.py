@@ -1,6 +1,5 @@
 """Loaders of every kind: their own state, streams, workers, ragged batches, epochs' ends."""
 
-import io
 import warnings
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +20,7 @@ from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, StateError
+from tensors import through_a_file
 
 SEED = 5
 SAMPLES = 45
@@ -70,13 +70,6 @@ def rest(batches, first=0):
         if micro_batches is None:
             return
         yield [batch.tolist() for batch, *_ in micro_batches]
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def interrupted(make, stop, epoch=0):

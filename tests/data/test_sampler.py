@@ -1,6 +1,5 @@
 """The sample ledger: one order for any number of ranks, every sample once, whatever happens."""
 
-import io
 import random
 import threading
 from itertools import chain
@@ -15,6 +14,7 @@ from bigbatch import Batches, BatchPlan, ElasticDistributedSampler
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.errors import SettingError
 from property_tests import property_test
+from tensors import through_a_file
 
 often = property_test(120)
 SEED = 11
@@ -64,13 +64,6 @@ class ThreadCollectives(HostCollectives):
         rows = [list(row) for row in self._together.said]
         self._together.barrier.wait()
         return rows
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def loader(samples, rank, ranks, size, **more):

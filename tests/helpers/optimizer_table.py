@@ -1,8 +1,7 @@
-"""The optimizers of the tests on ranks, and the distance of two lists of weights."""
+"""The optimizers of the tests on ranks."""
 
 from functools import partial
 
-import torch
 from torch.optim import AdamW
 
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
@@ -21,12 +20,3 @@ MAKE = {
 }
 
 VR = [name for name in MAKE if name.startswith("V")]
-
-
-def difference(expected, actual):
-    """Largest relative difference of an element to the largest of its tensor; nan if any is nan."""
-    errors = [
-        ((b.double() - a.double()).abs().max() / a.double().abs().max()).item()
-        for a, b in zip(expected, actual, strict=True)
-    ]
-    return torch.tensor(errors).max().item()

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.optim import VRSGD
-from optimizer_table import MAKE, VR, difference
+from optimizer_table import MAKE, VR
+from tensors import difference
 
 pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 

@@ -1,8 +1,7 @@
 """The pure rules of optim/functional.py and the kernels, `welford` and GSNR, against float64."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from bigbatch.optim.apply_gsnr import GsnrOptions, Layer, apply_gsnr
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import vr
 from property_tests import property_test
+from tensors import threads
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 
@@ -78,16 +78,6 @@ def expected_r(
     n_ds = list(weights or [1.0] * len(gradients))
     g_ds = [h_d.double() / n_d for h_d, n_d in zip(gradients, n_ds, strict=True)]
     return vr.GsnrScaling(*clip, None, factor)(0, g_ds, n_ds)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def clip_of(factor: str, clip: str) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW
 
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
 from kernel_recorder import Recorded, no_synchronization
+from tensors import difference
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to step on")
 K = 8
@@ -80,15 +81,6 @@ def train(model, optimizer, steps, ks=()):
         accumulate(model, step, ks[step] if ks else K)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def difference(expected, actual):
-    """Largest difference of any element over the largest element of its tensor; nan stays nan."""
-    errors = [
-        ((b.detach().cpu().double() - a.detach().cpu().double()).abs().max() / a.abs().max().cpu())
-        for a, b in zip(expected.parameters(), actual.parameters(), strict=True)
-    ]
-    return torch.stack(errors).max().item()
 
 
 # on a CPU: what a GPU would be asked for

@@ -30,7 +30,8 @@ import counting_groups as counted
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced
 from optimizer_table import MAKE as TABLE
-from optimizer_table import VR, difference
+from optimizer_table import VR
+from tensors import difference
 from training_on_ranks import sharded, two_rows
 
 pytestmark = [

@@ -1,12 +1,11 @@
 """LARS, LAMB, VRLARS and VRLAMB: the numbers, and that kernels and torch compute the same."""
 
-import contextlib
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS
 from oracles import vr
+from tensors import difference, same, threads, values
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 pytestmark = pytest.mark.filterwarnings("ignore:k = [2-7] micro-batches:UserWarning")
@@ -137,35 +137,6 @@ def train(
         backwards(params, gradients)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def difference(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
-    """Largest difference of any element over the largest element of its tensor; nan stays nan."""
-    errors = [
-        ((b.detach().double() - a.detach().double()).abs().max() / a.abs().max().clamp_min(1e-300))
-        for a, b in zip(expected, actual, strict=True)
-        if a.numel()
-    ]
-    return torch.stack(errors).max().item()
-
-
-def values(params: Sequence[Tensor]) -> list[Tensor]:
-    return [p.detach().clone() for p in params]
-
-
-def same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
-    """To the bit."""
-    return all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # the numbers

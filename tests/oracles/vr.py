@@ -8,6 +8,7 @@ variance is taken in two passes over the list, with weights n_d / N.
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, float64, ones_like, stack, zeros_like
 
@@ -98,14 +99,16 @@ class _Oracle:
         self,
         params: Iterable[Tensor],
         lr: float,
-        gamma: float,
-        r_max: float,
-        beta3: float | None,
+        *,
+        gamma: float = 0.1,
+        r_max: float = 1.0,
+        beta3: float | None = None,
+        weight_decay: float = 0.0,
         factor: str = "gsnr",
         maximize: bool = False,
     ):
         self.params = [p.detach().to(float64, copy=True) for p in params]
-        self.lr = lr
+        self.lr, self.weight_decay = lr, weight_decay
         self.sign = -1 if maximize else 1
         self.gsnr_scaling = GsnrScaling(gamma, r_max, beta3, factor)
 
@@ -138,19 +141,13 @@ class VRSGD(_Oracle):
         params: Iterable[Tensor],
         lr: float,
         *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
-        factor: str = "gsnr",
-        maximize: bool = False,
+        **common: Any,
     ):
-        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
+        super().__init__(params, lr, **common)
         self.momentum, self.dampening, self.nesterov = momentum, dampening, nesterov
-        self.weight_decay = weight_decay
         self.buf: dict[int, Tensor] = {}
 
     def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
@@ -169,7 +166,21 @@ class VRSGD(_Oracle):
 class _Moments(_Oracle):
     """Adam's two moments, bias-corrected: what VR-Adam and VR-LAMB have in common."""
 
-    betas: tuple[float, float]
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        beta3: float | None = 0.9,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float,
+        **common: Any,
+    ):
+        super().__init__(params, lr, beta3=beta3, **common)
+        self.betas, self.eps = betas, eps
+        self.m: dict[int, Tensor] = {}
+        self.v: dict[int, Tensor] = {}
+        self.steps: dict[int, int] = {}
 
     def moments(self, i: int, gh: Tensor) -> tuple[Tensor, Tensor]:
         """m_hat and v_hat of parameter i after they have seen gh."""
@@ -178,11 +189,6 @@ class _Moments(_Oracle):
         self.m[i] = b1 * self.m.get(i, zeros_like(gh)) + (1 - b1) * gh
         self.v[i] = b2 * self.v.get(i, zeros_like(gh)) + (1 - b2) * gh**2
         return self.m[i] / (1 - b1**t), self.v[i] / (1 - b2**t)
-
-    def begin(self) -> None:
-        self.m: dict[int, Tensor] = {}
-        self.v: dict[int, Tensor] = {}
-        self.steps: dict[int, int] = {}
 
 
 class VRAdam(_Moments):
@@ -193,20 +199,12 @@ class VRAdam(_Moments):
         params: Iterable[Tensor],
         lr: float,
         *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = 0.9,
-        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
-        factor: str = "gsnr",
-        maximize: bool = False,
+        **common: Any,
     ):
-        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        super().__init__(params, lr, eps=eps, **common)
         self.decoupled = decoupled_weight_decay
-        self.begin()
 
     def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
         if self.decoupled:
@@ -225,19 +223,14 @@ class VRLARS(_Oracle):
         params: Iterable[Tensor],
         lr: float,
         *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = None,
         momentum: float = 0.9,
-        weight_decay: float = 0.0,
         trust_coefficient: float = 0.001,
         nesterov: bool = False,
         exclude_bias_and_norm: bool = True,
-        factor: str = "gsnr",
-        maximize: bool = False,
+        **common: Any,
     ):
-        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
-        self.momentum, self.weight_decay, self.nesterov = momentum, weight_decay, nesterov
+        super().__init__(params, lr, **common)
+        self.momentum, self.nesterov = momentum, nesterov
         self.trust, self.exclude = trust_coefficient, exclude_bias_and_norm
         self.buf: dict[int, Tensor] = {}
 
@@ -261,20 +254,13 @@ class VRLAMB(_Moments):
         params: Iterable[Tensor],
         lr: float,
         *,
-        gamma: float = 0.1,
-        r_max: float = 1.0,
-        beta3: float | None = 0.9,
-        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         exclude_bias_and_norm: bool = True,
-        factor: str = "gsnr",
-        maximize: bool = False,
+        **common: Any,
     ):
-        super().__init__(params, lr, gamma, r_max, beta3, factor, maximize)
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        super().__init__(params, lr, eps=eps, weight_decay=weight_decay, **common)
         self.exclude = exclude_bias_and_norm
-        self.begin()
 
     def update(self, i: int, theta: Tensor, gh: Tensor) -> Tensor:
         m_hat, v_hat = self.moments(i, gh)
