@@ -33,13 +33,16 @@ def totals_of(gradients, grad, counts=None, of_grads=None):
     ]
     return StepTotals(
         {
-            **{name: [1.0] for name in ("over_sizes", "squares", "total_sqnorm", "inverse_sizes")},
+            **{
+                name: [1.0]
+                for name in ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms", "inverse_sizes")
+            },
             "slope": [0.0, 0.0],
             "scale": [1.0],
-            "seen": projected.sum((0, 1)).tolist(),
-            "in_grad": (signs @ grad.double()).tolist(),
-            "probed": [float(projected.square().sum())],
-            "of_ranks": list(itertools.chain.from_iterable(slots)),
+            "micro_batch_projections": projected.sum((0, 1)).tolist(),
+            "grad_projections": (signs @ grad.double()).tolist(),
+            "projection_sqnorm": [float(projected.square().sum())],
+            "ranks": list(itertools.chain.from_iterable(slots)),
         }
     )
 

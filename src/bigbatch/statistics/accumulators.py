@@ -79,14 +79,14 @@ class StepAccumulators:
             x = self._left_out(packed, means, n)[: len(sizes or ())]
             sums = torch.stack([x.sum(), x.square().sum()])
             self._source.reducer.all_reduce(sums)
-            self.lengths["left_out"] = 2
+            self.lengths["leave_one_out"] = 2
             return torch.cat([packed, sums])
 
     @torch.no_grad()
     def measure_grad(self, extra: Tensor) -> Tensor:
         """[*extra, |.grad|^2], added up over the ranks."""
         squares = self.grad_sqnorms().sum() / self._source.reducer.replicas
-        return self._summed({"extra": extra, "total_sqnorm": squares})
+        return self._summed({"extra": extra, "grad_sqnorms": squares})
 
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
@@ -117,15 +117,15 @@ class StepAccumulators:
         grad_sqnorms = to_device(self.grad_sqnorms(), n.device)
         micro_batch_sqnorms = squares.sum(1)
         parts = {
-            "over_sizes": (squares / n[:, None]).sum(0),
-            "squares": squares.sum(0),
-            "total_sqnorm": grad_sqnorms / source.reducer.replicas,
+            "sqnorms_over_sizes": (squares / n[:, None]).sum(0),
+            "sqnorms": squares.sum(0),
+            "grad_sqnorms": grad_sqnorms / source.reducer.replicas,
             "inverse_sizes": (1 / n).sum() * bool(sizes),
             "slope": _slope(n, micro_batch_sqnorms),
-            "seen": self._probe.micro_batch_projections,
-            "in_grad": self._probe.grad_projections() / source.reducer.replicas,
-            "probed": self._probe.squares,
-            "of_ranks": self._slots(n, micro_batch_sqnorms, grad_sqnorms.sum(), sizes),
+            "micro_batch_projections": self._probe.micro_batch_projections,
+            "grad_projections": self._probe.grad_projections() / source.reducer.replicas,
+            "projection_sqnorm": self._probe.squares,
+            "ranks": self._slots(n, micro_batch_sqnorms, grad_sqnorms.sum(), sizes),
         }
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots() / source.reducer.replicas
@@ -163,7 +163,7 @@ class StepAccumulators:
 
     def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
         sums = unpack(packed, self.lengths)
-        count, samples = sums["of_ranks"].view(-1, FIELDS)[:, :2].sum(0)
+        count, samples = sums["ranks"].view(-1, FIELDS)[:, :2].sum(0)
         return left_out(means, n, sums["weighted_sum"], sums["spread"][0], count, samples)
 
 

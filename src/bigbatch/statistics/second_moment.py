@@ -86,16 +86,18 @@ class GradientMoments(Subscriber):
             self._start(parameter, moment, gradient)
         moment.weight = self.weight
 
-    def reached(self, parameter: Tensor) -> bool:
+    def is_reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
-        return self.seen(parameter)[0]
+        return self.reached_and_own_sum(parameter)[0]
 
-    def seen(self, parameter: Tensor) -> tuple[bool, Tensor | None]:
+    def reached_and_own_sum(self, parameter: Tensor) -> tuple[bool, Tensor | None]:
         """(whether it was reached, its S where that is in a buffer of its own)."""
         moment = self._moments.get(parameter)
         return (False, None) if moment is None else (moment.weight > 0, moment.total)
 
-    def of(self, parameter: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def sum_and_m2(
+        self, parameter: Tensor, gradient: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(S, M2) over the whole step; zeros, like its gradient, where nothing reached it."""
         moment = self._moments.get(parameter)
         if moment is None or not moment.weight:
@@ -156,7 +158,7 @@ class GradientMoments(Subscriber):
             moment.weight = weight
 
 
-def join(
+def combine_moments(
     totals: Iterable[Tensor],
     seconds: Iterable[Tensor],
     weights: Sequence[float],

@@ -59,15 +59,15 @@ class StepTotals:
     """
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
-        self.over_sizes, self.squares = parts["over_sizes"], parts["squares"]
-        self.total_sqnorm = parts["total_sqnorm"]
+        self.over_sizes, self.squares = parts["sqnorms_over_sizes"], parts["sqnorms"]
+        self.total_sqnorm = parts["grad_sqnorms"]
         self.slope = _pair(parts["slope"])
         (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
-        self.left_out = _pair(parts.get("left_out"))
+        self.left_out = _pair(parts.get("leave_one_out"))
         self.half_batch_cosine = _pair(parts.get("half_batch"))
-        self._seen, self._in_grad = parts["seen"], parts["in_grad"]
-        (self._probed,) = parts["probed"]
-        slots = parts["of_ranks"]
+        self._seen, self._in_grad = parts["micro_batch_projections"], parts["grad_projections"]
+        (self._probed,) = parts["projection_sqnorm"]
+        slots = parts["ranks"]
         self.of_ranks = [OfRank(*slots[i : i + FIELDS]) for i in range(0, len(slots), FIELDS)]
         self.micro_batches = round(sum(rank.micro_batches for rank in self.of_ranks))
         self.samples = math.fsum(rank.samples for rank in self.of_ranks)
