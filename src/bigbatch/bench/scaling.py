@@ -138,20 +138,10 @@ def memory_fsdp2(model: Model, ranks: int) -> float:
 
 def host_seconds(ranks: int) -> float:
     """Seconds that Python takes for one step's numbers of all ranks on the host; least of 5."""
-    lengths = {
-        "sqnorms_over_sizes": 1,
-        "sqnorms": 1,
-        "grad_sqnorms": 1,
-        "inverse_sizes": 1,
-        "slope": 2,
-    }
-    lengths |= {
-        "micro_batch_projections": 8,
-        "grad_projections": 8,
-        "projection_sqnorm": 1,
-        "ranks": FIELDS * ranks,
-        "scale": 1,
-    }
+    by_layer = ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms")
+    lengths = {**dict.fromkeys(by_layer, 1), "inverse_sizes": 1, "slope": 2}
+    lengths |= {"micro_batch_projections": 8, "grad_projections": 8, "projection_sqnorm": 1}
+    lengths |= {"ranks": FIELDS * ranks, "scale": 1}
     slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
     values = [1.0] * 23 + slots + [1.0]
     checks = SanityChecks("weighted", warns=False)

@@ -352,7 +352,7 @@ class Step:
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
         if self._meter.due:
             totals = self._meter.totals(values)
-            finite, vanishes = totals.finite, not any(totals.total_sqnorm)
+            finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
                 statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
