@@ -86,10 +86,11 @@ class StepAccumulators:
             return torch.cat([packed, sums])
 
     @torch.no_grad()
-    def measure_grad(self, extra: Tensor) -> Tensor:
+    def measure_grad(self, extra: Tensor | None) -> Tensor:
         """[*extra, |.grad|^2], summed over the ranks."""
         sqnorm = self.grad_sqnorms().sum() / self._source.reducer.replicas
-        return self._all_reduce({"extra": extra, "grad_sqnorms": sqnorm})
+        parts = {} if extra is None else {"extra": extra}
+        return self._all_reduce(parts | {"grad_sqnorms": sqnorm})
 
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:

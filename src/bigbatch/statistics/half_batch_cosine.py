@@ -52,7 +52,7 @@ class HalfBatchCosine(Subscriber):
         products: list[Tensor] = []
         for parameter in (p for p in self._source.parameters if p.requires_grad):
             grad, signed_sum = self._source.local_grad(parameter), self._all_reduced_sum(parameter)
-            shard = self._source.reducer.shard(parameter, signed_sum).reshape(-1)
+            shard = self._source.reducer.shards.shard(parameter, signed_sum).reshape(-1)
             flat = None if grad is None else grad.reshape(-1).to(shard.dtype)
             dot = shard.new_zeros(()) if flat is None else shard.dot(flat)
             products += [squared_norm(shard), dot]

@@ -185,14 +185,13 @@ class GradientMeter:
             sizes: n_d of this rank's micro-batches; None if this rank cannot take part.
             extra: further values to sum over the ranks; they come first.
         Returns:
-            One vector on the parameters' device, for `totals` once the host has read it.
+            One vector on the parameters' device, for `totals` once the host has read it; only
+            [*extra, |.grad|^2] in a step that is not due.
         """
+        if not self.due:
+            return self._sums.measure_grad(extra)
         are_means = self.loss == "mean"
         return self._sums.measure(sizes, are_means=are_means, scaler=self.scaler, extra=extra)
-
-    def measure_grad(self, extra: Tensor) -> Tensor:
-        """[*extra, |.grad|^2] of a step that is not measured, summed over the ranks."""
-        return self._sums.measure_grad(extra)
 
     def totals(self, values: list[float]) -> StepTotals:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""

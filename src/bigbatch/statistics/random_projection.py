@@ -84,7 +84,7 @@ class ProjectionProbe:
         self._source = source
         self._slices: dict[Tensor, slice] = {}  # probed parameter -> its slice of `_elements`
         self._indices: dict[Tensor, tuple[Tensor, Tensor]] = {}  # parameter -> `_indices_of`
-        self._layout = source.reducer.layout  # layout that `_indices` belong to
+        self._layout = source.reducer.shards.layout  # layout that `_indices` belong to
         self._elements = torch.zeros(0, dtype=torch.int8)  # assigned by `_choose_parameters`
         self.begin()
 
@@ -136,8 +136,8 @@ class ProjectionProbe:
     def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
         self._elements.zero_()
-        if self._layout != self._source.reducer.layout:
-            self._layout = self._source.reducer.layout
+        if self._layout != self._source.reducer.shards.layout:
+            self._layout = self._source.reducer.shards.layout
             self._indices.clear()
         for parameter, elements in self._slices.items():
             grad = self._source.local_grad(parameter)
@@ -159,7 +159,7 @@ class ProjectionProbe:
     def _indices_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions in this rank's shard of the probed elements that it has, and their numbers."""
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
-        positions, numbers = self._source.reducer.shard_indices(parameter, count)
+        positions, numbers = self._source.reducer.shards.shard_indices(parameter, count)
         return to_device(positions, device), to_device(numbers, self._elements.device)
 
 
