@@ -226,10 +226,10 @@ class GradientMeter:
         unit /= totals.scale**2
         by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
         layers = {
-            name: self._estimate(totals, unit, c, *sums)
+            name: self._estimate(totals, unit, c, sums)
             for name, *sums in zip(self._layer_names, *by_layer, strict=False)
         }
-        statistics = self._estimate(totals, unit, c, *map(math.fsum, by_layer))
+        statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
         self._sanity_checks.check_statistics(statistics)
         return replace(
             statistics,
@@ -248,15 +248,10 @@ class GradientMeter:
             update(subscriber)
 
     def _estimate(
-        self,
-        totals: StepTotals,
-        unit: float,
-        c: float,
-        sqnorm_over_sizes: float,
-        sqnorm: float,
-        grad_sqnorm: float,
+        self, totals: StepTotals, unit: float, c: float, sums: Iterable[float]
     ) -> GradientStatistics:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
+        sqnorm_over_sizes, sqnorm, grad_sqnorm = sums
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
             sqnorm_over_sizes *= unit * c**2
