@@ -143,8 +143,8 @@ def sums_kept(rank, ranks, asked):
     training = Training(DIGITS, asked)
     next(training.engine.steps(training.loss))
     moments = training.optimizer.gsnr_state.moments
-    watched = [p for p in training.model.parameters() if moments.reached(p)]
-    return len(watched), sum(moments.seen(p)[1] is not None for p in watched)
+    watched = [p for p in training.model.parameters() if moments.is_reached(p)]
+    return len(watched), sum(moments.reached_and_own_sum(p)[1] is not None for p in watched)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])

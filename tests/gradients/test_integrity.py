@@ -423,12 +423,13 @@ def test_what_subscribers_see_is_part_of_no_graph(mark):
     model, graphs = network(), Graphs()
     source = SingleProcessSource(model.parameters())
     source.subscribe(graphs)
-    with GradientMeter(model) as meter:
+    with GradientMeter(model, every=2) as meter:
         for x, y in data():
             with source.micro_batch(several_backwards=True) if mark else contextlib.nullcontext():
                 (mean_loss(model, x, y) * share_of(y)).backward(create_graph=True)
         assert [False] * 16 == graphs.seen
-        assert not meter.measure_grad(torch.zeros(1)).requires_grad
+        meter.at_step(1)  # which is not measured
+        assert not meter.measure(None, torch.zeros(1)).requires_grad
 
 
 def test_gradients_towards_the_parameters_in_each_micro_batch_are_refused_unless_marked():

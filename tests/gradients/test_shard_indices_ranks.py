@@ -45,10 +45,10 @@ def held_and_found(rank, ranks, *, engine):
     pairs = []
     for parameter in source.parameters:
         shape = source.reducer.shape(parameter)
-        places, numbers = source.reducer.shard_indices(parameter, min(COUNT, shape.numel()))
+        places, numbers = source.reducer.shards.shard_indices(parameter, min(COUNT, shape.numel()))
         said = dict(zip(places.tolist(), numbers.tolist(), strict=True))
         whole = torch.arange(shape.numel()).view(shape)
-        shard = source.reducer.shard(parameter, whole).reshape(-1)
+        shard = source.reducer.shards.shard(parameter, whole).reshape(-1)
         assert source.local_grad(parameter) is None or source.local_grad(parameter).numel() == len(
             shard
         )

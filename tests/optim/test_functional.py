@@ -48,7 +48,7 @@ def moments_of(
     for h_d, n_d in zip(gradients, weights or [1.0] * len(gradients), strict=True):
         with source.micro_batch(weight=n_d):
             torch.autograd.backward([weight], [h_d])
-    return *moments.of(weight), moments.weight
+    return *moments.sum_and_m2(weight), moments.weight
 
 
 def r_of(

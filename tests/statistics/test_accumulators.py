@@ -175,7 +175,10 @@ def test_the_meters_own_hooks_do_not_cost_a_buffer():
         optimizer.zero_grad()
     for x in batches(2):
         (model(x).square().mean() / K).backward()
-    assert not any(optimizer.gsnr_state.moments.seen(p)[1] is not None for p in model.parameters())
+    assert not any(
+        optimizer.gsnr_state.moments.reached_and_own_sum(p)[1] is not None
+        for p in model.parameters()
+    )
 
 
 def test_changes_through_data_are_found_by_comparing_now_and_then():

@@ -16,7 +16,7 @@ from bigbatch.statistics.confidence import (
     Interval,
     jackknife,
     jackknife_excess,
-    left_out,
+    leave_one_out,
     student_t,
 )
 from bigbatch.statistics.random_projection import RandomProjections
@@ -99,7 +99,7 @@ def test_leaving_one_out_is_measuring_the_others(k, seed):
     n = torch.tensor(sizes, dtype=torch.float64)
     spread = (n * gradients.square().sum(1)).sum()
     count = torch.tensor(float(k))
-    actual = left_out(gradients, n, n @ gradients, spread, count, n.sum())
+    actual = leave_one_out(gradients, n, n @ gradients, spread, count, n.sum())
     assert pytest.approx(oracle.left_out(gradients, sizes)) == actual.tolist()
 
 
@@ -149,7 +149,7 @@ def test_the_jackknifes_variance_over_its_excess_is_that_of_the_estimate(k, trut
         step = noise_oracle.weighted(gradients, [n] * k)
         x.append(math.log1p(k * n * step.grad_sqnorm / step.grad_variance))
         spread = (sizes[:, None] * gradients.square()).sum()
-        left = left_out(
+        left = leave_one_out(
             gradients, sizes, n * gradients.sum(0), spread, torch.tensor(k), sizes.sum()
         )
         variances.append((k - 1) ** 2 / k * left.var().item() / jackknife_excess(x[-1], k))

@@ -31,7 +31,7 @@ def watched(*parameters):
 
 
 def mean_and_s2(moments, parameter):
-    total, m2 = moments.of(parameter)
+    total, m2 = moments.sum_and_m2(parameter)
     return total / moments.weight, m2 / moments.weight
 
 
@@ -182,9 +182,9 @@ def test_a_parameter_that_no_micro_batch_reached_has_moments_of_zero():
         for _ in range(2):
             with source.micro_batch():
                 step.sum().backward()
-    assert not moments.reached(weight)
-    assert all(torch.equal(torch.zeros(2), moment) for moment in moments.of(weight))
-    assert moments.reached(other)
+    assert not moments.is_reached(weight)
+    assert all(torch.equal(torch.zeros(2), moment) for moment in moments.sum_and_m2(weight))
+    assert moments.is_reached(other)
 
 
 def test_a_step_knows_nothing_of_the_step_before():
@@ -286,5 +286,5 @@ def test_moments_hold_no_graph_where_backward_creates_one():
         for _ in range(2):
             with source.micro_batch():
                 weight.pow(3).sum().backward(create_graph=True)
-    assert not moments.of(weight)[1].requires_grad
+    assert not moments.sum_and_m2(weight)[1].requires_grad
     source.zero_grad()

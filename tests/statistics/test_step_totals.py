@@ -15,31 +15,34 @@ CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (2
 EPS = {torch.float32: 1.2e-7, torch.bfloat16: 2**-7}
 
 
-def totals_of(gradients, grad, counts=None, of_grads=None):
+def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
     """Of gradients (ranks, k, elements) and what stands in `.grad`.
 
-    `counts` and `of_grads` are what each rank says of k and |.grad|^2 instead.
+    `counts` and `grad_sqnorms` are what each rank says of k and |.grad|^2 instead.
     """
     ranks, k, _ = gradients.shape
     counts = counts or [k] * ranks
-    of_grads = of_grads or [float(grad.double().square().sum())] * ranks
+    grad_sqnorms = grad_sqnorms or [float(grad.double().square().sum())] * ranks
     draw = torch.Generator().manual_seed(1)
     signs = torch.randint(2, (PROBES, ELEMENTS), generator=draw).double() * 2 - 1
     projected = gradients.double() @ signs.t()
     squares = gradients.double().square().sum((1, 2))
     slots = [
-        [count, count, 0, float(q), float(q), 0, of_grad]
-        for count, q, of_grad in zip(counts, squares, of_grads, strict=True)
+        [count, count, 0, float(q), float(q), 0, grad_sqnorm]
+        for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
     ]
     return StepTotals(
         {
-            **{name: [1.0] for name in ("over_sizes", "squares", "total_sqnorm", "inverse_sizes")},
+            **{
+                name: [1.0]
+                for name in ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms", "inverse_sizes")
+            },
             "slope": [0.0, 0.0],
             "scale": [1.0],
-            "seen": projected.sum((0, 1)).tolist(),
-            "in_grad": (signs @ grad.double()).tolist(),
-            "probed": [float(projected.square().sum())],
-            "of_ranks": list(itertools.chain.from_iterable(slots)),
+            "micro_batch_projections": projected.sum((0, 1)).tolist(),
+            "grad_projections": (signs @ grad.double()).tolist(),
+            "projection_sqnorm": [float(projected.square().sum())],
+            "ranks": list(itertools.chain.from_iterable(slots)),
         }
     )
 
@@ -52,8 +55,8 @@ def step(ranks, k, mean, dtype):
     for number in range(k):
         local += gradients[:, number]
     total = torch.zeros(ELEMENTS, dtype=dtype)
-    for of_rank in local:
-        total += of_rank / ranks
+    for rank_sum in local:
+        total += rank_sum / ranks
     return gradients, total
 
 
@@ -74,8 +77,8 @@ def test_a_mean_and_a_sum_are_distinguished_and_a_clipped_one_is_refused(ranks, 
 def test_float32_gradients_may_be_reduced_in_bfloat16(ranks, k, mean):
     gradients, _ = step(ranks, k, mean, torch.float32)
     total = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
-    for of_rank in gradients.sum(1).bfloat16():
-        total += of_rank / ranks
+    for rank_sum in gradients.sum(1).bfloat16():
+        total += rank_sum / ranks
     if ranks > 1:
         assert 1 / ranks == totals_of(gradients, total).reduction(EPS[torch.float32], True)
 
@@ -99,10 +102,10 @@ def test_the_rank_with_most_micro_batches_says_how_much_rounding_there_may_be():
 
 def test_replicas_whose_grad_differs_by_more_than_their_kernels_do_are_refused():
     gradients, grad = step(2, 8, 1.0, torch.float32)
-    of_grad, eps = float(grad.double().square().sum()), EPS[torch.float32]
-    alike = totals_of(gradients, grad, of_grads=[of_grad, of_grad * (1 - 0.9e-3)])
+    grad_sqnorm, eps = float(grad.double().square().sum()), EPS[torch.float32]
+    alike = totals_of(gradients, grad, grad_sqnorms=[grad_sqnorm, grad_sqnorm * (1 - 0.9e-3)])
     assert 1 / 2 == alike.reduction(eps, replicated=True)
-    other = totals_of(gradients, grad, of_grads=[of_grad, of_grad * (1 - 1.1e-3)])
+    other = totals_of(gradients, grad, grad_sqnorms=[grad_sqnorm, grad_sqnorm * (1 - 1.1e-3)])
     assert 1 / 2 == other.reduction(eps, replicated=False)  # shards of one gradient
     with pytest.raises(GradientError, match="differs between ranks"):
         other.reduction(eps, replicated=True)
@@ -111,19 +114,19 @@ def test_replicas_whose_grad_differs_by_more_than_their_kernels_do_are_refused()
 def test_a_rank_is_called_far_off_in_its_twentieth_step_on_end():
     gradients, grad = step(3, 8, 1.0, torch.float32)
     gradients[2] *= 100
-    health, totals = SanityChecks("weighted"), totals_of(gradients, grad)
+    checks, totals = SanityChecks("weighted"), totals_of(gradients, grad)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(19):
-            health.check_totals(totals, may_overflow=False)
+            checks.check_totals(totals, may_overflow=False)
     with pytest.warns(UserWarning, match="the gradients of rank 2 are 99.2 x as long"):
-        health.check_totals(totals, may_overflow=False)
+        checks.check_totals(totals, may_overflow=False)
 
 
 def test_gradients_that_cancel_are_no_edit():
     gradients = torch.randn(4, 1, ELEMENTS, generator=torch.Generator().manual_seed(3))
     gradients = torch.cat([gradients, -gradients])
     rounded = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
-    for of_rank in gradients.sum(1).bfloat16():
-        rounded += of_rank / 8
+    for rank_sum in gradients.sum(1).bfloat16():
+        rounded += rank_sum / 8
     assert totals_of(gradients, rounded).reduction(EPS[torch.float32], True) in (1 / 8, 1)

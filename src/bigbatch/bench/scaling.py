@@ -10,7 +10,7 @@ from bigbatch.bench.comm_bytes import ring_bytes
 from bigbatch.bench.timing import Row, seconds
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.sanity_checks import SanityChecks
-from bigbatch.statistics.second_moment import join
+from bigbatch.statistics.second_moment import combine_moments
 from bigbatch.statistics.step_totals import FIELDS, StepTotals, unpack
 
 _DOUBLE = 8  # bytes
@@ -138,8 +138,10 @@ def memory_fsdp2(model: Model, ranks: int) -> float:
 
 def host_seconds(ranks: int) -> float:
     """Seconds that Python takes for one step's numbers of all ranks on the host; least of 5."""
-    lengths = {"over_sizes": 1, "squares": 1, "total_sqnorm": 1, "inverse_sizes": 1, "slope": 2}
-    lengths |= {"seen": 8, "in_grad": 8, "probed": 1, "of_ranks": FIELDS * ranks, "scale": 1}
+    by_layer = ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms")
+    lengths = {**dict.fromkeys(by_layer, 1), "inverse_sizes": 1, "slope": 2}
+    lengths |= {"micro_batch_projections": 8, "grad_projections": 8, "projection_sqnorm": 1}
+    lengths |= {"ranks": FIELDS * ranks, "scale": 1}
     slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
     values = [1.0] * 23 + slots + [1.0]
     checks = SanityChecks("weighted", warns=False)
@@ -157,7 +159,7 @@ def join_seconds(ranks: int) -> float:
     """Seconds of joining the shards of one scattered chunk, one row per rank; least of 3."""
     size = CHUNK_BYTES // _FLOAT // ranks
     rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
-    run = partial(join, rows, (), [1.0] * ranks, total, m2, fused=True)
+    run = partial(combine_moments, rows, (), [1.0] * ranks, total, m2, fused=True)
     return min(seconds(run) for _ in range(3))
 
 

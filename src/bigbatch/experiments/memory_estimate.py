@@ -197,7 +197,7 @@ def _trace_optimizer(
     if (reader := micro_batch_optimizer(optimizer)) is None:
         return _OptimizerMemory(state, [], (0, 0))
     m2 = [
-        (reader.gsnr_state.moments.of(toys[name])[1].element_size(), trained[name].numel())
+        (reader.gsnr_state.moments.sum_and_m2(toys[name])[1].element_size(), trained[name].numel())
         for name in _names_with_vr(optimizer)
     ]
     return _OptimizerMemory(state, m2, (first, later))
@@ -221,9 +221,9 @@ def _sums_after_step(
         return 0
     moments = reader.gsnr_state.moments
     return sum(
-        moments.of(toys[name])[0].element_size() * trained[name].numel()
+        moments.sum_and_m2(toys[name])[0].element_size() * trained[name].numel()
         for name in _names_with_vr(optimizer)
-        if moments.seen(toys[name])[1] is not None
+        if moments.reached_and_own_sum(toys[name])[1] is not None
     )
 
 

@@ -1,7 +1,7 @@
 """Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean.
 
 DDP reduces after the hooks. The communication hook of an optimizer may write something else than
-the mean to `.grad`; the hook's state then says where the mean is (`ReducedShards`).
+the mean to `.grad`; the hook's state then has the mean (`ReducedShards`).
 """
 
 from abc import ABC, abstractmethod
@@ -14,39 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.leaf_tap import LeafTap
-from bigbatch.gradients.rank_reducer import GroupReducer
-from bigbatch.gradients.shard_indices import ShardIndices
+from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer
 from bigbatch.gradients.source import GradientSource
 
 
-class ReducedShards(ABC):
+class ReducedShards(GradientShards, ABC):
     """State of a communication hook that keeps the mean gradient, a shard of it on each rank."""
 
     unreduced: bool = False
     """Whether the next reduction must leave each rank its own gradient."""
-    layout: int = 0
-    """Changes whenever another rank gets a shard."""
 
     @property
     @abstractmethod
     def done(self) -> bool:
         """Whether `.grad` of the current step holds something else than the mean."""
-
-    @abstractmethod
-    def local_grad(self, parameter: Tensor) -> Tensor:
-        """This rank's elements of the mean gradient, flat."""
-
-    @abstractmethod
-    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
-        """This rank's elements of any tensor that is shaped like the parameter."""
-
-    @abstractmethod
-    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a full gradient this rank has."""
-
-    @abstractmethod
-    def after_scale(self, factor: float | Tensor) -> None:
-        """`.grad` was multiplied by `factor`."""
 
 
 class DDPReducer(GroupReducer):
@@ -63,12 +44,13 @@ class DDPReducer(GroupReducer):
     @property
     def replicas(self) -> int:  # type: ignore[override]
         """All ranks have the full mean, unless a communication hook keeps shards of it."""
-        return self.ranks if self._shards is None else 1
+        return self.ranks if self.shards is self else 1
 
     @property
-    def layout(self) -> int:  # type: ignore[override]
-        """Changes whenever another rank gets a shard."""
-        return 0 if self._shards is None else self._shards.layout
+    def shards(self) -> GradientShards:
+        """The shards that a communication hook keeps in this step; else the full gradient."""
+        state = self._hook_state
+        return state if state is not None and state.done else self
 
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Does what `no_sync` does: DDP reads it in the forward, so it is set before that.
@@ -81,36 +63,11 @@ class DDPReducer(GroupReducer):
         if (hook_state := self._hook_state) is not None:
             hook_state.unreduced = first and not requires_sync
 
-    def local_grad(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-        """This rank's shard of the mean gradient."""
-        shards = self._shards
-        return grad if grad is None or shards is None else shards.local_grad(parameter)
-
-    def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
-        """This rank's shard of a tensor shaped like the full gradient."""
-        return full if self._shards is None else self._shards.shard(parameter, full)
-
-    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a gradient this rank has."""
-        if (shards := self._shards) is None:
-            return super().shard_indices(parameter, count)
-        return shards.shard_indices(parameter, count)
-
-    def after_scale(self, factor: float) -> None:
-        """The gradients were multiplied by `factor`."""
-        if self._shards is not None:
-            self._shards.after_scale(factor)
-
     @property
     def _hook_state(self) -> ReducedShards | None:
         """The state of the model's communication hook, if it keeps the mean gradient."""
         states = (state for _, state in self.ddp._comm_hooks)
         return next((state for state in states if isinstance(state, ReducedShards)), None)
-
-    @property
-    def _shards(self) -> ReducedShards | None:
-        state = self._hook_state
-        return state if state is not None and state.done else None
 
 
 class DDPSource(GradientSource):

@@ -1,5 +1,6 @@
-"""Checks that nobody but the step writes to `.grad`."""
+"""Checks that only the step writes to `.grad`."""
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,11 +18,6 @@ from bigbatch.gradients.gradient_hooks import only_watched, remove_hooks, watchi
 Stamp = tuple[Any, ...] | None
 
 
-def plain_grad(parameter: Tensor) -> Tensor | None:
-    """`.grad` itself."""
-    return parameter.grad
-
-
 class GradGuard:
     """What this rank holds of `.grad`: its version, its sum over micro-batches, its scale.
 
@@ -37,7 +33,7 @@ class GradGuard:
         *,
         engine_writes: bool = False,
         grad_may_wait: bool = False,
-        local_grad: Callable[[Tensor], Tensor | None] = plain_grad,
+        local_grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad"),
     ) -> None:
         self.engine_writes, self.grad_may_wait = engine_writes, grad_may_wait
         self.local_grad = local_grad

@@ -10,40 +10,11 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients.shard_indices import ShardIndices
 
 
-class RankReducer:
-    """One process, which has the full gradient of every parameter.
+class GradientShards:
+    """The shard of the mean gradient that this rank has: here all of it."""
 
-    Args:
-        unshared: the error where other ranks exist after all, with `{ranks}` for their number.
-        reduces_each_backward: whether a micro-batch is that of all ranks together, and not this
-            rank's; its statistics need no communication.
-    """
-
-    rank, ranks = 0, 1
-    lockstep = False
-    """Whether the ranks must do equally many backwards in a step."""
-    replicas = 1
-    """How many ranks have the same `local_grad` of every parameter."""
-    layout = 0
+    layout: int = 0
     """Changes whenever another rank gets a shard."""
-
-    def __init__(self, unshared: str = "", *, reduces_each_backward: bool = False) -> None:
-        self.reduces_each_backward = reduces_each_backward
-        self._unshared = unshared
-
-    def require_shared(self) -> None:
-        """Raises GradientError where there are ranks that no engine reduces over."""
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if ranks > 1 and self._unshared:
-            raise GradientError(self._unshared.format(ranks=ranks))
-
-    def model_parameters(self, trained: list[Tensor]) -> list[Tensor]:
-        """The model's parameters for those of an optimizer, in which an engine may put others."""
-        return trained
-
-    def shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of the full gradient, also while the parameter is sharded or empty."""
-        return parameter.shape
 
     def local_grad(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         """This rank's shard of the reduced gradient; `grad` is what it has in `.grad`."""
@@ -59,6 +30,45 @@ class RankReducer:
 
     def after_scale(self, factor: float) -> None:
         """The gradients were multiplied by `factor`."""
+
+
+class RankReducer(GradientShards):
+    """One process, which has the full gradient of every parameter.
+
+    Args:
+        unshared: the error where other ranks exist after all, with `{ranks}` for their number.
+        reduces_each_backward: whether a micro-batch is that of all ranks together, and not this
+            rank's; its statistics need no communication.
+    """
+
+    rank, ranks = 0, 1
+    lockstep = False
+    """Whether the ranks must do equally many backwards in a step."""
+    replicas = 1
+    """How many ranks have the same `local_grad` of every parameter."""
+
+    def __init__(self, unshared: str = "", *, reduces_each_backward: bool = False) -> None:
+        self.reduces_each_backward = reduces_each_backward
+        self._unshared = unshared
+
+    @property
+    def shards(self) -> GradientShards:
+        """The shards of the mean gradient in the current step."""
+        return self
+
+    def require_shared(self) -> None:
+        """Raises GradientError where there are ranks that no engine reduces over."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks > 1 and self._unshared:
+            raise GradientError(self._unshared.format(ranks=ranks))
+
+    def model_parameters(self, trained: list[Tensor]) -> list[Tensor]:
+        """The model's parameters for those of an optimizer, in which an engine may put others."""
+        return trained
+
+    def shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of the full gradient, also while the parameter is sharded or empty."""
+        return parameter.shape
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place."""

@@ -18,12 +18,12 @@ def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardInd
         runs: first element and length of each run.
     """
     positions, numbers = [places[:0]], [places[:0]]
-    at = 0
+    offset = 0  # of the run in the shard
     for first, length in runs:
         inside = ((places >= first) & (places < first + length)).nonzero().squeeze(1)
-        positions.append(places[inside] - first + at)
+        positions.append(places[inside] - first + offset)
         numbers.append(inside)
-        at += length
+        offset += length
     return torch.cat(positions), torch.cat(numbers)
 
 

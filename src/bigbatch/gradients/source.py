@@ -189,14 +189,14 @@ class GradientSource:
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""
         self.guard.scale(factor)
-        self.reducer.after_scale(factor)
+        self.reducer.shards.after_scale(factor)
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         """This rank's shard of the reduced gradient, at the end of a step.
 
         It is that of `.grad`, unless an optimizer has replaced that.
         """
-        return self.reducer.local_grad(parameter, self.guard.local_grad(parameter))
+        return self.reducer.shards.local_grad(parameter, self.guard.local_grad(parameter))
 
     def require_unchanged(self, caller: str) -> None:
         """Raises GradientError where no step is measured, or `.grad` was written to since.

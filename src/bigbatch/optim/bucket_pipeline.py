@@ -106,7 +106,7 @@ class BucketPipeline:
         """M2 of this rank's micro-batches, flat as in the bucket; None if the group has no vr."""
         if parameter not in self._groups:
             return None
-        _, m2 = self.state.moments.of(parameter)
+        _, m2 = self.state.moments.sum_and_m2(parameter)
         return flattened(m2, parameter.stride())
 
     def _scale(self, bucket: Bucket) -> None:

@@ -13,7 +13,7 @@ from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.collectives import Chunk, Level
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
-from bigbatch.statistics.second_moment import join
+from bigbatch.statistics.second_moment import combine_moments
 
 CHUNK_BYTES = 16 << 20  # of a chunk; in DDP's first step one bucket has the whole model
 _PREFETCHED = 2  # chunks in flight
@@ -232,7 +232,7 @@ class Bucket:
                 second = torch.empty_like(total)
             member_weights = [sum(weights[rank] for rank in ranks) for ranks in level.members]
             member_m2 = rows[1] if len(rows) > 1 else ()
-            join(rows[0], member_m2, member_weights, total, second, fused=fused)
+            combine_moments(rows[0], member_m2, member_weights, total, second, fused=fused)
             if not is_last:
                 between = (total, second.to(self._m2_dtype))
                 rows = [wait() for wait in [chunk.scatter(x, number + 1) for x in between]]

@@ -181,8 +181,10 @@ class DDPCommHook(ReducedShards):
         """Whether `.grad` of the current step is r g."""
         return self._pipeline is not None and self._pipeline.done
 
-    def local_grad(self, parameter: Tensor) -> Tensor:
+    def local_grad(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         """This rank's elements of a parameter's mean gradient, before r; flat."""
+        if grad is None:
+            return None
         parts = [shard.mean[span.shard_slice] for shard, span in self._spans.get(parameter, ())]
         if len(parts) == 1:
             return parts[0]

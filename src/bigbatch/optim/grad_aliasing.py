@@ -44,7 +44,7 @@ class GradAliasing:
             is_eligible = p.dtype in FULL_PRECISION and only_watched(p)
             if is_eligible:
                 self._eligible.append(p)
-            reached, own_sum = self._moments.seen(p)
+            reached, own_sum = self._moments.reached_and_own_sum(p)
             all_reached = all_reached and reached
             if not (self._intact and reached):
                 continue

@@ -56,8 +56,8 @@ class LocalStep:
     def _all_agree(self) -> bool:
         """Whether there are gradients, and every element is the same in all micro-batches."""
         agree, moments = False, self._state.moments
-        for parameter in filter(moments.reached, self._state.vr_parameters):
-            total, m2 = moments.of(parameter)
+        for parameter in filter(moments.is_reached, self._state.vr_parameters):
+            total, m2 = moments.sum_and_m2(parameter)
             q = ratio(total, m2, moments.weight)
             if (q.isfinite() | ~total.isfinite()).any():
                 return False
@@ -66,9 +66,9 @@ class LocalStep:
 
     def _out_of_range(self) -> list[Tensor]:
         moments = self._state.moments
-        reached = filter(moments.reached, self._state.vr_parameters)
+        reached = filter(moments.is_reached, self._state.vr_parameters)
         return out_of_range(
-            [(p, share_out_of_range(*moments.of(p), moments.weight)) for p in reached]
+            [(p, share_out_of_range(*moments.sum_and_m2(p), moments.weight)) for p in reached]
         )
 
     def _scale(self, *, all_reached: bool) -> dict[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class LocalStep:
             parameters = [p for p in group["params"] if p.grad is not None and group["vr"]]
             parts.append((group, parameters, all_reduce_of(parameters)))
         for p in () if all_reached else chain.from_iterable(part[1] for part in parts):
-            if not moments.reached(p) and local(p.grad).any():
+            if not moments.is_reached(p) and local(p.grad).any():
                 raise GradientError(
                     "a parameter has a gradient that no counted backward gave it; let every "
                     "gradient come from backward() after zero_grad()"
@@ -94,7 +94,7 @@ class LocalStep:
 
     def _layer(self, parameter: Tensor, group: dict[str, Any]) -> Layer:
         gradient = local(parameter.grad)
-        total, m2 = self._state.moments.of(parameter, gradient)
+        total, m2 = self._state.moments.sum_and_m2(parameter, gradient)
         if group["beta3"] is None:
             return Layer(total, m2, gradient)
         return Layer(total, m2, gradient, *self._state.momentum.next(parameter, group["beta3"]))

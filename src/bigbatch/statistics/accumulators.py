@@ -8,7 +8,7 @@ from torch.amp import GradScaler
 
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
-from bigbatch.statistics.confidence import left_out
+from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
@@ -20,7 +20,7 @@ class StepAccumulators:
 
     Args:
         source: the source of the gradients.
-        layers: the number of each parameter's layer; empty where all are one.
+        layers: the number of each parameter's layer; empty if all parameters are one layer.
         sketches: whether to accumulate the projections that an interval needs.
         half_batch_cosine: whether to accumulate SimiGrad's cosine.
     """
@@ -35,14 +35,14 @@ class StepAccumulators:
     ) -> None:
         self.norms = MicroBatchNorms(layers)
         self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
-        self.lengths: dict[str, int] = {}  # of the parts of what `measure` gives
+        self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source = source
         self._probe = ProjectionProbe(source)
         self._sketches = RandomProjections(source.parameters) if sketches else None
 
     @property
     def subscribers(self) -> list[Subscriber]:
-        """The subscribers that have to see the gradients."""
+        """The subscribers that read the gradients."""
         optional = [s for s in (self._sketches, self.half_batch_cosine) if s is not None]
         return [self.norms, self._probe, *optional]
 
@@ -58,35 +58,39 @@ class StepAccumulators:
         """One vector with all sums, the same on every rank.
 
         Args:
-            sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
+            sizes: n_d of this rank's micro-batches; None if this rank cannot take part.
             are_means: whether h_d is the mean gradient g_d, and not n_d times as long.
             scaler: the GradScaler of the losses.
-            extra: more values to sum over the ranks; they come first.
+            extra: further values to sum over the ranks; they come first.
         """
+        source = self._source
         with without_autocast(self._device):
-            squares, n = self._sqnorms_and_sizes(sizes)
+            sqnorms, n = self._sqnorms_and_sizes(sizes)
             parts = {} if extra is None else {"extra": extra}
-            parts |= self._parts(squares, n, sizes)
-            one = torch.ones((), dtype=n.dtype, device=n.device)
-            parts["scale"] = (one if scaler is None else scaler.scale(one)) / self._source.ranks
+            parts |= self._parts(sqnorms, n, failed=sizes is None)
+            one = n.new_ones(())
+            parts["scale"] = (one if scaler is None else scaler.scale(one)) / source.ranks
             if self._sketches is None:
-                return self._summed(parts)
-            means = self._sketches.zero_sketch() if not sizes else self._sketches.stack()
-            means = means.to(n) if are_means else means.to(n) / n[:, None]
+                return self._all_reduce(parts)
+            means = (self._sketches.stack() if sizes else self._sketches.zeros(0)).to(n)
+            means = means if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = n @ means.square().sum(1)
-            packed = self._summed(parts)
-            x = self._left_out(packed, means, n)[: len(sizes or ())]
+            packed = self._all_reduce(parts)
+            totals = unpack(packed, self.lengths)
+            count, samples = totals["ranks"].view(-1, FIELDS)[:, :2].sum(0)
+            x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
-            self._source.reducer.all_reduce(sums)
-            self.lengths["left_out"] = 2
+            source.reducer.all_reduce(sums)
+            self.lengths["leave_one_out"] = 2
             return torch.cat([packed, sums])
 
     @torch.no_grad()
-    def measure_grad(self, extra: Tensor) -> Tensor:
-        """[*extra, |.grad|^2], added up over the ranks."""
-        squares = self.grad_sqnorms().sum() / self._source.reducer.replicas
-        return self._summed({"extra": extra, "total_sqnorm": squares})
+    def measure_grad(self, extra: Tensor | None) -> Tensor:
+        """[*extra, |.grad|^2], summed over the ranks."""
+        sqnorm = self.grad_sqnorms().sum() / self._source.reducer.replicas
+        parts = {} if extra is None else {"extra": extra}
+        return self._all_reduce(parts | {"grad_sqnorms": sqnorm})
 
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
@@ -99,72 +103,59 @@ class StepAccumulators:
         return self._source.parameters[0].device
 
     def _sqnorms_and_sizes(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        """|h_d|^2 by layer (k, L), and n_d (k,); one of zeros where this rank has none."""
-        dtype = widest_float(self._device)
+        """|h_d|^2 by layer (k, L), and n_d (k,); k = 0 if this rank has no micro-batch."""
+        device, dtype = self._device, widest_float(self._device)
+        n = to_device(torch.tensor(sizes or (), dtype=dtype, device="cpu"), device)
         if not sizes:
-            none = torch.zeros(1, self.norms.count, dtype=dtype, device=self._device)
-            return none, torch.ones(1, dtype=dtype, device=self._device)
-        squares = [to_device(s, self._device, dtype) for s in self.norms.squares]
-        return torch.stack(squares), to_device(
-            torch.tensor(sizes, dtype=dtype, device="cpu"), self._device
-        )
+            return n.new_zeros(0, self.norms.count), n
+        return torch.stack([to_device(s, device, dtype) for s in self.norms.squares]), n
 
-    def _parts(
-        self, squares: Tensor, n: Tensor, sizes: Sequence[float] | None
-    ) -> dict[str, Tensor]:
+    def _parts(self, sqnorms: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
         """This rank's share of every sum."""
-        source = self._source
+        replicas = self._source.reducer.replicas
         grad_sqnorms = to_device(self.grad_sqnorms(), n.device)
-        micro_batch_sqnorms = squares.sum(1)
+        micro_batch_sqnorms = sqnorms.sum(1)
         parts = {
-            "over_sizes": (squares / n[:, None]).sum(0),
-            "squares": squares.sum(0),
-            "total_sqnorm": grad_sqnorms / source.reducer.replicas,
-            "inverse_sizes": (1 / n).sum() * bool(sizes),
+            "sqnorms_over_sizes": (sqnorms / n[:, None]).sum(0),
+            "sqnorms": sqnorms.sum(0),
+            "grad_sqnorms": grad_sqnorms / replicas,
+            "inverse_sizes": (1 / n).sum(),
             "slope": _slope(n, micro_batch_sqnorms),
-            "seen": self._probe.micro_batch_projections,
-            "in_grad": self._probe.grad_projections() / source.reducer.replicas,
-            "probed": self._probe.squares,
-            "of_ranks": self._slots(n, micro_batch_sqnorms, grad_sqnorms.sum(), sizes),
+            "micro_batch_projections": self._probe.micro_batch_projections,
+            "grad_projections": self._probe.grad_projections() / replicas,
+            "projection_sqnorm": self._probe.squares,
+            "ranks": self._rank_rows(n, micro_batch_sqnorms, grad_sqnorms.sum(), failed=failed),
         }
         if self.half_batch_cosine is not None:
-            parts["half_batch"] = self.half_batch_cosine.dots() / source.reducer.replicas
+            parts["half_batch"] = self.half_batch_cosine.dots() / replicas
         return parts
 
-    def _slots(
-        self,
-        n: Tensor,
-        micro_batch_sqnorms: Tensor,
-        grad_sqnorm: Tensor,
-        sizes: Sequence[float] | None,
+    def _rank_rows(
+        self, n: Tensor, micro_batch_sqnorms: Tensor, grad_sqnorm: Tensor, *, failed: bool
     ) -> Tensor:
-        """A place for every rank (`OfRank`), of which this one fills its own."""
-        k = len(micro_batch_sqnorms)
-        numbers = torch.arange(1, k + 1, device=n.device)
-        first_bad = torch.where(micro_batch_sqnorms.isfinite(), k + 1, numbers).amin()
-        rank_values = [
-            torch.full_like(n[0], len(sizes or ())),
-            n.sum() * bool(sizes),
-            torch.full_like(n[0], sizes is None),
+        """One row of `RankTotals` per rank; zero in the rows of other ranks."""
+        numbers = torch.arange(1, len(n) + 1, device=n.device)
+        nonfinite_so_far = (~micro_batch_sqnorms.isfinite()).cumsum(0)
+        first_nonfinite = 1 + (nonfinite_so_far == 0).sum()
+        rank_totals = [
+            n.new_full((), len(n)),
+            n.sum(),
+            n.new_full((), failed),
             micro_batch_sqnorms.sum(),
             (numbers * micro_batch_sqnorms).sum(),
-            torch.where(first_bad > k, 0, first_bad).to(n.dtype),
+            torch.where(first_nonfinite > len(n), 0, first_nonfinite).to(n.dtype),
             grad_sqnorm,
         ]
-        slots = n.new_zeros(self._source.ranks, FIELDS)
-        slots[self._source.rank] = torch.stack(rank_values)
-        return slots
+        rows = n.new_zeros(self._source.ranks, FIELDS)
+        rows[self._source.rank] = torch.stack(rank_totals)
+        return rows
 
-    def _summed(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Packs the parts and sums them over the ranks."""
         self.lengths = {name: part.numel() for name, part in parts.items()}
         packed = pack(parts)
         self._source.reducer.all_reduce(packed)
         return packed
-
-    def _left_out(self, packed: Tensor, means: Tensor, n: Tensor) -> Tensor:
-        sums = unpack(packed, self.lengths)
-        count, samples = sums["of_ranks"].view(-1, FIELDS)[:, :2].sum(0)
-        return left_out(means, n, sums["weighted_sum"], sums["spread"][0], count, samples)
 
 
 def _slope(n: Tensor, squares: Tensor) -> Tensor:

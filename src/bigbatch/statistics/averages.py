@@ -1,29 +1,29 @@
-"""Averages over samples, bias-corrected."""
+"""Bias-corrected running averages of gradient statistics."""
 
 import math
 from dataclasses import replace
 from typing import Any, Literal
 
 from bigbatch.setting_types import Coverage, Positive, checked
-from bigbatch.statistics.confidence import Interval, Scatter
+from bigbatch.statistics.confidence import Scatter
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 class NoiseAverage:
-    """Running average of signal and noise, each by itself; divide afterwards.
+    """Running averages of signal and noise; the noise scale is the ratio of the averages.
 
-    One step's noise scale is often +inf and its average useless; the ratio of the two averages is
-    not. With a window in samples, a step of N samples keeps exp(-N / window) of what came before,
-    so the window is the same number of samples whatever the batch size does.
+    The noise scale of one step is often +inf, so its own average would be useless. With a window in
+    samples, a step of N samples multiplies the weight of earlier steps by exp(-N / window), so the
+    window is the same number of samples at any batch size.
 
         x <- w x + (1 - w) x_step,  divided by 1 - product of all w
         w = exp(-N / window) for a window in samples, exp(-1 / window) for one in steps
 
     Args:
-        window: its length; positive.
+        window: length of the window; positive.
         unit: what the window counts, "samples" or "steps".
         confidence: coverage of an interval for the window's average, from the scatter of successive
-            steps; None for none. It says nothing of drift within the window.
+            steps; None for no interval. The interval ignores drift within the window.
     Raises:
         SettingError: the window is not positive and finite, or the coverage not in (0, 1).
     Example:
@@ -48,27 +48,27 @@ class NoiseAverage:
         self._scatter = Scatter()
         self._grad_sqnorm = 0.0
         self._grad_variance = 0.0
-        self._weight = 0.0  # of the steps seen, against the time before the first one
+        self._weight = 0.0  # 1 - product of all w
 
     def update(self, noise: GradientStatistics) -> GradientStatistics:
-        """Takes one step in and returns it with signal, noise and interval those of the window.
+        """Adds one step; returns it with signal, noise and interval of the window.
 
-        A step that is not finite is returned as it is and not taken in.
+        A step that is not finite is returned unchanged and not added.
         """
         if not (math.isfinite(noise.grad_sqnorm) and math.isfinite(noise.grad_variance)):
             return noise
-        passed = (noise.samples if self.unit == "samples" else 1) / self.window
-        keep, share = math.exp(-passed), -math.expm1(-passed)
-        self._grad_sqnorm = keep * self._grad_sqnorm + share * noise.grad_sqnorm
-        self._grad_variance = keep * self._grad_variance + share * noise.grad_variance
-        self._weight = keep * self._weight + share
-        self._scatter.update(noise.grad_sqnorm, noise.grad_variance, keep, share)
-        return replace(
-            noise,
-            grad_sqnorm=self.grad_sqnorm,
-            grad_variance=self.grad_variance,
-            interval=self._interval(noise.samples),
-        )
+        windows = (noise.samples if self.unit == "samples" else 1) / self.window
+        decay, share = math.exp(-windows), -math.expm1(-windows)
+        self._grad_sqnorm = decay * self._grad_sqnorm + share * noise.grad_sqnorm
+        self._grad_variance = decay * self._grad_variance + share * noise.grad_variance
+        self._weight = decay * self._weight + share
+        self._scatter.update(noise.grad_sqnorm, noise.grad_variance, decay, share)
+        signal, variance, interval = self.grad_sqnorm, self.grad_variance, None
+        if self.confidence is not None:
+            interval = self._scatter.interval(
+                signal, variance, noise.samples, self._weight, self.confidence
+            )
+        return replace(noise, grad_sqnorm=signal, grad_variance=variance, interval=interval)
 
     @property
     def grad_sqnorm(self) -> float:
@@ -81,7 +81,7 @@ class NoiseAverage:
         return self._grad_variance / self._weight if self._weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
+        """The state that `load_state_dict` takes."""
         return {
             "grad_sqnorm": self._grad_sqnorm,
             "grad_variance": self._grad_variance,
@@ -94,11 +94,3 @@ class NoiseAverage:
         self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
         self._weight = state["weight"]
         self._scatter.load(state["scatter"])
-
-    def _interval(self, samples: float) -> Interval | None:
-        if self.confidence is None:
-            return None
-        weight = self._weight
-        return self._scatter.interval(
-            self.grad_sqnorm, self.grad_variance, samples, weight, self.confidence
-        )

@@ -1,7 +1,7 @@
 """Confidence intervals for similarity and noise scale, of one step and of a window.
 
 They are computed for x = ln(1 + N signal / noise), whose variance hardly depends on its value;
-phi = tanh(x / 2) and B_simple = N / (e^x - 1) are monotonic in it.
+phi = tanh(x / 2) and B_simple = N / (e^x - 1) are monotonic in x.
 """
 
 import math
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MIN_RATIO = 0.05  # of 1 + N signal / noise: below it x says nothing more
+_MIN_RATIO = 0.05  # of 1 + N signal / noise; x of smaller ratios is noise
 _MAX_RATIO = 1e12
 _MIN_NOISE = 1e-150  # the square of a smaller noise underflows
-_DIFFERENCES = 2 / 3  # degrees of freedom of the squared difference of successive values
+_DIFFERENCE_FREEDOM = 2 / 3  # degrees of freedom of a squared difference of successive values
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Interval:
     """A two-sided interval for x = ln(1 + N signal / noise).
 
     Args:
-        low, high: its ends; infinite where nothing is known.
+        low, high: the ends of the interval; infinite if nothing is known.
         level: nominal coverage.
-        covers: "step", the truth at this step's weights, or "window", the average over the steps
-            that went in, which is not the present truth where that drifts.
+        covers: "step", the true x at this step's weights, or "window", the average over the steps
+            of a window, which differs from the present x if that drifts.
     """
 
     low: float
@@ -41,7 +41,7 @@ class Interval:
         return math.tanh(self.low / 2), math.tanh(self.high / 2)
 
     def noise_scale(self, samples: float) -> tuple[float, float]:
-        """(low, high) of B_simple = N / (e^x - 1), in samples; +inf where x <= 0."""
+        """(low, high) of B_simple = N / (e^x - 1), in samples; +inf if x <= 0."""
         return _noise_scale(self.high, samples), _noise_scale(self.low, samples)
 
 
@@ -52,7 +52,7 @@ def _noise_scale(x: float, samples: float) -> float:
 
 
 def log_ratio(signal: float, noise: float, samples: float) -> float:
-    """x = ln(1 + N signal / noise), within the range where it says something."""
+    """x = ln(1 + N signal / noise), with the ratio clamped to [0.05, 1e12]."""
     ratio = 1 + samples * signal / noise if noise > 0 else _MAX_RATIO
     return math.log(min(max(ratio, _MIN_RATIO), _MAX_RATIO))
 
@@ -75,7 +75,7 @@ def student_t(level: float, freedom: float) -> float:
     return math.sqrt(freedom) * math.tan(np.interp(level, below / below[-1], angle))
 
 
-def left_out(
+def leave_one_out(
     means: Tensor,
     sizes: Tensor,
     total_projection: Tensor,
@@ -83,7 +83,7 @@ def left_out(
     count: Tensor,
     samples: Tensor,
 ) -> Tensor:
-    """x with each micro-batch left out in turn, from sketches of the gradients.
+    """x without each micro-batch in turn, from sketches of the gradients.
 
     With t_d the sketch of g_d, a_d = |t_d|^2, t = sum n_d t_d / N, c_d = t_d . t, A = sum n_d a_d:
 
@@ -91,7 +91,7 @@ def left_out(
         noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
         x_d = ln(1 + N signal_d / noise_d)
 
-    N and not N_d in x_d: the truth it stands for is that of the whole step.
+    x_d has N and not N_d, since it estimates the x of the whole step.
 
     Args:
         means: t_d of this rank's micro-batches, (k_r, m).
@@ -123,22 +123,22 @@ def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> 
     f is `jackknife_excess`.
 
     Args:
-        x: from the exact norms.
-        sums: of the x_d that `left_out` gave, and of their squares, over all ranks.
-        count: k; below 3 nothing is known.
+        x: the estimate from the exact norms.
+        sums: sum of the x_d of `leave_one_out` over all ranks, and sum of their squares.
+        count: k; below 3 the interval is infinite.
         level: nominal coverage.
     """
     x_sum, square_sum = sums
     if count < 3 or not math.isfinite(square_sum):
         return Interval(-math.inf, math.inf, level, "step")
-    scatter = max(0.0, square_sum - x_sum**2 / count)
-    variance = scatter * (count - 1) / count / jackknife_excess(x, count)
-    reach = student_t(level, count - 1) * math.sqrt(variance)
-    return Interval(x - reach, x + reach, level, "step")
+    squared_deviations = max(0.0, square_sum - x_sum**2 / count)
+    variance = squared_deviations * (count - 1) / count / jackknife_excess(x, count)
+    half_width = student_t(level, count - 1) * math.sqrt(variance)
+    return Interval(x - half_width, x + half_width, level, "step")
 
 
 def jackknife_excess(x: float, count: int) -> float:
-    """f, by how much the delete-one jackknife overstates the variance of x.
+    """f, the factor by which the delete-one jackknife overstates the variance of x.
 
         pairs = (k - 1) / k (a + 1 / (k - 1))^2,  single = (1 - a)^2 / k + 2 a (1 - a)
         f = (2 (k - 1) / (k - 2) pairs + single) / (pairs + single),  a = min(e^-x, 1)
@@ -147,10 +147,10 @@ def jackknife_excess(x: float, count: int) -> float:
     estimates without bias, and a part of pairs, which it overstates. Their ratio is that of equal
     micro-batches with gaussian gradients whose noise is as strong along the signal as it is along
     itself (mu . Sigma mu = |mu|^2 tr Sigma^2 / tr Sigma); the dimension cancels. Without signal
-    there are pairs alone, whatever the gradients.
+    only pairs are left, whatever the gradients are.
 
     Args:
-        x: as estimated.
+        x: the estimate.
         count: k, at least 3.
     Source:
         Hoeffding 1948, Efron and Stein 1981; docs/theory.md (9).
@@ -177,57 +177,53 @@ class Scatter:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
-        self._products = [0.0, 0.0, 0.0]  # w^2 / 2 times ds ds, ds dn, dn dn
-        self._squares = 0.0  # sum of w^2, all steps
-        self._with_difference = 0.0  # the same, of steps that have a step before them
-        self._fourths = 0.0
+        self._previous: tuple[float, float] | None = None  # (signal, noise) of the previous step
+        self._products = [0.0, 0.0, 0.0]  # sums of w^2 / 2 times ds ds, ds dn, dn dn
+        self._squares = 0.0  # sum of w^2 over all steps
+        self._difference_squares = 0.0  # sum of w^2 over steps after the first
+        self._fourths = 0.0  # sum of w^4
 
-    def update(self, signal: float, noise: float, keep: float, weight: float) -> None:
-        """Takes in one step of this weight; what came before keeps the share `keep` of its own."""
-        share = weight**2
-        if self._before is not None:
-            ds, dn = signal - self._before[0], noise - self._before[1]
-            new = (ds * ds, ds * dn, dn * dn)
-        else:
-            new = (0.0, 0.0, 0.0)
+    def update(self, signal: float, noise: float, decay: float, weight: float) -> None:
+        """Adds a step of this weight, after multiplying the weights of earlier steps by `decay`."""
+        square = weight**2
+        ds = dn = difference_square = 0.0
+        if self._previous is not None:
+            ds, dn = signal - self._previous[0], noise - self._previous[1]
+            difference_square = square
         self._products = [
-            keep**2 * old + share * product / 2
-            for old, product in zip(self._products, new, strict=True)
+            decay**2 * total + square * product / 2
+            for total, product in zip(self._products, (ds * ds, ds * dn, dn * dn), strict=True)
         ]
-        self._squares = keep**2 * self._squares + share
-        self._fourths = keep**4 * self._fourths + share**2
-        self._with_difference *= keep**2
-        self._with_difference += 0.0 if self._before is None else share
-        self._before = signal, noise
+        self._squares = decay**2 * self._squares + square
+        self._difference_squares = decay**2 * self._difference_squares + difference_square
+        self._fourths = decay**4 * self._fourths + square**2
+        self._previous = signal, noise
 
     def interval(
         self, signal: float, noise: float, samples: float, weight: float, level: float
     ) -> Interval:
-        """For x of the averages; `weight` is the sum of all w, by which they were divided."""
-        freedom = _DIFFERENCES * self._squares**2 / self._fourths if self._fourths else 0.0
-        if noise == 0 < signal:
-            x = log_ratio(signal, noise, samples)
-            return Interval(x, x, level, "window")
-        if not self._with_difference or freedom < 1 or noise < _MIN_NOISE:
-            return Interval(-math.inf, math.inf, level, "window")
+        """The interval for x of the averages, which were divided by `weight`, the sum of all w."""
+        freedom = _DIFFERENCE_FREEDOM * self._squares**2 / self._fourths if self._fourths else 0.0
         x = log_ratio(signal, noise, samples)
-        both = noise + samples * max(signal, (_MIN_RATIO - 1) * noise / samples)
-        by_signal, by_noise = samples / both, -samples * signal / (noise * both)
+        if noise == 0 < signal:
+            return Interval(x, x, level, "window")
+        if not self._difference_squares or freedom < 1 or noise < _MIN_NOISE:
+            return Interval(-math.inf, math.inf, level, "window")
+        total = noise + samples * max(signal, (_MIN_RATIO - 1) * noise / samples)
+        dx_ds, dx_dn = samples / total, -samples * signal / (noise * total)
         ss, sn, nn = self._products
-        variance = by_signal**2 * ss + 2 * by_signal * by_noise * sn + by_noise**2 * nn
-        variance *= self._squares / self._with_difference / weight**2
-        reach = student_t(level, round(freedom, 1)) * math.sqrt(max(0.0, variance))
-        return Interval(x - reach, x + reach, level, "window")
+        variance = dx_ds**2 * ss + 2 * dx_ds * dx_dn * sn + dx_dn**2 * nn
+        variance *= self._squares / self._difference_squares / weight**2
+        half_width = student_t(level, round(freedom, 1)) * math.sqrt(max(0.0, variance))
+        return Interval(x - half_width, x + half_width, level, "window")
 
     def state(self) -> list[float]:
-        """What `load` needs."""
-        before = [math.nan, math.nan] if self._before is None else [*self._before]
-        sums = [self._squares, self._with_difference, self._fourths]
-        return [*before, *self._products, *sums]
+        """The state that `load` takes."""
+        sums = [self._squares, self._difference_squares, self._fourths]
+        return [*(self._previous or (math.nan, math.nan)), *self._products, *sums]
 
     def load(self, state: list[float]) -> None:
         """Continues from a saved state."""
         signal, noise, *self._products = state[:5]
-        self._before = None if math.isnan(signal) else (signal, noise)
-        self._squares, self._with_difference, self._fourths = state[5:]
+        self._previous = None if math.isnan(signal) else (signal, noise)
+        self._squares, self._difference_squares, self._fourths = state[5:]

@@ -1,4 +1,4 @@
-"""SimiGrad's own signal: the cosine of two half-batch gradients, exactly, for comparison."""
+"""SimiGrad's own signal, for comparison: the exact cosine of two half-batch gradients."""
 
 import math
 
@@ -9,7 +9,7 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.statistics.norms import squared_norm
 
-_MIN_PRODUCT = 2e-3  # about twice the shorter half over the longer
+_MIN_PRODUCT = 2e-3  # about twice the ratio of the shorter half to the longer
 
 
 class HalfBatchCosine(Subscriber):
@@ -19,8 +19,8 @@ class HalfBatchCosine(Subscriber):
 
         cosine = (|G|^2 - |Z|^2) / sqrt((|G|^2 + |Z|^2)^2 - 4 (G . Z)^2)
 
-    Costs a buffer of one whole gradient, and on ranks an all-reduce of it: a diagnostic, not the
-    signal to train by. Where the number of micro-batches is odd, one half has one more.
+    Costs a buffer of the size of the gradient, and an all-reduce of it if there are several ranks,
+    so it is a diagnostic. If the number of micro-batches is odd, one half has one more.
 
     Source:
         SimiGrad (Qin et al., NeurIPS 2021); the signed sum: docs/theory.md (8).
@@ -34,7 +34,7 @@ class HalfBatchCosine(Subscriber):
     def begin(self) -> None:
         """A step starts."""
         self._signed_sums.clear()
-        self._sign = -1 if self._source.rank % 2 == 0 else 1  # turned by the first micro-batch
+        self._sign = -1 if self._source.rank % 2 == 0 else 1  # inverted by the first micro-batch
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
@@ -50,11 +50,9 @@ class HalfBatchCosine(Subscriber):
     def dots(self) -> Tensor:
         """|Z|^2 and G . Z of this rank's shards, Z being summed over the ranks; communicates."""
         products: list[Tensor] = []
-        for parameter in self._source.parameters:
-            if not parameter.requires_grad:
-                continue
-            grad, signed_sum = self._source.local_grad(parameter), self._reduced(parameter)
-            shard = self._source.reducer.shard(parameter, signed_sum).reshape(-1)
+        for parameter in (p for p in self._source.parameters if p.requires_grad):
+            grad, signed_sum = self._source.local_grad(parameter), self._all_reduced_sum(parameter)
+            shard = self._source.reducer.shards.shard(parameter, signed_sum).reshape(-1)
             flat = None if grad is None else grad.reshape(-1).to(shard.dtype)
             dot = shard.new_zeros(()) if flat is None else shard.dot(flat)
             products += [squared_norm(shard), dot]
@@ -62,17 +60,17 @@ class HalfBatchCosine(Subscriber):
 
     @staticmethod
     def cosine(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:
-        """The cosine from |G|^2, |Z|^2 and G . Z; nan where a half is nearly 0 next to the other.
+        """The cosine from |G|^2, |Z|^2 and G . Z.
 
-        Then float32 sums do not tell their difference from rounding.
+        It is nan if one half is so short that rounding of float32 sums dominates it.
         """
         norms_product = math.sqrt(max(0.0, (total_sqnorm + signed_sqnorm) ** 2 - 4 * dot**2))
         if not norms_product > _MIN_PRODUCT * (total_sqnorm + signed_sqnorm):
             return math.nan
         return min(max((total_sqnorm - signed_sqnorm) / norms_product, -1.0), 1.0)
 
-    def _reduced(self, parameter: Tensor) -> Tensor:
-        """Z of one parameter; a rank that did not reach it takes part with zeros."""
+    def _all_reduced_sum(self, parameter: Tensor) -> Tensor:
+        """Z of one parameter, summed over the ranks; a rank that did not reach it adds zeros."""
         signed_sum = self._signed_sums.get(parameter)
         if signed_sum is None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Sees each micro-batch's gradient once, before it is summed away."""
+"""The meter of gradient noise: reads each micro-batch's gradient once, before it is summed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -29,29 +29,30 @@ from bigbatch.statistics.step_totals import StepTotals, unpack
 
 
 class GradientMeter:
-    """Measures gradient noise in anybody's loop; one read of each micro-batch's gradient.
+    """Measures gradient noise in any training loop; reads each micro-batch's gradient once.
 
-    Each `backward()` is one micro-batch. After the last one, and before unscaling, clipping,
-    `step()` or `zero_grad()`, `read` says how much they agreed. Works on plain models, compiled
-    ones, under DistributedDataParallel and under fully_shard (FSDP2, HSDP): hand over the wrapped
-    model, and call `read` on every rank.
+    Each `backward()` is one micro-batch. Call `read` after the last one, and before unscaling,
+    clipping, `step()` or `zero_grad()`. Works with plain and compiled models, under
+    DistributedDataParallel and under fully_shard (FSDP2, HSDP): pass the wrapped model, and call
+    `read` on every rank.
 
     Args:
-        model: whose parameters are measured, or an iterable of parameters.
-        loss: what is called backward on. "weighted": the losses of a step sum to the mean loss of
-            this rank (loss * n_d / N, the usual accumulation; N is then the same on every rank).
-            "mean": each is the plain mean loss of its micro-batch.
-        confidence: coverage of an interval for similarity and noise scale, 0.9 say; None for none.
-            One more read of each gradient and 4 KB a micro-batch. How often it really holds the
-            truth is in docs/benchmarks.md.
-        per_layer: also measure each layer (module with parameters) by itself.
-        half_batch_cosine: also take SimiGrad's own cosine of two half-batch gradients. Keeps
-            one whole gradient more, and sends it where there are ranks.
-        every: n, to measure every n-th step; no hook stays on between.
-        scaler: the GradScaler of the losses, so that signal and noise come without its scale.
-        source: how the model's gradients come about, where its wrappers do not say.
+        model: the model whose parameters are measured, or an iterable of parameters.
+        loss: the loss that `backward()` is called on. "weighted": the losses of a step sum to the
+            mean loss of this rank (loss * n_d / N, the usual accumulation; N is then the same on
+            every rank). "mean": each is the plain mean loss of its micro-batch.
+        confidence: coverage of an interval for similarity and noise scale, for example 0.9; None
+            for no interval. Costs one more read of each gradient and 4 KB per micro-batch. The
+            measured coverage is in docs/benchmarks.md.
+        per_layer: also measures each layer (module with parameters) by itself.
+        half_batch_cosine: also measures SimiGrad's own cosine of two half-batch gradients. Keeps
+            one more copy of the gradient, which is all-reduced if there are several ranks.
+        every: n, to measure every n-th step; no hook runs in the other steps.
+        scaler: the GradScaler of the losses; signal and noise are without its scale.
+        source: the source of the gradients, if the model's wrappers do not determine it.
     Raises:
-        SettingError: an option out of range, a model that cannot be measured, or nothing to.
+        SettingError: an option is out of range, the model cannot be measured, or no parameter
+            requires a gradient.
     Source:
         docs/theory.md; the similarity is that of SimiGrad (Qin et al., NeurIPS 2021).
     Example:
@@ -87,18 +88,18 @@ class GradientMeter:
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
         by_layer = _by_layer(model) if per_layer else {}
-        self._names = list(dict.fromkeys(by_layer.values()))  # of the layers, by number
-        self._numbers = {p: self._names.index(name) for p, name in by_layer.items()}
-        self._slots = ReplacementCheck(model) if isinstance(model, nn.Module) else None
+        self._layer_names = list(dict.fromkeys(by_layer.values()))
+        self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
+        self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
         self._sums = StepAccumulators(
             self.source,
-            self._numbers,
+            self._layer_numbers,
             sketches=confidence is not None,
             half_batch_cosine=half_batch_cosine,
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
-        self._listening = False
-        self._listen()
+        self._subscribed = False
+        self._update_subscriptions()
 
     def __enter__(self) -> "GradientMeter":
         return self
@@ -107,95 +108,93 @@ class GradientMeter:
         self.close()
 
     def close(self) -> None:
-        """Takes the meter's hooks off the model."""
+        """Removes the meter's hooks from the model."""
         self.source.close()
 
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Measures more parameters, from the next step on; as a layer, they are "others"."""
+        """Measures more parameters from the next step on; their layer is "others"."""
         self.source.add(parameters)
         self._number_others()
 
     def select(self, parameters: Iterable[Tensor]) -> None:
-        """Measures these alone from the next step on; new ones are the layer "others" too."""
+        """Measures only these from the next step on; the layer of new parameters is "others"."""
         self.source.select(parameters)
         self._number_others()
 
     def _number_others(self) -> None:
-        new = [p for p in self.source.parameters if p not in self._numbers]
-        if self._names and new:
-            self._names = list(dict.fromkeys([*self._names, "others"]))
-            self._numbers.update(dict.fromkeys(new, self._names.index("others")))
+        new = [p for p in self.source.parameters if p not in self._layer_numbers]
+        if self._layer_names and new:
+            self._layer_names = list(dict.fromkeys([*self._layer_names, "others"]))
+            self._layer_numbers.update(dict.fromkeys(new, self._layer_names.index("others")))
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Makes every backward inside one micro-batch; keeps one gradient's copy meanwhile."""
+        """Counts all backwards inside as one micro-batch, for one copy of the gradient."""
         return self.source.micro_batch(several_backwards=True)
 
     @property
     def due(self) -> bool:
-        """Whether the present step is measured: every n-th, the first one too."""
+        """Whether the current step is measured: the first one and every n-th after it."""
         return self.step % self.every == 0
 
     def read(self, samples: Sequence[float]) -> GradientStatistics | None:
-        """Returns the noise of the step and waits for the next one; None on a step not measured.
+        """Returns the statistics of the step and starts the next one; None if it is not measured.
 
-        Collective: where there are ranks, each calls it with its own sizes, and all get the same.
+        Collective: each rank passes its own sizes, and all get the same statistics.
 
         Args:
             samples: n_d of each micro-batch of this rank, in the order of the backwards: [8] * 4
-                for four of 8. Their number is checked against the backwards seen, so a sum alone
-                is refused.
+                for four micro-batches of 8. One number for the whole step is refused.
         Raises:
-            GradientError: the sizes do not fit the backwards seen, fewer than two were seen,
-                `.grad` was touched since the last one, or is not what the backwards add up to.
+            GradientError: the number of sizes is not that of the backwards, there were fewer than
+                two, `.grad` was changed since the last one, or is not the sum of their gradients.
         """
         if not self.due:
             self.next_step()
             return None
         sizes, failure = self._checked_sizes(samples)
         device = self.source.parameters[0].device
-        reached = torch.full(
+        gradients_exist = torch.full(
             (1,), has_gradient(self.source), dtype=widest_float(device), device=device
         )
-        values = self.measure(sizes, reached).tolist()
+        values = self.measure(sizes, gradients_exist).tolist()
         if failure is not None:
-            raise failure  # now that the other ranks know
+            raise failure  # after the other ranks got their part of the sums
         totals = self.totals(values)
         self.source.restart()
         self.next_step()
-        noise = self.statistics(totals)
-        if not values[0]:  # on no rank
+        statistics = self.statistics(totals)
+        if not values[0]:
             raise GradientError(NO_GRADIENT)
-        return noise
+        return statistics
 
-    # for those who read more than the noise in one go, as AdaptiveBatch does
+    # for loops that read further totals in the same all-reduce, as AdaptiveBatch does
 
     def next_step(self) -> None:
-        """The step is over; the next one is measured if it is due."""
+        """Ends the step; the next one is measured if it is due."""
         self.at_step(self.step + 1)
 
     def at_step(self, number: int) -> None:
-        """The step of this number comes next, 0 being the first."""
+        """Starts the step of this number, from 0."""
         self.step = number
-        self._listen()
+        self._update_subscriptions()
 
     def measure(self, sizes: Sequence[float] | None, extra: Tensor | None = None) -> Tensor:
-        """Everything that the noise of this step rests on, summed over ranks; nothing waits.
+        """Sums over the ranks everything that the statistics need; the host does not wait.
 
         Args:
-            sizes: n_d of this rank's micro-batches; None where this rank cannot take part.
-            extra: what else is to be added up over the ranks; it comes first.
+            sizes: n_d of this rank's micro-batches; None if this rank cannot take part.
+            extra: further values to sum over the ranks; they come first.
         Returns:
-            One vector on the parameters' device, for `totals` once the host has read it.
+            One vector on the parameters' device, for `totals` once the host has read it; only
+            [*extra, |.grad|^2] in a step that is not due.
         """
+        if not self.due:
+            return self._sums.measure_grad(extra)
         are_means = self.loss == "mean"
         return self._sums.measure(sizes, are_means=are_means, scaler=self.scaler, extra=extra)
 
-    def measure_grad(self, extra: Tensor) -> Tensor:
-        """[*extra, |.grad|^2] of a step that is not measured, added up over the ranks."""
-        return self._sums.measure_grad(extra)
-
     def totals(self, values: list[float]) -> StepTotals:
-        """What `measure` gave, once the host has read it; raises where a rank took no part."""
+        """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
@@ -204,88 +203,84 @@ class GradientMeter:
     def statistics(
         self, totals: StepTotals, unit: float = 1.0, *, of_all_ranks: bool = False
     ) -> GradientStatistics:
-        """The noise of a step, from its totals.
+        """The statistics of a step, from its totals.
 
         Args:
-            totals: from `totals`.
-            unit: what squared norms are multiplied by: square of a factor that `.grad` lacks.
+            totals: the totals over all ranks.
+            unit: factor for squared norms: the square of a factor that `.grad` lacks.
             of_all_ranks: whether the losses were weighted by n_d W / N with N of all W ranks.
         Raises:
             GradientError: as `read`.
         """
+        is_finite = totals.is_finite
         replicated = self.source.reducer.replicas == self.source.ranks
-        c = totals.reduction(self._sums.norms.eps, replicated) if totals.finite else 1.0
-        if of_all_ranks and totals.finite and c * self.source.ranks != 1:
+        c = totals.reduction(self._sums.norms.eps, replicated) if is_finite else 1.0
+        if of_all_ranks and is_finite and c * self.source.ranks != 1:
             raise GradientError(
                 "the gradients of the ranks were added up and not averaged "
                 "(set_gradient_divide_factor, a hook?), so the step would be as many times too "
                 "long; leave the division to the engine"
             )
         if self.loss == "weighted" and c != 1 and not of_all_ranks:
-            _require_equal([rank.samples for rank in totals.of_ranks])
-        layers = [
-            self._estimate(totals, unit / totals.scale**2, c, *of_layer)
-            for of_layer in zip(totals.over_sizes, totals.squares, totals.total_sqnorm, strict=True)
-        ]
-        noise = layers[0]
-        if self._names:
-            sums = map(math.fsum, (totals.over_sizes, totals.squares, totals.total_sqnorm))
-            noise = self._estimate(totals, unit / totals.scale**2, c, *sums)
-            noise = replace(noise, layers=dict(zip(self._names, layers, strict=True)))
-        self._sanity_checks.check_statistics(noise)
+            _require_equal([rank.samples for rank in totals.ranks])
+        unit /= totals.scale**2
+        by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
+        layers = {
+            name: self._estimate(totals, unit, c, sums)
+            for name, *sums in zip(self._layer_names, *by_layer, strict=False)
+        }
+        statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
+        self._sanity_checks.check_statistics(statistics)
         return replace(
-            noise, interval=self._interval(noise, totals), half_batch_cosine=self._cosine(totals, c)
+            statistics,
+            interval=self._interval(statistics, totals),
+            layers=layers,
+            half_batch_cosine=self._cosine(totals, c),
         )
 
-    def _listen(self) -> None:
-        """Puts the meter's subscribers on where the step is due, and takes them off where not."""
-        if self.due == self._listening:
+    def _update_subscriptions(self) -> None:
+        """Subscribes to the gradients of a step that is due, and unsubscribes in other steps."""
+        if self.due == self._subscribed:
             return
-        self._listening = self.due
-        turn = self.source.subscribe if self.due else self.source.unsubscribe
+        self._subscribed = self.due
+        update = self.source.subscribe if self.due else self.source.unsubscribe
         for subscriber in self._sums.subscribers:
-            turn(subscriber)
-
-    # what comes of it
+            update(subscriber)
 
     def _estimate(
-        self,
-        totals: StepTotals,
-        unit: float,
-        c: float,
-        over: float,
-        squares: float,
-        total_sqnorm: float,
+        self, totals: StepTotals, unit: float, c: float, sums: Iterable[float]
     ) -> GradientStatistics:
-        """Noise of the whole gradient or one layer; c is how the ranks were joined."""
+        """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
+        sqnorm_over_sizes, sqnorm, grad_sqnorm = sums
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
-            return from_weighted_losses(unit * c**2 * over, unit * total_sqnorm, k, samples, eps)
+            sqnorm_over_sizes *= unit * c**2
+            return from_weighted_losses(sqnorm_over_sizes, unit * grad_sqnorm, k, samples, eps)
         return from_mean_losses(
-            unit * squares, unit * total_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
+            unit * sqnorm, unit * grad_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
         )
 
-    def _interval(self, noise: GradientStatistics, totals: StepTotals) -> Interval | None:
+    def _interval(self, statistics: GradientStatistics, totals: StepTotals) -> Interval | None:
         if self.confidence is None:
             return None
-        if math.isnan(noise.similarity):
-            return jackknife(math.nan, (math.nan, math.nan), totals.micro_batches, self.confidence)
-        x = log_ratio(noise.grad_sqnorm, noise.grad_variance, noise.samples)
-        return jackknife(x, totals.left_out, totals.micro_batches, self.confidence)
+        x = log_ratio(statistics.grad_sqnorm, statistics.grad_variance, statistics.samples)
+        is_known = not math.isnan(statistics.similarity)
+        sums = totals.leave_one_out if is_known else (math.nan, math.nan)
+        return jackknife(x, sums, totals.micro_batches, self.confidence)
 
     def _cosine(self, totals: StepTotals, c: float) -> float | None:
         if self._sums.half_batch_cosine is None:
             return None
-        of_signed, dot = totals.half_batch_cosine
-        return HalfBatchCosine.cosine(math.fsum(totals.total_sqnorm) / c**2, of_signed, dot / c)
+        signed_sqnorm, dot = totals.half_batch_cosine
+        return HalfBatchCosine.cosine(math.fsum(totals.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
 
     def _checked_sizes(
         self, samples: Sequence[float]
     ) -> tuple[Sequence[float] | None, GradientError | None]:
-        """The sizes of this rank's micro-batches, or what is wrong, which other ranks wait for."""
+        """The sizes of this rank's micro-batches, or an error to raise after the all-reduce."""
         try:
-            if self._slots is not None:
-                self._slots.require_held(self.source.parameters)
+            if self._replacement_check is not None:
+                self._replacement_check.require_held(self.source.parameters)
             self.source.require_unchanged("read()")
             return self._sizes(samples), None
         except GradientError as error:
@@ -319,15 +314,15 @@ class GradientMeter:
 
 
 def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
-    """Parameter -> name of the module that holds it, without what wrappers add."""
+    """Parameter -> name of the module that has it, without the prefixes of wrappers."""
     if not isinstance(model, nn.Module):
         raise SettingError("per_layer=True needs the model, whose modules have names")
     wrapped = (m.module for m in model.modules() if isinstance(m, DistributedDataParallel))
-    return {p: _plain(name) for name, p in next(wrapped, model).named_parameters()}
+    return {p: _module_name(name) for name, p in next(wrapped, model).named_parameters()}
 
 
-def _plain(name: str) -> str:
-    """The module of a parameter, without what torch.compile and checkpointing put before."""
+def _module_name(name: str) -> str:
+    """Module of a parameter, without the prefixes of torch.compile and checkpointing."""
     parts = name.split(".")[:-1]
     return ".".join(p for p in parts if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
 

@@ -1,4 +1,4 @@
-"""What one step says about the noise of its gradient.
+"""Signal, noise and noise scale of the gradient of one step.
 
 Notation: a step has k micro-batches; micro-batch d has n_d samples and the mean gradient g_d;
 N = sum n_d; G = sum n_d g_d / N is the gradient of the step. mu is the true gradient and Sigma
@@ -13,7 +13,7 @@ from bigbatch.errors import GradientError
 from bigbatch.statistics.confidence import Interval
 
 _FLOAT32_EPS = 2.0**-23
-_ROUNDING = 1e-3  # A < N |G|^2 by more than this share of A is no rounding of float32 sums
+_ROUNDING = 1e-3  # largest (N |G|^2 - A) / A that rounding of float32 sums explains
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class GradientStatistics:
             negative on one step.
         grad_variance: estimate of tr(Sigma), the variance of one sample's gradient; same unit.
         samples: N, samples of the step over all ranks.
-        micro_batches: k over all ranks, how many gradients the estimate rests on.
-        interval: how sure, where it was asked for.
-        layers: the same for each layer by itself, by name, where it was asked for.
-        half_batch_cosine: SimiGrad's own cosine of two half-batch gradients, where asked for.
+        micro_batches: k over all ranks, the number of gradients that are compared.
+        interval: confidence interval for ln(1 + N signal / noise); None if not measured.
+        layers: layer name -> the statistics of the layer; empty if not measured.
+        half_batch_cosine: SimiGrad's own cosine of two half-batch gradients; None if not measured.
     Source:
         docs/theory.md; McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     Example:
@@ -53,56 +53,56 @@ class GradientStatistics:
 
             phi = grad_sqnorm / (grad_sqnorm + 2 grad_variance / N)
 
-        In [-1, 1]; nan where every gradient is zero. Averages, and mean losses of unequal sizes,
-        can hold a signal below what |G|^2 >= 0 allows: that is -1.
+        In [-1, 1]; nan if every gradient is zero. Averages, and mean losses of unequal sizes, can
+        have a signal below -noise / N, which |G|^2 >= 0 excludes: the similarity is then -1.
         """
         if self.grad_sqnorm < -self.grad_variance / self.samples:
             return -1.0
-        both = self.grad_sqnorm + 2 * self.grad_variance / self.samples
-        return self.grad_sqnorm / both if both else math.nan
+        total = self.grad_sqnorm + 2 * self.grad_variance / self.samples
+        return self.grad_sqnorm / total if total else math.nan
 
     @property
     def noise_scale(self) -> float:
-        """B_simple = grad_variance / grad_sqnorm, in samples; +inf where grad_sqnorm <= 0."""
+        """B_simple = grad_variance / grad_sqnorm, in samples; +inf if grad_sqnorm <= 0."""
         if self.grad_sqnorm > 0:
             return self.grad_variance / self.grad_sqnorm
         return math.inf if self.grad_sqnorm <= 0 < self.grad_variance else math.nan
 
     @property
     def similarity_interval(self) -> tuple[float, float] | None:
-        """(low, high) of the similarity; None where no interval was asked for."""
+        """(low, high) of the similarity; None if no interval was measured."""
         return None if self.interval is None else self.interval.similarity
 
     @property
     def noise_scale_interval(self) -> tuple[float, float] | None:
-        """(low, high) of the noise scale in samples; None where no interval was asked for."""
+        """(low, high) of the noise scale in samples; None if no interval was measured."""
         return None if self.interval is None else self.interval.noise_scale(self.samples)
 
     def adascale_gain(self, base_batch: float, batch_size: float | None = None) -> float:
-        """AdaScale's gain of a batch over the base batch: 1 without noise, B / B_base with only.
+        """AdaScale's gain over the base batch: 1 without noise, B / B_base without signal.
 
             gain = (|mu|^2 + tr(Sigma) / B_base) / (|mu|^2 + tr(Sigma) / B)
 
         Args:
             base_batch: batch size that the learning rate was tuned for.
-            batch_size: B; default: that of the step.
+            batch_size: B; default: the samples of the step.
         Source:
             Johnson et al. 2020 (arXiv 2007.05105), equation 4; docs/theory.md (10).
         Example:
             >>> GradientStatistics(0.0, 64.0, samples=256, micro_batches=8).adascale_gain(64)
             4.0
         """
-        signal = max(self.grad_sqnorm, 0.0)  # in this order nan stays nan
-        large = signal + self.grad_variance / (self.samples if batch_size is None else batch_size)
-        return (signal + self.grad_variance / base_batch) / large if large else 1.0
+        signal = max(self.grad_sqnorm, 0.0)  # max() keeps nan in this order of arguments
+        total = signal + self.grad_variance / (self.samples if batch_size is None else batch_size)
+        return (signal + self.grad_variance / base_batch) / total if total else 1.0
 
     def generalization_ratio(self, batch_size: float | None = None) -> float:
-        """R(n) = 1 / (1 + B_simple / n): how much of one step's training gain is test gain.
+        """R(n) = 1 / (1 + B_simple / n): the share of one step's training gain that is test gain.
 
         The right-hand side of the one-step generalization ratio; it is not a measured test loss.
 
         Args:
-            batch_size: n; default: that of the step.
+            batch_size: n; default: the samples of the step.
         Source:
             Liu et al. 2020 (arXiv 2001.07384) and VRGD (arXiv 2309.13681), summed over the
             parameters; docs/theory.md (11).
@@ -114,24 +114,24 @@ class GradientStatistics:
 
 
 def from_weighted_losses(
-    over_sizes: float,
-    squared_norm_of_sum: float,
+    sqnorms_over_sizes: float,
+    sum_sqnorm: float,
     micro_batches: int,
     samples: float,
     eps: float = _FLOAT32_EPS,
 ) -> GradientStatistics:
-    """Noise and signal where the losses of a step sum to its mean loss, so `.grad` is G.
+    """Noise and signal if the losses of a step sum to its mean loss, so `.grad` is G.
 
     A micro-batch then adds h_d = n_d g_d / N, and
 
         A = sum n_d |g_d|^2 = N^2 sum |h_d|^2 / n_d
         noise = (A - N |G|^2) / (k - 1),    signal = |G|^2 - noise / N
 
-    Both are unbiased where the samples of a step are independent; the n_d may differ.
+    Both are unbiased if the samples of a step are independent; the n_d may differ.
 
     Args:
-        over_sizes: sum |h_d|^2 / n_d, n_d being what the loss of each micro-batch averages over.
-        squared_norm_of_sum: |sum h_d|^2 = |G|^2.
+        sqnorms_over_sizes: sum |h_d|^2 / n_d; the loss of micro-batch d is a mean over n_d samples.
+        sum_sqnorm: |sum h_d|^2 = |G|^2.
         micro_batches: k, at least 2.
         samples: N.
         eps: relative rounding of the gradients' type, for the check that A >= N |G|^2.
@@ -144,30 +144,30 @@ def from_weighted_losses(
         >>> step.grad_sqnorm, step.grad_variance
         (0.0, 32.0)
     """
-    k, total = _require_two(micro_batches), _whole(samples)
-    spread = total**2 * over_sizes
-    noise = _positive(spread, total * squared_norm_of_sum, math.sqrt(k) * eps) / (k - 1)
-    return GradientStatistics(squared_norm_of_sum - noise / total, noise, total, k)
+    k, total = _require_two(micro_batches), _rounded(samples)
+    spread = total**2 * sqnorms_over_sizes
+    noise = _spread_difference(spread, total * sum_sqnorm, math.sqrt(k) * eps) / (k - 1)
+    return GradientStatistics(sum_sqnorm - noise / total, noise, total, k)
 
 
 def from_mean_losses(
-    squared_norms: float,
-    squared_norm_of_sum: float,
+    sqnorm_sum: float,
+    sum_sqnorm: float,
     micro_batches: int,
     samples: float,
     inverse_sizes: float,
     eps: float = _FLOAT32_EPS,
 ) -> GradientStatistics:
-    """The same where each backward was its micro-batch's plain mean loss, so `.grad` is sum g_d.
+    """Noise and signal if each loss is its micro-batch's plain mean, so `.grad` is sum g_d.
 
-    A = sum n_d |g_d|^2 cannot be used: G is not known. With
+    A = sum n_d |g_d|^2 cannot be used, because G is not known. With
 
         S = sum |g_d|^2,  P = |sum g_d / k|^2,  H = sum 1/n_d
         noise = (S - k P) / ((1 - 1/k) H),    signal = P - noise H / k^2
 
     Args:
-        squared_norms: S.
-        squared_norm_of_sum: |sum g_d|^2.
+        sqnorm_sum: S.
+        sum_sqnorm: |sum g_d|^2.
         micro_batches: k, at least 2.
         samples: N.
         inverse_sizes: H.
@@ -178,9 +178,11 @@ def from_mean_losses(
         docs/theory.md (3).
     """
     k = _require_two(micro_batches)
-    mean = squared_norm_of_sum / k**2
-    noise = _positive(squared_norms, k * mean, math.sqrt(k) * eps) / ((1 - 1 / k) * inverse_sizes)
-    return GradientStatistics(mean - noise * inverse_sizes / k**2, noise, _whole(samples), k)
+    mean = sum_sqnorm / k**2
+    noise = _spread_difference(sqnorm_sum, k * mean, math.sqrt(k) * eps) / (
+        (1 - 1 / k) * inverse_sizes
+    )
+    return GradientStatistics(mean - noise * inverse_sizes / k**2, noise, _rounded(samples), k)
 
 
 def _require_two(micro_batches: int) -> int:
@@ -192,18 +194,18 @@ def _require_two(micro_batches: int) -> int:
     return micro_batches
 
 
-def _whole(samples: float) -> float:
-    """Without the rounding of weights that stand for samples."""
+def _rounded(samples: float) -> float:
+    """The number of samples, without the rounding errors of weights that stand for samples."""
     return round(samples) if math.isclose(samples, round(samples)) else samples
 
 
-def _positive(spread: float, of_mean: float, rounding: float) -> float:
-    """spread - of_mean, which cannot be negative but for rounding; nan where one is not finite."""
-    difference = spread - of_mean
+def _spread_difference(spread: float, mean_part: float, rounding: float) -> float:
+    """spread - mean_part, negative only by rounding errors; nan if one of them is not finite."""
+    difference = spread - mean_part
     if difference < -max(_ROUNDING, rounding) * spread and math.isfinite(difference):
         raise GradientError(
             f"the step's gradient is longer than its micro-batches allow (sum n_d |g_d|^2 = "
-            f"{spread:.6g} < N |G|^2 = {of_mean:.6g}); are the sizes those of the backwards, and "
+            f"{spread:.6g} < N |G|^2 = {mean_part:.6g}); are the sizes those of the backwards, and "
             "was .grad empty before the first one?"
         )
     return max(difference, 0.0) if math.isfinite(difference) else math.nan

@@ -9,32 +9,32 @@ from torch import Tensor
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device
 
-_SMALL = 1 << 14  # elements; up to here a call costs more than its read
-_MAX_SMALL_ELEMENTS = 1 << 17  # elements of small gradients that are held, and stay in cache
+_SMALL = 1 << 14  # elements; for fewer, the call costs more than the read
+_MAX_SMALL_ELEMENTS = 1 << 17  # elements that are gathered, few enough to stay in cache
 
 
 class MicroBatchNorms:
-    """Subscriber of a source: |h_d|^2 of each micro-batch, layer by layer where asked for.
+    """Subscriber of a source: |h_d|^2 of each micro-batch, by layer.
 
-    Large gradients are read while they are hot. Small ones are gathered and read together, on a
-    CPU alone: only there all hooks run in one thread and one stream.
+    Large gradients are read at once, from cache. Small ones are gathered and read together, but
+    only on a CPU, where all hooks run in one thread and one stream.
 
     Args:
-        layers: the number of each parameter's layer, from 0; none where all are one.
+        layers: the number of each parameter's layer, from 0; empty if all are one layer.
     """
 
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
-        self.squares: list[Tensor] = []  # (L,) each
-        self._types: set[torch.dtype] = set()
+        self.squares: list[Tensor] = []  # |h_d|^2, (L,) each
+        self._dtypes: set[torch.dtype] = set()
         self._layers = layers
         self._sqnorms: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
         self._small: dict[Tensor, Tensor] = {}  # parameter -> h, not read yet
-        self._small_elements = 0  # elements of those
+        self._small_elements = 0  # number of elements in `_small`
 
     def begin(self) -> None:
         """A step starts."""
         self.squares.clear()
-        self._types.clear()
+        self._dtypes.clear()
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
@@ -51,11 +51,11 @@ class MicroBatchNorms:
                 "`with meter.micro_batch():`"
             )
         size = gradient.numel()
-        self._types.add(gradient.dtype)
+        self._dtypes.add(gradient.dtype)
         if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
             self._sqnorms[parameter] = squared_norm(gradient)
             return
-        self._small[parameter] = gradient  # itself: torch writes into a detached one's memory
+        self._small[parameter] = gradient  # not detached: torch would write into its memory
         self._small_elements += size
         if self._small_elements > _MAX_SMALL_ELEMENTS:
             self._read_small()
@@ -67,12 +67,12 @@ class MicroBatchNorms:
 
     @property
     def eps(self) -> float:
-        """Relative rounding of the coarsest type among the gradients of the step."""
-        return max((torch.finfo(kind).eps for kind in self._types), default=0.0)
+        """Relative rounding of the coarsest dtype among the gradients of the step."""
+        return max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
 
     @property
     def count(self) -> int:
-        """L, how many layers there are."""
+        """L, the number of layers."""
         return 1 + max(self._layers.values(), default=0)
 
     def by_layer(self, squares: Mapping[Tensor, Tensor]) -> Tensor:
@@ -82,9 +82,9 @@ class MicroBatchNorms:
         values = stack_scalars(list(squares.values()))
         if not self._layers:
             return values.sum().reshape(1)
-        places = torch.tensor([self._layers[p] for p in squares], device="cpu")
-        places = to_device(places, values.device)
-        return values.new_zeros(self.count).index_add_(0, places, values)
+        layer_numbers = torch.tensor([self._layers[p] for p in squares], device="cpu")
+        layer_numbers = to_device(layer_numbers, values.device)
+        return values.new_zeros(self.count).index_add_(0, layer_numbers, values)
 
     def _read_small(self) -> None:
         if self._small:
@@ -109,7 +109,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """One-dimensional, in the order of these strides; no copy where the tensor is dense in it."""
+    """A flat view in the order of these strides; a copy only if the tensor is not dense in it."""
     if all(s >= t for s, t in itertools.pairwise(strides)):
         return tensor.reshape(-1)
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])

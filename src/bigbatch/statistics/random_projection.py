@@ -1,4 +1,4 @@
-"""A gradient in a few floats: random signs keep its norms and angles on average."""
+"""Random projections of gradients, which keep norms and angles on average."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.statistics.norms import flattened
 
-_SIZE = 1021  # prime, so that rows of a weight matrix do not line up with it
-_PROBES = 8  # projections
-_PROBED = 16  # parameters, so many elements of each
-_ELEMENTS = 256
+_SIZE = 1021  # prime, so that rows do not align with those of a weight matrix
+_PROBES = 8  # number of projections
+_MAX_PARAMETERS = 16  # number of probed parameters
+_ELEMENTS = 256  # number of probed elements of each parameter
 
 
 class RandomProjections(Subscriber):
@@ -27,7 +27,7 @@ class RandomProjections(Subscriber):
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
         self._sketches: list[Tensor] = []
-        self._signs: dict[Tensor, Tensor] = {}  # one sign a row
+        self._signs: dict[Tensor, Tensor] = {}  # parameter -> one sign per row
 
     def begin(self) -> None:
         """A step starts."""
@@ -35,7 +35,7 @@ class RandomProjections(Subscriber):
 
     def micro_batch(self, weight: float) -> None:
         """A micro-batch starts."""
-        self._sketches.append(self.zero_sketch()[0])
+        self._sketches.append(self.zeros(1)[0])
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Adds the gradient to the current projection."""
@@ -57,10 +57,10 @@ class RandomProjections(Subscriber):
         """The sketches of the step, (k, 1021)."""
         return torch.stack(self._sketches)
 
-    def zero_sketch(self) -> Tensor:
-        """A sketch of no gradient, (1, 1021)."""
+    def zeros(self, count: int) -> Tensor:
+        """Sketches of zero gradients, (count, 1021)."""
         device = self._parameters[0].device
-        return torch.zeros(1, _SIZE, dtype=torch.float32, device=device)
+        return torch.zeros(count, _SIZE, dtype=torch.float32, device=device)
 
     def _signs_of(self, parameter: Tensor, flat: Tensor) -> Tensor:
         signs = self._signs.get(parameter)
@@ -74,48 +74,47 @@ class RandomProjections(Subscriber):
 class ProjectionProbe:
     """Subscriber of a source: eight projections of a few elements of some parameters, summed.
 
-    What the hooks saw, added up over micro-batches and ranks, must be what stands in `.grad` at
-    the end; the projections of both are compared. That finds an edit of `.grad` which moves no
-    version counter (`unscale_`), a lossy or summing reduction, and gradients that were not seen.
-    It reads 256 elements of each of 16 parameters, so an edit of any other alone is not found.
+    The sum of the hooks' gradients over micro-batches and ranks must equal `.grad` at the end; the
+    projections of both are compared. This finds an edit of `.grad` that changes no version counter
+    (`unscale_`), a lossy or summing reduction, and gradients that no hook reported. The probe reads
+    256 elements of each of 16 parameters, so it does not find an edit of other elements.
     """
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._places: dict[Tensor, slice] = {}  # of each probed parameter, in `_elements`
-        self._indices: dict[Tensor, tuple[Tensor, Tensor]] = {}  # see `_indices_of`
-        self._layout = source.reducer.layout  # which they are of
-        self._elements = torch.zeros(0, dtype=torch.int8)  # until `_choose`
+        self._slices: dict[Tensor, slice] = {}  # probed parameter -> its slice of `_elements`
+        self._indices: dict[Tensor, tuple[Tensor, Tensor]] = {}  # parameter -> `_indices_of`
+        self._layout = source.reducer.shards.layout  # layout that `_indices` belong to
+        self._elements = torch.zeros(0, dtype=torch.int8)  # assigned by `_choose_parameters`
         self.begin()
 
     def begin(self) -> None:
         """A step starts."""
-        self._choose()
+        self._choose_parameters()
         self.micro_batch_projections = self._elements.new_zeros(_PROBES)
-        self.squares = self._elements.new_zeros(())  # of each micro-batch's projections
+        self.squares = self._elements.new_zeros(
+            ()
+        )  # sum of squares of each micro-batch's projections
 
-    def _choose(self) -> None:
-        """Sixteen of those that are trained now, from the first to the last."""
+    def _choose_parameters(self) -> None:
+        """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
         shape = self._source.reducer.shape
         trained = [p for p in self._source.parameters if p.requires_grad and shape(p).numel()]
-        gaps = max(1, min(_PROBED, len(trained)) - 1)
+        gaps = max(1, min(_MAX_PARAMETERS, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
         chosen = [trained[number] for number in sorted(numbers)]
         device = self._source.parameters[0].device
-        same = [id(p) for p in chosen] == [id(p) for p in self._places]
-        if (
-            same
-            and device == self._elements.device
-            and self._elements.dtype == widest_float(device)
-        ):
+        dtype = widest_float(device)
+        is_unchanged = [id(p) for p in chosen] == [id(p) for p in self._slices]
+        if is_unchanged and (self._elements.device, self._elements.dtype) == (device, dtype):
             return
         self._indices.clear()
-        self._places = {
+        self._slices = {
             p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, shape(p).numel()))
             for number, p in enumerate(chosen)
         }
         size = _ELEMENTS * len(chosen)
-        self._elements = torch.zeros(size, dtype=widest_float(device), device=device)
+        self._elements = torch.zeros(size, dtype=dtype, device=device)
         self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
     def micro_batch(self, weight: float) -> None:
@@ -123,10 +122,10 @@ class ProjectionProbe:
         self._elements.zero_()
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Keeps the first elements of the gradient, if it is a probed one."""
-        place = self._places.get(parameter)
-        if place is not None:
-            self._put(place, _head(gradient, gradient.shape)[:_ELEMENTS])
+        """Keeps the first elements of the gradient of a probed parameter."""
+        elements = self._slices.get(parameter)
+        if elements is not None:
+            self._write(elements, _head(gradient, gradient.shape)[:_ELEMENTS])
 
     def end(self) -> None:
         """The micro-batch is complete."""
@@ -137,46 +136,46 @@ class ProjectionProbe:
     def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
         self._elements.zero_()
-        if self._layout != self._source.reducer.layout:
-            self._layout = self._source.reducer.layout
+        if self._layout != self._source.reducer.shards.layout:
+            self._layout = self._source.reducer.shards.layout
             self._indices.clear()
-        for parameter, place in self._places.items():
+        for parameter, elements in self._slices.items():
             grad = self._source.local_grad(parameter)
             if grad is not None:
                 if parameter not in self._indices:
                     self._indices[parameter] = self._indices_of(parameter, grad.device)
                 positions, numbers = self._indices[parameter]
                 head = _head(grad, self._source.reducer.shape(parameter))
-                self._put(place.start + numbers, head[positions])
+                self._write(elements.start + numbers, head[positions])
         return self._projections()
 
-    def _put(self, place: slice | Tensor, elements: Tensor) -> None:
-        self._elements[place] = to_device(elements, self._elements.device, self._elements.dtype)
+    def _write(self, indices: slice | Tensor, values: Tensor) -> None:
+        self._elements[indices] = to_device(values, self._elements.device, self._elements.dtype)
 
     def _projections(self) -> Tensor:
         with without_autocast(self._elements.device):
             return torch.mv(self._signs, self._elements)
 
     def _indices_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the probed elements that this rank holds are in its shard, and their numbers."""
+        """Positions in this rank's shard of the probed elements that it has, and their numbers."""
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
-        positions, numbers = self._source.reducer.shard_indices(parameter, count)
+        positions, numbers = self._source.reducer.shards.shard_indices(parameter, count)
         return to_device(positions, device), to_device(numbers, self._elements.device)
 
 
-def _head(tensor: Tensor, whole: torch.Size) -> Tensor:
-    """The rows of a gradient, or of a shard of one of this shape, that hold the first elements.
+def _head(tensor: Tensor, full_shape: torch.Size) -> Tensor:
+    """The rows of a gradient, or of a shard, that have the first elements of the full gradient.
 
-    All of a flat shard of what is not flat, whose elements may be in any order.
+    Returns all of a flat shard of a gradient that is not flat, since it may have any order.
     """
-    if not whole or tensor.ndim < len(whole):
+    if not full_shape or tensor.ndim < len(full_shape):
         return tensor.reshape(-1)
-    rows = -(-_ELEMENTS * whole[0] // whole.numel())
+    rows = -(-_ELEMENTS * full_shape[0] // full_shape.numel())
     return tensor[:rows].reshape(-1)
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:
-    """-1 or 1, the same on every rank."""
-    draw = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(2, shape, generator=draw, dtype=torch.float32, device="cpu")
-    return drawn.mul_(2).sub_(1)
+    """Random -1 or 1, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(2, shape, generator=generator, dtype=torch.float32, device="cpu")
+    return bits.mul_(2).sub_(1)

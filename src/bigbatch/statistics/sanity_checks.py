@@ -1,4 +1,4 @@
-"""Faults of a run that the totals of its steps show; each is warned of once, on rank 0."""
+"""Warnings about faults of a run that the totals of its steps show: each once, on rank 0."""
 
 import itertools
 import math
@@ -6,20 +6,20 @@ import warnings
 from collections.abc import Iterator
 
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.statistics.step_totals import OfRank, StepTotals
+from bigbatch.statistics.step_totals import RankTotals, StepTotals
 
-_OUTLIER_RATIO = 10.0  # times the other ranks' gradient norm
-_STREAK = 20  # steps on end; of W equal ranks one is the longest so often with W^-20
-_NORM_TOLERANCE = 1e-7  # relative difference of squared norms; kernels may add in another order
-_SURE_STEPS = 3  # steps in which two ranks' norms agree so well; exact equality counts as three
-_AGREEMENT = 1e-5  # noise / (N signal): what rounding leaves of equal gradients
-_LEVERAGE = 20.0  # sum of squared deviations of ln n_d, for a slope with an error near 0.15
-_AS_MEANS = 0.5  # a slope below: 0 or -1 is expected of mean losses, 1 or 2 of weighted ones
-_AS_WEIGHTED = 0.95  # above; heavy tails lift the slope of mean losses to 0.8
+_OUTLIER_RATIO = 10.0  # of a rank's gradient norm to that of the other ranks
+_STREAK = 20  # consecutive steps; one of W equal ranks is the longest in all with chance W^-20
+_NORM_TOLERANCE = 1e-7  # relative difference of squared norms; the order of sums may differ
+_SURE_STEPS = 3  # steps with nearly equal norms before a warning; exact equality counts as 3
+_AGREEMENT = 1e-5  # noise / (N signal) of equal gradients, from rounding
+_LEVERAGE = 20.0  # sum of squared deviations of ln n_d; the error of the slope is near 0.15
+_MAX_MEAN_SLOPE = 0.5  # the slope of mean losses is near 0 or -1, of weighted ones near 1 or 2
+_MIN_WEIGHTED_SLOPE = 0.95  # heavy tails lift the slope of mean losses to 0.8
 
 
 class SanityChecks:
-    """Checks each step and warns once of each fault of the run.
+    """Checks each step, and warns once about each fault of the run.
 
     Args:
         loss: the meter's `loss`, "weighted" or "mean".
@@ -30,9 +30,8 @@ class SanityChecks:
         self._loss, self._warns = loss, warns
         self._reported: set[str] = set()  # kinds of faults
         self._equal_norm_steps: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
-        self._outlier_steps: dict[
-            tuple[int, bool], int
-        ] = {}  # (rank, whether longer) -> steps on end
+        # (rank, whether its gradients are longer) -> consecutive steps
+        self._outlier_steps: dict[tuple[int, bool], int] = {}
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
     def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
@@ -42,37 +41,35 @@ class SanityChecks:
             totals: the totals over all ranks.
             may_overflow: whether a GradScaler expects gradients that are not finite.
         """
-        if not totals.finite:
+        if not totals.is_finite:
             if not may_overflow:
-                self._warn("finite", _not_finite(totals.of_ranks))
+                self._warn("finite", _nonfinite_message(totals.ranks))
             return
-        for kind, message in self._outliers(totals.of_ranks):
+        for kind, message in self._outliers(totals.ranks):
             self._warn(kind, message)
-        self._warn("alike", self._same_data(totals.of_ranks))
+        self._warn("alike", self._equal_data_message(totals.ranks))
         covariance, variance = self._slope
-        if variance < _LEVERAGE:  # looked at once, while gradients are far from convergence
+        if variance < _LEVERAGE:  # checked once, early in training
             self._slope = covariance + totals.slope[0], variance + totals.slope[1]
-            self._warn("slope", _wrong_loss(*self._slope, self._loss))
+            self._warn("slope", _loss_message(*self._slope, self._loss))
 
-    def check_statistics(self, noise: GradientStatistics) -> None:
+    def check_statistics(self, statistics: GradientStatistics) -> None:
         """Checks the statistics of a step."""
-        if (
-            noise.grad_sqnorm > 0
-            and noise.grad_variance <= _AGREEMENT * noise.samples * noise.grad_sqnorm
-        ):
+        signal = statistics.samples * statistics.grad_sqnorm
+        if signal > 0 and statistics.grad_variance <= _AGREEMENT * signal:
             self._warn(
                 "agree",
-                f"all {noise.micro_batches} micro-batches of a step have the same gradient to "
+                f"all {statistics.micro_batches} micro-batches of a step have the same gradient to "
                 "rounding; are they the same data (a missing DistributedSampler, a loader without "
                 "shuffling), or was the gradient averaged before it was measured?",
             )
 
-    def _outliers(self, ranks: list[OfRank]) -> Iterator[tuple[str, str]]:
-        """Ranks that were far off for many steps; late in training healthy ones are in some."""
+    def _outliers(self, ranks: list[RankTotals]) -> Iterator[tuple[str, str]]:
+        """Ranks that were outliers for many steps; a healthy rank is one now and then."""
         ratios = dict(_outlier_ratios(ranks, self._loss))
-        self._outlier_steps = {far: self._outlier_steps.get(far, 0) + 1 for far in ratios}
-        for (number, long), ratio in ratios.items():
-            if self._outlier_steps[number, long] >= _STREAK:
+        self._outlier_steps = {key: self._outlier_steps.get(key, 0) + 1 for key in ratios}
+        for (number, is_long), ratio in ratios.items():
+            if self._outlier_steps[number, is_long] >= _STREAK:
                 yield (
                     f"outlier {number}",
                     f"the gradients of rank {number} are {ratio:.3g} x as long as the median of "
@@ -80,20 +77,24 @@ class SanityChecks:
                     "data, stale weights or faulty arithmetic there",
                 )
 
-    def _same_data(self, ranks: list[OfRank]) -> str:
-        """Neighbours in the order of their norms are compared: equal ones are neighbours."""
-        order = sorted(range(len(ranks)), key=lambda number: ranks[number].squares)
+    def _equal_data_message(self, ranks: list[RankTotals]) -> str:
+        """The warning about ranks with equal gradients, which are neighbours in order of norm."""
+        order = sorted(range(len(ranks)), key=lambda number: ranks[number].sqnorm_sum)
         pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(order)]
-        alike = {}
+        equal_norm_steps = {}
         for one, other in pairs:
             a, b = ranks[one], ranks[other]
-            if a.squares == b.squares and a.numbered == b.numbered:
-                alike[one, other] = _SURE_STEPS
-            elif _nearly_equal(a.squares, b.squares) and _nearly_equal(a.numbered, b.numbered):
-                alike[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
-        self._equal_norm_steps = alike
+            if a.sqnorm_sum == b.sqnorm_sum and a.numbered_sqnorm_sum == b.numbered_sqnorm_sum:
+                equal_norm_steps[one, other] = _SURE_STEPS
+            elif _nearly_equal(a.sqnorm_sum, b.sqnorm_sum) and _nearly_equal(
+                a.numbered_sqnorm_sum, b.numbered_sqnorm_sum
+            ):
+                equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
+        self._equal_norm_steps = equal_norm_steps
         sure_pairs = [
-            pair for pair, steps in alike.items() if steps >= _SURE_STEPS and ranks[pair[0]].squares
+            pair
+            for pair, steps in equal_norm_steps.items()
+            if steps >= _SURE_STEPS and ranks[pair[0]].sqnorm_sum
         ]
         if not sure_pairs:
             return ""
@@ -115,52 +116,52 @@ def _nearly_equal(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_NORM_TOLERANCE)
 
 
-def _not_finite(ranks: list[OfRank]) -> str:
-    where = [
-        f"micro-batch {rank.not_finite:.0f} on rank {number}"
+def _nonfinite_message(ranks: list[RankTotals]) -> str:
+    names = [
+        f"micro-batch {rank.first_nonfinite:.0f} on rank {number}"
         if len(ranks) > 1
-        else f"micro-batch {rank.not_finite:.0f}"
+        else f"micro-batch {rank.first_nonfinite:.0f}"
         for number, rank in enumerate(ranks)
-        if rank.not_finite
+        if rank.first_nonfinite
     ]
     return (
-        f"the gradient of {', '.join(where) or 'the step, though of no micro-batch,'} is not "
+        f"the gradient of {', '.join(names) or 'the step, though of no micro-batch,'} is not "
         "finite, so this step has no noise; look at its data and loss"
     )
 
 
-def _outlier_ratios(ranks: list[OfRank], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
-    """((rank, whether longer), ratio) of those whose gradients are far from the others' in length.
+def _outlier_ratios(ranks: list[RankTotals], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
+    """((rank, whether longer), ratio to the median of the other ranks) of ranks with outlier norms.
 
-    A step to which a rank adds nothing, having nothing but empty micro-batches, is left out.
+    Yields nothing for a step in which a rank has no micro-batch.
     """
     if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
         return
-    power = 1 if loss == "weighted" else -1  # h_d is about g_d / k, or g_d
-    norms = [math.sqrt(rank.squares * rank.micro_batches**power) for rank in ranks]
-    in_order, last = sorted(norms), len(norms) - 1
-    upper, lower = last // 2, (last - 1) // 2  # medians of the others, where one is left out
+    power = 1 if loss == "weighted" else -1  # h_d is about g_d / k or g_d
+    norms = [math.sqrt(rank.sqnorm_sum * rank.micro_batches**power) for rank in ranks]
+    sorted_norms, last = sorted(norms), len(norms) - 1
+    upper, lower = last // 2, (last - 1) // 2  # medians of the other ranks, without one norm
     for number, norm in enumerate(norms):
-        high = in_order[upper + (norm <= in_order[upper])]
-        low = in_order[lower + (norm <= in_order[lower])]
-        long = norm > _OUTLIER_RATIO * high
-        short = len(ranks) > 2 and norm * _OUTLIER_RATIO < low
-        if long or short:
-            middle = high if long else low
-            yield (number, long), norm / middle if middle else math.inf
+        high = sorted_norms[upper + (norm <= sorted_norms[upper])]
+        low = sorted_norms[lower + (norm <= sorted_norms[lower])]
+        is_long = norm > _OUTLIER_RATIO * high
+        is_short = len(ranks) > 2 and norm * _OUTLIER_RATIO < low
+        if is_long or is_short:
+            median = high if is_long else low
+            yield (number, is_long), norm / median if median else math.inf
 
 
-def _wrong_loss(covariance: float, variance: float, loss: str) -> str:
-    """|h_d|^2 grows with n_d where losses are weighted by it, and falls where they are means."""
+def _loss_message(covariance: float, variance: float, loss: str) -> str:
+    """The warning about a wrong `loss`: |h_d|^2 grows with n_d only for weighted losses."""
     if variance < _LEVERAGE:
         return ""
     slope = covariance / variance
-    if loss == "weighted" and slope < _AS_MEANS:
+    if loss == "weighted" and slope < _MAX_MEAN_SLOPE:
         return (
             f"larger micro-batches add no longer gradients (|h|^2 ~ n^{slope:.2f}), as plain mean "
             'losses do; multiply each loss by n_d / N, or state GradientMeter(loss="mean")'
         )
-    if loss == "mean" and slope > _AS_WEIGHTED:
+    if loss == "mean" and slope > _MIN_WEIGHTED_SLOPE:
         return (
             f"larger micro-batches add longer gradients (|h|^2 ~ n^{slope:.2f}), as losses "
             'weighted by n_d do; state GradientMeter(loss="weighted")'

@@ -17,9 +17,12 @@ _CHUNK = 1 << 16  # elements, of 256 KB in float32
 
 @dataclass
 class _Moment:
-    """Moments of one parameter over micro-batches of this weight; undefined where it is 0.
+    """Moments of one parameter; undefined if the weight is 0.
 
-    S is `total`, or the guard's; both have the shape of the gradients.
+    Args:
+        m2: M2, shaped like the gradients.
+        total: S; None if the guard has it.
+        weight: total weight of the micro-batches that the moments cover.
     """
 
     m2: Tensor
@@ -35,12 +38,12 @@ class GradientMoments(Subscriber):
         M2 += n_d W / (W + n_d) (g_d - S / W)^2;   S += n_d g_d;   W += n_d
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
-    M2 is float32 at least. So is S, in a buffer of its own that nothing done to `.grad` reaches;
-    or it is the `grad_sum` of `sum_guard`, the guard of a source that is known to have S to the
-    last bit; but not for the parameters in `own_sum_parameters`.
+    M2 is float32 at least. S is float32 at least, in a buffer of its own that no change of `.grad`
+    affects. With `sum_guard`, the guard of a source whose sums are exactly S, S is its `grad_sum`
+    instead, except for the parameters in `own_sum_parameters`.
 
     Args:
-        watched: the parameters to read, which may grow; None: all.
+        watched: the parameters to read, a collection that may grow; None for all parameters.
         fused: whether compiled kernels may be used.
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
@@ -48,9 +51,9 @@ class GradientMoments(Subscriber):
 
     def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
         self.micro_batches = 0
-        self.weight = 0.0  # of all micro-batches, the present one included
-        self.sum_guard: GradGuard | None = None  # set between steps only
-        self.own_sum_parameters: set[Tensor] = set()  # likewise
+        self.weight = 0.0  # of all micro-batches, the current one included
+        self.sum_guard: GradGuard | None = None  # assigned between steps only
+        self.own_sum_parameters: set[Tensor] = set()  # assigned between steps only
         self._watched = watched
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
@@ -70,7 +73,7 @@ class GradientMoments(Subscriber):
         self.weight += weight
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Takes in n_d g_d, what the micro-batch is about to add to `parameter.grad`."""
+        """Adds n_d g_d, which the micro-batch is about to add to `parameter.grad`."""
         if self._watched is not None and parameter not in self._watched:
             return
         moment = self._moment(parameter, gradient)
@@ -79,24 +82,26 @@ class GradientMoments(Subscriber):
                 "a parameter received two gradients in one micro-batch (two backwards, or "
                 "reentrant checkpointing); sum the losses and call backward once"
             )
-        gradient = _laid_out(gradient, moment.m2)
+        gradient = _with_strides_of(gradient, moment.m2)
         if moment.weight:
             self._add(parameter, moment, gradient)
         else:
             self._start(parameter, moment, gradient)
         moment.weight = self.weight
 
-    def reached(self, parameter: Tensor) -> bool:
+    def is_reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
-        return self.seen(parameter)[0]
+        return self.reached_and_own_sum(parameter)[0]
 
-    def seen(self, parameter: Tensor) -> tuple[bool, Tensor | None]:
-        """(whether it was reached, its S where that is in a buffer of its own)."""
+    def reached_and_own_sum(self, parameter: Tensor) -> tuple[bool, Tensor | None]:
+        """(whether a micro-batch reached the parameter, its S if that has its own buffer)."""
         moment = self._moments.get(parameter)
         return (False, None) if moment is None else (moment.weight > 0, moment.total)
 
-    def of(self, parameter: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(S, M2) over the whole step; zeros, like its gradient, where nothing reached it."""
+    def sum_and_m2(
+        self, parameter: Tensor, gradient: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(S, M2) over the whole step; zeros if no micro-batch reached the parameter."""
         moment = self._moments.get(parameter)
         if moment is None or not moment.weight:
             m2 = self._moment(parameter, gradient).m2.zero_()
@@ -106,7 +111,7 @@ class GradientMoments(Subscriber):
         return total, moment.m2
 
     def _start(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
-        """The first gradient of a step; it was 0 in the micro-batches before."""
+        """Takes the first gradient of a step; it was 0 in the micro-batches before."""
         moment.m2.zero_()
         if self._weight_before:
             share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
@@ -123,15 +128,16 @@ class GradientMoments(Subscriber):
             moment.total.copy_(gradient)
 
     def _add(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
-        """A further gradient of a step."""
+        """Takes a further gradient of a step."""
         stored = self._sum(parameter, moment)
-        total = _laid_out(stored, moment.m2)
+        total = _with_strides_of(stored, moment.m2)
         self._catch_up(moment, total, self._weight_before)
         weight, adds = self.weight - self._weight_before, moment.total is not None
         if self.sum_guard is not None and not adds and total is stored and total.is_cpu:
-            # in one pass with M2; GPUs have several anyway
+            # one pass updates S and M2; GPUs need several passes anyway
             adds = self.sum_guard.defer_accumulation(parameter)
-        _add(gradient, weight, total, moment.m2, self._weight_before, fused=self._fused, adds=adds)
+        before = self._weight_before
+        _welford(gradient, weight, total, moment.m2, before, fused=self._fused, adds=adds)
 
     def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
         moment = self._moments.get(parameter)
@@ -142,39 +148,39 @@ class GradientMoments(Subscriber):
         return moment
 
     def _sum(self, parameter: Tensor, moment: _Moment) -> Tensor:
-        """S, where it is."""
+        """S, in its own buffer or the guard's."""
         if moment.total is not None:
             return moment.total
         assert self.sum_guard is not None
         return self.sum_guard.grad_sum(parameter)
 
     def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
-        """Counts the micro-batches that missed the parameter since its last gradient."""
+        """Adds zero gradients for micro-batches since the last one that reached the parameter."""
         if moment.weight < weight:
             share = (weight - moment.weight) / (moment.weight * weight)
             moment.m2.addcmul_(total, total, value=share)
             moment.weight = weight
 
 
-def join(
+def combine_moments(
     totals: Iterable[Tensor],
-    seconds: Iterable[Tensor],
+    m2s: Iterable[Tensor],
     weights: Sequence[float],
     total: Tensor,
     m2: Tensor,
     *,
     fused: bool,
 ) -> None:
-    """Writes S and M2 of several groups of micro-batches taken together, exactly.
+    """Writes S and M2 of the union of several groups of micro-batches, exactly.
 
         S = sum S_r;   M2 = sum M2_r + sum W_r (S_r / W_r - S / W)^2
 
     Args:
         totals: S_r.
-        seconds: M2_r; none where they are zero.
+        m2s: M2_r; may be empty if all are zero.
         weights: W_r; a group of weight 0 is in S alone.
-        total: where S goes, float32 at least.
-        m2: where M2 goes.
+        total: the tensor to write S to, float32 at least.
+        m2: the tensor to write M2 to.
         fused: whether compiled kernels may be used.
     Source:
         Chan, Golub and LeVeque 1979.
@@ -184,15 +190,22 @@ def join(
     before = 0.0
     for row, weight in zip(totals, weights, strict=True):
         if weight and before:
-            _add(row.to(total.dtype), weight, total, m2, before, fused=fused, adds=True)
+            _welford(row.to(total.dtype), weight, total, m2, before, fused=fused, adds=True)
         else:
             total.add_(row)
         before += weight
-    for second in seconds:
-        m2.add_(second)
+    for group_m2 in m2s:
+        m2.add_(group_m2)
 
 
-def _add(
+def _with_strides_of(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient with the strides of `like`, so that both have the same order in memory."""
+    if gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()):
+        return gradient
+    return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
+
+
+def _welford(
     gradient: Tensor,
     weight: float,
     total: Tensor,
@@ -202,28 +215,19 @@ def _add(
     fused: bool,
     adds: bool,
 ) -> None:
-    """Takes a gradient of this weight in; it adds to the sum too where that is wanted."""
-    mean_of, share = weight / before, before / (weight * (before + weight))
-    welford = native.welford if fused and native.fits(gradient, total, m2) else _welford
-    welford(gradient, total, m2, mean_of, share, adds=adds)
+    """Adds a gradient to the M2 of micro-batches with total weight `before`, and to S if `adds`.
 
-
-def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient with the strides of `like`, so that their elements meet in memory."""
-    if gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()):
-        return gradient
-    return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
-
-
-def _welford(
-    gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
-) -> None:
-    """What the kernel does, in chunks that stay in a CPU's cache."""
-    whole = total.device.type != "cpu" or not total.is_contiguous()
+    Without the compiled kernel, torch runs in chunks that stay in a CPU's cache.
+    """
+    ratio, share = weight / before, before / (weight * (before + weight))
+    if fused and native.fits(gradient, total, m2):
+        native.welford(gradient, total, m2, ratio, share, adds=adds)
+        return
+    is_whole = total.device.type != "cpu" or not total.is_contiguous()
     arrays = (gradient, total, m2)
-    chunks = [[x] if whole else torch.split(x.view(-1), _CHUNK) for x in arrays]
+    chunks = [[x] if is_whole else torch.split(x.view(-1), _CHUNK) for x in arrays]
     for g, s, m in zip(*chunks, strict=True):
-        deviation = torch.sub(g, s, alpha=mean_of)
-        m.addcmul_(deviation, deviation, value=weight)
+        deviation = torch.sub(g, s, alpha=ratio)
+        m.addcmul_(deviation, deviation, value=share)
         if adds:
             s.add_(g)

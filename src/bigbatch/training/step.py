@@ -287,13 +287,10 @@ class Step:
 
     def _complete(self) -> None:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
-        meter = self._meter
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
         totals = self._local_totals()
-        self._device_totals = (
-            meter.measure(self._weights, totals) if meter.due else meter.measure_grad(totals)
-        )
+        self._device_totals = self._meter.measure(self._weights, totals)
         optimizer = ensure_step_hooks(self._update.optimizer)
         self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
@@ -355,7 +352,7 @@ class Step:
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
         if self._meter.due:
             totals = self._meter.totals(values)
-            finite, vanishes = totals.finite, not any(totals.total_sqnorm)
+            finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
                 statistics = self._meter.statistics(totals, unit, of_all_ranks=True)

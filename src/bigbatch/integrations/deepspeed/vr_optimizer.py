@@ -163,7 +163,7 @@ class ZeroScaling:
             average, correction = self._average(flat, beta3)
             averages = [shard for _, shard in self._layout.split(flat, average)]
         for (parameter, gradient), shard in zip(gradients, averages, strict=True):
-            total, m2 = self._state.moments.of(parameter, gradient)
+            total, m2 = self._state.moments.sum_and_m2(parameter, gradient)
             yield Layer(total, m2, gradient, shard, correction)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
