@@ -832,7 +832,9 @@ def not_reduced(rank, ranks, case):
         x, y = micro_batch(0, rank, number, torch.float64)
         with contextlib.nullcontext() if number else ddp.no_sync():
             (mse_loss(ddp(x) * other, y) / 2).backward()
-    with pytest.raises(GradientError, match="put it on before" if case == "hook" else "not reduce"):
+    with pytest.raises(
+        GradientError, match="register it before" if case == "hook" else "not reduce"
+    ):
         optimizer.step()
 
 
