@@ -330,36 +330,35 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
     assert "samples/s" not in quiet
 
 
-@pytest.mark.thorough
-def test_ctrl_c_says_how_to_continue_and_is_no_success(tmp_path):
-    run = tmp_path / "run"
+def interrupted(begun, *options):
+    """Status and standard error of a training that gets Ctrl-C once it has begun."""
     process = subprocess.Popen(
-        [*COMMAND, "train", "--target", "0.5", "--run-dir", str(run)],
+        [*COMMAND, "train", *options],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
     )
-    while process.poll() is None and not (run / "metrics.jsonl").exists():
+    while process.poll() is None and not begun():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert (130, 1) == (process.returncode, err.count("\n"))
+    return process.returncode, err
+
+
+@pytest.mark.thorough
+def test_ctrl_c_says_how_to_continue_and_is_no_success(tmp_path):
+    run = tmp_path / "run"
+    begun = (run / "metrics.jsonl").exists
+    status, err = interrupted(begun, "--target", "0.5", "--run-dir", str(run))
+    assert (130, 1) == (status, err.count("\n"))
     assert f"bigbatch train --resume {run}" in err
 
 
 @pytest.mark.thorough
 def test_ctrl_c_in_what_cannot_continue_says_only_that(tmp_path):
-    process = subprocess.Popen(
-        [*COMMAND, "train", "linear-regression", "--run-dir", str(tmp_path / "run")],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    while process.poll() is None and not list(tmp_path.iterdir()):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert 130 == process.returncode
+    options = ["linear-regression", "--run-dir", str(tmp_path / "run")]
+    status, err = interrupted(lambda: list(tmp_path.iterdir()), *options)
+    assert 130 == status
     assert err.endswith("bigbatch: interrupted\n")
     assert "--resume" not in err
     assert [] == list(tmp_path.iterdir())

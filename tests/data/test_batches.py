@@ -610,8 +610,7 @@ class Drawing(IterableDataset[Tensor]):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_loader_that_draws_as_it_is_read_learns_where_it_continues(draws: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         uninterrupted, resumed = interrupted(
             lambda: DataLoader(Drawing(draws), 3), [BatchPlan(1, 4, 1)], 2
         )

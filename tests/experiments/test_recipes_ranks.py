@@ -49,8 +49,7 @@ def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(ranks):
 
 def notes_of_two(rank, ranks, settings):
     """What two trainings of one process warn of."""
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as noted:
         for _ in range(2):
             Training(DIGITS, settings)
     return [str(note.message) for note in noted if "virtual_ranks" in str(note.message)]

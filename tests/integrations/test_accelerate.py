@@ -17,6 +17,7 @@ import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.integrations.accelerate import adaptive_batch, batches
 from numbered_samples import each_step, steps_of
+from tensors import same
 
 SEED = 3
 SAMPLES = 103
@@ -101,8 +102,7 @@ def test_a_prepared_training_is_the_plain_one():
     assert [numbers for numbers, _ in expected] == [numbers for numbers, _ in actual]
     assert [(r.loss, r.lr) for _, r in expected] == [(r.loss, r.lr) for _, r in actual]
     assert len(set(sizes(actual))) > 3
-    for local, others in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local, others)
+    assert same(model, other)
 
 
 def test_a_float16_scaler_of_accelerate_scales_and_steps():
@@ -118,8 +118,7 @@ def test_a_float16_scaler_of_accelerate_scales_and_steps():
 
     assert sizes(expected) == sizes(actual)
     assert 4.0 * 2 ** (len(actual) // 5) == accelerator.scaler.get_scale()
-    for local, others in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(local, others)
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
 
 
 def test_bfloat16_is_that_of_autocast():

@@ -174,8 +174,7 @@ def readme(rank, ranks, path, target):
     parser.add_argument("--deepspeed_config")
     args = parser.parse_args(["--deepspeed_config", path, "--similarity_target", str(target)])
     model = network()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         model, optimizer, _, _ = deepspeed.initialize(  # noqa: RUF059
             args=args,
             model=model,

@@ -175,8 +175,7 @@ def without_ours(rank, ranks, folder):
         micro_step(plain, x, y)
     plain.save_checkpoint(folder)
     engine, _, loader, _ = engine_of(rank, ranks, "1", lr_scheduler=None)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         engine.load_checkpoint(folder)
     said = [str(each.message) for each in said if "bigbatch" in str(each.message)]
     assert all(map(torch.equal, weights_of(plain), weights_of(engine)))
@@ -198,8 +197,7 @@ def test_a_checkpoint_without_our_state_is_said_on_rank_0_and_starts_again(
 
 def there_is_none(rank, ranks, folder):
     engine = engine_of(rank, ranks)[0]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         answer = engine.load_checkpoint(folder)
     return answer, [str(each.message) for each in said if "bigbatch" in str(each.message)]
 

@@ -213,8 +213,7 @@ def test_a_rank_may_have_no_shard_of_any_layer(deepspeed_ranks, stage):
 
 def warnings_of_assumed_samples(rank, ranks):
     engine = engine_of_a_pair(ranks, "0")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         for number in range(K):
             x, y = micro_batch(rank, 0, number)
             loss = (engine(x, others=torch.zeros(17, 2)) - y).square().mean()

@@ -132,8 +132,7 @@ def test_a_fixed_batch_is_lightnings_own_accumulation(ranks):
     _, actual, backwards = ranks(2)(trained, "ddp", sgd, settings, 96)[0]
 
     assert [3] * 4 == backwards
-    for one, other in zip(expected, actual, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(expected, actual, rtol=1e-10, atol=1e-12)
 
 
 class Uneven(Training):

@@ -63,8 +63,7 @@ def weights(trainer):
 
 
 def assert_equal(expected, actual, **tolerance):
-    for local, yours in zip(expected, actual, strict=True):
-        torch.testing.assert_close(local, yours, **tolerance)
+    torch.testing.assert_close(expected, actual, **tolerance)
 
 
 # as the plain Trainer
@@ -241,25 +240,21 @@ def test_micro_batches_of_unequal_length_are_not_glued(tmp_path):
     assert 128 == trainer.adaptive.samples
 
 
+def assert_step_on(tmp_path, expected, model, data, **options):
+    """One step over all the data is along the gradients that a model has."""
+    options |= {"max_steps": 1, "max_grad_norm": 0.0, "callbacks": [watch := Gradients()]}
+    adaptive(tmp_path, bb.Fixed(len(data)), model, data, **options).train()
+    assert_equal([p.grad for p in expected.parameters()], watch.gradients, rtol=0, atol=1e-10)
+
+
 def test_a_micro_batch_without_labels_adds_nothing(tmp_path):
     data = texts(8, padded=False)
     for sample in data[:4]:
         sample["labels"] = torch.full((LENGTH,), -100)
     model = gpt(exact=True)
     model(**torch.utils.data.default_collate(data)).loss.backward()
-    trainer = adaptive(
-        tmp_path,
-        bb.Fixed(8),
-        gpt(exact=True),
-        data,
-        micro_batch=2,
-        max_steps=1,
-        max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
-        callbacks=[watch := Gradients()],
-    )
-    trainer.train()
-    assert_equal([p.grad for p in model.parameters()], watch.gradients, rtol=0, atol=1e-10)
+    options = {"train_sampling_strategy": "sequential"}
+    assert_step_on(tmp_path, model, gpt(exact=True), data, micro_batch=2, **options)
 
 
 class Plain(nn.Module):
@@ -280,18 +275,7 @@ def test_a_loss_of_ones_own_model_is_a_mean_over_samples(tmp_path):
     data, model = texts(24), Plain()
     batch = torch.utils.data.default_collate(data)
     model(batch["input_ids"], batch["labels"])["loss"].backward()
-    trainer = adaptive(
-        tmp_path,
-        bb.Fixed(24),
-        Plain(),
-        data,
-        micro_batch=6,
-        max_steps=1,
-        max_grad_norm=0.0,
-        callbacks=[watch := Gradients()],
-    )
-    trainer.train()
-    assert_equal([p.grad for p in model.parameters()], watch.gradients, rtol=0, atol=1e-10)
+    assert_step_on(tmp_path, model, Plain(), data, micro_batch=6)
 
 
 @pytest.mark.parametrize("divides", [True, False])
@@ -305,19 +289,8 @@ def test_a_loss_function_may_be_a_mean_or_a_sum_over_the_given_items(tmp_path, d
     data = texts(24)
     model = gpt(exact=True)
     model(**torch.utils.data.default_collate(data)).loss.backward()
-    trainer = adaptive(
-        tmp_path,
-        bb.Fixed(24),
-        gpt(exact=True),
-        data,
-        micro_batch=6,
-        max_steps=1,
-        max_grad_norm=0.0,
-        compute_loss_func=loss,
-        callbacks=[watch := Gradients()],
-    )
-    trainer.train()
-    assert_equal([p.grad for p in model.parameters()], watch.gradients, rtol=0, atol=1e-10)
+    model_of_trainer = gpt(exact=True)
+    assert_step_on(tmp_path, model, model_of_trainer, data, micro_batch=6, compute_loss_func=loss)
 
 
 # everything else stays the Trainer's

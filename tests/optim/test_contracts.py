@@ -935,8 +935,7 @@ def test_every_scheduler_drives_it_as_it_drives_a_torch_optimizer(name: str, sch
         if name == "LARS":
             reference.param_groups[0]["momentum"] = 0.9
     traces = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warnings.filterwarnings("ignore", "k = 2 micro-batches")
         warnings.filterwarnings("ignore", "The epoch parameter in")  # SequentialLR's, of itself
         for model, optimizer in ((ours, make(name, ours, lr=0.1)), (theirs, reference)):
@@ -1258,8 +1257,7 @@ def test_a_compiled_training_step_is_the_same_and_silent(name: str) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for seed in range(3):
             compiled(batches(seed))
     assert same(expected, model)
@@ -1272,8 +1270,7 @@ def test_a_compiled_model_is_trained_as_the_model_is(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # no break inside
     optimizer = make(name, compiled)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(compiled, optimizer, range(3))
     assert same(expected, model)
 

@@ -186,18 +186,25 @@ def test_ranks_may_be_the_groups(ranks, name):
     assert difference(ranks_as_groups(name, 3, 4), results[0]) < 1e-11
 
 
-def sixty_steps(rank, ranks):
-    """Eight layers in as many buckets and more."""
+def nine_layers():
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(8)), nn.Linear(9, 1)).double()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0002)
+    return nn.Sequential(*(nn.Linear(9, 9) for _ in range(8)), nn.Linear(9, 1)).double()
+
+
+def nine_layers_backward(model, step, rank, factor):
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(6, 9, generator=draw, dtype=torch.float64)
+    ((model(x) - x.sum(1, keepdim=True)).square().mean() * factor).backward()
+
+
+def sixty_steps(rank, ranks):
+    """Nine layers in as many buckets and more."""
+    ddp = DistributedDataParallel(nine_layers(), bucket_cap_mb=0.0002)
     optimizer = MAKE["VRAdam"](ddp.parameters())
     optimizer.attach(ddp, **EXACT)
     norms = []
     for step in range(60):
-        draw = torch.Generator().manual_seed(1000 * step + rank)
-        x = torch.randn(6, 9, generator=draw, dtype=torch.float64)
-        (ddp(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        nine_layers_backward(ddp, step, rank, 1.0)
         norms.append(float(optimizer.attached.grad_norm))
         optimizer.step()
         optimizer.zero_grad()
@@ -205,15 +212,12 @@ def sixty_steps(rank, ranks):
 
 
 def sixty_steps_alone(ranks):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(8)), nn.Linear(9, 1)).double()
+    model = nine_layers()
     optimizer = MAKE["VRAdam"](model.parameters())
     norms = []
     for step in range(60):
         for rank in range(ranks):
-            draw = torch.Generator().manual_seed(1000 * step + rank)
-            x = torch.randn(6, 9, generator=draw, dtype=torch.float64)
-            ((model(x) - x.sum(1, keepdim=True)).square().mean() / ranks).backward()
+            nine_layers_backward(model, step, rank, 1 / ranks)
         norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
         optimizer.step()
         optimizer.zero_grad()
@@ -623,8 +627,7 @@ def alike(rank, ranks):
     optimizer = MAKE["VRSGD"](ddp.parameters())
     optimizer.attach(ddp)
     accumulate(ddp, 0, 0, 1)  # rank 0's data on every rank
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         optimizer.step()
     return [str(w.message) for w in caught]
 
@@ -638,8 +641,7 @@ def test_the_same_data_on_all_ranks_are_named(ranks):
 def many_nodes(rank, ranks):
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             ddp = DistributedDataParallel(network())
             MAKE["VRSGD"](ddp.parameters()).attach(ddp)
     finally:

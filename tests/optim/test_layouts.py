@@ -148,8 +148,7 @@ def test_a_base_of_yours_that_is_fused_where_that_is_wrong_steps_right_and_warns
     plain = copy.deepcopy(fused)
     ours = VarianceReduced(make(fused, lr=0.1, fused=True))
     theirs = VarianceReduced(make(plain, lr=0.1, foreach=False))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for seed in range(2):
             step(ours, fused, seed)
     step(theirs, plain, 0), step(theirs, plain, 1)

@@ -646,8 +646,7 @@ def warned(rank, ranks):
     model = fully_shard(nn.Linear(5, 1).double())
     optimizer = VRSGD(model.parameters(), lr=0.1)
     accumulate(model, 0, rank, ranks)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         optimizer.step()
     local_count = sum(p.to_local().numel() for p in model.parameters())
     return local_count, [str(w.message) for w in seen]

@@ -41,8 +41,7 @@ def stepped(gradients, **options):
     """r of one step along given gradients, and what was said of r that is not right."""
     layer = nn.Parameter(torch.zeros(SIZE, dtype=gradients.dtype))
     optimizer = VRSGD([("layer", layer)], lr=1e-30, **options)
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as messages:
         r = scaled(layer, optimizer, gradients)
     return r, [str(w.message) for w in messages]
 
@@ -104,8 +103,7 @@ def test_where_it_is_left_later_that_is_said_within_16_steps_and_once(make):
     messages = []
     for step in range(40):
         scales = 1.0, 1.0 if step < 2 else 1e-25
-        with warnings.catch_warnings(record=True) as now:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as now:
             optimizer.zero_grad()
             for both in zip(*(rows(scale, seed=step) for scale in scales), strict=True):
                 sum((p * row).sum() for p, row in zip(layers, both, strict=True)).backward()
@@ -123,8 +121,7 @@ def attached(rank, ranks, scale):
     base = torch.optim.SGD([("layer", model.weight)], lr=1e-30)
     optimizer = VarianceReduced(base)
     optimizer.attach(ddp)
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as messages:
         for number, row in enumerate(rows(scale)[rank::ranks]):
             ddp.require_backward_grad_sync = number == K // ranks - 1
             ddp(row[None]).sum().backward()

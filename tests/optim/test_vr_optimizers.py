@@ -329,26 +329,20 @@ def test_a_layer_of_one_weight_is_plain_sgd(r_max: float) -> None:
 
 
 @main_rules
-def test_a_dead_relu_unit_gives_no_nan_and_does_not_count(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("dead", "steps"), [([2], 10), (range(6), 3)], ids=["one-unit", "whole-layer"]
+)
+def test_dead_relu_units_give_no_nan_stay_and_do_not_count(
+    rule: str, dead: Iterable[int], steps: int
+) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 1)).double()
+    dead = list(dead)
     with torch.no_grad():
-        model[0].bias[2] = -100.0
-    dead = model[0].weight[2].detach().clone()
+        model[0].bias[dead] = -100.0
+    before = values(p[dead] for p in model[0].parameters())
     optimizer, oracle = pair(rule, model)
-    train_both(model, optimizer, oracle, seeds=range(10))
-    assert same([dead], [model[0].weight[2]])
-    assert difference(oracle.params, model) < CLOSE
-
-
-@main_rules
-def test_a_layer_of_dead_units_only_stays_where_it_is(rule: str) -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 1)).double()
-    with torch.no_grad():
-        model[0].bias.fill_(-100.0)
-    before = values(model[0])
-    optimizer, oracle = pair(rule, model)
-    train_both(model, optimizer, oracle, seeds=range(3))
-    assert same(before, model[0])
+    train_both(model, optimizer, oracle, seeds=range(steps))
+    assert same(before, [p[dead] for p in model[0].parameters()])
     assert difference(oracle.params, model) < CLOSE
 
 
@@ -382,10 +376,9 @@ def test_a_weight_on_which_all_agree_gets_r_max_and_does_not_count(
 def test_gradients_that_are_all_identical_are_reported() -> None:
     model = network()
     one = batches(1, seed=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises((GradientError, UserWarning), match=r"identical|the same"):
-            step_on(model, VRSGD(model.parameters(), lr=0.1), one * 8)
+    refused = pytest.raises((GradientError, UserWarning), match=r"identical|the same")
+    with warnings.catch_warnings(action="error"), refused:
+        step_on(model, VRSGD(model.parameters(), lr=0.1), one * 8)
 
 
 # micro-batches, counted
@@ -401,8 +394,7 @@ def test_fewer_than_eight_micro_batches_warn_once() -> None:
 
 def test_eight_micro_batches_do_not_warn() -> None:
     model = network()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(model, VRSGD(model.parameters(), lr=0.1), seeds=range(2), k=8)
 
 
@@ -905,8 +897,7 @@ def test_a_model_is_saved_copied_and_pickled_without_warnings() -> None:
     leaf = torch.ones(3, requires_grad=True)  # no Parameter, whose hooks torch never minds
     optimizer = VRSGD([*model.parameters(), leaf], lr=0.1)
     accumulate(model, batches(8, seed=0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         torch.save((model, leaf), io.BytesIO())
         torch.save(model.state_dict(), io.BytesIO())
         assert same(model, copy.deepcopy(model))
@@ -932,8 +923,7 @@ def test_schedulers_drive_it_as_they_drive_the_base(base: str, schedule: str) ->
         optimizer = BASES[base](model.parameters())
         if scaled:
             optimizer = VarianceReduced(optimizer, gamma=1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             scheduler = SCHEDULERS[schedule](optimizer)
             for seed in range(5):
                 train(model, optimizer, seeds=[seed])

@@ -176,8 +176,7 @@ def test_the_base_batch_is_where_it_starts_unless_stated():
 @pytest.mark.parametrize(("asked", "warnings_"), [(1, 0), (3, 1), (4, 0), (16, 0)])
 def test_only_whoever_asked_for_a_lower_bound_is_warned_that_it_is_raised(asked, warnings_):
     cutting = PlanConstraints(ranks=1, micro_batch=16, fixed_micro_batch=False, min_micro_batches=4)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         controller = cutting.controller(SimiGrad(min_batch=asked), 64, None, 960)
     assert max(asked, 4) == controller.min_batch
     assert warnings_ == len(said)
@@ -536,8 +535,7 @@ def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
     with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=") as said:
         controller = Controller(policy, 128)
     assert 1 == len(said)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         walk(controller, 3)
         Controller(policy, 128, smoothing="10000 samples")
         Controller(SimiGrad(), 128)

@@ -18,6 +18,7 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.tensorboard import TensorBoardLog
 from numbered_samples import Shard, build, network, run, steps_of
+from tensors import same
 
 # disks and logs
 
@@ -69,11 +70,9 @@ def test_events_that_cannot_be_written_are_said_once_and_training_continues(tmp_
     }
     with pytest.warns(UserWarning, match="TensorBoard events are not being written"):
         events = TensorBoardLog(run, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with events:
-            for step in (1, 2):
-                events.append({**row, "step": step, "lr": [0.1]})
+    with warnings.catch_warnings(action="error"), events:
+        for step in (1, 2):
+            events.append({**row, "step": step, "lr": [0.1]})
 
 
 @pytest.mark.release
@@ -126,8 +125,7 @@ def test_asking_for_a_checkpoint_steps_the_optimizer_behind_our_back_and_changes
     for one, other in zip(steps_of(plain, 1, 5), steps_of(asked, 1, 5), strict=True):
         assert one[0] == other[0]
         assert (one[1].loss, one[1].statistics) == (other[1].loss, other[1].statistics)
-    for local, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
-        assert torch.equal(local, theirs)
+    assert same(plain.model, asked.model)
 
 
 def test_asking_for_it_inside_the_first_step_is_refused():
@@ -147,8 +145,7 @@ def test_a_world_of_one_rank_trains_as_one_process(ranks, engine):
     _, records, weights = run(0, 1, "plain", 4, 12)
     ((_, theirs, other),) = ranks(1)(run, engine, 4, 12)
     assert [r.batch_size for r in records] == [r.batch_size for r in theirs]
-    for one, two in zip(weights, other, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights, other, rtol=1e-12, atol=1e-14)
 
 
 def without_samples(rank, ranks, engine):

@@ -471,8 +471,7 @@ def test_a_lower_bound_below_the_smallest_step_is_raised_and_said_once():
     with pytest.warns(UserWarning, match="min_batch=2 is raised to 4") as caught:
         train = adaptive(policy=bb.SimiGrad(-0.999, min_batch=2))
     assert 1 == len(caught)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert 4 == min(record.batch_size for _ in range(5) for record in records(train))
 
 
@@ -762,15 +761,21 @@ def test_a_training_that_is_dropped_in_mid_epoch_is_gone_at_once_with_its_worker
         gc.enable()
 
 
-def test_a_second_update_raises():
+update_or_clip = pytest.mark.parametrize(
+    "call", [bb.Step.update, lambda step: step.clip_grad_norm_(1.0)], ids=["update", "clipping"]
+)
+
+
+@update_or_clip
+def test_a_second_update_and_clipping_after_the_first_raise(call):
     train = adaptive()
     step = complete_first_step(train)
     step.update()
     with pytest.raises(LoopError, match=r"after step\.update\(\)"):
-        step.update()
+        call(step)
 
 
-@pytest.mark.parametrize("call", [bb.Step.update, lambda step: step.clip_grad_norm_(1.0)])
+@update_or_clip
 @pytest.mark.parametrize("backwards", [0, 1, 3])
 def test_update_and_clipping_before_the_last_micro_batch_raise(call, backwards):
     train = adaptive()
@@ -779,14 +784,6 @@ def test_update_and_clipping_before_the_last_micro_batch_raise(call, backwards):
         step.backward(loss_of(train, batch))
     with pytest.raises(LoopError, match="before every micro-batch"):
         call(step)
-
-
-def test_clipping_after_update_raises():
-    train = adaptive()
-    step = complete_first_step(train)
-    step.update()
-    with pytest.raises(LoopError, match=r"after step\.update\(\)"):
-        step.clip_grad_norm_(1.0)
 
 
 def test_a_loss_that_is_no_single_number_raises_with_its_shape():

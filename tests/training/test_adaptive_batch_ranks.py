@@ -51,8 +51,7 @@ def test_the_run_is_the_same_on_one_two_and_four_ranks(ranks, engine, count, vir
         for local, theirs in zip(alone[1], records, strict=True):
             assert pytest.approx(local.loss, rel=1e-9) == theirs.loss
             assert pytest.approx(local.similarity, abs=1e-9) == theirs.similarity
-        for local, theirs in zip(alone[2], weights, strict=True):
-            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(alone[2], weights, rtol=1e-8, atol=1e-10)
 
 
 # the gradient
@@ -129,8 +128,7 @@ def with_an_empty_rank(rank, ranks, engine):
     order = list(bb.ElasticDistributedSampler(range(SAMPLES), seed=SEED, num_replicas=1, rank=0))
     empty = {number for i, number in enumerate(order[128:192]) if i % 2 == 0}
     records = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in train:
             for x, y, numbers in step:
                 kept = torch.tensor([n not in empty for n in numbers.tolist()])
@@ -157,8 +155,7 @@ def test_a_rank_without_tokens_in_a_step_adds_nothing_to_it(ranks, engine):
             assert pytest.approx(one.similarity, rel=1e-9) == two.similarity
             expected = one.statistics.similarity_interval
             assert pytest.approx(expected, rel=1e-6) == two.statistics.similarity_interval
-        for expected, weight in zip(weights, other, strict=True):
-            torch.testing.assert_close(expected, weight, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(weights, other, rtol=1e-9, atol=1e-12)
 
 
 def clipped(rank, ranks, engine):
@@ -180,8 +177,7 @@ def test_clipping_is_that_of_the_mean_over_all_ranks(ranks, engine):
     assert min(norms) > 0.1
     for theirs, other in ranks(2)(clipped, engine):
         assert pytest.approx(norms, rel=1e-9) == theirs
-        for expected, weight in zip(weights, other, strict=True):
-            torch.testing.assert_close(expected, weight, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(weights, other, rtol=1e-9, atol=1e-12)
 
 
 # what goes wrong on one rank
@@ -189,8 +185,7 @@ def test_clipping_is_that_of_the_mean_over_all_ranks(ranks, engine):
 
 def fed_the_same(rank, ranks):
     train = build(rank, ranks, "ddp", None, DataLoader(Numbered(), 16))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         steps_of(train, 1, 12)
     return [str(w.message) for w in caught]
 
@@ -236,8 +231,7 @@ def refusal_of_padded(rank, ranks):
 def with_a_bad_sample(rank, ranks, engine):
     loader = ledger_loader(rank, ranks)
     train = build(rank, ranks, engine, None, loader)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always"):
         records, weights = [], []
         for step in train:
             for x, y, _ in step:
@@ -425,8 +419,7 @@ SHARDS = (100, 60, 31)
 def streamed(rank, ranks, engine, uneven):
     batches = bb.Batches(DataLoader(Shard(SHARDS[rank]), 8), uneven=uneven)
     train = build(rank, ranks, engine, None, batches, policy=bb.Fixed(36), batch_size=36)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         done = steps_of(train, 2)
     read = [n for numbers, _ in done for chunk in numbers for n in chunk]
     messages = [str(w.message) for w in caught if "unread" in str(w.message)]
@@ -481,8 +474,7 @@ def leg(rank, ranks, engine, states, updates, kind):
                 train.optimizer.state[p]["momentum_buffer"] = distribute(
                     momentum[saved_index(train, p)], p
                 )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             train.load_state_dict(state)
     done = steps_of(train, 10**9, updates)
     parameters = list(train.model.parameters())
@@ -534,14 +526,12 @@ def test_a_restart_on_another_number_of_ranks_continues_with_the_same_samples(ra
         states = [(answer[1], answer[2], answer[3]) for answer in answers]
     assert expected == done
     assert [r.batch_size for _, r in whole_run[0]] == [r.batch_size for r in records]
-    for local, theirs in zip(whole_run[1], answers[0][1], strict=True):
-        torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(whole_run[1], answers[0][1], rtol=1e-8, atol=1e-10)
 
 
 def another_order(rank, ranks, state):
     train = build(rank, ranks, "ddp", 4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         train.load_state_dict(state)
     return " ".join(str(w.message) for w in caught)
 
@@ -560,8 +550,7 @@ def test_a_restart_whose_order_is_another_says_so(ranks):
 
 def with_the_state_of_another(rank, ranks, states):
     train = build(rank, ranks, "ddp", None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         train.load_state_dict(states[0])
     return [str(w.message) for w in caught]
 

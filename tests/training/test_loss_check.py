@@ -51,8 +51,7 @@ def loop(micro=4, batch=16, samples=32, **settings):
 
 def warnings_of(train, loss_of, passes=1):
     """What is said of the losses in so many passes."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         for _ in range(passes):
             for step in train:
                 for x, y in step:
@@ -220,15 +219,13 @@ def test_an_ordinary_loss_is_never_said(name):
 
 def test_a_loss_that_changes_with_its_size_now_and_then_is_no_sum():
     check = LossCheck(warns=True, has_scaler=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for size, loss in [(4, 1.0), (8, 2.0), (4, 1.1), (8, 1.2), (4, 0.6)] * 5:
             check.compare(size, loss)
 
 
 def test_another_rank_than_the_first_is_silent():
     check = LossCheck(warns=False, has_scaler=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for size in (4, 8) * 5:
             check.compare(size, float(size))

@@ -39,8 +39,7 @@ def loop(kind=SGD, *, rate=0.1, scheduler=None, updates=4, **settings):
 
 def one_pass(train, between=lambda number: None):
     """What was said of rates in a pass, with something done after each update."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for number, step in enumerate(train):
             for x in step:
                 step.backward(train.model(x).square().mean())

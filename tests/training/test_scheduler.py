@@ -172,12 +172,10 @@ def test_a_clock_without_a_scheduler_counts_for_one_that_is_set_later():
 def test_a_schedule_that_would_leave_its_end_is_held_there_and_it_is_said_once(build):
     scheduler = build(optimizer())
     clock = clock_of(scheduler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         clock.advance(END * BASE)
     end = rates(scheduler.optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2 * END):
             clock.advance(BASE)
             assert end == rates(scheduler.optimizer)
@@ -202,8 +200,7 @@ def test_a_schedule_that_stays_at_its_end_by_itself_does_so_in_silence(build):
     clock = clock_of(scheduler)
     clock.advance(END * BASE)
     end = rates(scheduler.optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         clock.advance(2 * END * BASE)
     assert end == rates(scheduler.optimizer) == torchs_own(build, 3 * END)[-1]
 
@@ -211,8 +208,7 @@ def test_a_schedule_that_stays_at_its_end_by_itself_does_so_in_silence(build):
 @pytest.mark.parametrize("build", GOES_ON.values(), ids=GOES_ON)
 def test_a_schedule_without_an_end_continues_in_silence(build):
     scheduler = build(optimizer())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         clock_of(scheduler).advance(3 * END * BASE)
     assert torchs_own(build, 3 * END)[-1] == rates(scheduler.optimizer)
 

@@ -60,8 +60,7 @@ def test_a_loop_on_ddp_ranks_is_that_of_one_process(ranks, name, engine, count, 
         for local, theirs in zip(alone[1], records, strict=True):
             assert local.batch_size == theirs.batch_size
             assert pytest.approx(local.similarity, abs=1e-9) == theirs.similarity
-        for local, theirs in zip(alone[2], weights, strict=True):
-            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(alone[2], weights, rtol=1e-8, atol=1e-10)
 
 
 # fully_shard: micro-batch j of all ranks is one observation
@@ -129,8 +128,7 @@ def test_a_loop_on_shards_is_that_of_one_process_with_its_groups(
     assert all(micro_batches >= 8 * count for done, _ in answers for _, micro_batches in done)
     expected = one_process(name, weight, steps)
     for _, weights in answers:
-        for local, theirs in zip(expected, weights, strict=True):
-            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(expected, weights, rtol=1e-8, atol=1e-10)
 
 
 def too_few(rank, ranks):
@@ -167,8 +165,7 @@ def test_losses_over_tokens_are_clipped_by_their_true_norm(ranks):
     norms, weights = with_tokens(0, 1, "plain", 4, 12)
     for seen, other in ranks(2)(with_tokens, "ddp", 4, 12):
         assert pytest.approx(norms, rel=1e-9) == seen
-        for local, theirs in zip(weights, other, strict=True):
-            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(weights, other, rtol=1e-8, atol=1e-10)
 
 
 def one_backward_a_rank(rank, ranks, engine):
@@ -187,8 +184,7 @@ def one_backward_a_rank(rank, ranks, engine):
 def test_a_static_graph_may_have_one_micro_batch_a_rank(ranks):
     expected = one_backward_a_rank(0, 1, "plain")
     for weights in ranks(2)(one_backward_a_rank, "ddp-static"):
-        for local, theirs in zip(expected, weights, strict=True):
-            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(expected, weights, rtol=1e-8, atol=1e-10)
 
 
 def skipping(rank, ranks, engine):
@@ -248,8 +244,7 @@ def test_micro_batches_of_virtual_ranks_are_weighed_over_all_ranks(ranks):
     assert {99} == {sum(map(len, chain(*epoch))) for epoch in (steps[:2], steps[2:])}
     expected = one_process("VRSGD", "samples", steps, 99)
     for _, weights in answers:
-        for local, theirs in zip(expected, weights, strict=True):
-            torch.testing.assert_close(local, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(expected, weights, rtol=1e-8, atol=1e-10)
 
 
 def weights_on_one_rank(rank, ranks):
