@@ -19,19 +19,36 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.bench.sized_networks import count, random_batch, transformer
 from bigbatch.bench.timing import Cost, Row, interleaved, median_and_range, seconds
-from bigbatch.experiments.models.resnet import resnet_of_three_stages
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
 
-with torch.device("meta"):  # networks without memory, for their shapes
-    _LAYER, _RESNET56 = nn.TransformerEncoderLayer(512, 8), resnet_of_three_stages(56)
+with torch.device("meta"):  # without memory, for its shapes
+    _LAYER = nn.TransformerEncoderLayer(512, 8)
 
+
+def _block(channels: int, channels_in: int) -> list[tuple[int, ...]]:
+    """Shapes of two convolutions of 3 x 3, each with its BatchNorm."""
+    kernels = [(channels, channels_in, 3, 3), (channels, channels, 3, 3)]
+    return [shape for kernel in kernels for shape in (kernel, (channels,), (channels,))]
+
+
+_RESNET56 = [  # not the network, which needs the recipes' packages
+    *_block(16, 3)[:3],
+    *_block(16, 16) * 9,
+    *[
+        shape
+        for width in (32, 64)
+        for shape in _block(width, width // 2) + _block(width, width) * 8
+    ],
+    (10, 64),
+    (10,),
+]
 PARAMETER_LISTS: Mapping[str, Sequence[tuple[int, ...]]] = {  # shapes
     "1 M in 16": [(256, 256)] * 16,
     "10 M in 16": [(800, 800)] * 16,
     "24 layers, 76 M in 288": [p.shape for p in _LAYER.parameters()] * 24,
     "100 M in 16": [(2500, 2500)] * 16,
-    "ResNet-56, 0.85 M in 167": [p.shape for p in _RESNET56.parameters()],
+    "ResNet-56, 0.85 M in 167": _RESNET56,
 }
 _LARS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 _LAMB: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
