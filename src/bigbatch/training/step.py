@@ -60,9 +60,8 @@ class Step:
         hints = self._update.oom_hints
         try:
             for micro_batch in self._micro_batches:
-                self._pending = micro_batch._replace(
-                    batch=None
-                )  # an error must not keep its memory
+                # without the batch, whose memory an error must not keep
+                self._pending = micro_batch._replace(batch=None)
                 hints.samples = micro_batch.samples
                 # before the forward, which reads it
                 self._source.reducer.set_requires_gradient_sync(self.last)
