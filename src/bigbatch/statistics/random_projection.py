@@ -92,9 +92,8 @@ class ProjectionProbe:
         """A step starts."""
         self._choose_parameters()
         self.micro_batch_projections = self._elements.new_zeros(_PROBES)
-        self.squares = self._elements.new_zeros(
-            ()
-        )  # sum of squares of each micro-batch's projections
+        # sum of squares of each micro-batch's projections
+        self.squares = self._elements.new_zeros(())
 
     def _choose_parameters(self) -> None:
         """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
