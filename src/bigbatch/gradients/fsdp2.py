@@ -90,6 +90,11 @@ class UnshardedTap(GradientTap):
         self._watched.discard(parameter)
         self._unsharded.pop(parameter, None)
 
+    def parameter_of(self, leaf: Tensor) -> Tensor:
+        """The sharded parameter of an unsharded one."""
+        found = (p for p, unsharded in self._unsharded.items() if unsharded() is leaf)
+        return next(found, leaf)
+
     def close(self) -> None:
         """Removes every hook."""
         super().close()

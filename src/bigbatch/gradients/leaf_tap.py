@@ -53,6 +53,10 @@ class GradientTap:
         """Removes every hook."""
         remove_hooks(self._handles)
 
+    def parameter_of(self, leaf: Tensor) -> Tensor:
+        """The parameter of a leaf of a graph, which an engine may have gathered for a forward."""
+        return leaf
+
     def is_hooked(self, parameter: Tensor) -> bool:
         """Whether the gradients of the parameter are reported."""
         return parameter in self._handles

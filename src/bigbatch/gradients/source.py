@@ -3,7 +3,7 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
-from bigbatch.errors import GradientError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.gradient_hooks import weak_method
+from bigbatch.gradients.groups.group_tap import GroupTap
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
@@ -67,6 +68,10 @@ class GradientSource:
         self._reached: set[Tensor] = set()  # parameters that the current micro-batch reached
         self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
         self._closed = False
+        self.group_tap: GroupTap | None = None  # if a backward is cut into groups
+        # n_d of the groups of each micro-batch of the step; empty if it has none
+        self.group_weights: list[tuple[float, ...]] = []
+        self.group_error: Tensor | None = None  # largest error of a sum of groups in the step
         self._report = weak_method(self._on_gradient)
         self.add(parameters)
 
@@ -102,6 +107,40 @@ class GradientSource:
             self._tap.detach(parameter)
             self.guard.forget(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
+
+    def cut_backwards(self, groups: int) -> None:
+        """Also reports the gradients of so many groups of samples in each prepared backward.
+
+        Raises:
+            SettingError: the gradients are those of all ranks together, and have no groups.
+        """
+        if self.reducer.reduces_each_backward:
+            raise SettingError(
+                "groups= needs each rank's own gradient, and this engine reduces in every "
+                "backward; measure by micro-batches, groups=None"
+            )
+        watched = weakref.WeakMethod(self._watched)
+        self.group_tap = GroupTap(
+            groups,
+            lambda leaf: found(leaf) if (found := watched()) is not None else None,
+            checks_samples=self._tap.on_leaves,
+        )
+
+    def _watched(self, leaf: Tensor) -> Tensor | None:
+        """The watched parameter of a leaf of the graph; None if it is another's."""
+        parameter = self._tap.parameter_of(leaf)
+        return parameter if self._tap.is_hooked(parameter) else None
+
+    def prepare_groups(
+        self,
+        roots: Iterable[Tensor],
+        samples: int,
+        sample_weights: Sequence[float] | Tensor | None = None,
+    ) -> None:
+        """The backward of `roots` is next; see `GroupTap.prepare`."""
+        if self.group_tap is not None and self._subscribers:
+            self.group_tap.exact = any(s.needs_exact_groups for s in self._subscribers)
+            self.group_tap.prepare(roots, samples, sample_weights)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Reports every later step to `subscriber`; call it between steps."""
@@ -141,6 +180,9 @@ class GradientSource:
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
+        self.group_weights, self.group_error = [], None
+        if self.group_tap is not None:
+            self.group_tap.forget()
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = False
         self._end_callback = None
@@ -245,8 +287,9 @@ class GradientSource:
         self._begin_step()
         self._reached.clear()
         self._in_micro_batch, self.foreign_backward = True, False
+        grouping = None if self.group_tap is None else self.group_tap.grouping
         for subscriber in self._subscribers:
-            subscriber.micro_batch(weight)
+            subscriber.micro_batch(weight, 1 if grouping is None else grouping.groups)
 
     def _require_undisturbed(self) -> None:
         """Checks gradients that an engine writes to, without waiting for the device."""
@@ -260,6 +303,12 @@ class GradientSource:
         self._reached.add(parameter)
         for subscriber in self._subscribers:
             subscriber.gradient(parameter, gradient)
+        if self.group_tap is None or self.group_tap.grouping is None:
+            return
+        groups = self.group_tap.take(parameter, gradient)
+        if groups is not None:
+            for subscriber in self._subscribers:
+                subscriber.groups(parameter, gradient, groups)
 
     @torch.no_grad()
     def _emit_total(self) -> None:
@@ -274,8 +323,24 @@ class GradientSource:
         self.guard.accept(stamps)
         if self._subscribers:
             self._require_seen(self.guard.written_parameters(stamps))
+        self.group_weights.append(())
+        if self.group_tap is not None and self.group_tap.grouping is not None:
+            self._close_groups(self.group_tap)
         for subscriber in self._subscribers:
             subscriber.end()
+
+    def _close_groups(self, tap: GroupTap) -> None:
+        """Every parameter that the backward reached must have had its groups."""
+        unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
+        self.group_weights[-1] = tap.weights
+        error = tap.end()
+        if error is not None:
+            known = self.group_error
+            self.group_error = error if known is None else torch.maximum(error, known)
+        if unseen:
+            shares = {p: squared_length(self.guard.local_grad(p)) for p in self._reached}
+            self.restart()
+            raise GradientError(_refused_message(unseen, shares))
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""
@@ -303,6 +368,8 @@ class GradientSource:
     def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
+            return
+        if self.group_tap is not None and self.group_tap.muted:
             return
         backward_begins = self._end_callback is None or self._end_callback() is None
         if backward_begins and self._implicit:
@@ -346,6 +413,27 @@ class GradientSource:
     @_disable_dynamo
     def _foreign_backward_ended(self) -> None:
         self.foreign_backward |= self.guard.changed_by_foreign_backward()
+
+
+def squared_length(gradient: Tensor | None) -> float:
+    """|gradient|^2; waits for the device."""
+    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient.detach())) ** 2
+
+
+def _refused_message(unseen: dict[Tensor, str], squares: dict[Tensor, float]) -> str:
+    reasons: dict[str, list[Tensor]] = {}
+    for parameter, reason in unseen.items():
+        reasons.setdefault(reason, []).append(parameter)
+    total = sum(squares.values()) or 1.0
+    parts = [
+        f"{len(parameters)} of shape {', '.join(str(tuple(p.shape)) for p in parameters[:3])} with "
+        f"{sum(squares[p] for p in parameters) / total:.2g} of |G|^2 ({reason})"
+        for reason, parameters in reasons.items()
+    ]
+    return (
+        "the gradients of the groups of one backward cannot be seen for these parameters: "
+        f"{'; '.join(parts)}; measure by micro-batches instead, groups=None"
+    )
 
 
 def are_freed(parameters: Iterable[Tensor]) -> bool:

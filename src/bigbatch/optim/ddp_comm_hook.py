@@ -215,9 +215,10 @@ class DDPCommHook(ReducedShards):
         self._pipeline, self._refusal, self._taken = None, "", False
         self._count_and_weight = [0.0, 0.0]
 
-    def micro_batch(self, weight: float) -> None:
-        """Counts a micro-batch."""
-        self._count_and_weight = [self._count_and_weight[0] + 1, self._count_and_weight[1] + weight]
+    def micro_batch(self, weight: float, groups: int) -> None:
+        """Counts the groups of a micro-batch."""
+        count, total = self._count_and_weight
+        self._count_and_weight = [count + groups, total + weight]
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Nothing to do: the bucket will have it."""

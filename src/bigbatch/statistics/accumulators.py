@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
+from bigbatch.statistics.group_scatter import GroupScatter
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
@@ -34,6 +35,7 @@ class StepAccumulators:
         half_batch_cosine: bool,
     ) -> None:
         self.norms = MicroBatchNorms(layers)
+        self._scatter = GroupScatter(layers, needs_exact_groups=bool(layers))
         self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source = source
@@ -44,7 +46,7 @@ class StepAccumulators:
     def subscribers(self) -> list[Subscriber]:
         """The subscribers that read the gradients."""
         optional = [s for s in (self._sketches, self.half_batch_cosine) if s is not None]
-        return [self.norms, self._probe, *optional]
+        return [self.norms, self._probe, self._scatter, *optional]
 
     @torch.no_grad()
     def measure(
@@ -72,7 +74,9 @@ class StepAccumulators:
             parts["scale"] = (one if scaler is None else scaler.scale(one)) / source.ranks
             if self._sketches is None:
                 return self._all_reduce(parts)
+            n = n.new_tensor(self._group_sizes(sizes or ()))
             means = (self._sketches.stack() if sizes else self._sketches.zeros(0)).to(n)
+            means, n = means[n > 0], n[n > 0]
             means = means if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = n @ means.square().sum(1)
@@ -115,8 +119,11 @@ class StepAccumulators:
         replicas = self._source.reducer.replicas
         grad_sqnorms = to_device(self.grad_sqnorms(), n.device)
         micro_batch_sqnorms = sqnorms.sum(1)
+        within = self._scatter.within(self._source.group_weights, n.device)
+        error = self._source.group_error
         parts = {
-            "sqnorms_over_sizes": (sqnorms / n[:, None]).sum(0),
+            "sqnorms_over_sizes": (sqnorms / n[:, None]).sum(0) + within,
+            "group_error": n.new_zeros(1) if error is None else to_device(error, n.device, n.dtype),
             "sqnorms": sqnorms.sum(0),
             "grad_sqnorms": grad_sqnorms / replicas,
             "inverse_sizes": (1 / n).sum(),
@@ -130,6 +137,11 @@ class StepAccumulators:
             parts["half_batch"] = self.half_batch_cosine.dots() / replicas
         return parts
 
+    def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
+        """n_d of every group of the step; a micro-batch without groups is one."""
+        pairs = zip(sizes, self._source.group_weights, strict=True) if sizes else ()
+        return [weight for size, weights in pairs for weight in weights or (size,)]
+
     def _rank_rows(
         self, n: Tensor, micro_batch_sqnorms: Tensor, grad_sqnorm: Tensor, *, failed: bool
     ) -> Tensor:
@@ -138,7 +150,7 @@ class StepAccumulators:
         nonfinite_so_far = (~micro_batch_sqnorms.isfinite()).cumsum(0)
         first_nonfinite = 1 + (nonfinite_so_far == 0).sum()
         rank_totals = [
-            n.new_full((), len(n)),
+            n.new_full((), sum(size > 0 for size in self._group_sizes([1.0] * len(n)))),
             n.sum(),
             n.new_full((), failed),
             micro_batch_sqnorms.sum(),

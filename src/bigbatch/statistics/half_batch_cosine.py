@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
 from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.statistics.norms import squared_norm
 
@@ -26,26 +26,39 @@ class HalfBatchCosine(Subscriber):
         SimiGrad (Qin et al., NeurIPS 2021); the signed sum: docs/theory.md (8).
     """
 
+    needs_exact_groups = True
+
     def __init__(self, source: GradientSource) -> None:
         self._source = source
         self._signed_sums: dict[Tensor, Tensor] = {}
-        self._sign = 1
+        self._sign = self._groups = 1  # of the current micro-batch
 
     def begin(self) -> None:
         """A step starts."""
         self._signed_sums.clear()
+        self._groups = 1
         self._sign = -1 if self._source.rank % 2 == 0 else 1  # inverted by the first micro-batch
 
-    def micro_batch(self, weight: float) -> None:
+    def micro_batch(self, weight: float, groups: int) -> None:
         """A micro-batch starts."""
-        self._sign = -self._sign
+        self._sign = -self._sign * (-1) ** (self._groups - 1)
+        self._groups = groups
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Adds e_d h_d."""
+        """Adds e_d h_d, unless the groups follow."""
+        if self._groups == 1:
+            self._add(parameter, gradient, self._sign)
+
+    def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
+        """Adds e_d h_d of each group."""
+        for number, group in enumerate(groups.images):
+            self._add(parameter, group, self._sign * (-1) ** number)
+
+    def _add(self, parameter: Tensor, gradient: Tensor, sign: int) -> None:
         if parameter not in self._signed_sums:
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._signed_sums[parameter] = torch.zeros_like(gradient, dtype=dtype)
-        self._signed_sums[parameter].add_(gradient, alpha=self._sign)
+        self._signed_sums[parameter].add_(gradient, alpha=sign)
 
     def dots(self) -> Tensor:
         """|Z|^2 and G . Z of this rank's shards, Z being summed over the ranks; communicates."""

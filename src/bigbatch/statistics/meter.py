@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients import GradientSource, find_source
 from bigbatch.gradients.dtypes import widest_float
+from bigbatch.gradients.groups.forward_hook import prepare_after_forward
+from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
 from bigbatch.statistics.accumulators import StepAccumulators
@@ -48,6 +51,11 @@ class GradientMeter:
         half_batch_cosine: also measures SimiGrad's own cosine of two half-batch gradients. Keeps
             one more copy of the gradient, which is all-reduced if there are several ranks.
         every: n, to measure every n-th step; no hook runs in the other steps.
+        groups: k, to measure that many groups of samples in each backward, for loops with one
+            backward per step: `read(samples=[B])`. Needs the model; the samples are in dimension 0
+            of its first tensor argument, and no sample influences another. Similarity and noise
+            scale are unbiased estimates by random projections, or exact where `per_layer`,
+            `confidence` or `half_batch_cosine` need the groups' gradients. docs/groups.md.
         scaler: the GradScaler of the losses; signal and noise are without its scale.
         source: the source of the gradients, if the model's wrappers do not determine it.
     Raises:
@@ -76,6 +84,7 @@ class GradientMeter:
         per_layer: bool = False,
         half_batch_cosine: bool = False,
         every: Count = 1,
+        groups: Groups | None = None,
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
@@ -87,10 +96,14 @@ class GradientMeter:
         self.source: GradientSource = source or find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
+        self._forward_hook: RemovableHandle | None = None  # if backwards are cut into groups
         by_layer = _by_layer(model) if per_layer else {}
         self._layer_names = list(dict.fromkeys(by_layer.values()))
         self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
         self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
+        self.groups = groups
+        if groups is not None:
+            self._cut_backwards(model, groups)
         self._sums = StepAccumulators(
             self.source,
             self._layer_numbers,
@@ -110,6 +123,8 @@ class GradientMeter:
     def close(self) -> None:
         """Removes the meter's hooks from the model."""
         self.source.close()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Measures more parameters from the next step on; their layer is "others"."""
@@ -136,14 +151,16 @@ class GradientMeter:
         """Whether the current step is measured: the first one and every n-th after it."""
         return self.step % self.every == 0
 
-    def read(self, samples: Sequence[float]) -> GradientStatistics | None:
+    def read(self, samples: Sequence[float | Tensor]) -> GradientStatistics | None:
         """Returns the statistics of the step and starts the next one; None if it is not measured.
 
         Collective: each rank passes its own sizes, and all get the same statistics.
 
         Args:
             samples: n_d of each micro-batch of this rank, in the order of the backwards: [8] * 4
-                for four micro-batches of 8. One number for the whole step is refused.
+                for four micro-batches of 8. One number for the whole step is refused. With
+                `groups`, an entry may also be a tensor of its samples' weights (tokens, for
+                example), if the loss is a mean over these.
         Raises:
             GradientError: the number of sizes is not that of the backwards, there were fewer than
                 two, `.grad` was changed since the last one, or is not the sum of their gradients.
@@ -176,6 +193,8 @@ class GradientMeter:
     def at_step(self, number: int) -> None:
         """Starts the step of this number, from 0."""
         self.step = number
+        if self.source.group_tap is not None:
+            self.source.group_tap.restart(number)
         self._update_subscriptions()
 
     def measure(self, sizes: Sequence[float] | None, extra: Tensor | None = None) -> Tensor:
@@ -197,6 +216,7 @@ class GradientMeter:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
+        totals.require_whole_groups(self._sums.norms.eps)
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
 
@@ -238,6 +258,18 @@ class GradientMeter:
             half_batch_cosine=self._cosine(totals, c),
         )
 
+    def _cut_backwards(self, model: nn.Module | Iterable[Tensor], groups: int) -> None:
+        if not isinstance(model, nn.Module):
+            raise SettingError("groups= needs the model, whose forwards it prepares")
+        if self.loss != "weighted":
+            raise SettingError(
+                'the groups of one backward share its mean loss: groups= needs loss="weighted"'
+            )
+        self.source.cut_backwards(groups)
+        self._forward_hook = model.register_forward_hook(
+            prepare_after_forward(self.source), with_kwargs=True
+        )
+
     def _update_subscriptions(self) -> None:
         """Subscribes to the gradients of a step that is due, and unsubscribes in other steps."""
         if self.due == self._subscribed:
@@ -275,7 +307,7 @@ class GradientMeter:
         return HalfBatchCosine.cosine(math.fsum(totals.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
 
     def _checked_sizes(
-        self, samples: Sequence[float]
+        self, samples: Sequence[float | Tensor]
     ) -> tuple[Sequence[float] | None, GradientError | None]:
         """The sizes of this rank's micro-batches, or an error to raise after the all-reduce."""
         try:
@@ -288,7 +320,9 @@ class GradientMeter:
                 raise
             return None, error
 
-    def _sizes(self, samples: Sequence[float]) -> Sequence[float]:
+    def _sizes(self, samples: Sequence[float | Tensor]) -> Sequence[float]:
+        if self.groups is not None and not isinstance(samples, str):
+            samples = [sum_of_groups(self.source, i, n) for i, n in enumerate(samples)]
         k = self.source.micro_batches
         try:
             sizes = [math.nan] if isinstance(samples, str) else [float(n) for n in samples]
@@ -311,6 +345,18 @@ class GradientMeter:
             )
             raise GradientError(f"{k} backwards were seen but {len(sizes)} sizes stated; {remedy}")
         return sizes
+
+
+def sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
+    """n_d of a micro-batch; tells the source those of its groups, if each sample has a weight."""
+    if not isinstance(samples, Tensor) or samples.dim() != 1:
+        return samples
+    if number < len(source.group_weights):
+        sizes = source.group_weights[number]
+        grouping = Grouping(round(sum(sizes)), len(sizes))
+        if len(samples) == grouping.samples:
+            source.group_weights[number] = tuple(grouping.sums(samples))
+    return float(samples.sum())
 
 
 def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:

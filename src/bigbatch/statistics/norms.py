@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
+from bigbatch.gradients import Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device
 
 _SMALL = 1 << 14  # elements; for fewer, the call costs more than the read
 _MAX_SMALL_ELEMENTS = 1 << 17  # elements that are gathered, few enough to stay in cache
 
 
-class MicroBatchNorms:
+class MicroBatchNorms(Subscriber):
     """Subscriber of a source: |h_d|^2 of each micro-batch, by layer.
 
     Large gradients are read at once, from cache. Small ones are gathered and read together, but
@@ -36,7 +37,7 @@ class MicroBatchNorms:
         self.squares.clear()
         self._dtypes.clear()
 
-    def micro_batch(self, weight: float) -> None:
+    def micro_batch(self, weight: float, groups: int) -> None:
         """A micro-batch starts."""
         self._sqnorms.clear()
         self._small.clear()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.statistics.norms import flattened
 
@@ -24,6 +24,8 @@ class RandomProjections(Subscriber):
         Charikar et al. 2002 (count sketch); docs/theory.md (9).
     """
 
+    needs_exact_groups = True
+
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
         self._sketches: list[Tensor] = []
@@ -33,18 +35,26 @@ class RandomProjections(Subscriber):
         """A step starts."""
         self._sketches.clear()
 
-    def micro_batch(self, weight: float) -> None:
+    def micro_batch(self, weight: float, groups: int) -> None:
         """A micro-batch starts."""
-        self._sketches.append(self.zeros(1)[0])
+        self._sketches.append(self.zeros(groups))
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Adds the gradient to the current projection."""
+        """Adds the gradient to the current projection, unless its groups follow."""
+        if len(self._sketches[-1]) == 1:
+            self._add(parameter, gradient, self._sketches[-1][0])
+
+    def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
+        """Adds the gradient of each group to its projection."""
+        for group, sketch in zip(groups.images, self._sketches[-1], strict=True):
+            self._add(parameter, group, sketch)
+
+    def _add(self, parameter: Tensor, gradient: Tensor, sketch: Tensor) -> None:
         flat = flattened(gradient, parameter.stride())
         if flat.dtype not in FULL_PRECISION:
             flat = flat.float()
         rows, rest = divmod(flat.numel(), _SIZE)
         signs = self._signs_of(parameter, flat)
-        sketch = self._sketches[-1]
         if rows:
             with without_autocast(flat.device):
                 projected = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
@@ -55,7 +65,7 @@ class RandomProjections(Subscriber):
 
     def stack(self) -> Tensor:
         """The sketches of the step, (k, 1021)."""
-        return torch.stack(self._sketches)
+        return torch.cat(self._sketches)
 
     def zeros(self, count: int) -> Tensor:
         """Sketches of zero gradients, (count, 1021)."""
@@ -71,7 +81,7 @@ class RandomProjections(Subscriber):
         return signs
 
 
-class ProjectionProbe:
+class ProjectionProbe(Subscriber):
     """Subscriber of a source: eight projections of a few elements of some parameters, summed.
 
     The sum of the hooks' gradients over micro-batches and ranks must equal `.grad` at the end; the
@@ -116,7 +126,7 @@ class ProjectionProbe:
         self._elements = torch.zeros(size, dtype=dtype, device=device)
         self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
-    def micro_batch(self, weight: float) -> None:
+    def micro_batch(self, weight: float, groups: int) -> None:
         """A micro-batch starts."""
         self._elements.zero_()
 

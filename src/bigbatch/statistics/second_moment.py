@@ -9,6 +9,7 @@ from torch import Tensor
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.groups.group_tap import GroupGradients
 from bigbatch.gradients.protocols import Subscriber
 from bigbatch.kernels import native
 
@@ -49,8 +50,10 @@ class GradientMoments(Subscriber):
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
     """
 
+    needs_exact_groups = True
+
     def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
-        self.micro_batches = 0
+        self.micro_batches = 0  # groups of one backward count as micro-batches
         self.weight = 0.0  # of all micro-batches, the current one included
         self.sum_guard: GradGuard | None = None  # assigned between steps only
         self.own_sum_parameters: set[Tensor] = set()  # assigned between steps only
@@ -66,9 +69,9 @@ class GradientMoments(Subscriber):
         for moment in self._moments.values():
             moment.weight = 0.0
 
-    def micro_batch(self, weight: float) -> None:
+    def micro_batch(self, weight: float, groups: int) -> None:
         """A micro-batch of n_d = weight starts."""
-        self.micro_batches += 1
+        self.micro_batches += groups
         self._weight_before = self.weight
         self.weight += weight
 
@@ -88,6 +91,23 @@ class GradientMoments(Subscriber):
         else:
             self._start(parameter, moment, gradient)
         moment.weight = self.weight
+
+    @torch.no_grad()
+    def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
+        """Adds the scatter of the groups of one backward around their mean.
+
+            M2 += sum_d n_d (g_d - g)^2,    with n_d g_d = h_d and (sum n_d) g = sum h_d
+        """
+        moment = self._moments.get(parameter)
+        if moment is None or moment.weight != self.weight:  # not watched
+            return
+        weights = groups.weights
+        mean = gradient.to(groups.images.dtype)
+        for images, weight in zip(groups.images, weights, strict=True):
+            if weight:
+                deviation = torch.sub(images, mean, alpha=weight / sum(weights))
+                scale = (self.weight - self._weight_before) / sum(weights)
+                moment.m2.addcmul_(deviation, deviation, value=1 / (weight * scale))
 
     def is_reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""

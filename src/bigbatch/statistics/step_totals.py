@@ -16,6 +16,7 @@ Vector = TypeVar("Vector", Tensor, list[float])
 
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
+_GROUP_TOLERANCE = 1.0  # in units of the square root of the gradients' relative rounding
 _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose kernels may differ
 
 
@@ -52,6 +53,7 @@ class StepTotals:
         sqnorms: sum |h_d|^2, by layer.
         grad_sqnorms: |.grad|^2, by layer.
         inverse_sizes: sum 1 / n_d.
+        group_error: the largest relative difference of a gradient and the sum of its groups.
         slope: covariance and variance sums of ln |h_d|^2 over ln n_d.
         scale: the scale of a GradScaler.
         leave_one_out: sums of x_d and of x_d^2 (confidence.py); nan if not accumulated.
@@ -65,6 +67,7 @@ class StepTotals:
         self.grad_sqnorms = parts["grad_sqnorms"]
         self.slope = _pair(parts["slope"])
         (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
+        (self.group_error,) = parts["group_error"]
         self.leave_one_out = _pair(parts.get("leave_one_out"))
         self.half_batch_cosine = _pair(parts.get("half_batch"))
         self._micro_batch_projections = parts["micro_batch_projections"]
@@ -86,6 +89,16 @@ class StepTotals:
         if failed_ranks:
             raise GradientError(
                 f"rank {_join_numbers(failed_ranks)} could not read its step: see its error"
+            )
+
+    def require_whole_groups(self, eps: float) -> None:
+        """Raises GradientError if the groups of a backward do not add up to its gradient."""
+        if self.group_error > _GROUP_TOLERANCE * math.sqrt(eps):
+            raise GradientError(
+                "the gradients of the groups of one backward do not add up to a parameter's "
+                f"gradient (they differ by {self.group_error:.2g} of their length): it is used in "
+                "a way that was not seen, in a second forward for example, or a hook changes it; "
+                "measure by micro-batches instead, groups=None"
             )
 
     def reduction(self, eps: float, replicated: bool) -> float:

@@ -1,0 +1,352 @@
+"""Computes the gradients of k groups of samples in one backward, at the nodes of its graph."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import GradientEdge
+
+from bigbatch.errors import GradientError
+from bigbatch.gradients.dtypes import without_autocast
+from bigbatch.gradients.groups.backward_graph import Node, leaf_of, nodes_of, shape_of, signature
+from bigbatch.gradients.groups.contributions import Contribution
+from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
+from bigbatch.gradients.groups.rules import RULES, Call, Place, can_project
+
+COLUMNS = 8  # of random signs, m
+
+_SHIFTS = 4093  # prime: positions in the pool of random signs
+_MAX_STRUCTURES = 32  # graphs that are remembered
+
+
+@dataclass(frozen=True)
+class GroupGradients:
+    """What the groups of one backward add to a parameter's gradient: a linear image of it.
+
+    Args:
+        images: (k, ...), with |g_d|^2 = E |images[d]|^2 / columns.
+        columns: m; 1 if the images are the gradients themselves.
+        weights: n_d of each group.
+    """
+
+    images: Tensor
+    columns: int
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known of all graphs of one structure.
+
+    Args:
+        uses: the uses that are covered, with the place of the samples.
+        refusals: parameters that are not covered, and why.
+        projected: parameters whose gradients may be projected.
+    """
+
+    uses: list[tuple[Use, Place]]
+    refusals: dict[Tensor, str]
+    projected: set[Tensor]
+
+
+class GroupTap:
+    """Hooks the nodes that use parameters, and sums what they add to each group's gradient.
+
+    The backward itself is not changed. Call `prepare` after the forward, and `take` with each
+    parameter's gradient of the backward, as a hook on the leaf reports it.
+
+    Args:
+        groups: k, the groups of a backward; one per sample if there are fewer samples.
+        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
+        checks_samples: whether an extra backward may check, once for each structure of graph, that
+            the samples of a group do not influence others and are where they are looked for.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        parameter_of: Callable[[Tensor], Tensor | None],
+        *,
+        checks_samples: bool = True,
+    ) -> None:
+        self.groups = groups
+        self.exact = False  # whether a subscriber needs the gradients themselves
+        self.step = 0  # chooses the random signs, together with `_backwards`
+        self.muted = False  # in a backward that only checks
+        self.refusals: dict[Tensor, str] = {}  # of the present backward
+        self.grouping: Grouping | None = None  # of the prepared backward
+        self.weights: tuple[float, ...] = ()  # n_d of its groups
+        self._parameter_of, self._checks_samples = parameter_of, checks_samples
+        self._backwards = 0  # of the step
+        self._prepared = 0  # number of the last prepared graph
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._plan: _Plan | None = None
+        self._nodes: list[Node] = []  # of the prepared backward; hooks do not hold them
+        self._images: dict[Tensor, Tensor] = {}
+        self._residuals: list[tuple[Tensor, Tensor]] = []  # squares: of the difference, of images
+        self._signs: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._offsets: dict[Tensor, int] = {}
+
+    # a backward
+
+    def prepare(
+        self,
+        roots: Iterable[Tensor],
+        samples: int,
+        sample_weights: Sequence[float] | Tensor | None = None,
+    ) -> None:
+        """Hooks the graph below `roots`, whose backward is to come.
+
+        Args:
+            roots: the loss, or the model's outputs.
+            samples: B.
+            sample_weights: the weight of each sample in the loss, (B,); None if they are equal.
+        """
+        self.forget()
+        nodes = nodes_of(roots)
+        key = (samples > 1, *signature(nodes))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make_plan(nodes, samples)
+            while len(self._plans) >= _MAX_STRUCTURES:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+        self._nodes, self._plan = nodes, plan
+        self.refusals = dict(plan.refusals)
+        grouping = self.grouping = Grouping(samples, min(self.groups, samples))
+        equal = sample_weights is None
+        self.weights = grouping.sizes if equal else tuple(grouping.sums(sample_weights))
+        self._backwards += 1
+        self._prepared += 1
+        on_gradient = weakref.WeakMethod(self._on_gradient)
+        for index, (use, _) in enumerate(plan.uses):
+            nodes[use.number].register_prehook(_prehook(on_gradient, self._prepared, index))
+
+    def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
+        """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
+        images = self._images.pop(parameter, None)
+        if images is None or self.grouping is None:
+            self.refusals.setdefault(parameter, "not in the graph of the loss")
+            return None
+        projected = self._is_projected(parameter)
+        columns = COLUMNS if projected else 1
+        if projected:
+            expected = self._signs_of(parameter, images)[:, 0] @ gradient.flatten(1).to(images)
+            actual, images = images[:, 0].sum(0).flatten(), images
+        else:
+            expected, actual = gradient.to(images.dtype), images.sum(0)
+        difference = torch.linalg.vector_norm(actual - expected)
+        self._residuals.append((difference, torch.linalg.vector_norm(images)))
+        return GroupGradients(images, columns, self.weights)
+
+    def end(self) -> Tensor | None:
+        """The largest |sum of the groups - gradient| / |groups| of a parameter in this backward."""
+        residuals, self._residuals = self._residuals, []
+        self.forget()
+        if not residuals:
+            return None
+        differences, lengths = (torch.stack(list(x)) for x in zip(*residuals, strict=True))
+        return (differences / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).max()
+
+    def forget(self) -> None:
+        """Forgets the prepared backward."""
+        self._nodes, self._plan, self.grouping = [], None, None
+        self._images.clear()
+        self._residuals.clear()
+
+    def restart(self, step: int) -> None:
+        """A step starts, with this number."""
+        self.step, self._backwards = step, 0
+
+    @_disable_dynamo
+    def _on_gradient(
+        self, prepared: int, index: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """The gradient of the output of a use is complete, in the backward of a prepared graph."""
+        gradient, is_present = gradients[0], prepared == self._prepared
+        if self._plan is None or self.grouping is None or gradient is None or self.muted:
+            return
+        if not is_present:
+            return
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "a backward with create_graph=True cannot be cut into groups; measure by "
+                "micro-batches, groups=None"
+            )
+        use, place = self._plan.uses[index]
+        rule, _ = RULES[use.name]
+        with torch.no_grad(), without_autocast(gradient.device):
+            call = Call(
+                self._nodes[use.number], gradient, place, self.grouping, tuple(use.routes)
+            )
+            for operand, contribution in rule(call).items():
+                for route in use.routes[operand]:
+                    self._add(route, contribution)
+
+    def _add(self, route: Route, contribution: Contribution) -> None:
+        parameter = route.parameter
+        if self._is_projected(parameter):
+            source = contribution.transposed() if route.is_transposed else contribution
+            images = source.projected(self._signs_of(parameter, contribution.gradients))
+        elif route.is_matrix:
+            images = contribution.exact()
+            images = images.transpose(-1, -2) if route.is_transposed else images
+        else:
+            images = torch.stack([self._along(route, g) for g in contribution.exact()])
+        if parameter in self._images:
+            self._images[parameter] += images
+        else:
+            self._images[parameter] = images
+
+    def _along(self, route: Route, gradient: Tensor) -> Tensor:
+        """The gradient of the parameter, from that of the operand computed from it."""
+        for number, output, operand in route.path:
+            node = self._nodes[number]
+            gradients: list[Tensor | None] = [None] * len(node._input_metadata)
+            gradients[output] = gradient
+            results = node(*gradients)
+            gradient = results if isinstance(results, Tensor) else results[operand]
+        return gradient
+
+    def _is_projected(self, parameter: Tensor) -> bool:
+        return not self.exact and self._plan is not None and parameter in self._plan.projected
+
+    def _signs_of(self, parameter: Tensor, like: Tensor) -> Tensor:
+        """S of a parameter in this backward, (rows, m): a slice of a pool of random signs."""
+        rows, key = parameter.shape[0], (like.device, like.dtype)
+        pool = self._signs.get(key)
+        if pool is None or len(pool) < rows + _SHIFTS:
+            generator = torch.Generator().manual_seed(0)
+            signs = torch.randint(2, (rows + _SHIFTS, COLUMNS), generator=generator, device="cpu")
+            pool = self._signs[key] = signs.mul_(2).sub_(1).to(*key)
+        number = self._offsets.setdefault(parameter, len(self._offsets))
+        offset = (7919 * number + 1009 * self.step + 131 * self._backwards) % _SHIFTS
+        return pool[offset : offset + rows]
+
+    # the structure of a graph
+
+    def _make_plan(self, nodes: list[Node], samples: int) -> _Plan:
+        """Finds the uses of a graph, and where the samples are in each."""
+        without_samples: frozenset[int] = frozenset()
+        while True:
+            found = ParameterUses(nodes, self._parameter_of, samples, without_samples)
+            if found.batch_norms:
+                names = "BatchNorm normalizes over the samples of all groups"
+                return _Plan([], {p: names for use in found.uses for p in use.parameters}, set())
+            places = self._places(found, samples)
+            wrong = {number for number, place in places.items() if place is None}
+            parameters_only = {
+                use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
+            }
+            if not parameters_only:
+                break
+            without_samples |= parameters_only
+        refusals = dict(found.refusals)
+        for use in found.uses:
+            if use.number in wrong:
+                message = f"a group's samples influence others in {use.name}, or are not together"
+                refusals.update(dict.fromkeys(use.parameters, message))
+        uses = [
+            (use, place)
+            for use in found.uses
+            if (place := places[use.number]) is not None and not use.refusal
+        ]
+        return _Plan(uses, refusals, _projected(found))
+
+    def _places(self, found: ParameterUses, samples: int) -> dict[int, Place | None]:
+        """By the node of each use: where its samples are; None if they are not as a group's are."""
+        if not self._checks_samples or samples == 1:
+            return {
+                use.number: next((p for p in use.places if p.is_certain or samples == 1), None)
+                for use in found.uses
+            }
+        grouping = Grouping(samples, min(self.groups, samples))
+        places: dict[int, Place | None] = {use.number: None for use in found.uses}
+
+        def check(use: Use, gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is not None:
+                places[use.number] = _place_of_group(use, gradients[0], grouping)
+
+        handles = [
+            found.nodes[use.number].register_prehook(lambda g, use=use: check(use, g))
+            for use in found.uses
+        ]
+        try:
+            self.muted = True
+            _backward_of_one_group(found, grouping)
+        finally:
+            self.muted = False
+            for handle in handles:
+                handle.remove()
+        return places
+
+
+def _prehook(
+    on_gradient: "weakref.WeakMethod[Callable[..., None]]", prepared: int, index: int
+) -> Callable[[Any], None]:
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+        bound = on_gradient()
+        if bound is not None:
+            bound(prepared, index, gradients)
+
+    return hook
+
+
+def _projected(found: ParameterUses) -> set[Tensor]:
+    """The parameters that are larger than their projection, and can be projected in every use."""
+    projects: dict[Tensor, bool] = {}
+    for use in found.uses:
+        for operand, routes in use.routes.items():
+            for route in routes:
+                parameter = route.parameter
+                projects[parameter] = (
+                    projects.get(parameter, True)
+                    and parameter.dim() > 1
+                    and parameter.shape[0] > COLUMNS
+                    and route.is_matrix
+                    and can_project(found.nodes[use.number], operand)
+                )
+    return {parameter for parameter, can in projects.items() if can}
+
+
+_CHECKED_GROUP = 1  # whose samples alone get a gradient
+
+
+def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> None:
+    """Runs a backward of random gradients of one group's samples; writes to no `.grad`."""
+    edges, gradients = [], []
+    generator = torch.Generator().manual_seed(0)
+    for number, output, place in found.frontier:
+        node = found.nodes[number]
+        metadata = node._input_metadata[output]
+        gradient = torch.randn(tuple(metadata.shape), generator=generator)
+        by_sample = place.by_sample(gradient, grouping)
+        by_sample[~_members(grouping)] = 0
+        edges.append(GradientEdge(node, output))
+        gradients.append(gradient.to(metadata.device, metadata.dtype))
+    leaves = [GradientEdge(node, 0) for node in found.nodes if leaf_of(node) is not None]
+    if edges:
+        torch.autograd.grad(edges, leaves, gradients, retain_graph=True, allow_unused=True)
+
+
+def _members(grouping: Grouping) -> Tensor:
+    """Whether each sample is of the checked group, (B,)."""
+    first = sum(grouping.sizes[:_CHECKED_GROUP])
+    numbers = torch.arange(grouping.samples)
+    return (numbers >= first) & (numbers < first + grouping.sizes[_CHECKED_GROUP])
+
+
+def _place_of_group(use: Use, gradient: Tensor, grouping: Grouping) -> Place | None:
+    """The first place in which the gradients of other samples are zero, and some of the group's."""
+    members = _members(grouping)
+    for place in use.places:
+        by_sample = place.by_sample(gradient.detach(), grouping)
+        nonzero = (by_sample != 0).reshape(grouping.samples, -1).any(1).cpu()
+        if not bool((nonzero & ~members).any()):
+            return place
+    return None

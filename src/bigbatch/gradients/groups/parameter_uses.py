@@ -1,0 +1,262 @@
+"""Where the graph of a backward uses parameters on samples, and how each use leads to one.
+
+Functions of parameters alone (a transpose, a cast, a slice, a lookup of positions) are not uses:
+they lie on the route from a use to its parameter.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients.groups.backward_graph import Node, leaf_of, shape_of
+from bigbatch.gradients.groups.rules import RULES, Place
+
+_ROWS = {"AddmmBackward0", "MmBackward0"}  # whose output is flattened to a matrix
+_ELEMENTWISE = {"AddBackward0", "SubBackward0", "MulBackward0", "ExpandBackward0"}
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+_TRANSPOSES = {"TBackward0"}
+_CASTS = {"ToCopyBackward0", "AliasBackward0", "ViewAsBackward0"}
+_VIEWS_OF_PARAMETERS = (
+    _VIEWS
+    | _TRANSPOSES
+    | _CASTS
+    | {
+        "CatBackward0",
+        "CloneBackward0",
+        "PermuteBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "StackBackward0",
+        "TransposeBackward0",
+        "UnbindBackward0",
+        "UnsqueezeBackward0",
+    }
+)
+"""Functions whose output has no samples if their operands have none, whatever its shape."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How an operand was computed from a parameter.
+
+    Args:
+        parameter: the parameter.
+        path: the functions from the operand down to the parameter, as (number of the node in the
+            graph, of its output, of the operand that leads on).
+        names: the names of these functions.
+    """
+
+    parameter: Tensor
+    path: tuple[tuple[int, int, int], ...]
+    names: tuple[str, ...]
+
+    @cached_property
+    def is_matrix(self) -> bool:
+        """Whether the operand is the parameter, cast or transposed."""
+        return all(name in _TRANSPOSES | _CASTS for name in self.names)
+
+    @cached_property
+    def is_transposed(self) -> bool:
+        """Whether it is transposed, if `is_matrix`."""
+        return sum(name in _TRANSPOSES for name in self.names) % 2 == 1
+
+
+@dataclass
+class Use:
+    """A function of samples and of parameters.
+
+    Args:
+        number: the number of its node in the graph.
+        name: the name of the node.
+        routes: for each operand that comes from parameters, the routes to them.
+        places: where the samples may be in the output, the likeliest first.
+    """
+
+    number: int
+    name: str
+    routes: dict[int, list[Route]] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def refusal(self) -> str:
+        """Why the groups' gradients cannot be computed here; empty if they can."""
+        if self.name not in RULES:
+            return f"used in {self.name}"
+        if not set(self.routes) <= set(RULES[self.name][1]):
+            return f"used as another operand of {self.name}"
+        if not self.places:
+            return f"used in {self.name}, whose output has no dimension of the batch's size"
+        return ""
+
+    @property
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters, which may repeat."""
+        return (route.parameter for routes in self.routes.values() for route in routes)
+
+
+class ParameterUses:
+    """All uses of the watched parameters in a graph.
+
+    Args:
+        nodes: the nodes of the graph.
+        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
+        samples: B.
+        without_samples: numbers of nodes known to be functions of parameters alone, although a
+            dimension has the size B.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        parameter_of: Callable[[Tensor], Tensor | None],
+        samples: int,
+        without_samples: frozenset[int] = frozenset(),
+    ) -> None:
+        self.nodes, self._samples = nodes, samples
+        self._numbers = {node: number for number, node in enumerate(nodes)}
+        self._parameter_of = parameter_of
+        self._without_samples = without_samples
+        self._consumers: dict[Node, list[Node]] = defaultdict(list)
+        for node in nodes:
+            for following, _ in node.next_functions:
+                if following is not None:
+                    self._consumers[following].append(node)
+        self._has_samples: dict[Node, bool] = {}
+        self.uses = list(self._find())
+
+    @cached_property
+    def refusals(self) -> dict[Tensor, str]:
+        """The parameters whose groups cannot be seen, and why."""
+        return {p: use.refusal for use in self.uses if use.refusal for p in use.parameters}
+
+    @property
+    def batch_norms(self) -> list[Node]:
+        """Normalizations over the batch, which couple its samples."""
+        return [
+            node
+            for node in self.nodes
+            if "BatchNorm" in node.name() and getattr(node, "_saved_training", True)
+        ]
+
+    @cached_property
+    def frontier(self) -> list[tuple[int, int, Place]]:
+        """The outputs with samples that are nearest to the loss: (node, its output, place)."""
+        edges: dict[tuple[Node, int], None] = {(self.nodes[0], 0): None}
+        reached: list[tuple[int, int, Place]] = []
+        for node, number in _growing(edges):
+            if leaf_of(node) is not None:
+                continue
+            places = self._exact_places(shape_of(node, number))
+            if places and self.has_samples(node):
+                reached.append((self._numbers[node], number, places[0]))
+            else:
+                edges.update(dict.fromkeys(e for e in node.next_functions if e[0] is not None))
+        return reached
+
+    def has_samples(self, node: Node) -> bool:
+        """Whether the output of a function depends on samples, and not on parameters alone."""
+        waiting = [node]
+        while waiting:
+            node = waiting[-1]
+            operands = [following for following, _ in node.next_functions if following is not None]
+            unknown = [n for n in operands if n not in self._has_samples]
+            if unknown:
+                waiting += unknown
+                continue
+            self._has_samples[waiting.pop()] = self._decide_samples(node, operands)
+        return self._has_samples[node]
+
+    def is_ambiguous(self, use: Use) -> bool:
+        """Whether only its shape makes the output of a use depend on samples."""
+        operands = [following for following, _ in self.nodes[use.number].next_functions]
+        return not any(self.has_samples(n) for n in operands if n is not None)
+
+    def _decide_samples(self, node: Node, operands: list[Node]) -> bool:
+        leaf = leaf_of(node)
+        if leaf is not None:
+            return self._parameter_of(leaf) is None
+        if not operands or any(self._has_samples[operand] for operand in operands):
+            return True
+        if node.name() in _VIEWS_OF_PARAMETERS or self._numbers[node] in self._without_samples:
+            return False
+        return bool(self._places(node))
+
+    def _find(self) -> Iterator[Use]:
+        for number, node in enumerate(self.nodes):
+            if leaf_of(node) is not None or not self.has_samples(node):
+                continue
+            use = Use(number, node.name())
+            for operand, edge in enumerate(node.next_functions):
+                if edge[0] is not None and not self.has_samples(edge[0]):
+                    use.routes[operand] = list(self._routes(edge, (), ()))
+            if use.routes:
+                places = self._places(node)
+                use.places = [p for p in places if self._broadcasts(use, node, p)]
+                yield use
+
+    def _routes(
+        self, edge: tuple[Node, int], path: tuple[tuple[int, int, int], ...], names: tuple[str, ...]
+    ) -> Iterator[Route]:
+        node, output = edge
+        leaf = leaf_of(node)
+        if leaf is not None:
+            parameter = self._parameter_of(leaf)
+            if parameter is not None:
+                yield Route(parameter, path, names)
+            return
+        for operand, following in enumerate(node.next_functions):
+            if following[0] is not None:
+                step = (self._numbers[node], output, operand)
+                yield from self._routes(following, (*path, step), (*names, node.name()))
+
+    def _places(self, node: Node) -> list[Place]:
+        """Where the samples may be in the output of a function, the likeliest first."""
+        shape, name = shape_of(node), node.name()
+        if name not in _ROWS:
+            places = self._exact_places(shape)
+            if places or not shape or shape[0] % self._samples or name == "ConvolutionBackward0":
+                return places
+            return [Place(None, "sample-major", is_certain=False)]
+        if shape[0] == self._samples:
+            return [Place(None)]
+        places = []
+        for consumer in self._consumers[node]:
+            rows = shape_of(consumer)[:-1] if consumer.name() in _VIEWS else ()
+            if len(rows) > 1 and rows.numel() == shape[0]:
+                places += [Place(None)] * (rows[0] == self._samples)
+                places += [Place(None, "sample-minor")] * (rows[-1] == self._samples)
+        if not places and shape[0] % self._samples == 0 and shape[0]:
+            return [Place(None, "sample-major", is_certain=False)]
+        return places
+
+    def _broadcasts(self, use: Use, node: Node, place: Place) -> bool:
+        """Whether an elementwise use repeats its parameter for every sample."""
+        if use.name not in _ELEMENTWISE:
+            return True
+        for operand in use.routes:
+            shape = shape_of(*node.next_functions[operand])
+            dim = (place.dim or 0) - len(shape_of(node)) + len(shape)
+            if dim >= 0 and shape[dim] != 1:
+                return False
+        return True
+
+    def _exact_places(self, shape: torch.Size) -> list[Place]:
+        return [Place(dim) for dim, size in enumerate(shape) if size == self._samples]
+
+
+def _growing(edges: dict[tuple[Node, int], None]) -> Iterator[tuple[Node, int]]:
+    """The edges in the order in which they were added, also while more are added."""
+    done = 0
+    while done < len(edges):
+        keys = list(edges)
+        for edge in keys[done:]:
+            yield edge
+        done = len(keys)

@@ -1,0 +1,231 @@
+"""How each function of torch uses a parameter: the operands it saved, and where its samples are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients.groups.backward_graph import Node, saved_tensor, shape_of
+from bigbatch.gradients.groups.contributions import (
+    Contribution,
+    Convolutions,
+    EmbeddingRows,
+    OuterProducts,
+    group_sums,
+)
+from bigbatch.gradients.groups.grouping import Grouping, Rows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the samples are in the gradient of a function's output.
+
+    Args:
+        dim: the dimension of size B; None if samples are flattened with others into rows.
+        order: the order of those rows.
+        is_certain: whether a shape shows it; otherwise it is the usual order.
+    """
+
+    dim: int | None
+    order: Rows = "sample-major"
+    is_certain: bool = True
+
+    def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
+        """The tensor with the samples first, (B, ...)."""
+        if self.dim is None:
+            return grouping.by_sample(tensor, self.order)
+        return tensor if self.dim == 0 else tensor.movedim(self.dim, 0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function's node in a backward, and the gradient of its output.
+
+    Args:
+        node: the node.
+        gradient: D.
+        place: where the samples are in D.
+        grouping: the groups of samples.
+        operands: the numbers of the operands whose gradients are wanted.
+    """
+
+    node: Node
+    gradient: Tensor
+    place: Place
+    grouping: Grouping
+    operands: tuple[int, ...]
+
+    def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
+        """(..., trailing dimensions) -> (B, rows of a sample, trailing dimensions)."""
+        if self.place.dim is None:
+            return self.grouping.by_sample(tensor, self.place.order)
+        by_sample = self.place.by_sample(tensor, self.grouping)
+        shape = by_sample.shape[by_sample.dim() - trailing :]
+        return by_sample.reshape(self.grouping.samples, -1, *shape)
+
+    def sums(self, tensor: Tensor, operand: int) -> Contribution:
+        """A contribution to an operand that is broadcast over the samples."""
+        following, number = self.node.next_functions[operand]
+        shape = shape_of(following, number)
+        by_sample = self.place.by_sample(tensor, self.grouping)
+        if self.place.dim is None:
+            return Contribution(group_sums(by_sample, self.grouping, shape))
+        return Contribution(group_sums(by_sample, self.grouping, shape))
+
+
+Contributions = Mapping[int, Contribution]
+Rule = Callable[[Call], Contributions]
+
+
+def _mm(call: Call) -> Contributions:
+    left = call.rows(saved_tensor(call.node, "self"))
+    return {1: OuterProducts(left, call.rows(call.gradient), call.grouping)}
+
+
+def _addmm(call: Call) -> Contributions:
+    gradients: dict[int, Contribution] = {}
+    rows = call.rows(call.gradient)
+    if 0 in call.operands:
+        scaled = rows if call.node._saved_beta == 1 else rows * call.node._saved_beta
+        shape = shape_of(*call.node.next_functions[0])
+        gradients[0] = Contribution(group_sums(scaled, call.grouping, shape))
+    if 2 in call.operands:
+        left = call.rows(saved_tensor(call.node, "mat1"))
+        left = left if call.node._saved_alpha == 1 else left * call.node._saved_alpha
+        gradients[2] = OuterProducts(left, rows, call.grouping)
+    return gradients
+
+
+def _embedding(call: Call) -> Contributions:
+    if call.node._saved_scale_grad_by_freq:
+        raise NotImplementedError("scale_grad_by_freq=True")
+    indices, rows = call.rows(saved_tensor(call.node, "indices"), 0), call.rows(call.gradient)
+    padding = call.node._saved_padding_idx
+    if 0 <= padding < 2**63:
+        rows = rows.masked_fill((indices == padding)[..., None], 0)
+    table_rows = int(call.node._saved_weight_sym_argsize_0)
+    return {0: EmbeddingRows(indices, rows, call.grouping, table_rows)}
+
+
+def _convolution(call: Call) -> Contributions:
+    node, grouping = call.node, call.grouping
+    if call.place.dim != 0:
+        raise NotImplementedError("the samples are not in dimension 0")
+    gradients: dict[int, Contribution] = {}
+    if 1 in call.operands:
+        weight = node._saved_weight
+        channels = call.gradient.shape[1]
+        options = (
+            [0],
+            node._saved_stride,
+            node._saved_padding,
+            node._saved_dilation,
+            node._saved_transposed,
+            node._saved_output_padding,
+            node._saved_groups,
+            (False, True, False),
+        )
+
+        def weight_gradient(gradient: Tensor, x: Tensor, out: int) -> Tensor:
+            like = weight if out == channels else weight[:1].expand(out, *weight.shape[1:])
+            result: Tensor = torch.ops.aten.convolution_backward(gradient, x, like, *options)[1]
+            return result
+
+        x = saved_tensor(node, "input")
+        gradients[1] = Convolutions(call.gradient, x, grouping, weight_gradient, channels)
+    if 2 in call.operands:
+        sums = call.gradient.flatten(2).sum(2)
+        gradients[2] = call.sums(sums, 2)
+    return gradients
+
+
+def _layer_norm(call: Call) -> Contributions:
+    """Sums of D and of D (x - mean) / std, read once: with v = 1 / std,
+
+        sum D (x - mean) v = v^T (D x) - (mean v)^T D
+    """
+    node, gradients = call.node, dict[int, Contribution]()
+    dims = len(node._saved_normalized_shape)
+    shape = call.gradient.shape[call.gradient.dim() - dims :]
+    d = call.rows(call.gradient, dims).flatten(2)
+    if 2 in call.operands:
+        gradients[2] = Contribution(group_sums(d, call.grouping, d.shape[2:]).unflatten(1, shape))
+    if 1 in call.operands:
+        x = call.rows(saved_tensor(node, "input"), dims).flatten(2)
+        mean = call.rows(saved_tensor(node, "result1").flatten(-dims), 1)
+        inverse = call.rows(saved_tensor(node, "result2").flatten(-dims), 1)
+        product = group_sums((x - mean) * inverse * d, call.grouping, d.shape[2:])
+        gradients[1] = Contribution(product.unflatten(1, shape))
+    return gradients
+
+
+def _group_norm(call: Call) -> Contributions:
+    """Per sample and channel: sum D (x - mean) v = v (sum D x - mean sum D), v = 1 / std."""
+    node, d = call.node, call.gradient.flatten(2)
+    gradients: dict[int, Contribution] = {}
+    sums = d.sum(2)
+    if 2 in call.operands:
+        gradients[2] = call.sums(sums, 2)
+    if 1 in call.operands:
+        x = saved_tensor(node, "input").flatten(2)
+        products = torch.einsum("bcx,bcx->bc", d.to(x.dtype), x)
+        repeats = node._saved_C // node._saved_group
+        mean, inverse = (
+            saved_tensor(node, name).repeat_interleave(repeats, 1) for name in ("result1", "result2")
+        )
+        gradients[1] = call.sums((products - mean * sums) * inverse, 1)
+    return gradients
+
+
+def _multiply(call: Call) -> Contributions:
+    others = {0: "other", 1: "self"}
+    return {
+        operand: call.sums(call.gradient * saved_tensor(call.node, others[operand]), operand)
+        for operand in call.operands
+    }
+
+
+def _add(call: Call) -> Contributions:
+    factors = {0: 1, 1: call.node._saved_alpha}
+    return {
+        operand: call.sums(
+            call.gradient if factors[operand] == 1 else call.gradient * factors[operand], operand
+        )
+        for operand in call.operands
+    }
+
+
+def _subtract(call: Call) -> Contributions:
+    factors = {0: 1, 1: -call.node._saved_alpha}
+    return {
+        operand: call.sums(call.gradient * factors[operand], operand) for operand in call.operands
+    }
+
+
+def _expand(call: Call) -> Contributions:
+    return {0: call.sums(call.gradient, 0)}
+
+
+def can_project(node: Node, operand: int) -> bool:
+    """Whether the operand's gradient can be projected without being computed."""
+    name = node.name()
+    if name == "ConvolutionBackward0":
+        return operand == 1 and node._saved_groups == 1 and not node._saved_transposed
+    products = {"AddmmBackward0": 2, "MmBackward0": 1, "EmbeddingBackward0": 0}
+    return products.get(name) == operand
+
+
+RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
+    "AddmmBackward0": (_addmm, (0, 2)),
+    "MmBackward0": (_mm, (1,)),
+    "EmbeddingBackward0": (_embedding, (0,)),
+    "ConvolutionBackward0": (_convolution, (1, 2)),
+    "NativeLayerNormBackward0": (_layer_norm, (1, 2)),
+    "NativeGroupNormBackward0": (_group_norm, (1, 2)),
+    "MulBackward0": (_multiply, (0, 1)),
+    "AddBackward0": (_add, (0, 1)),
+    "SubBackward0": (_subtract, (0, 1)),
+    "ExpandBackward0": (_expand, (0,)),
+}
+"""The function of each rule, and the operands that may be parameters."""
