@@ -35,7 +35,7 @@ _FAULTS = (  # of which one on any rank refuses a step
 )
 
 
-class DDPCommHook(ReducedShards):
+class DDPCommHook(ReducedShards, Subscriber):
     """State of the communication hook that scales gradients.
 
     After the last backward of a step `.grad` is r g, bit for bit the same on every rank. All

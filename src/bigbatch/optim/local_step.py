@@ -38,7 +38,7 @@ class LocalStep:
             GradientError: fewer than two micro-batches, or a gradient that none of them computed.
         """
         moments, checks = self._state.moments, self._state.warnings
-        if source.micro_batches < 2:
+        if not source.micro_batches or moments.micro_batches < 2:
             raise GradientError(
                 f"{self._state.name} saw {source.micro_batches} backward() calls since "
                 "zero_grad(), it needs at least 2 (k >= 8 is better): split the batch into "

@@ -22,22 +22,28 @@ class PlanConstraints:
         micro_batch: most samples in one backward.
         fixed_micro_batch: whether every backward has that many.
         min_micro_batches: fewest micro-batches, over all ranks, of a step that is measured.
+        groups: groups of samples in a backward, of which each counts as a micro-batch; one per
+            sample if there are fewer samples.
     """
 
     ranks: int
     micro_batch: int
     fixed_micro_batch: bool
     min_micro_batches: int
+    groups: int = 1
 
     def plan(
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
     ) -> BatchPlan:
         """The plan for a batch size; a step that is not `compared` may be a single backward."""
+        backwards = -(-self.min_micro_batches // self.groups) if compared else 1
+        if self.groups > 1 and compared:
+            min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
         return BatchPlan.fit(
             batch_size,
             self.ranks,
             max_micro=self.micro_batch,
-            min_micro_batches=self.min_micro_batches if compared else 1,
+            min_micro_batches=backwards,
             min_batch=min_batch,
             max_batch=max_batch,
             micro=self.micro_batch if self.fixed_micro_batch else None,

@@ -101,9 +101,14 @@ class GradientMeter:
         self._layer_names = list(dict.fromkeys(by_layer.values()))
         self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
         self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
-        self.groups = groups
+        self.groups: int | None = None
         if groups is not None:
-            self._cut_backwards(model, groups)
+            if not isinstance(model, nn.Module):
+                raise SettingError("groups= needs the model, whose forwards it prepares")
+            self.cut_backwards(groups)
+            self._forward_hook = model.register_forward_hook(
+                prepare_after_forward(self.source), with_kwargs=True
+            )
         self._sums = StepAccumulators(
             self.source,
             self._layer_numbers,
@@ -184,6 +189,27 @@ class GradientMeter:
             raise GradientError(NO_GRADIENT)
         return statistics
 
+    def cut_backwards(self, groups: int | None) -> None:
+        """Measures groups in backwards that the loop itself prepares (`prepare_groups`).
+
+        Args:
+            groups: k; None for the meter's own, if it has any.
+        Raises:
+            SettingError: the meter has another k, or its loss is not "weighted".
+        """
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+        if groups is None or groups == self.groups:
+            return
+        if self.groups is not None:
+            raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
+        if self.loss != "weighted":
+            raise SettingError(
+                'the groups of one backward share its mean loss: groups= needs loss="weighted"'
+            )
+        self.groups = groups
+        self.source.cut_backwards(groups)
+
     # for loops that read further totals in the same all-reduce, as AdaptiveBatch does
 
     def next_step(self) -> None:
@@ -256,18 +282,6 @@ class GradientMeter:
             interval=self._interval(statistics, totals),
             layers=layers,
             half_batch_cosine=self._cosine(totals, c),
-        )
-
-    def _cut_backwards(self, model: nn.Module | Iterable[Tensor], groups: int) -> None:
-        if not isinstance(model, nn.Module):
-            raise SettingError("groups= needs the model, whose forwards it prepares")
-        if self.loss != "weighted":
-            raise SettingError(
-                'the groups of one backward share its mean loss: groups= needs loss="weighted"'
-            )
-        self.source.cut_backwards(groups)
-        self._forward_hook = model.register_forward_hook(
-            prepare_after_forward(self.source), with_kwargs=True
         )
 
     def _update_subscriptions(self) -> None:

@@ -73,10 +73,13 @@ class AdaptiveBatch:
             with a `VarianceReduced` optimizer (under fully_shard, 8 per rank).
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
+        groups: k, to measure that many groups of samples in every backward, so that a step need
+            not be cut into micro-batches; None to cut it. No sample may influence another, so
+            BatchNorm is refused. See docs/groups.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
-        options: batch_size to lr_scaling above, as declared by `LoopOptions`.
+        options: batch_size to groups above, as declared by `LoopOptions`.
     Raises:
         SettingError: a setting that cannot work, with the remedy.
         RankError: the ranks have different settings.
@@ -101,6 +104,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
+        self.meter.cut_backwards(options.get("groups"))
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._bind_source()
@@ -338,6 +342,7 @@ class AdaptiveBatch:
             micro_batch,
             options.get("fixed_micro_batch", False),
             self._min_micro_batches(options.get("min_micro_batches")),
+            self.meter.groups or 1,
         )
 
     def _min_micro_batches(self, requested: int | None) -> int:

@@ -3,6 +3,7 @@
 import copy
 from typing import Any, TypedDict, Unpack
 
+from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.policies.controller import has_state
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.setting_types import Count, checked
@@ -18,6 +19,7 @@ class LoopOptions(TypedDict, total=False):
     fixed_micro_batch: bool
     min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
+    groups: Groups | None
 
 
 @checked

@@ -106,14 +106,15 @@ class Step:
         loss_sum, weight_sum, *_ = self._host_totals
         return loss_sum / weight_sum
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
 
         Args:
             loss: mean loss of the micro-batch, one number; in a half type its weight is rounded
                 to that type too, so float32 is better.
             weight: number of elements that the mean is over, if these are not samples (tokens, for
-                example). 0 leaves the micro-batch and its loss out; on several ranks its backward
+                example); or a tensor of that number for each sample, which `groups` need. 0 leaves
+                the micro-batch and its loss out; on several ranks its backward
                 still runs, times 0, so a gradient that is not finite skips the step.
         Raises:
             LoopError: no micro-batch waits for its backward, or only some have weights.
@@ -128,7 +129,9 @@ class Step:
                 weighted.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def weighted_backward(self, loss: Tensor, weight: float | None = None) -> Iterator[float]:
+    def weighted_backward(
+        self, loss: Tensor, weight: float | Tensor | None = None
+    ) -> Iterator[float]:
         """`backward` for an engine that runs the backward itself, inside the block.
 
         Args:
@@ -155,6 +158,7 @@ class Step:
         if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
         self._weighs_samples = weight is None
+        self._prepare_groups(loss, samples, weight)
         weight = samples if weight is None else _as_number(weight)
         self._backwards += 1
         self._samples += samples
@@ -175,6 +179,17 @@ class Step:
         self._pending, self._update.oom_hints.samples = None, 0
         if self.last:
             self._complete()
+
+    def _prepare_groups(self, loss: Tensor, samples: int, weight: float | Tensor | None) -> None:
+        """Tells the source whose groups the backward is of."""
+        if self._meter.groups is None:
+            return
+        if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
+            raise LoopError(
+                f"groups={self._meter.groups} need the weight of each sample: pass weight= as a "
+                f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
+            )
+        self._source.prepare_groups([loss], samples, weight)
 
     def advise(self, error: BaseException) -> None:
         """Adds a remedy to an error of the present micro-batch, if one is known.
@@ -383,9 +398,11 @@ class Step:
 
 
 def _as_number(weight: float | Tensor) -> float:
-    """The weight of a loss as a number, checked."""
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        weight = weight.item()
+    """The weight of a loss as a number, checked; that of samples is their sum."""
+    if isinstance(weight, Tensor):
+        if weight.numel() and not bool((weight >= 0).all()):
+            raise SettingError(f"weight={weight!r} must be numbers in [0, inf)")
+        weight = weight.sum().item()
     return float(_WEIGHT.check("weight", weight))
 
 

@@ -63,6 +63,7 @@ class Update:
             "micro_batch": repr(constraints.micro_batch),
             "fixed_micro_batch": repr(constraints.fixed_micro_batch),
             "min_micro_batches": repr(constraints.min_micro_batches),
+            "groups": repr(constraints.groups),
             "remainder": repr(batches.remainder),
             "order": batches.order,
             "virtual_ranks": repr(batches.virtual_ranks),
