@@ -3,7 +3,7 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.gradient_hooks import weak_method
+from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import Subscriber
@@ -69,9 +70,8 @@ class GradientSource:
         self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
-        # n_d of the groups of each micro-batch of the step; empty if it has none
-        self.group_weights: list[tuple[float, ...]] = []
-        self.group_error: Tensor | None = None  # largest error of a sum of groups in the step
+        # of the groups of each micro-batch of the step; None if it has none
+        self.group_norms: list[GroupNorms | None] = []
         self._report = weak_method(self._on_gradient)
         self.add(parameters)
 
@@ -108,9 +108,12 @@ class GradientSource:
             self.guard.forget(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
 
-    def cut_backwards(self, groups: int) -> None:
+    def cut_backwards(self, groups: int, layers: Mapping[Tensor, int]) -> None:
         """Also reports the gradients of so many groups of samples in each prepared backward.
 
+        Args:
+            groups: k.
+            layers: the number of each parameter's layer; empty if all are one.
         Raises:
             SettingError: the gradients are those of all ranks together, and have no groups.
         """
@@ -123,6 +126,7 @@ class GradientSource:
         self.group_tap = GroupTap(
             groups,
             lambda leaf: found(leaf) if (found := watched()) is not None else None,
+            layers,
             checks_samples=self._tap.on_leaves,
         )
 
@@ -180,7 +184,7 @@ class GradientSource:
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
-        self.group_weights, self.group_error = [], None
+        self.group_norms = []
         if self.group_tap is not None:
             self.group_tap.forget()
         self._step_begun = self.foreign_backward = False
@@ -323,7 +327,7 @@ class GradientSource:
         self.guard.accept(stamps)
         if self._subscribers:
             self._require_seen(self.guard.written_parameters(stamps))
-        self.group_weights.append(())
+        self.group_norms.append(None)
         if self.group_tap is not None and self.group_tap.grouping is not None:
             self._close_groups(self.group_tap)
         for subscriber in self._subscribers:
@@ -332,11 +336,7 @@ class GradientSource:
     def _close_groups(self, tap: GroupTap) -> None:
         """Every parameter that the backward reached must have had its groups."""
         unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
-        self.group_weights[-1] = tap.weights
-        error = tap.end()
-        if error is not None:
-            known = self.group_error
-            self.group_error = error if known is None else torch.maximum(error, known)
+        self.group_norms[-1] = tap.end()
         if unseen:
             shares = {p: squared_length(self.guard.local_grad(p)) for p in self._reached}
             self.restart()

@@ -9,7 +9,6 @@ from torch.amp import GradScaler
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
-from bigbatch.statistics.group_scatter import GroupScatter
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
@@ -35,7 +34,6 @@ class StepAccumulators:
         half_batch_cosine: bool,
     ) -> None:
         self.norms = MicroBatchNorms(layers)
-        self._scatter = GroupScatter(layers, needs_exact_groups=bool(layers))
         self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source = source
@@ -46,7 +44,7 @@ class StepAccumulators:
     def subscribers(self) -> list[Subscriber]:
         """The subscribers that read the gradients."""
         optional = [s for s in (self._sketches, self.half_batch_cosine) if s is not None]
-        return [self.norms, self._probe, self._scatter, *optional]
+        return [self.norms, self._probe, *optional]
 
     @torch.no_grad()
     def measure(
@@ -119,11 +117,12 @@ class StepAccumulators:
         replicas = self._source.reducer.replicas
         grad_sqnorms = to_device(self.grad_sqnorms(), n.device)
         micro_batch_sqnorms = sqnorms.sum(1)
-        within = self._scatter.within(self._source.group_weights, n.device)
-        error = self._source.group_error
+        grouped = [norms for norms in self._source.group_norms if norms is not None]
+        within = [norms.scatter(self.norms.count, n.device) for norms in grouped]
+        errors = [to_device(norms.relative_error(), n.device, n.dtype) for norms in grouped]
         parts = {
-            "sqnorms_over_sizes": (sqnorms / n[:, None]).sum(0) + within,
-            "group_error": n.new_zeros(1) if error is None else to_device(error, n.device, n.dtype),
+            "sqnorms_over_sizes": sum(within, (sqnorms / n[:, None]).sum(0)),
+            "group_error": torch.stack([n.new_zeros(()), *errors]).max(),
             "sqnorms": sqnorms.sum(0),
             "grad_sqnorms": grad_sqnorms / replicas,
             "inverse_sizes": (1 / n).sum(),
@@ -139,8 +138,8 @@ class StepAccumulators:
 
     def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
         """n_d of every group of the step; a micro-batch without groups is one."""
-        pairs = zip(sizes, self._source.group_weights, strict=True) if sizes else ()
-        return [weight for size, weights in pairs for weight in weights or (size,)]
+        pairs = zip(sizes, self._source.group_norms, strict=True) if sizes else ()
+        return [n for size, norms in pairs for n in ((size,) if norms is None else norms.weights)]
 
     def _rank_rows(
         self, n: Tensor, micro_batch_sqnorms: Tensor, grad_sqnorm: Tensor, *, failed: bool

@@ -51,7 +51,7 @@ class HalfBatchCosine(Subscriber):
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds e_d h_d of each group."""
-        for number, group in enumerate(groups.images):
+        for number, group in enumerate(groups.gradients):
             self._add(parameter, group, self._sign * (-1) ** number)
 
     def _add(self, parameter: Tensor, gradient: Tensor, sign: int) -> None:

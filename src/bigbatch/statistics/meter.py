@@ -208,7 +208,7 @@ class GradientMeter:
                 'the groups of one backward share its mean loss: groups= needs loss="weighted"'
             )
         self.groups = groups
-        self.source.cut_backwards(groups)
+        self.source.cut_backwards(groups, self._layer_numbers)
 
     # for loops that read further totals in the same all-reduce, as AdaptiveBatch does
 
@@ -365,11 +365,11 @@ def sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) 
     """n_d of a micro-batch; tells the source those of its groups, if each sample has a weight."""
     if not isinstance(samples, Tensor) or samples.dim() != 1:
         return samples
-    if number < len(source.group_weights):
-        sizes = source.group_weights[number]
-        grouping = Grouping(round(sum(sizes)), len(sizes))
+    norms = source.group_norms[number] if number < len(source.group_norms) else None
+    if norms is not None:
+        grouping = Grouping(round(sum(norms.weights)), len(norms.weights))
         if len(samples) == grouping.samples:
-            source.group_weights[number] = tuple(grouping.sums(samples))
+            norms.weights = tuple(grouping.sums(samples))
     return float(samples.sum())
 
 

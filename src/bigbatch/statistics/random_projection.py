@@ -46,7 +46,7 @@ class RandomProjections(Subscriber):
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds the gradient of each group to its projection."""
-        for group, sketch in zip(groups.images, self._sketches[-1], strict=True):
+        for group, sketch in zip(groups.gradients, self._sketches[-1], strict=True):
             self._add(parameter, group, sketch)
 
     def _add(self, parameter: Tensor, gradient: Tensor, sketch: Tensor) -> None:

@@ -102,8 +102,8 @@ class GradientMoments(Subscriber):
         if moment is None or moment.weight != self.weight:  # not watched
             return
         weights = groups.weights
-        mean = gradient.to(groups.images.dtype)
-        for images, weight in zip(groups.images, weights, strict=True):
+        mean = gradient.to(groups.gradients.dtype)
+        for images, weight in zip(groups.gradients, weights, strict=True):
             if weight:
                 deviation = torch.sub(images, mean, alpha=weight / sum(weights))
                 scale = (self.weight - self._weight_before) / sum(weights)

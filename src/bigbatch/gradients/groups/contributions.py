@@ -1,9 +1,11 @@
 """What one use of a parameter adds to the gradient of each group: exactly, or projected.
 
 The gradient of a matrix is a sum of outer products over the rows of the batch, L^T R. With random
-signs S, E |S^T g|^2 = m |g|^2 for m columns of S, and S^T L^T R costs m / a of L^T R (a rows of g).
+signs S (m, a), for a gradient of a rows, E |S g|^2 = m |g|^2; and S L^T R costs m / a of L^T R.
+Convolutions are projected on both sides.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,113 +14,145 @@ from torch import Tensor
 
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.gradients.groups.projection import Projection
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """The gradients of the groups as one tensor, (k, *shape of the parameter)."""
+class Rows:
+    """A factor of a use by the rows of the batch, (B, n, a), which several parameters may share."""
 
-    gradients: Tensor
-
-    def exact(self) -> Tensor:
-        """The gradients of the groups, (k, *shape)."""
-        return self.gradients
+    def __init__(self, values: Tensor, grouping: Grouping) -> None:
+        self.values, self.grouping = _full_precision(values), grouping
+        self._projection: tuple[Tensor, Tensor] | None = None  # signs, and what they gave
 
     def projected(self, signs: Tensor) -> Tensor:
-        """S^T g of each group, (k, m, *shape[1:]); S has a row for each row of the parameter."""
+        """S L^T, (m, B, n)."""
+        if self._projection is None or self._projection[0] is not signs:
+            flat = self.values.flatten(0, 1)
+            projected = (signs @ flat.t()).unflatten(1, self.values.shape[:2])
+            self._projection = signs, projected
+        return self._projection[1]
+
+
+class Contribution(ABC):
+    """What one use adds to the groups' gradients of a parameter."""
+
+    @abstractmethod
+    def exact(self) -> Tensor:
+        """The gradients of the groups, (k, *shape)."""
+
+    def projected(self, projection: Projection) -> Tensor:
+        """S g of each group, (k, m, *shape[1:]); only where `can_project` of rules.py says so."""
         raise NotImplementedError
 
     def transposed(self) -> "Contribution":
         """The same for the transposed parameter."""
-        return Contribution(self.exact().transpose(-1, -2))
+        return GroupSums(self.exact().transpose(-1, -2))
+
+
+@dataclass(frozen=True)
+class GroupSums(Contribution):
+    """Sums that are small enough to be computed at once, (k, *shape)."""
+
+    gradients: Tensor
+
+    def exact(self) -> Tensor:
+        """The sums."""
+        return self.gradients
+
+
+@dataclass(frozen=True)
+class RowSums(Contribution):
+    """Sums of rows: the bias of a linear layer."""
+
+    rows: Rows
+
+    def exact(self) -> Tensor:
+        """(k, a)."""
+        shape = self.rows.values.shape[2:]
+        return group_sums(self.rows.values, self.rows.grouping, shape)
+
+    def projected(self, projection: Projection) -> Tensor:
+        """(k, m)."""
+        parts = self.rows.grouping.split(self.rows.projected(projection.rows), 1)
+        return _joined([part.sum((2, 3)).t() for part in parts])
 
 
 @dataclass(frozen=True)
 class OuterProducts(Contribution):
-    """L^T R of each group, from L (B, n, a) and R (B, n, b): linear layers."""
+    """L^T R of each group, for a parameter of a rows and b columns: linear layers."""
 
-    gradients: Tensor  # L
-    right: Tensor
-    grouping: Grouping
+    left: Rows
+    right: Rows
 
     def exact(self) -> Tensor:
         """(k, a, b)."""
-        return _grouped_product(self.gradients, self.right, self.grouping)
+        split = self.left.grouping.split
+        pairs = zip(split(self.left.values), split(self.right.values), strict=True)
+        return _joined(
+            [torch.bmm(a.flatten(1, 2).transpose(1, 2), b.flatten(1, 2)) for a, b in pairs]
+        )
 
-    def projected(self, signs: Tensor) -> Tensor:
+    def projected(self, projection: Projection) -> Tensor:
         """(k, m, b)."""
-        left = _full_precision(self.gradients)
-        return _grouped_product(left @ signs.to(left.dtype), self.right, self.grouping)
+        return _grouped_product(self.left.projected(projection.rows), self.right)
 
     def transposed(self) -> Contribution:
         """R^T L."""
-        return OuterProducts(self.right, self.gradients, self.grouping)
+        return OuterProducts(self.right, self.left)
 
 
 @dataclass(frozen=True)
 class EmbeddingRows(Contribution):
     """Sums of R over the rows of a table that are looked up: L is one-hot, from indices (B, n)."""
 
-    gradients: Tensor  # indices
-    right: Tensor
-    grouping: Grouping
+    indices: Tensor
+    right: Rows
     table_rows: int
 
     def exact(self) -> Tensor:
         """(k, rows of the table, b)."""
-        right = _full_precision(self.right)
-        parts = zip(
-            self.gradients.split(self.grouping.sizes),
-            right.split(self.grouping.sizes),
-            strict=True,
-        )
-        width = right.shape[-1]
-        table = right.new_zeros(self.grouping.groups, self.table_rows, width)
-        for group, (indices, rows) in zip(table, parts, strict=True):
-            group.index_add_(0, indices.reshape(-1), rows.reshape(-1, width))
+        values, sizes = self.right.values, self.right.grouping.sizes
+        table = values.new_zeros(len(sizes), self.table_rows, values.shape[-1])
+        parts = zip(table, self.indices.split(sizes), values.split(sizes), strict=True)
+        for group, indices, rows in parts:
+            group.index_add_(0, indices.reshape(-1), rows.flatten(0, 1))
         return table
 
-    def projected(self, signs: Tensor) -> Tensor:
+    def projected(self, projection: Projection) -> Tensor:
         """(k, m, b)."""
-        left = signs.to(sum_dtype(self.right.dtype))[self.gradients]
-        return _grouped_product(left, self.right, self.grouping)
+        return _grouped_product(projection.rows[:, self.indices], self.right)
 
 
 @dataclass(frozen=True)
 class Convolutions(Contribution):
     """The weight gradients of a convolution, from D (B, out, ...) and its input (B, in, ...)."""
 
-    gradients: Tensor  # D
-    right: Tensor
+    output_gradient: Tensor
+    inputs: Tensor
     grouping: Grouping
-    weight_gradient: Callable[[Tensor, Tensor, int], Tensor]  # (D, input, out) -> gradient
-    channels: int
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]  # (D, input) -> gradient
 
     def exact(self) -> Tensor:
         """(k, out, in, ...)."""
-        return self._by_group(self.gradients, self.channels)
+        return self._by_group(_full_precision(self.output_gradient), _full_precision(self.inputs))
 
-    def projected(self, signs: Tensor) -> Tensor:
-        """(k, m, in, ...)."""
-        flat = _full_precision(self.gradients).flatten(2)
-        projected = signs.to(flat.dtype).t() @ flat
+    def projected(self, projection: Projection) -> Tensor:
+        """(k, m of S, m of R, ...)."""
         return self._by_group(
-            projected.unflatten(2, self.gradients.shape[2:]), signs.shape[1]
+            _of_channels(projection.rows, self.output_gradient),
+            _of_channels(projection.columns, self.inputs),
         )
 
-    def _by_group(self, gradients: Tensor, channels: int) -> Tensor:
-        parts = zip(
-            gradients.split(self.grouping.sizes),
-            _full_precision(self.right).split(self.grouping.sizes),
-            strict=True,
-        )
-        dtype = sum_dtype(gradients.dtype)
-        return torch.stack([self.weight_gradient(d.to(dtype), x, channels) for d, x in parts])
+    def _by_group(self, output_gradient: Tensor, inputs: Tensor) -> Tensor:
+        sizes = self.grouping.sizes
+        pairs = zip(output_gradient.split(sizes), inputs.split(sizes), strict=True)
+        return torch.stack([self.weight_gradient(d, x) for d, x in pairs])
 
 
 def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:
     """Sums over the samples of each group, and over what was broadcast: (B, ...) -> (k, *shape)."""
-    sums = torch.cat([part.sum(1, dtype=sum_dtype(values.dtype)) for part in grouping.split(values)])
+    dtype = sum_dtype(values.dtype)
+    sums = _joined([part.sum(1, dtype=dtype) for part in grouping.split(values)])
     missing = sums.dim() - 1 - len(shape)
     if missing > 0:
         sums = sums.sum(tuple(range(1, 1 + missing)))
@@ -128,13 +162,20 @@ def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:
     return sums.sum(summed, keepdim=True) if summed else sums
 
 
-def _grouped_product(left: Tensor, right: Tensor, grouping: Grouping) -> Tensor:
-    """L^T R of each group, (k, a, b)."""
-    left, right = _full_precision(left), _full_precision(right)
-    parts = [
-        torch.bmm(a.flatten(1, 2).transpose(1, 2), b.flatten(1, 2))
-        for a, b in zip(grouping.split(left), grouping.split(right), strict=True)
-    ]
+def _grouped_product(projection: Tensor, right: Rows) -> Tensor:
+    """Sums over the rows of each group, (m, B, n) and (B, n, b) -> (k, m, b)."""
+    split = right.grouping.split
+    pairs = zip(split(projection, 1), split(right.values), strict=True)
+    return _joined([torch.bmm(q.flatten(2).transpose(0, 1), x.flatten(1, 2)) for q, x in pairs])
+
+
+def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
+    """Signs (m, C) times (B, C, ...) -> (B, m, ...)."""
+    images = _full_precision(images)
+    return images if signs is None else (signs @ images.flatten(2)).unflatten(2, images.shape[2:])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

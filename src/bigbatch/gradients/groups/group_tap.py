@@ -1,41 +1,38 @@
 """Computes the gradients of k groups of samples in one backward, at the nodes of its graph."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import without_autocast
+from bigbatch.gradients.dtypes import sum_dtype, without_autocast
 from bigbatch.gradients.groups.backward_graph import Node, leaf_of, nodes_of, shape_of, signature
 from bigbatch.gradients.groups.contributions import Contribution
+from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
+from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
 from bigbatch.gradients.groups.rules import RULES, Call, Place, can_project
 
-COLUMNS = 8  # of random signs, m
-
-_SHIFTS = 4093  # prime: positions in the pool of random signs
+_COLUMNS = 2003  # added to the seed of a parameter's columns
 _MAX_STRUCTURES = 32  # graphs that are remembered
 
 
 @dataclass(frozen=True)
 class GroupGradients:
-    """What the groups of one backward add to a parameter's gradient: a linear image of it.
+    """What the groups of one backward add to a parameter's gradient.
 
     Args:
-        images: (k, ...), with |g_d|^2 = E |images[d]|^2 / columns.
-        columns: m; 1 if the images are the gradients themselves.
+        gradients: h_d, (k, *shape).
         weights: n_d of each group.
     """
 
-    images: Tensor
-    columns: int
+    gradients: Tensor
     weights: tuple[float, ...]
 
 
@@ -46,12 +43,13 @@ class _Plan:
     Args:
         uses: the uses that are covered, with the place of the samples.
         refusals: parameters that are not covered, and why.
-        projected: parameters whose gradients may be projected.
+        projected: parameters whose gradients may be projected, with the number of their random
+            signs, which those of one use share.
     """
 
     uses: list[tuple[Use, Place]]
     refusals: dict[Tensor, str]
-    projected: set[Tensor]
+    projected: dict[Tensor, int]
 
 
 class GroupTap:
@@ -63,6 +61,7 @@ class GroupTap:
     Args:
         groups: k, the groups of a backward; one per sample if there are fewer samples.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
+        layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
         checks_samples: whether an extra backward may check, once for each structure of graph, that
             the samples of a group do not influence others and are where they are looked for.
     """
@@ -71,11 +70,13 @@ class GroupTap:
         self,
         groups: int,
         parameter_of: Callable[[Tensor], Tensor | None],
+        layers: Mapping[Tensor, int],
         *,
         checks_samples: bool = True,
     ) -> None:
         self.groups = groups
         self.exact = False  # whether a subscriber needs the gradients themselves
+        self._layers = layers
         self.step = 0  # chooses the random signs, together with `_backwards`
         self.muted = False  # in a backward that only checks
         self.refusals: dict[Tensor, str] = {}  # of the present backward
@@ -86,11 +87,12 @@ class GroupTap:
         self._prepared = 0  # number of the last prepared graph
         self._plans: dict[tuple[object, ...], _Plan] = {}
         self._plan: _Plan | None = None
+        self._projected: dict[Tensor, int] = {}  # in the prepared backward
         self._nodes: list[Node] = []  # of the prepared backward; hooks do not hold them
         self._images: dict[Tensor, Tensor] = {}
-        self._residuals: list[tuple[Tensor, Tensor]] = []  # squares: of the difference, of images
-        self._signs: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._offsets: dict[Tensor, int] = {}
+        self._norms: NormsOfGroups | None = None  # of the prepared backward
+        self._signs = SignPool()
+        self._projections: dict[tuple[int, torch.Size], Projection] = {}  # likewise
 
     # a backward
 
@@ -117,10 +119,12 @@ class GroupTap:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
         self._nodes, self._plan = nodes, plan
+        self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
         grouping = self.grouping = Grouping(samples, min(self.groups, samples))
         equal = sample_weights is None
         self.weights = grouping.sizes if equal else tuple(grouping.sums(sample_weights))
+        self._norms = NormsOfGroups(self.weights, self._layers)
         self._backwards += 1
         self._prepared += 1
         on_gradient = weakref.WeakMethod(self._on_gradient)
@@ -130,40 +134,35 @@ class GroupTap:
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
         images = self._images.pop(parameter, None)
-        if images is None or self.grouping is None:
+        if images is None or self._norms is None:
             self.refusals.setdefault(parameter, "not in the graph of the loss")
             return None
-        projected = self._is_projected(parameter)
-        columns = COLUMNS if projected else 1
-        if projected:
-            expected = self._signs_of(parameter, images)[:, 0] @ gradient.flatten(1).to(images)
-            actual, images = images[:, 0].sum(0).flatten(), images
-        else:
-            expected, actual = gradient.to(images.dtype), images.sum(0)
-        difference = torch.linalg.vector_norm(actual - expected)
-        self._residuals.append((difference, torch.linalg.vector_norm(images)))
-        return GroupGradients(images, columns, self.weights)
+        gradient = gradient.to(images.dtype)
+        if parameter not in self._projected:
+            self._norms.add(parameter, images, gradient, 1)
+            return GroupGradients(images, self.weights)
+        projection = self._projection_of(parameter, images)
+        self._norms.add(parameter, images, projection.of(gradient), projection.scale)
+        return None
 
-    def end(self) -> Tensor | None:
-        """The largest |sum of the groups - gradient| / |groups| of a parameter in this backward."""
-        residuals, self._residuals = self._residuals, []
+    def end(self) -> GroupNorms:
+        """The norms of the groups of this backward."""
+        assert self._norms is not None
+        norms = self._norms.end()
         self.forget()
-        if not residuals:
-            return None
-        differences, lengths = (torch.stack(list(x)) for x in zip(*residuals, strict=True))
-        return (differences / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).max()
+        return norms
 
     def forget(self) -> None:
         """Forgets the prepared backward."""
         self._nodes, self._plan, self.grouping = [], None, None
+        self._norms = None
         self._images.clear()
-        self._residuals.clear()
+        self._projections.clear()
 
     def restart(self, step: int) -> None:
         """A step starts, with this number."""
         self.step, self._backwards = step, 0
 
-    @_disable_dynamo
     def _on_gradient(
         self, prepared: int, index: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
@@ -186,16 +185,16 @@ class GroupTap:
             )
             for operand, contribution in rule(call).items():
                 for route in use.routes[operand]:
-                    self._add(route, contribution)
+                    self._add(route, contribution, gradient)
 
-    def _add(self, route: Route, contribution: Contribution) -> None:
+    def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
         parameter = route.parameter
-        if self._is_projected(parameter):
+        if parameter in self._projected:
             source = contribution.transposed() if route.is_transposed else contribution
-            images = source.projected(self._signs_of(parameter, contribution.gradients))
+            images = source.projected(self._projection_of(parameter, like))
         elif route.is_matrix:
-            images = contribution.exact()
-            images = images.transpose(-1, -2) if route.is_transposed else images
+            source = contribution.transposed() if route.is_transposed else contribution
+            images = source.exact()
         else:
             images = torch.stack([self._along(route, g) for g in contribution.exact()])
         if parameter in self._images:
@@ -213,20 +212,19 @@ class GroupTap:
             gradient = results if isinstance(results, Tensor) else results[operand]
         return gradient
 
-    def _is_projected(self, parameter: Tensor) -> bool:
-        return not self.exact and self._plan is not None and parameter in self._plan.projected
-
-    def _signs_of(self, parameter: Tensor, like: Tensor) -> Tensor:
-        """S of a parameter in this backward, (rows, m): a slice of a pool of random signs."""
-        rows, key = parameter.shape[0], (like.device, like.dtype)
-        pool = self._signs.get(key)
-        if pool is None or len(pool) < rows + _SHIFTS:
-            generator = torch.Generator().manual_seed(0)
-            signs = torch.randint(2, (rows + _SHIFTS, COLUMNS), generator=generator, device="cpu")
-            pool = self._signs[key] = signs.mul_(2).sub_(1).to(*key)
-        number = self._offsets.setdefault(parameter, len(self._offsets))
-        offset = (7919 * number + 1009 * self.step + 131 * self._backwards) % _SHIFTS
-        return pool[offset : offset + rows]
+    def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
+        """The projection of a parameter in this backward, for factors like this tensor."""
+        number, shape = self._projected[parameter], parameter.shape
+        key = number, shape[:2] if parameter.dim() > 2 else shape[:1]
+        projection = self._projections.get(key)
+        if projection is None:
+            seed = 7919 * number + 1009 * self.step + 131 * self._backwards
+            kind = like.device, sum_dtype(like.dtype)
+            is_wide = parameter.dim() > 2 and shape[1] > SIGNS
+            columns = self._signs.signs(shape[1], seed + _COLUMNS, *kind) if is_wide else None
+            projection = Projection(self._signs.signs(shape[0], seed, *kind), columns)
+            self._projections[key] = projection
+        return projection
 
     # the structure of a graph
 
@@ -237,7 +235,7 @@ class GroupTap:
             found = ParameterUses(nodes, self._parameter_of, samples, without_samples)
             if found.batch_norms:
                 names = "BatchNorm normalizes over the samples of all groups"
-                return _Plan([], {p: names for use in found.uses for p in use.parameters}, set())
+                return _Plan([], {p: names for use in found.uses for p in use.parameters}, {})
             places = self._places(found, samples)
             wrong = {number for number, place in places.items() if place is None}
             parameters_only = {
@@ -297,21 +295,24 @@ def _prehook(
     return hook
 
 
-def _projected(found: ParameterUses) -> set[Tensor]:
+def _projected(found: ParameterUses) -> dict[Tensor, int]:
     """The parameters that are larger than their projection, and can be projected in every use."""
     projects: dict[Tensor, bool] = {}
-    for use in found.uses:
+    numbers: dict[Tensor, int] = {}
+    for number, use in enumerate(found.uses):
+        shared = next((numbers[p] for p in use.parameters if p in numbers), number)
         for operand, routes in use.routes.items():
             for route in routes:
                 parameter = route.parameter
+                numbers.setdefault(parameter, shared)
                 projects[parameter] = (
                     projects.get(parameter, True)
-                    and parameter.dim() > 1
-                    and parameter.shape[0] > COLUMNS
+                    and parameter.dim() > 0
+                    and parameter.shape[0] > SIGNS
                     and route.is_matrix
                     and can_project(found.nodes[use.number], operand)
                 )
-    return {parameter for parameter, can in projects.items() if can}
+    return {parameter: numbers[parameter] for parameter, can in projects.items() if can}
 
 
 _CHECKED_GROUP = 1  # whose samples alone get a gradient

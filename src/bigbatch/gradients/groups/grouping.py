@@ -12,7 +12,7 @@ from bigbatch.setting_types import In
 
 Groups = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
-Rows = Literal["sample-major", "sample-minor"]
+RowOrder = Literal["sample-major", "sample-minor"]
 """The order of flattened rows: all of one sample first, or one of every sample first."""
 
 
@@ -42,18 +42,20 @@ class Grouping:
         weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
         return [float(part.sum()) for part in weights.split(self.sizes)]
 
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Groups of equal size: (B, ...) -> one or two tensors (groups, samples of each, ...)."""
+    def split(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
+        """Cuts `dim`, of size B, into (groups, samples of each), for groups of equal size each."""
         size, larger = divmod(self.samples, self.groups)
         if not larger:
-            return [tensor.unflatten(0, (self.groups, size))]
+            return [tensor.unflatten(dim, (self.groups, size))]
         cut = larger * (size + 1)
         return [
-            tensor[:cut].unflatten(0, (larger, size + 1)),
-            tensor[cut:].unflatten(0, (self.groups - larger, size)),
+            tensor.narrow(dim, 0, cut).unflatten(dim, (larger, size + 1)),
+            tensor.narrow(dim, cut, self.samples - cut).unflatten(
+                dim, (self.groups - larger, size)
+            ),
         ]
 
-    def by_sample(self, rows: Tensor, order: Rows) -> Tensor:
+    def by_sample(self, rows: Tensor, order: RowOrder) -> Tensor:
         """(rows, ...) -> (B, rows of a sample, ...)."""
         if order == "sample-major":
             return rows.unflatten(0, (self.samples, -1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients.groups.backward_graph import Node, leaf_of, shape_of
-from bigbatch.gradients.groups.rules import RULES, Place
+from bigbatch.gradients.groups.rules import RULES, Place, refusal_of
 
 _ROWS = {"AddmmBackward0", "MmBackward0"}  # whose output is flattened to a matrix
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "MulBackward0", "ExpandBackward0"}
@@ -84,6 +84,7 @@ class Use:
     name: str
     routes: dict[int, list[Route]] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
+    uncovered_option: str = ""
 
     @property
     def refusal(self) -> str:
@@ -94,7 +95,7 @@ class Use:
             return f"used as another operand of {self.name}"
         if not self.places:
             return f"used in {self.name}, whose output has no dimension of the batch's size"
-        return ""
+        return self.uncovered_option
 
     @property
     def parameters(self) -> Iterator[Tensor]:
@@ -193,7 +194,7 @@ class ParameterUses:
         for number, node in enumerate(self.nodes):
             if leaf_of(node) is not None or not self.has_samples(node):
                 continue
-            use = Use(number, node.name())
+            use = Use(number, node.name(), uncovered_option=refusal_of(node))
             for operand, edge in enumerate(node.next_functions):
                 if edge[0] is not None and not self.has_samples(edge[0]):
                     use.routes[operand] = list(self._routes(edge, (), ()))

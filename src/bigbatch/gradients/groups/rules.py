@@ -11,10 +11,13 @@ from bigbatch.gradients.groups.contributions import (
     Contribution,
     Convolutions,
     EmbeddingRows,
+    GroupSums,
     OuterProducts,
+    Rows,
+    RowSums,
     group_sums,
 )
-from bigbatch.gradients.groups.grouping import Grouping, Rows
+from bigbatch.gradients.groups.grouping import Grouping, RowOrder
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Place:
     """
 
     dim: int | None
-    order: Rows = "sample-major"
+    order: RowOrder = "sample-major"
     is_certain: bool = True
 
     def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
@@ -70,8 +73,8 @@ class Call:
         shape = shape_of(following, number)
         by_sample = self.place.by_sample(tensor, self.grouping)
         if self.place.dim is None:
-            return Contribution(group_sums(by_sample, self.grouping, shape))
-        return Contribution(group_sums(by_sample, self.grouping, shape))
+            return GroupSums(group_sums(by_sample, self.grouping, shape))
+        return GroupSums(group_sums(by_sample, self.grouping, shape))
 
 
 Contributions = Mapping[int, Contribution]
@@ -79,33 +82,29 @@ Rule = Callable[[Call], Contributions]
 
 
 def _mm(call: Call) -> Contributions:
-    left = call.rows(saved_tensor(call.node, "self"))
-    return {1: OuterProducts(left, call.rows(call.gradient), call.grouping)}
+    left = Rows(call.rows(saved_tensor(call.node, "self")), call.grouping)
+    return {1: OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))}
 
 
 def _addmm(call: Call) -> Contributions:
-    gradients: dict[int, Contribution] = {}
-    rows = call.rows(call.gradient)
+    node, gradients = call.node, dict[int, Contribution]()
+    rows = Rows(call.rows(call.gradient), call.grouping)
     if 0 in call.operands:
-        scaled = rows if call.node._saved_beta == 1 else rows * call.node._saved_beta
-        shape = shape_of(*call.node.next_functions[0])
-        gradients[0] = Contribution(group_sums(scaled, call.grouping, shape))
+        gradients[0] = RowSums(rows)
     if 2 in call.operands:
-        left = call.rows(saved_tensor(call.node, "mat1"))
-        left = left if call.node._saved_alpha == 1 else left * call.node._saved_alpha
-        gradients[2] = OuterProducts(left, rows, call.grouping)
+        gradients[2] = OuterProducts(
+            Rows(call.rows(saved_tensor(node, "mat1")), call.grouping), rows
+        )
     return gradients
 
 
 def _embedding(call: Call) -> Contributions:
-    if call.node._saved_scale_grad_by_freq:
-        raise NotImplementedError("scale_grad_by_freq=True")
     indices, rows = call.rows(saved_tensor(call.node, "indices"), 0), call.rows(call.gradient)
     padding = call.node._saved_padding_idx
-    if 0 <= padding < 2**63:
+    if padding < 2**63:  # -1, unsigned, is for none
         rows = rows.masked_fill((indices == padding)[..., None], 0)
     table_rows = int(call.node._saved_weight_sym_argsize_0)
-    return {0: EmbeddingRows(indices, rows, call.grouping, table_rows)}
+    return {0: EmbeddingRows(indices, Rows(rows, call.grouping), table_rows)}
 
 
 def _convolution(call: Call) -> Contributions:
@@ -115,7 +114,6 @@ def _convolution(call: Call) -> Contributions:
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
         weight = node._saved_weight
-        channels = call.gradient.shape[1]
         options = (
             [0],
             node._saved_stride,
@@ -127,13 +125,16 @@ def _convolution(call: Call) -> Contributions:
             (False, True, False),
         )
 
-        def weight_gradient(gradient: Tensor, x: Tensor, out: int) -> Tensor:
-            like = weight if out == channels else weight[:1].expand(out, *weight.shape[1:])
+        def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+            channels = gradient.shape[1], x.shape[1]
+            like = weight
+            if channels != (call.gradient.shape[1], inputs.shape[1]):  # projected
+                like = weight[:1, :1].expand(*channels, *weight.shape[2:])
             result: Tensor = torch.ops.aten.convolution_backward(gradient, x, like, *options)[1]
             return result
 
-        x = saved_tensor(node, "input")
-        gradients[1] = Convolutions(call.gradient, x, grouping, weight_gradient, channels)
+        inputs = saved_tensor(node, "input")
+        gradients[1] = Convolutions(call.gradient, inputs, grouping, weight_gradient)
     if 2 in call.operands:
         sums = call.gradient.flatten(2).sum(2)
         gradients[2] = call.sums(sums, 2)
@@ -150,13 +151,13 @@ def _layer_norm(call: Call) -> Contributions:
     shape = call.gradient.shape[call.gradient.dim() - dims :]
     d = call.rows(call.gradient, dims).flatten(2)
     if 2 in call.operands:
-        gradients[2] = Contribution(group_sums(d, call.grouping, d.shape[2:]).unflatten(1, shape))
+        gradients[2] = GroupSums(group_sums(d, call.grouping, d.shape[2:]).unflatten(1, shape))
     if 1 in call.operands:
         x = call.rows(saved_tensor(node, "input"), dims).flatten(2)
         mean = call.rows(saved_tensor(node, "result1").flatten(-dims), 1)
         inverse = call.rows(saved_tensor(node, "result2").flatten(-dims), 1)
         product = group_sums((x - mean) * inverse * d, call.grouping, d.shape[2:])
-        gradients[1] = Contribution(product.unflatten(1, shape))
+        gradients[1] = GroupSums(product.unflatten(1, shape))
     return gradients
 
 
@@ -207,14 +208,24 @@ def _expand(call: Call) -> Contributions:
     return {0: call.sums(call.gradient, 0)}
 
 
+def refusal_of(node: Node) -> str:
+    """Why a function's options are not covered; empty if they are."""
+    name = node.name()
+    if name == "AddmmBackward0" and (node._saved_alpha, node._saved_beta) != (1, 1):
+        return "used in addmm with alpha or beta"
+    if name == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
+        return "used in an embedding with scale_grad_by_freq"
+    return ""
+
+
 def can_project(node: Node, operand: int) -> bool:
     """Whether the operand's gradient can be projected without being computed."""
-    name = node.name()
-    if name == "ConvolutionBackward0":
+    if node.name() == "ConvolutionBackward0":
         return operand == 1 and node._saved_groups == 1 and not node._saved_transposed
-    products = {"AddmmBackward0": 2, "MmBackward0": 1, "EmbeddingBackward0": 0}
-    return products.get(name) == operand
+    return operand in _PROJECTED.get(node.name(), ())
 
+
+_PROJECTED = {"AddmmBackward0": (0, 2), "MmBackward0": (1,), "EmbeddingBackward0": (0,)}
 
 RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
     "AddmmBackward0": (_addmm, (0, 2)),

@@ -1,0 +1,109 @@
+"""Squared norms of the groups' gradients in one backward, and whether they add up to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients.dtypes import to_device, widest_float
+
+_MAX_GATHERED = 1 << 17  # elements that are gathered, few enough to stay in cache
+
+
+@dataclass
+class GroupNorms:
+    """Sums over the parameters of a backward; a layer is a number, from 0.
+
+    Args:
+        weights: n_d of the groups.
+        squares: |h_d|^2, by layer (k,).
+        totals: |sum of h_d|^2, by layer.
+        error: the squared length of (sum of h_d) - h, over all parameters.
+        length: sum |h_d|^2, over all parameters.
+    """
+
+    weights: tuple[float, ...]
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    totals: dict[int, Tensor] = field(default_factory=dict)
+    error: Tensor | float = 0.0
+    length: Tensor | float = 0.0
+
+    def scatter(self, layers: int, device: torch.device) -> Tensor:
+        """sum_d |h_d|^2 / n_d - |sum h_d|^2 / sum n_d, by layer (L,)."""
+        dtype = widest_float(device)
+        inverse = torch.tensor([1 / n if n else 0.0 for n in self.weights], dtype=dtype)
+        result = torch.zeros(layers, dtype=dtype, device=device)
+        for layer, squares in self.squares.items():
+            within = to_device(squares, device, dtype) @ to_device(inverse, device)
+            total = to_device(self.totals[layer], device, dtype)
+            result[layer] = within - total / sum(self.weights)
+        return result
+
+    def relative_error(self) -> Tensor:
+        """The length of (sum of h_d) - h over that of all h_d."""
+        length = torch.as_tensor(self.length)
+        return (self.error / length.clamp_min(torch.finfo(length.dtype).tiny)).sqrt()
+
+
+class NormsOfGroups:
+    """Adds up `GroupNorms`. Large images are read at once, small ones are gathered and read together.
+
+    Args:
+        weights: n_d of the groups.
+        layers: the number of each parameter's layer; empty if all are one layer.
+    """
+
+    def __init__(self, weights: tuple[float, ...], layers: Mapping[Tensor, int]) -> None:
+        self.norms = GroupNorms(weights)
+        self._layers = layers
+        self._gathered: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._elements = 0
+
+    def add(self, parameter: Tensor, images: Tensor, expected: Tensor, scale: int) -> None:
+        """Adds a parameter.
+
+        Args:
+            parameter: chooses the layer.
+            images: linear images of the groups' gradients (k, ...).
+            expected: the image of their sum.
+            scale: c, with |h_d|^2 = E |image of h_d|^2 / c.
+        """
+        key = (self._layers.get(parameter, 0), scale)
+        flat = images.flatten(1), expected.flatten()
+        if images.numel() > _MAX_GATHERED:
+            self._read(key, *flat)
+            return
+        self._gathered.setdefault(key, []).append(flat)
+        self._elements += images.numel()
+        if self._elements > _MAX_GATHERED:
+            self.end()
+
+    def end(self) -> GroupNorms:
+        """Reads what is gathered; the sums so far."""
+        for key, pairs in self._gathered.items():
+            images, expected = zip(*pairs, strict=True)
+            self._read(key, torch.cat(images, 1), torch.cat(expected))
+        self._gathered.clear()
+        self._elements = 0
+        return self.norms
+
+    def _read(self, key: tuple[int, int], images: Tensor, expected: Tensor) -> None:
+        (layer, scale), norms = key, self.norms
+        total = images.sum(0)
+        if images.numel() > 2 * _MAX_GATHERED:  # where vector_norm is inexact
+            squares = torch.stack([torch.dot(image, image) for image in images])
+        else:
+            squares = torch.linalg.vector_norm(images, dim=1).square()
+        squared_total = torch.dot(total, total)
+        difference = total.sub_(expected)
+        norms.error = norms.error + torch.dot(difference, difference)
+        norms.length = norms.length + squares.sum()
+        if scale > 1:
+            squares, squared_total = squares / scale, squared_total / scale
+        if layer in norms.squares:
+            squares, squared_total = (
+                squares + norms.squares[layer],
+                squared_total + norms.totals[layer],
+            )
+        norms.squares[layer], norms.totals[layer] = squares, squared_total
