@@ -12,13 +12,25 @@ from bigbatch.errors import GradientError
 Node = Any
 """A `torch.autograd.graph.Node`, whose C++ attributes have no types."""
 
-_Edge = tuple[Node, int]
+Edge = tuple[Node, int]
+"""A node, and the number of one of its forward function's outputs."""
 
 
-def nodes_of(roots: Iterable[Tensor]) -> list[Node]:
-    """Every node below the roots, in an order that depends on the structure of the graph alone."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+def edges_of(tensors: Iterable[Tensor]) -> list[Edge]:
+    """Where the backwards of these tensors start."""
+    return [(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None]
+
+
+def trace(roots: Iterable[Edge]) -> tuple[list[Node], tuple[object, ...]]:
+    """Every node below the roots, in an order that depends on the structure of the graph alone.
+
+    Returns:
+        The nodes, and a key that graphs of one structure share: the names of their functions, and
+        the leaves themselves.
+    """
+    waiting = [node for node, _ in roots]
     nodes: list[Node] = []
+    key: list[object] = []
     visited: set[Node] = set()
     while waiting:
         node = waiting.pop()
@@ -26,13 +38,10 @@ def nodes_of(roots: Iterable[Tensor]) -> list[Node]:
             continue
         visited.add(node)
         nodes.append(node)
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return nodes
-
-
-def signature(nodes: Iterable[Node]) -> tuple[object, ...]:
-    """What graphs of one structure share: names of functions, and the leaves themselves."""
-    return tuple(id(leaf) if (leaf := leaf_of(node)) is not None else node.name() for node in nodes)
+        edges = node.next_functions
+        key.append(node.name() if edges else id(leaf_of(node)))
+        waiting += [following for following, _ in edges if following is not None]
+    return nodes, tuple(key)
 
 
 def leaf_of(node: Node) -> Tensor | None:
