@@ -34,6 +34,6 @@ def widest_float(device: torch.device) -> torch.dtype:
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
     """Stacks 0-dim tensors, in the widest float dtype, on the device of the first."""
     device = scalars[0].device
-    if any(s.device != device or s.dtype != scalars[0].dtype for s in scalars):
-        scalars = [to_device(s, device, widest_float(device)) for s in scalars]
+    if any(s.device != device for s in scalars):
+        scalars = [to_device(s, device) for s in scalars]
     return torch.stack(list(scalars)).to(widest_float(device))

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 from bigbatch.errors import SettingError
@@ -9,6 +10,8 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import In
+
+_fit = lru_cache(BatchPlan.fit)  # most steps have the plan of the step before
 
 MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
@@ -33,7 +36,7 @@ class PlanConstraints:
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
     ) -> BatchPlan:
         """The plan for a batch size; a step that is not `compared` may be a single backward."""
-        return BatchPlan.fit(
+        return _fit(
             batch_size,
             self.ranks,
             max_micro=self.micro_batch,

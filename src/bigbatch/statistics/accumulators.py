@@ -1,5 +1,6 @@
 """Sums of a step over micro-batches and ranks, on the device."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
-from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
+from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
 from bigbatch.statistics.step_totals import FIELDS, pack, unpack
 
@@ -65,13 +66,13 @@ class StepAccumulators:
         """
         source = self._source
         with without_autocast(self._device):
-            sqnorms, n = self._sqnorms_and_sizes(sizes)
             parts = {} if extra is None else {"extra": extra}
-            parts |= self._parts(sqnorms, n, failed=sizes is None)
-            one = n.new_ones(())
-            parts["scale"] = (one if scaler is None else scaler.scale(one)) / source.ranks
+            parts |= self._parts(sizes or (), failed=sizes is None)
+            scale = self._vector([1 / source.ranks])
+            parts["scale"] = scale if scaler is None else scaler.scale(scale)
             if self._sketches is None:
                 return self._all_reduce(parts)
+            n = self._vector(sizes or ())
             means = (self._sketches.stack() if sizes else self._sketches.zeros(0)).to(n)
             means = means if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
@@ -96,59 +97,55 @@ class StepAccumulators:
     def grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (L,)."""
         grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
-        return self.norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
+        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
 
     @property
     def _device(self) -> torch.device:
         return self._source.parameters[0].device
 
-    def _sqnorms_and_sizes(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        """|h_d|^2 by layer (k, L), and n_d (k,); k = 0 if this rank has no micro-batch."""
-        device, dtype = self._device, widest_float(self._device)
-        n = to_device(torch.tensor(sizes or (), dtype=dtype, device="cpu"), device)
-        if not sizes:
-            return n.new_zeros(0, self.norms.count), n
-        return torch.stack([to_device(s, device, dtype) for s in self.norms.squares]), n
+    def _vector(self, values: Sequence[float]) -> Tensor:
+        """Numbers that the host knows, on the device."""
+        dtype = widest_float(self._device)
+        return to_device(torch.tensor(values, dtype=dtype, device="cpu"), self._device)
 
-    def _parts(self, sqnorms: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
-        """This rank's share of every sum."""
-        replicas = self._source.reducer.replicas
-        grad_sqnorms = to_device(self.grad_sqnorms(), n.device)
+    def _parts(self, sizes: Sequence[float], *, failed: bool) -> dict[str, Tensor]:
+        """This rank's share of every sum; k = 0 if it has no micro-batch."""
+        replicas, k = self._source.reducer.replicas, len(sizes)
+        factors = self._vector([*(1 / n for n in sizes), *([1.0] * k), *range(1, k + 1)])
+        squares = [to_device(s, factors.device, factors.dtype) for s in self.norms.squares]
+        sqnorms = torch.stack(squares) if k else factors.new_zeros(0, self.norms.count)  # (k, L)
+        over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
+        grad_sqnorms = to_device(self.grad_sqnorms(), factors.device)
         micro_batch_sqnorms = sqnorms.sum(1)
+        projections = self._probe.micro_batch_projections()
         parts = {
-            "sqnorms_over_sizes": (sqnorms / n[:, None]).sum(0),
-            "sqnorms": sqnorms.sum(0),
+            "sqnorms_over_sizes": over_sizes,
+            "sqnorms": totals,
             "grad_sqnorms": grad_sqnorms / replicas,
-            "inverse_sizes": (1 / n).sum(),
-            "slope": _slope(n, micro_batch_sqnorms),
-            "micro_batch_projections": self._probe.micro_batch_projections,
+            "inverse_sizes": self._vector([math.fsum(1 / n for n in sizes)]),
+            "slope": self._slope(sizes, micro_batch_sqnorms),
+            "micro_batch_projections": projections.sum(0),
             "grad_projections": self._probe.grad_projections() / replicas,
-            "projection_sqnorm": self._probe.squares,
-            "ranks": self._rank_rows(n, micro_batch_sqnorms, grad_sqnorms.sum(), failed=failed),
+            "projection_sqnorm": projections.square().sum(),
+            "ranks": self._vector([0.0] * (FIELDS * self._source.ranks)).view(-1, FIELDS),
         }
+        finite = micro_batch_sqnorms.isfinite().cumprod(0).sum()  # before the first that is not
+        sums = [totals.sum(), numbered.sum(), (1 + finite) % (1 + k), grad_sqnorms.sum()]
+        known = self._vector([k, math.fsum(sizes), failed])
+        parts["ranks"][self._source.rank] = torch.cat([known, torch.stack(sums)])
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots() / replicas
         return parts
 
-    def _rank_rows(
-        self, n: Tensor, micro_batch_sqnorms: Tensor, grad_sqnorm: Tensor, *, failed: bool
-    ) -> Tensor:
-        """One row of `RankTotals` per rank; zero in the rows of other ranks."""
-        numbers = torch.arange(1, len(n) + 1, device=n.device)
-        nonfinite_so_far = (~micro_batch_sqnorms.isfinite()).cumsum(0)
-        first_nonfinite = 1 + (nonfinite_so_far == 0).sum()
-        rank_totals = [
-            n.new_full((), len(n)),
-            n.sum(),
-            n.new_full((), failed),
-            micro_batch_sqnorms.sum(),
-            (numbers * micro_batch_sqnorms).sum(),
-            torch.where(first_nonfinite > len(n), 0, first_nonfinite).to(n.dtype),
-            grad_sqnorm,
-        ]
-        rows = n.new_zeros(self._source.ranks, FIELDS)
-        rows[self._source.rank] = torch.stack(rank_totals)
-        return rows
+    def _slope(self, sizes: Sequence[float], sqnorms: Tensor) -> Tensor:
+        """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
+        if len(set(sizes)) < 2:
+            return self._vector([0.0, 0.0])
+        n, tiny = self._vector(sizes), torch.finfo(sqnorms.dtype).tiny
+        counts = (sqnorms > tiny).to(n.dtype)
+        mean = (counts @ n.log()) / counts.sum().clamp_min(1)
+        deviation = (n.log() - mean) * counts
+        return torch.stack([deviation @ sqnorms.clamp_min(tiny).log(), deviation @ deviation])
 
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Packs the parts and sums them over the ranks."""
@@ -156,12 +153,3 @@ class StepAccumulators:
         packed = pack(parts)
         self._source.reducer.all_reduce(packed)
         return packed
-
-
-def _slope(n: Tensor, squares: Tensor) -> Tensor:
-    """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
-    tiny = torch.finfo(squares.dtype).tiny
-    counts = (squares > tiny).to(n.dtype)
-    mean = (counts @ n.log()) / counts.sum().clamp_min(1)
-    deviation = (n.log() - mean) * counts
-    return torch.stack([deviation @ squares.clamp_min(tiny).log(), deviation @ deviation])

@@ -50,13 +50,12 @@ class MicroBatchNorms:
                 "which use_reentrant=False avoids?); mark the micro-batches with "
                 "`with meter.micro_batch():`"
             )
-        size = gradient.numel()
         self._dtypes.add(gradient.dtype)
-        if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
+        if not (gradient.is_cpu and _is_small(gradient)):
             self._sqnorms[parameter] = squared_norm(gradient)
             return
         self._small[parameter] = gradient  # not detached: torch would write into its memory
-        self._small_elements += size
+        self._small_elements += gradient.numel()
         if self._small_elements > _MAX_SMALL_ELEMENTS:
             self._read_small()
 
@@ -81,16 +80,13 @@ class MicroBatchNorms:
             return torch.zeros(self.count, dtype=torch.float64)
         values = stack_scalars(list(squares.values()))
         if not self._layers:
-            return values.sum().reshape(1)
+            return values.sum(0, keepdim=True)
         layer_numbers = torch.tensor([self._layers[p] for p in squares], device="cpu")
         layer_numbers = to_device(layer_numbers, values.device)
         return values.new_zeros(self.count).index_add_(0, layer_numbers, values)
 
     def _read_small(self) -> None:
-        if self._small:
-            norms = torch._foreach_norm(list(self._small.values()))
-            torch._foreach_mul_(norms, norms)
-            self._sqnorms.update(zip(self._small, norms, strict=True))
+        self._sqnorms.update(squared_norms(self._small))
         self._small.clear()
         self._small_elements = 0
 
@@ -106,6 +102,21 @@ def squared_norm(gradient: Tensor) -> Tensor:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()
+
+
+def squared_norms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Parameter -> |gradient|^2; small ones are read in one call."""
+    small = {p: gradient for p, gradient in gradients.items() if _is_small(gradient)}
+    sqnorms = {p: squared_norm(g) for p, g in gradients.items() if p not in small}
+    if small:
+        norms = torch._foreach_norm(list(small.values()))
+        torch._foreach_mul_(norms, norms)
+        sqnorms.update(zip(small, norms, strict=True))
+    return sqnorms
+
+
+def _is_small(gradient: Tensor) -> bool:
+    return gradient.numel() <= _SMALL and gradient.dtype in FULL_PRECISION
 
 
 def flattened(tensor: Tensor, strides: Sequence[int]) -> Tensor:
