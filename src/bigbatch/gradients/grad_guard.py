@@ -69,8 +69,8 @@ class GradGuard:
         """The version of every gradient now."""
         return [
             None
-            if p.grad is None or (grad := self.local_grad(p)) is None
-            else (id(ref := weakref.ref(p.grad)), p.grad._version + grad._version, ref)
+            if (grad := p.grad) is None or (local_grad := self.local_grad(p)) is None
+            else (id(ref := weakref.ref(grad)), grad._version + local_grad._version, ref)
             for p in self.parameters
         ]
 

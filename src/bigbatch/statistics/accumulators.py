@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import stack_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
@@ -88,16 +88,23 @@ class StepAccumulators:
 
     @torch.no_grad()
     def measure_grad(self, extra: Tensor | None) -> Tensor:
-        """[*extra, |.grad|^2], summed over the ranks."""
-        sqnorm = self.grad_sqnorms().sum() / self._source.reducer.replicas
-        parts = {} if extra is None else {"extra": extra}
-        return self._all_reduce(parts | {"grad_sqnorms": sqnorm})
+        """[*extra, sum of the gradients' norms], summed over the ranks."""
+        grads = list(self._grads().values())
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        total = stack_scalars(norms).sum(0, keepdim=True)
+        totals = total if extra is None else torch.cat([extra, to_device(total, extra.device)])
+        self._source.reducer.all_reduce(totals)
+        return totals
 
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (L,)."""
+        return self.norms.by_layer(squared_norms(self._grads()))
+
+    def _grads(self) -> dict[Tensor, Tensor]:
+        """This rank's shards of `.grad`, by parameter."""
         grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
-        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
+        return {p: grad for p, grad in grads if grad is not None}
 
     @property
     def _device(self) -> torch.device:

@@ -186,7 +186,8 @@ class GradientMeter:
             extra: further values to sum over the ranks; they come first.
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it; only
-            [*extra, |.grad|^2] in a step that is not due.
+            [*extra, x] in a step that is not due: x is 0 if every gradient is zero, and not
+            finite if one is not.
         """
         if not self.due:
             return self._sums.measure_grad(extra)

@@ -61,8 +61,9 @@ class Step:
         try:
             for micro_batch in self._micro_batches:
                 # without the batch, whose memory an error must not keep
-                self._pending = micro_batch._replace(batch=None)
-                hints.samples = micro_batch.samples
+                _, samples, global_samples = micro_batch
+                self._pending = MicroBatch(None, samples, global_samples)
+                hints.samples = samples
                 # before the forward, which reads it
                 self._source.reducer.set_requires_gradient_sync(self.last)
                 yield micro_batch.batch
@@ -304,8 +305,9 @@ class Step:
         source, device = self._source, self._source.parameters[0].device
         messages = [0.0] * (2 * source.ranks)
         messages[2 * source.rank : 2 * source.rank + 2] = self._update.rank_message()
-        dtype = widest_float(device)
-        counts = [
+        k, dtype = len(self._weights), widest_float(device)
+        numbers = [
+            *self._weights,
             math.fsum(self._weights),
             self._backwards,
             bool(self._weighs_samples),
@@ -313,12 +315,12 @@ class Step:
             has_gradient(source),
             *messages,
         ]
+        totals = to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+        if not k:
+            return torch.cat([totals.new_zeros(1), totals])
+        losses = to_device(torch.stack(self._losses), device, dtype)
         with without_autocast(device):
-            loss = torch.zeros(1, dtype=dtype, device=device)
-            if self._losses:
-                weights = to_device(torch.tensor(self._weights, dtype=dtype), device)
-                loss += weights @ to_device(torch.stack(self._losses), device, dtype)
-            return torch.cat([loss, to_device(torch.tensor(counts, dtype=dtype), device)])
+            return torch.cat([(totals[:k] @ losses)[None], totals[k:]])
 
     def _total_weight(self) -> float:
         """Sum of the weights over all ranks; needs no wait if the weights are samples."""
