@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.nn import functional
 
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import stack_scalars, to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
-from bigbatch.statistics.step_totals import FIELDS, pack, unpack
+from bigbatch.statistics.step_totals import RANK_COUNTS, pack, unpack
 
 
 class StepAccumulators:
@@ -67,9 +68,7 @@ class StepAccumulators:
         source = self._source
         with without_autocast(self._device):
             parts = {} if extra is None else {"extra": extra}
-            parts |= self._parts(sizes or (), failed=sizes is None)
-            scale = self._vector([1 / source.ranks])
-            parts["scale"] = scale if scaler is None else scaler.scale(scale)
+            parts |= self._parts(sizes or (), scaler, failed=sizes is None)
             if self._sketches is None:
                 return self._all_reduce(parts)
             n = self._vector(sizes or ())
@@ -79,7 +78,7 @@ class StepAccumulators:
             parts["spread"] = n @ means.square().sum(1)
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
-            count, samples = totals["ranks"].view(-1, FIELDS)[:, :2].sum(0)
+            count, samples = totals["rank_counts"].view(RANK_COUNTS, -1)[:2].sum(1)
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
             source.reducer.all_reduce(sums)
@@ -91,7 +90,7 @@ class StepAccumulators:
         """[*extra, sum of the gradients' norms], summed over the ranks."""
         grads = list(self._grads().values())
         norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        total = stack_scalars(norms).sum(0, keepdim=True)
+        total = sum_scalars(norms)
         totals = total if extra is None else torch.cat([extra, to_device(total, extra.device)])
         self._source.reducer.all_reduce(totals)
         return totals
@@ -115,39 +114,53 @@ class StepAccumulators:
         dtype = widest_float(self._device)
         return to_device(torch.tensor(values, dtype=dtype, device="cpu"), self._device)
 
-    def _parts(self, sizes: Sequence[float], *, failed: bool) -> dict[str, Tensor]:
+    def _parts(
+        self, sizes: Sequence[float], scaler: GradScaler | None, *, failed: bool
+    ) -> dict[str, Tensor]:
         """This rank's share of every sum; k = 0 if it has no micro-batch."""
-        replicas, k = self._source.reducer.replicas, len(sizes)
-        factors = self._vector([*(1 / n for n in sizes), *([1.0] * k), *range(1, k + 1)])
-        squares = [to_device(s, factors.device, factors.dtype) for s in self.norms.squares]
-        sqnorms = torch.stack(squares) if k else factors.new_zeros(0, self.norms.count)  # (k, L)
+        k, rank, ranks = len(sizes), self._source.rank, self._source.ranks
+        inverse_sizes = [1 / n for n in sizes]
+        counts = [0.0] * (RANK_COUNTS * ranks)
+        counts[rank::ranks] = k, math.fsum(sizes), failed
+        # what the host knows, in one copy
+        factors, scale, inverse_sum, rank_counts = self._vector(
+            [*inverse_sizes, *[1.0] * k, *range(1, k + 1)]
+            + [1 / ranks, math.fsum(inverse_sizes), *counts]
+        ).split((3 * k, 1, 1, len(counts)))
+        squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
+        sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
         over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
-        grad_sqnorms = to_device(self.grad_sqnorms(), factors.device)
+        grad_sqnorms = to_device(self.grad_sqnorms(), scale.device)
         micro_batch_sqnorms = sqnorms.sum(1)
+        # x - x is nan for the first one that is not finite, and nan is the largest
+        first = 1 + (micro_batch_sqnorms - micro_batch_sqnorms).argmax() if k else scale[0]
+        rank_sums = torch.stack([totals.sum(), numbered.sum(), first, grad_sqnorms.sum()])
         projections = self._probe.micro_batch_projections()
         parts = {
             "sqnorms_over_sizes": over_sizes,
             "sqnorms": totals,
-            "grad_sqnorms": grad_sqnorms / replicas,
-            "inverse_sizes": self._vector([math.fsum(1 / n for n in sizes)]),
+            "grad_sqnorms": grad_sqnorms,
+            "inverse_sizes": inverse_sum,
             "slope": self._slope(sizes, micro_batch_sqnorms),
             "micro_batch_projections": projections.sum(0),
-            "grad_projections": self._probe.grad_projections() / replicas,
+            "grad_projections": self._probe.grad_projections(),
             "projection_sqnorm": projections.square().sum(),
-            "ranks": self._vector([0.0] * (FIELDS * self._source.ranks)).view(-1, FIELDS),
+            "rank_counts": rank_counts,
+            "rank_sums": functional.pad(rank_sums[:, None], (rank, ranks - 1 - rank)),
+            "scale": scale if scaler is None else scaler.scale(scale),
         }
-        finite = micro_batch_sqnorms.isfinite().cumprod(0).sum()  # before the first that is not
-        sums = [totals.sum(), numbered.sum(), (1 + finite) % (1 + k), grad_sqnorms.sum()]
-        known = self._vector([k, math.fsum(sizes), failed])
-        parts["ranks"][self._source.rank] = torch.cat([known, torch.stack(sums)])
         if self.half_batch_cosine is not None:
-            parts["half_batch"] = self.half_batch_cosine.dots() / replicas
+            parts["half_batch"] = self.half_batch_cosine.dots()
+        replicas = self._source.reducer.replicas
+        if replicas > 1:
+            of_grad = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
+            parts |= {name: parts[name] / replicas for name in of_grad}
         return parts
 
     def _slope(self, sizes: Sequence[float], sqnorms: Tensor) -> Tensor:
         """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
         if len(set(sizes)) < 2:
-            return self._vector([0.0, 0.0])
+            return sqnorms.new_zeros(2)
         n, tiny = self._vector(sizes), torch.finfo(sqnorms.dtype).tiny
         counts = (sqnorms > tiny).to(n.dtype)
         mean = (counts @ n.log()) / counts.sum().clamp_min(1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device
+from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, sum_scalars, to_device
 
 _SMALL = 1 << 14  # elements; for fewer, the call costs more than the read
 _MAX_SMALL_ELEMENTS = 1 << 17  # elements that are gathered, few enough to stay in cache
@@ -78,9 +78,9 @@ class MicroBatchNorms:
         """The sum of `squares` over each layer's parameters, (L,)."""
         if not squares:
             return torch.zeros(self.count, dtype=torch.float64)
-        values = stack_scalars(list(squares.values()))
         if not self._layers:
-            return values.sum(0, keepdim=True)
+            return sum_scalars(list(squares.values()))
+        values = stack_scalars(list(squares.values()))
         layer_numbers = torch.tensor([self._layers[p] for p in squares], device="cpu")
         layer_numbers = to_device(layer_numbers, values.device)
         return values.new_zeros(self.count).index_add_(0, layer_numbers, values)

@@ -1,6 +1,7 @@
 """One optimizer step, from its first micro-batch to its update."""
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -50,6 +51,7 @@ class Step:
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighs_samples: bool | None = None  # whether the weights are samples
+        self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
         self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
         self._optimizer_stepped = False  # by a call other than update
@@ -289,38 +291,42 @@ class Step:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        totals = self._local_totals()
-        self._device_totals = self._meter.measure(self._weights, totals)
+        device = self._source.parameters[0].device
+        losses = to_device(torch.stack(self._losses), device) if self._losses else None
+        self._counts = [
+            math.fsum(self._weights),
+            self._backwards,
+            bool(self._weighs_samples),
+            self._samples,
+            has_gradient(self._source),
+            *self._update.rank_message(),
+        ]
+        # one process knows its counts, and weighs the losses once it has read them
+        extra = losses if self._source.ranks == 1 else self._local_totals(losses)
+        self._device_totals = self._meter.measure(self._weights, extra)
         optimizer = ensure_step_hooks(self._update.optimizer)
         self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
         if total != self._expected_weight:
             self._source.scale(self._expected_weight / total)
 
-    def _local_totals(self) -> Tensor:
+    def _local_totals(self, losses: Tensor | None) -> Tensor:
         """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, messages].
 
         Sums over this rank's micro-batches; its message, and zeros for those of other ranks.
         """
         source, device = self._source, self._source.parameters[0].device
-        messages = [0.0] * (2 * source.ranks)
-        messages[2 * source.rank : 2 * source.rank + 2] = self._update.rank_message()
         k, dtype = len(self._weights), widest_float(device)
-        numbers = [
-            *self._weights,
-            math.fsum(self._weights),
-            self._backwards,
-            bool(self._weighs_samples),
-            self._samples,
-            has_gradient(source),
-            *messages,
-        ]
-        totals = to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
-        if not k:
-            return torch.cat([totals.new_zeros(1), totals])
-        losses = to_device(torch.stack(self._losses), device, dtype)
+        *counts, seconds, checksum = self._counts
+        messages = [0.0] * (2 * source.ranks)
+        messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
+        numbers = torch.tensor([*self._weights, *counts, *messages], dtype=dtype, device="cpu")
+        numbers = to_device(numbers, device)
+        if losses is None:
+            return torch.cat([numbers.new_zeros(1), numbers])
         with without_autocast(device):
-            return torch.cat([(totals[:k] @ losses)[None], totals[k:]])
+            loss = numbers[:k] @ losses.to(dtype)
+        return torch.cat([loss[None], numbers[k:]])
 
     def _total_weight(self) -> float:
         """Sum of the weights over all ranks; needs no wait if the weights are samples."""
@@ -338,16 +344,26 @@ class Step:
         self._optimizer_stepped = True
 
     @cached_property
-    def _host_totals(self) -> list[float]:
-        """The totals on the host; reading them is the one wait for the device in a step."""
+    def _values(self) -> list[float]:
+        """What was summed on the device; reading it is the one wait for the device in a step."""
         assert self._device_totals is not None
         values: list[float] = self._device_totals.tolist()
         return values
 
+    @cached_property
+    def _host_totals(self) -> list[float]:
+        """The totals of `_local_totals`, over all ranks."""
+        if self._source.ranks > 1:
+            return self._values[: 1 + len(self._counts) + 2 * (self._source.ranks - 1)]
+        losses = self._values[: len(self._losses)]
+        return [math.fsum(map(operator.mul, self._weights, losses)), *self._counts]
+
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        values, ranks = self._host_totals, self._source.ranks
-        loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = values
+        values, ranks = self._values, self._source.ranks
+        loss, weight, micro_batches, weighs_samples, samples, has_grad, *messages = (
+            self._host_totals
+        )
         if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
@@ -371,8 +387,8 @@ class Step:
             finite=finite,
             vanishes=vanishes,
             weight_per_sample=weight / samples,
-            elapsed_seconds=math.fsum(rest[0 : 2 * ranks : 2]) / ranks,
-            checksums=rest[1 : 2 * ranks : 2],
+            elapsed_seconds=math.fsum(messages[::2]) / ranks,
+            checksums=messages[1::2],
         )
 
     def _require_complete(self, call: str) -> None:
