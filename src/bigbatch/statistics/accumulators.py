@@ -88,7 +88,8 @@ class StepAccumulators:
     @torch.no_grad()
     def measure_grad(self, extra: Tensor | None) -> Tensor:
         """[*extra, sum of the gradients' norms], summed over the ranks."""
-        grads = list(self._grads().values())
+        shards = map(self._source.local_grad, self._source.parameters)
+        grads = [grad for grad in shards if grad is not None]
         norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
         total = sum_scalars(norms)
         totals = total if extra is None else torch.cat([extra, to_device(total, extra.device)])
@@ -98,12 +99,8 @@ class StepAccumulators:
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (L,)."""
-        return self.norms.by_layer(squared_norms(self._grads()))
-
-    def _grads(self) -> dict[Tensor, Tensor]:
-        """This rank's shards of `.grad`, by parameter."""
         grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
-        return {p: grad for p, grad in grads if grad is not None}
+        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
 
     @property
     def _device(self) -> torch.device:
@@ -122,11 +119,9 @@ class StepAccumulators:
         inverse_sizes = [1 / n for n in sizes]
         counts = [0.0] * (RANK_COUNTS * ranks)
         counts[rank::ranks] = k, math.fsum(sizes), failed
-        # what the host knows, in one copy
-        factors, scale, inverse_sum, rank_counts = self._vector(
-            [*inverse_sizes, *[1.0] * k, *range(1, k + 1)]
-            + [1 / ranks, math.fsum(inverse_sizes), *counts]
-        ).split((3 * k, 1, 1, len(counts)))
+        numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
+        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
+        factors, scale, inverse_sum, rank_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
         squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
         sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
         over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
@@ -135,6 +130,8 @@ class StepAccumulators:
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (micro_batch_sqnorms - micro_batch_sqnorms).argmax() if k else scale[0]
         rank_sums = torch.stack([totals.sum(), numbered.sum(), first, grad_sqnorms.sum()])
+        if ranks > 1:
+            rank_sums = functional.pad(rank_sums[:, None], (rank, ranks - 1 - rank))
         projections = self._probe.micro_batch_projections()
         parts = {
             "sqnorms_over_sizes": over_sizes,
@@ -146,7 +143,7 @@ class StepAccumulators:
             "grad_projections": self._probe.grad_projections(),
             "projection_sqnorm": projections.square().sum(),
             "rank_counts": rank_counts,
-            "rank_sums": functional.pad(rank_sums[:, None], (rank, ranks - 1 - rank)),
+            "rank_sums": rank_sums,
             "scale": scale if scaler is None else scaler.scale(scale),
         }
         if self.half_batch_cosine is not None:

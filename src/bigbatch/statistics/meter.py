@@ -122,8 +122,10 @@ class GradientMeter:
         self._number_others()
 
     def _number_others(self) -> None:
+        if not self._layer_names:
+            return
         new = [p for p in self.source.parameters if p not in self._layer_numbers]
-        if self._layer_names and new:
+        if new:
             self._layer_names = list(dict.fromkeys([*self._layer_names, "others"]))
             self._layer_numbers.update(dict.fromkeys(new, self._layer_names.index("others")))
 

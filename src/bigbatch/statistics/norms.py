@@ -51,11 +51,12 @@ class MicroBatchNorms:
                 "`with meter.micro_batch():`"
             )
         self._dtypes.add(gradient.dtype)
-        if not (gradient.is_cpu and _is_small(gradient)):
+        size = gradient.numel()
+        if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
             self._sqnorms[parameter] = squared_norm(gradient)
             return
         self._small[parameter] = gradient  # not detached: torch would write into its memory
-        self._small_elements += gradient.numel()
+        self._small_elements += size
         if self._small_elements > _MAX_SMALL_ELEMENTS:
             self._read_small()
 
@@ -86,7 +87,7 @@ class MicroBatchNorms:
         return values.new_zeros(self.count).index_add_(0, layer_numbers, values)
 
     def _read_small(self) -> None:
-        self._sqnorms.update(squared_norms(self._small))
+        self._sqnorms.update(_small_sqnorms(self._small))
         self._small.clear()
         self._small_elements = 0
 
@@ -106,17 +107,21 @@ def squared_norm(gradient: Tensor) -> Tensor:
 
 def squared_norms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Parameter -> |gradient|^2; small ones are read in one call."""
-    small = {p: gradient for p, gradient in gradients.items() if _is_small(gradient)}
-    sqnorms = {p: squared_norm(g) for p, g in gradients.items() if p not in small}
-    if small:
-        norms = torch._foreach_norm(list(small.values()))
-        torch._foreach_mul_(norms, norms)
-        sqnorms.update(zip(small, norms, strict=True))
-    return sqnorms
+    small = {
+        p: gradient
+        for p, gradient in gradients.items()
+        if gradient.numel() <= _SMALL and gradient.dtype in FULL_PRECISION
+    }
+    large = {p: squared_norm(g) for p, g in gradients.items() if p not in small}
+    return large | _small_sqnorms(small)
 
 
-def _is_small(gradient: Tensor) -> bool:
-    return gradient.numel() <= _SMALL and gradient.dtype in FULL_PRECISION
+def _small_sqnorms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    if not gradients:
+        return {}
+    norms = torch._foreach_norm(list(gradients.values()))
+    torch._foreach_mul_(norms, norms)
+    return dict(zip(gradients, norms, strict=True))
 
 
 def flattened(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -152,9 +152,10 @@ class Step:
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
         samples = self._pending.samples
-        # micro-batches of the step on this rank, if all are as large as this one
-        accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-        self._update.loss_check.examine(loss, samples, accumulation)
+        if self._update.loss_check.remaining:
+            # micro-batches of the step on this rank, if all are as large as this one
+            accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
+            self._update.loss_check.examine(loss, samples, accumulation)
         if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
         self._weighs_samples = weight is None
