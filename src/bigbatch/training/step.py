@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
-from bigbatch.data.micro_batches import MicroBatch, StepBatches
+from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
@@ -44,7 +44,9 @@ class Step:
         self._micro_batches, self._update = micro_batches, update
         self._meter, self._source = update.meter, update.meter.source
         self._reduced = None if update.reader is None else update.reader.reduced_source()
-        self._pending: MicroBatch | None = None  # given out, its backward still to come
+        # samples of the micro-batch that was given out and whose backward is still to come, here and
+        # on all ranks; without the batch, whose memory an error must not keep
+        self._pending: tuple[int, int] | None = None
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
@@ -61,14 +63,12 @@ class Step:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
         hints = self._update.oom_hints
         try:
-            for micro_batch in self._micro_batches:
-                # without the batch, whose memory an error must not keep
-                _, samples, global_samples = micro_batch
-                self._pending = MicroBatch(None, samples, global_samples)
+            for batch, samples, global_samples in self._micro_batches:
+                self._pending = samples, global_samples
                 hints.samples = samples
                 # before the forward, which reads it
                 self._source.reducer.set_requires_gradient_sync(self.last)
-                yield micro_batch.batch
+                yield batch
                 if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
         except BaseException:
@@ -151,7 +151,7 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        samples = self._pending.samples
+        samples, global_samples = self._pending
         if self._update.loss_check.remaining:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
@@ -162,11 +162,12 @@ class Step:
         weight = samples if weight is None else _as_number(weight)
         self._backwards += 1
         self._samples += samples
-        self._expect_weight(weight, samples)
+        if not self._expected_weight:
+            self._expect_weight(weight, samples)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
             micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
-            with self._reduced_micro_batch(weight, self._pending), micro_batch:
+            with self._reduced_micro_batch(weight, global_samples), micro_batch:
                 yield weight * self._source.ranks / self._expected_weight if weight else 0.0
         except Exception as error:
             self.advise(error)
@@ -269,21 +270,19 @@ class Step:
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
-        if self._expected_weight:
-            return
         per_sample = 1.0 if self._weighs_samples else self._update.weight_per_sample
         if per_sample is None:  # the first step: ranks may begin with different weights
             per_sample = 1.0 if self._source.ranks > 1 else weight / samples
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _reduced_micro_batch(
-        self, weight: float, micro_batch: MicroBatch
+        self, weight: float, global_samples: int
     ) -> AbstractContextManager[None]:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
         if self._reduced is None:
             return nullcontext()
         self._update.require_same_weighting(has_weights=not self._weighs_samples)
-        total = float(micro_batch.global_samples)
+        total = float(global_samples)
         if not (self._weighs_samples and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
         return self._reduced.micro_batch(total) if total else self._reduced.idle()
