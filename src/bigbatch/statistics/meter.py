@@ -142,8 +142,10 @@ class GradientMeter:
         self._number_others()
 
     def _number_others(self) -> None:
+        if not self._layer_names:
+            return
         new = [p for p in self.source.parameters if p not in self._layer_numbers]
-        if self._layer_names and new:
+        if new:
             self._layer_names = list(dict.fromkeys([*self._layer_names, "others"]))
             self._layer_numbers.update(dict.fromkeys(new, self._layer_names.index("others")))
 
@@ -231,7 +233,8 @@ class GradientMeter:
             extra: further values to sum over the ranks; they come first.
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it; only
-            [*extra, |.grad|^2] in a step that is not due.
+            [*extra, x] in a step that is not due: x is 0 if every gradient is zero, and not
+            finite if one is not.
         """
         if not self.due:
             return self._sums.measure_grad(extra)
