@@ -407,7 +407,7 @@ class Graphs:
     def begin(self):
         self.seen.clear()
 
-    def micro_batch(self, weight):
+    def micro_batch(self, weight, groups):
         pass
 
     def gradient(self, parameter, gradient):

@@ -143,7 +143,6 @@ class StepAccumulators:
         within = [norms.scatter(self.norms.count, scale.device) for norms in grouped]
         parts = {
             "sqnorms_over_sizes": sum(within, over_sizes),
-            "group_error": self._group_error(grouped, scale),
             "sqnorms": totals,
             "grad_sqnorms": grad_sqnorms,
             "inverse_sizes": inverse_sum,
@@ -155,6 +154,8 @@ class StepAccumulators:
             "rank_sums": rank_sums,
             "scale": scale if scaler is None else scaler.scale(scale),
         }
+        if self._source.group_tap is not None:
+            parts["group_error"] = self._group_error(grouped, scale)
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots()
         replicas = self._source.reducer.replicas

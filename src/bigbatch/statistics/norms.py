@@ -37,7 +37,7 @@ class MicroBatchNorms(Subscriber):
         self.squares.clear()
         self._dtypes.clear()
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._sqnorms.clear()
         self._small.clear()

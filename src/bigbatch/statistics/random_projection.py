@@ -36,7 +36,7 @@ class RandomProjections(Subscriber):
         """A step starts."""
         self._sketches.clear()
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._sketches.append(self.zeros(groups))
 
@@ -126,7 +126,7 @@ class ProjectionProbe(Subscriber):
         }
         self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._elements.zero_()
 

@@ -69,7 +69,7 @@ class GradientMoments(Subscriber):
         for moment in self._moments.values():
             moment.weight = 0.0
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch of n_d = weight starts."""
         self.micro_batches += groups
         self._weight_before = self.weight

@@ -68,7 +68,7 @@ class StepTotals:
         self.grad_sqnorms = parts["grad_sqnorms"]
         self.slope = _pair(parts["slope"])
         (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
-        (self.group_error,) = parts["group_error"]
+        (self.group_error,) = parts.get("group_error", [0.0])
         self.leave_one_out = _pair(parts.get("leave_one_out"))
         self.half_batch_cosine = _pair(parts.get("half_batch"))
         self._micro_batch_projections = parts["micro_batch_projections"]
