@@ -114,7 +114,7 @@ def _convolution(call: Call) -> Contributions:
         raise NotImplementedError("the samples are not in dimension 0")
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
-        weight = node._saved_weight
+        weight = saved_tensor(node, "weight")
         options = (
             [0],
             node._saved_stride,
