@@ -55,35 +55,43 @@ def shape_of(node: Node, number: int = 0) -> torch.Size:
 
 
 def saved_tensor(node: Node, name: str) -> Tensor:
-    """A tensor that the forward saved, without taking it from the node.
-
-    Non-reentrant checkpointing gives each of them once in a backward; the node's own turn is kept.
-
-    Raises:
-        GradientError: this release of torch checkpoints in another way.
-    """
-    packed = getattr(node, f"_raw_saved_{name}").data
-    if isinstance(packed, checkpoint._Holder):
-        handles = getattr(packed, "handles", None)
-        if not isinstance(handles, dict):
-            raise GradientError(
-                f"torch {torch.__version__} checkpoints in a way that is not known here; measure "
-                "by micro-batches (groups=None), or without checkpointing"
-            )
-        packed.handles = _OneMoreRead(handles)
+    """A tensor that the forward saved, without taking it from the node."""
+    _keep(getattr(node, f"_raw_saved_{name}"))
     tensor: Tensor = getattr(node, f"_saved_{name}")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-class _OneMoreRead(dict[int, Any]):
-    """The handles of a checkpointed tensor, of which the first read takes none away."""
+def keep_saved_tensors(node: Node) -> None:
+    """Lets a node be called before its own turn in the backward."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, tuple) else (saved,):
+                _keep(one)
 
-    def __init__(self, handles: dict[int, Any]) -> None:
-        super().__init__(handles)
-        self._read: set[int] = set()
+
+def _keep(saved: Any) -> None:
+    """Non-reentrant checkpointing gives a tensor once; lets it be read until the node is freed.
+
+    Raises:
+        GradientError: this release of torch checkpoints in another way.
+    """
+    packed = saved.data
+    if not isinstance(packed, checkpoint._Holder):
+        return
+    handles = getattr(packed, "handles", None)
+    if not isinstance(handles, dict):
+        raise GradientError(
+            f"torch {torch.__version__} checkpoints in a way that is not known here; measure "
+            "by micro-batches (groups=None), or without checkpointing"
+        )
+    if not isinstance(handles, _KeptHandles):
+        packed.handles = _KeptHandles(handles)
+
+
+class _KeptHandles(dict[int, Any]):
+    """The handles of a checkpointed tensor, which a read does not take away."""
 
     def __setitem__(self, key: int, value: Any) -> None:
-        if value is None and key not in self._read:
-            self._read.add(key)
-        else:
+        if value is not None:
             super().__setitem__(key, value)

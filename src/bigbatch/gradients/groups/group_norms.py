@@ -74,7 +74,7 @@ class NormsOfGroups:
         """
         key, size = (self._layers.get(parameter, 0) if self._layers else 0, scale), images.numel()
         if images.dim() != 2:
-            images = images.flatten(1)
+            images = images.reshape(len(images), -1)  # (k,) of a parameter that is one number
         if size > _MAX_GATHERED:
             self._read(key, images, None if expected is None else expected.flatten())
             return

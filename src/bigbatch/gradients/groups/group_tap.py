@@ -11,7 +11,14 @@ from torch.autograd.graph import GradientEdge
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import sum_dtype, without_autocast
-from bigbatch.gradients.groups.backward_graph import Edge, Node, edges_of, leaf_of, trace
+from bigbatch.gradients.groups.backward_graph import (
+    Edge,
+    Node,
+    edges_of,
+    keep_saved_tensors,
+    leaf_of,
+    trace,
+)
 from bigbatch.gradients.groups.contributions import Contribution
 from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
 from bigbatch.gradients.groups.grouping import Grouping
@@ -219,6 +226,7 @@ class GroupTap:
             node = self._nodes[number]
             gradients: list[Tensor | None] = [None] * len(node._input_metadata)
             gradients[output] = gradient
+            keep_saved_tensors(node)
             results = node(*gradients)
             gradient = results if isinstance(results, Tensor) else results[operand]
         return gradient

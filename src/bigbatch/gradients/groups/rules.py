@@ -114,7 +114,7 @@ def _convolution(call: Call) -> Contributions:
         raise NotImplementedError("the samples are not in dimension 0")
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
-        weight = node._saved_weight
+        weight = saved_tensor(node, "weight")
         options = (
             [0],
             node._saved_stride,
@@ -159,13 +159,13 @@ def _layer_norm(call: Call) -> Contributions:
 
 def _group_norm(call: Call) -> Contributions:
     """Per sample and channel: sum D (x - mean) v = v (sum D x - mean sum D), v = 1 / std."""
-    node, d = call.node, call.gradient.flatten(2)
+    node, d = call.node, _by_channel(call.gradient)
     gradients: dict[int, Contribution] = {}
     sums = d.sum(2)
     if 2 in call.operands:
         gradients[2] = call.sums(sums, 2)
     if 1 in call.operands:
-        x = saved_tensor(node, "input").flatten(2)
+        x = _by_channel(saved_tensor(node, "input"))
         products = torch.einsum("bcx,bcx->bc", d.to(x.dtype), x)
         channels = node._saved_C // node._saved_group  # of a group that is normalized together
         mean, inverse = (
@@ -174,6 +174,11 @@ def _group_norm(call: Call) -> Contributions:
         )
         gradients[1] = call.sums((products - mean * sums) * inverse, 1)
     return gradients
+
+
+def _by_channel(images: Tensor) -> Tensor:
+    """(B, C, ...) -> (B, C, n)."""
+    return images.reshape(*images.shape[:2], -1)
 
 
 def _multiply(call: Call) -> Contributions:
