@@ -20,5 +20,6 @@ from bigbatch.statistics.noise_scale import GradientStatistics as GradientStatis
 from bigbatch.training.adaptive_batch import AdaptiveBatch as AdaptiveBatch
 from bigbatch.training.distributed_state import DistributedState as DistributedState
 from bigbatch.training.find_micro_batch import largest_micro_batch as largest_micro_batch
+from bigbatch.training.group_check import check_groups as check_groups
 from bigbatch.training.step import Step as Step
 from bigbatch.training.step_record import StepRecord as StepRecord

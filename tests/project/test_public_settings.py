@@ -74,6 +74,7 @@ def is_function(value):
 
 
 count = either(is_none, is_count)
+groups = either(is_none, lambda value: is_count(value) and value > 1)
 coverage = either(is_none, number(0, 1, open_low=True))
 share, positive = number(0, 1), number(0, math.inf, open_low=True)
 not_negative = number(0, math.inf)
@@ -154,7 +155,8 @@ PUBLIC = {
         lambda **settings: bb.GradientMeter(nn.Linear(2, 1), **settings),
         {},
         {"loss": one_of("weighted", "mean"), "confidence": coverage, "per_layer": is_flag}
-        | {"half_batch_cosine": is_flag, "every": is_count, "scaler": is_none},
+        | {"half_batch_cosine": is_flag, "every": is_count, "groups": groups}
+        | {"scaler": is_none},
     ),
     "Batches": (
         bb.Batches,
@@ -173,7 +175,7 @@ PUBLIC = {
         {},
         {"batch_size": count, "base_batch": count, "micro_batch": count}
         | {"fixed_micro_batch": is_flag, "scheduler": is_none, "scaler": is_none}
-        | {"min_micro_batches": lambda value: value is None or (is_count(value) and value > 1)}
+        | {"min_micro_batches": groups, "groups": groups}
         | {"lr_scaling": either(is_none, one_of("sqrt", "linear", "adascale"), is_function)}
         | {name: (lambda value: False) for name in ("optimizer", "loader", "policy")}
         | {"meter": is_none},
@@ -342,7 +344,9 @@ def test_a_loss_that_is_no_tensor_is_refused_by_its_type(loss):
         step.backward(loss)
 
 
-@pytest.mark.parametrize("weight", ["3", True, [1], torch.ones(2), np.bool_(True)])
+@pytest.mark.parametrize(
+    "weight", ["3", True, [1], torch.ones(3), torch.ones(2, 1), np.bool_(True)]
+)
 def test_a_weight_that_is_no_number_is_refused(weight):
     model = nn.Linear(2, 1)
     loader = torch.utils.data.DataLoader(torch.randn(64, 2), batch_size=8)

@@ -47,7 +47,7 @@ MODULES = (
     "act announced before cut ledger stream advice samples loader progress memory agreement decide "
     "caution cutting named schedule measure door plain find shards mesh sums totals health "
     "devices halves interval smoothing sketch moments connect attach borrowed exchange fold local "
-    "average passes ranks reduction rules layerwise anew dealt driven packages layout params "
+    "average passes ranks reduction layerwise anew dealt driven packages layout params "
     "supported whole state events layers live overview page recipes answers guesses clicks "
     "pictures begin mean_factor unused trainable jobs launch footprint scores columns drawn part "
     "frame windows sentences click_log origin readable peers twins populations sent wire kinds"

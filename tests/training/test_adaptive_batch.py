@@ -812,6 +812,45 @@ def test_weights_for_some_micro_batches_only_raise(first):
         step.backward(loss_of(train, next(batches)), weight=4.0 if first is None else None)
 
 
+def weighted(weight, groups=None):
+    train = adaptive(micro_batch=16, batch_size=16, min_micro_batches=2, groups=groups)
+    step = first_step(train)
+    for batch in step:
+        step.backward(loss_of(train, batch), weight=weight)
+    return step.update()
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_the_weights_of_samples_add_up_to_that_of_the_micro_batch(groups):
+    samples = 8 if groups is None else 16
+    by_sample = weighted(torch.arange(samples), groups)
+    one = weighted(torch.arange(samples).sum()[None])
+    assert pytest.approx(one.loss, rel=1e-12) == by_sample.loss
+    assert (16, 2) == (by_sample.batch_size, by_sample.statistics.micro_batches)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("shape", [(3,), (8, 1), (16, 2), (0,)])
+def test_a_weight_of_another_shape_is_refused(shape, groups):
+    samples = 8 if groups is None else 16
+    with pytest.raises(SettingError, match=rf"shape \({shape[0]}.*; pass one.* {samples} numbers"):
+        weighted(torch.ones(shape), groups)
+
+
+@pytest.mark.parametrize("weight", [4.0, torch.tensor(4), torch.ones(1)])
+def test_groups_need_the_weight_of_each_sample(weight):
+    with pytest.raises(SettingError, match="weight of each sample: .* 16 numbers"):
+        weighted(weight, groups=2)
+    with pytest.raises(LoopError, match="every micro-batch of the step has weight 0"):
+        weighted(0, groups=2)
+
+
+@pytest.mark.parametrize("number", [-1.0, math.nan, math.inf])
+def test_a_sample_whose_weight_is_no_count_is_refused(number):
+    with pytest.raises(SettingError, match="weight=tensor"):
+        weighted(torch.tensor([1.0] * 7 + [number]))
+
+
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_weight_that_is_no_count_raises_with_its_value(weight):
     train = adaptive()

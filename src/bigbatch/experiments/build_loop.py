@@ -43,6 +43,7 @@ def build_loop(
         policy=build_controller(settings),
         micro_batch=settings.micro_batch,
         min_micro_batches=settings.min_micro_batches,
+        groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),
         meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
         scaler=scaler,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
+from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
@@ -64,6 +65,7 @@ class Settings:
         base_batch: batch size that lr is given for.
         micro_batch: largest micro-batch, in samples of one backward.
         min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
+        groups: groups of samples that each backward measures; None to compare micro-batches.
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
             their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
@@ -119,6 +121,7 @@ class Settings:
     base_batch: Count
     micro_batch: Count
     min_micro_batches: MinMicroBatches | None = None
+    groups: Groups | None = None
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
     decide_every: Count = 1

@@ -326,8 +326,15 @@ class AdaptiveBatch:
         self.meter.scaler = self.scaler
         if not set(self._select_trained()) & set(parameters_of(self.model)):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
-        if self._reader is not None:
-            self._reader.bind_to_loop(self.meter.source)
+        if self._reader is None:
+            return
+        self._reader.bind_to_loop(self.meter.source)
+        if self.meter.groups is not None and self._reader.reduced_source() is not None:
+            raise SettingError(
+                f"groups={self.meter.groups}: under fully_shard and DeepSpeed a variance-reduced "
+                "optimizer compares gradients that every backward has reduced over the ranks, "
+                "and these have no groups; leave groups out"
+            )
 
     def _build_constraints(self, options: LoopOptions, *, has_size: bool) -> PlanConstraints:
         """What every plan has to keep; one error names all sizes that the loader does not say."""

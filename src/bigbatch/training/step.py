@@ -116,12 +116,12 @@ class Step:
             loss: mean loss of the micro-batch, one number; in a half type its weight is rounded
                 to that type too, so float32 is better.
             weight: number of elements that the mean is over, if these are not samples (tokens, for
-                example); or a tensor of that number for each sample, which `groups` need. 0 leaves
-                the micro-batch and its loss out; on several ranks its backward
-                still runs, times 0, so a gradient that is not finite skips the step.
+                example); or a tensor with that number for each sample, (samples,), which `groups`
+                need. 0 leaves the micro-batch and its loss out; on several ranks its backward still
+                runs, times 0, so a gradient that is not finite skips the step.
         Raises:
             LoopError: no micro-batch waits for its backward, or only some have weights.
-            SettingError: a weight that is negative, or no finite number.
+            SettingError: a weight that is negative, not a finite number, or of another shape.
             GradientError: `.grad` was written to by other code.
         """
         with self.weighted_backward(loss, weight) as factor:
@@ -138,7 +138,7 @@ class Step:
         """`backward` for an engine that runs the backward itself, inside the block.
 
         Args:
-            loss: as for `backward`; only its value counts.
+            loss: as for `backward`; its value counts, and with `groups` its graph.
             weight: as for `backward`.
         Returns:
             The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
@@ -162,8 +162,10 @@ class Step:
         if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
         self._weighs_samples = weight is None
-        self._prepare_groups(loss, samples, weight)
-        weight = samples if weight is None else _as_number(weight)
+        sample_weights = weight
+        weight = samples if weight is None else _as_number(weight, samples)
+        if weight:
+            self._prepare_groups(loss, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         if not self._expected_weight:
@@ -187,11 +189,11 @@ class Step:
 
     def _prepare_groups(self, loss: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        if self._meter.groups is None:
+        if self._meter.groups is None or loss.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
-            raise LoopError(
-                f"groups={self._meter.groups} need the weight of each sample: pass weight= as a "
+            raise SettingError(
+                f"groups={self._meter.groups} needs the weight of each sample: pass weight= as a "
                 f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
             )
         self._source.prepare_groups([loss], samples, weight)
@@ -415,13 +417,20 @@ class Step:
             )
 
 
-def _as_number(weight: float | Tensor) -> float:
+def _as_number(weight: float | Tensor, samples: int) -> float:
     """The weight of a loss as a number, checked; that of samples is their sum."""
-    if isinstance(weight, Tensor):
-        if weight.numel() and not bool((weight >= 0).all()):
-            raise SettingError(f"weight={weight!r} must be numbers in [0, inf)")
-        weight = weight.sum().item()
-    return float(_WEIGHT.check("weight", weight))
+    if not isinstance(weight, Tensor):
+        return float(_WEIGHT.check("weight", weight))
+    if weight.numel() == 1:
+        return float(_WEIGHT.check("weight", weight.item()))
+    if weight.shape != (samples,):
+        raise SettingError(
+            f"weight= has shape {tuple(weight.shape)}; pass one number, or a tensor of {samples} "
+            "numbers, one for each sample of the micro-batch"
+        )
+    if not bool(((weight >= 0) & (weight < math.inf)).all()):
+        raise SettingError(f"weight={weight!r} must be numbers in [0, inf)")
+    return math.fsum(weight.tolist())
 
 
 def weighted_loss(loss: Tensor, factor: float) -> Tensor:

@@ -56,9 +56,9 @@ class AdaptiveBatchCallback(Callback):
 
     Args:
         policy: decides the batch size after every step; or a `Controller`.
-        options: batch_size, base_batch, min_micro_batches and lr_scaling as for `AdaptiveBatch`;
-            micro_batch: samples in a batch of the loader, if the loader has no batch size. A
-            scheduler with interval="step" is advanced once per base batch.
+        options: batch_size, base_batch, min_micro_batches, groups and lr_scaling as for
+            `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the loader has no
+            batch size. A scheduler with interval="step" is advanced once per base batch.
         meter: function that makes the meter of the model that the strategy has wrapped, such as
             `functools.partial(GradientMeter, every=4, confidence=0.9)`.
         count: function that counts the samples in a batch; default: Lightning's, of `self.log`.
@@ -194,7 +194,7 @@ class AdaptiveBatchCallback(Callback):
     ) -> None:
         """Scales the loss to this micro-batch's share of the step's mean loss."""
         divisor, scaler = trainer.accumulate_grad_batches, _scaler(trainer)
-        mean = loss.detach() * divisor
+        mean = loss * divisor
         if scaler is not None:
             mean = mean / scaler.scale(torch.ones_like(mean))
         factor = self._backward.enter_context(self._step.weighted_backward(mean))

@@ -55,19 +55,21 @@ class StepBatch(dict[str, Any]):
                 self[name] = torch.cat([self[name], flat]) if name in self else flat
 
 
-def count_labels(inputs: Mapping[str, Any], *, shifted: bool) -> int | None:
-    """Number of labels that a loss is the mean over, all except -100; None without labels.
+def count_labels(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
+    """Number of labels of each sample, all except -100, that a loss is the mean over; (B,).
+
+    None without labels.
 
     Args:
         inputs: the inputs of a micro-batch.
         shifted: whether each position predicts the next label, so that the first does not count.
     Example:
-        >>> count_labels({"labels": torch.tensor([[7, -100, 8], [9, 9, -100]])}, shifted=True)
-        2
+        >>> count_labels({"labels": torch.tensor([[7, 9, 8], [9, 9, -100]])}, shifted=True)
+        tensor([2, 1])
     """
     labels = inputs.get("shift_labels", inputs.get("labels"))
     if not isinstance(labels, Tensor):
         return None
     if shifted and "shift_labels" not in inputs:
         labels = labels[..., 1:]
-    return int(labels.ne(-100).sum())
+    return labels.ne(-100).reshape(len(labels), -1).sum(1)

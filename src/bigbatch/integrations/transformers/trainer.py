@@ -57,6 +57,7 @@ class AdaptiveMixin(NextClass):
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
         micro_batch: maximum samples in one backward; default `per_device_train_batch_size`.
         fixed_micro_batch, min_micro_batches, lr_scaling: as for `AdaptiveBatch`.
+        groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:
             `lambda model: bb.GradientMeter(model, every=4)`.
         kwargs: all keyword arguments of the Trainer.
@@ -205,18 +206,20 @@ class AdaptiveMixin(NextClass):
         for micro_batch in inputs.step:
             inputs.add(micro_batch)
             items = self._items(micro_batch)
-            count = None if items is None else torch.tensor(max(items, 1), device=self.args.device)
-            with self._backward_of(inputs.step, items):
+            total = None if items is None else int(items.sum())
+            count = None if total is None else torch.tensor(max(total, 1), device=self.args.device)
+            has_groups = self._training().meter.groups is not None
+            with self._backward_of(inputs.step, items if has_groups else total):
                 super().training_step(model, micro_batch, count)
         self._split_step.step = inputs.step
         return torch.tensor(inputs.step.loss, device=self.args.device)
 
     @contextmanager
-    def _backward_of(self, step: Step, items: int | None) -> Iterator[None]:
+    def _backward_of(self, step: Step, weight: int | Tensor | None) -> Iterator[None]:
         """Inside, the Trainer averages over one micro-batch, and its backward is the step's."""
         accelerator, average = self.accelerator, self.args.average_tokens_across_devices
         self.accelerator = copy.copy(accelerator)
-        self.accelerator.backward = lambda loss: step.backward(loss, weight=items)
+        self.accelerator.backward = lambda loss: step.backward(loss, weight=weight)
         self.args.average_tokens_across_devices = False  # the weights do it
         try:
             yield
@@ -224,8 +227,8 @@ class AdaptiveMixin(NextClass):
             self.accelerator = accelerator
             self.args.average_tokens_across_devices = average
 
-    def _items(self, inputs: Any) -> int | None:
-        """Number of items that the loss of a micro-batch averages over; None if it is samples."""
+    def _items(self, inputs: Any) -> Tensor | None:
+        """Items of each sample that the loss of a micro-batch averages over; None for samples."""
         counts_items = self.compute_loss_func is not None or self.label_smoother is not None
         if not (counts_items or self.model_accepts_loss_kwargs):
             return None

@@ -1,0 +1,239 @@
+"""check_groups against models and losses that groups= measures, refuses, or cannot judge itself."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import bigbatch as bb
+from bigbatch.errors import SettingError
+from tensors import same
+
+WORDS, LENGTH = 30, 6
+
+
+def mlp(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 12), *layers, nn.Tanh(), nn.Linear(12, 3))
+
+
+def classes(samples=16):
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 5, generator=draw), torch.arange(samples) % 3
+
+
+class LanguageModel(nn.Module):
+    """An embedding that is also the head, positions, and a transformer layer."""
+
+    def __init__(self, dropped=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 16)
+        self.positions = nn.Embedding(LENGTH, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropped, batch_first=True)
+
+    def forward(self, ids):
+        x = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+        return self.layer(x) @ self.words.weight.t()
+
+
+def texts(samples=8):
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(WORDS, (samples, LENGTH), generator=draw)
+    labels = ids.clone()
+    for number in range(samples):
+        labels[number, : number % LENGTH] = -100
+    return ids, labels
+
+
+def token_loss(logits, labels):
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 8, 64])
+def test_a_mean_over_samples_is_ok(groups):
+    x, y = classes()
+    checked = bb.check_groups(mlp(), cross_entropy, x, y, groups=groups)
+    assert checked.ok, checked
+    assert min(groups, 16) == checked.groups == checked.loop.micro_batches
+    assert ["0.weight", "0.bias", "2.weight", "2.bias"] == [p.name for p in checked.parameters]
+    assert pytest.approx(1) == sum(p.share for p in checked.parameters)
+    assert max(p.error for p in checked.parameters) < 1e-5
+    assert pytest.approx(checked.loop.noise_scale, rel=1e-4) == checked.one_backward.noise_scale
+    assert "train" == checked.mode
+
+
+def test_the_loop_is_that_of_a_meter():
+    model, (x, y) = mlp().double(), classes()
+    checked = bb.check_groups(model, cross_entropy, x.double(), y, groups=4)
+    with bb.GradientMeter(model) as meter:
+        for part, labels in zip(x.double().chunk(4), y.chunk(4), strict=True):
+            (cross_entropy(model(part), labels) / 4).backward()
+        expected = meter.read([4] * 4)
+    assert pytest.approx(expected.grad_variance, rel=1e-10) == checked.loop.grad_variance
+    assert pytest.approx(expected.grad_sqnorm, rel=1e-10) == checked.one_backward.grad_sqnorm
+
+
+def test_a_mean_over_tokens_needs_the_weights():
+    ids, labels = texts()
+    model = LanguageModel()
+    weight = (labels != -100).sum(1)
+    assert bb.check_groups(model, token_loss, ids, labels, groups=4, weight=weight).ok
+    without = bb.check_groups(model, token_loss, ids, labels, groups=4)
+    assert not without.ok
+    assert "weight=" in str(without)
+    with pytest.raises(SettingError, match=r"weight= has shape \(8, 6\)"):
+        bb.check_groups(model, token_loss, ids, labels, weight=labels != -100)
+
+
+def of_covariances(output, y):
+    return (output.t() @ output).square().mean()
+
+
+def summed(output, y):
+    return cross_entropy(output, y, reduction="sum")
+
+
+def of_neighbours(output, y):
+    return mse_loss(output[1:], output[:-1])
+
+
+@pytest.mark.parametrize("loss_fn", [of_covariances, summed, of_neighbours])
+def test_a_loss_that_is_no_mean_over_samples_is_found(loss_fn):
+    checked = bb.check_groups(mlp(), loss_fn, *classes())
+    assert not checked.ok
+    assert 4 == len(checked.failures)
+    assert "depends on other samples" in str(checked)
+    assert not any(p.refusal for p in checked.parameters)
+
+
+def test_what_is_refused_is_listed_with_the_reason():
+    model = mlp(nn.BatchNorm1d(12))
+    checked = bb.check_groups(model, cross_entropy, *classes())
+    assert not checked.ok
+    assert all("BatchNorm" in p.refusal and math.isnan(p.error) for p in checked.parameters)
+    assert "0.weight (12, 5): BatchNorm normalizes over the samples of all groups" in str(checked)
+    assert "depends on other samples" not in str(checked)
+    for parameter in model[1].parameters():
+        parameter.requires_grad = False
+    assert bb.check_groups(model.eval(), cross_entropy, *classes()).ok
+
+
+class Scaled(nn.Module):
+    """A parameter in a function without a rule, and one that the loss does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.unused = mlp(), nn.Linear(2, 2)
+        self.power = nn.Parameter(torch.full((3,), 1.5))
+
+    def forward(self, x):
+        return self.net(x).exp() ** self.power
+
+
+def test_only_some_parameters_are_refused():
+    checked = bb.check_groups(Scaled(), cross_entropy, *classes())
+    assert ["power"] == [p.name for p in checked.failures]
+    assert "PowBackward" in checked.failures[0].refusal
+    assert 4 == sum(p.error < 1e-5 for p in checked.parameters)
+    assert not any("unused" in p.name for p in checked.parameters)
+    assert str(checked).splitlines()[3].split()[1:3] == ["refused", "power"]
+
+
+def test_dropout_is_compared_in_eval_mode():
+    checked = bb.check_groups(mlp(nn.Dropout(0.5)), cross_entropy, *classes())
+    assert checked.ok
+    assert "eval" == checked.mode
+    ids, labels = texts()
+    weight = (labels != -100).sum(1)
+    checked = bb.check_groups(LanguageModel(0.1), token_loss, ids, labels, weight=weight)
+    assert checked.ok, checked
+    assert "eval" == checked.mode
+
+
+def test_batch_norm_is_refused_with_dropout_too():
+    checked = bb.check_groups(mlp(nn.BatchNorm1d(12), nn.Dropout()), cross_entropy, *classes())
+    assert not checked.ok
+    assert all(p.refusal for p in checked.parameters)
+
+
+def test_a_loss_that_is_always_random_is_refused():
+    def loss_fn(output, y):
+        return cross_entropy(dropout(output, 0.5), y)
+
+    with pytest.raises(SettingError, match="random in eval mode too"):
+        bb.check_groups(mlp(), loss_fn, *classes())
+
+
+def test_everything_is_as_before():
+    model = mlp(nn.BatchNorm1d(12), nn.Dropout(0.5))
+    model[0].eval()
+    model[0].weight.grad = torch.ones(12, 5)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    torch.manual_seed(7)
+    random.seed(7)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(7)
+    random.seed(7)
+    bb.check_groups(model, cross_entropy, *classes())
+    assert expected[1] == random.random()
+    torch.testing.assert_close(expected[0], torch.rand(3), rtol=0, atol=0)
+    assert modes == [m.training for m in model.modules()]
+    assert same(state.values(), model.state_dict().values())
+    assert bool((model[0].weight.grad == 1).all())
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+
+
+class Wrapped(nn.Module):
+    """Takes two arguments, and keeps activations by checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, scale):
+        return checkpoint(self.net, x * scale, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_several_inputs(kind):
+    x, y = classes()
+    given = {"x": x, "scale": torch.rand(16, 1)}
+    given = given if kind is dict else tuple(given.values())
+    assert bb.check_groups(Wrapped(), cross_entropy, given, y).ok
+
+
+def test_a_half_type_needs_another_tolerance():
+    with torch.autocast("cpu", torch.bfloat16):
+        checked = bb.check_groups(mlp(), cross_entropy, *classes(64), tolerance=0.1)
+    assert checked.ok, checked
+    assert max(p.error for p in checked.parameters) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(1, 5), "y": torch.zeros(1).long()}, "a batch of 1 samples"),
+        ({"loss_fn": lambda output, y: output.mean(1)}, r"loss_fn returned \(16,\)"),
+        ({"loss_fn": lambda output, y: 1.0}, "loss_fn returned float"),
+        ({"model": nn.Identity()}, "no parameter requires a gradient"),
+        ({"groups": 1}, "groups=1"),
+        ({"tolerance": 0.0}, r"tolerance=0\.0"),
+    ],
+)
+def test_a_wrong_setting_is_refused(change, message):
+    x, y = classes()
+    with pytest.raises(SettingError, match=message):
+        bb.check_groups(**{"model": mlp(), "loss_fn": cross_entropy, "x": x, "y": y} | change)
+
+
+def test_a_long_table_is_cut():
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(15)))
+    table = str(bb.check_groups(model, cross_entropy, classes()[0], classes()[1]))
+    assert 2 + 1 + 12 + 1 == len(table.splitlines())
+    assert table.endswith("and 18 more")
