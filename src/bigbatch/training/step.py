@@ -44,8 +44,8 @@ class Step:
         self._micro_batches, self._update = micro_batches, update
         self._meter, self._source = update.meter, update.meter.source
         self._reduced = None if update.reader is None else update.reader.reduced_source()
-        # samples of the micro-batch that waits for its backward, here and
-        # on all ranks; without the batch, whose memory an error must not keep
+        # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
+        # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
