@@ -28,12 +28,13 @@ from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loop_options import LoopOptions
+from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
 from bigbatch.training.step_record import StepRecord
 from bigbatch.training.update import Update
 
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -73,10 +74,14 @@ class AdaptiveBatch:
             with a `VarianceReduced` optimizer (under fully_shard, 8 per rank).
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
+        budget: largest share of the time that measuring may take, below 1. Only measured steps are
+            cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
+            no step, None every step.
+        every: n, instead of a budget; the same in every run and on every machine.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
-        options: batch_size to lr_scaling above, as declared by `LoopOptions`.
+        options: batch_size to every above, as declared by `LoopOptions`.
     Raises:
         SettingError: a setting that cannot work, with the remedy.
         RankError: the ranks have different settings.
@@ -118,7 +123,13 @@ class AdaptiveBatch:
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
-            self.meter, optimizer, self.batches, self.controller, constraints, lr_scaling
+            self.meter,
+            optimizer,
+            self.batches,
+            self.controller,
+            constraints,
+            lr_scaling,
+            self._build_interval(options),
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
@@ -150,6 +161,11 @@ class AdaptiveBatch:
     def record(self) -> StepRecord | None:
         """Record of the last step; None before the first."""
         return self._update.record
+
+    @property
+    def every(self) -> int | None:
+        """Interval from one measured step to the next, at present; None if none is measured."""
+        return self._update.interval.every
 
     @property
     def plan(self) -> BatchPlan:
@@ -262,6 +278,7 @@ class AdaptiveBatch:
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
             "own": {
                 "elapsed_seconds": self.elapsed_seconds,
+                "step_seconds": self._update.step_seconds,
                 "rank": self._collectives.rank,
                 "ranks": self._collectives.ranks,
                 "stream": position["stream"],
@@ -293,7 +310,7 @@ class AdaptiveBatch:
             )
         shared, own = state["shared"], state["own"]
         warn_of_changes(shared["settings"], self._update.settings)
-        self._update.load_state_dict(shared, own["elapsed_seconds"])
+        self._update.load_state_dict(shared, own)
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
@@ -339,6 +356,21 @@ class AdaptiveBatch:
             options.get("fixed_micro_batch", False),
             self._min_micro_batches(options.get("min_micro_batches")),
         )
+
+    def _build_interval(self, options: LoopOptions) -> MeasuringInterval:
+        """How often steps are measured; one error names all settings that say it."""
+        settings = {f"{name}={options.get(name)}" for name in ("budget",) if name in options}
+        every = options.get("every")
+        if every is not None:
+            settings.add(f"every={every}")
+        if self.meter.every > 1:
+            settings.add(f"GradientMeter(every={self.meter.every})")
+            every = self.meter.every
+        if len(settings) > 1:
+            raise SettingError(
+                f"{' and '.join(sorted(settings))} all say how often steps are measured; pass one"
+            )
+        return MeasuringInterval(options.get("budget", DEFAULT_BUDGET), every)
 
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""

@@ -5,7 +5,7 @@ from typing import Any, TypedDict, Unpack
 
 from bigbatch.policies.controller import has_state
 from bigbatch.policies.plan_constraints import MinMicroBatches
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import Count, Share, checked
 from bigbatch.training.lr_scaling import LRScaling
 
 
@@ -18,6 +18,8 @@ class LoopOptions(TypedDict, total=False):
     fixed_micro_batch: bool
     min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
+    budget: Share | None
+    every: Count | None
 
 
 @checked

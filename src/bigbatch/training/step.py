@@ -297,9 +297,10 @@ class Step:
             self._source.scale(self._expected_weight / total)
 
     def _local_totals(self) -> Tensor:
-        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, messages].
+        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, ...].
 
-        Sums over this rank's micro-batches; its message, and zeros for those of other ranks.
+        Sums over this rank's micro-batches; then the seconds of the step before, and the messages:
+        this rank's, and zeros for those of other ranks.
         """
         source, device = self._source, self._source.parameters[0].device
         messages = [0.0] * (2 * source.ranks)
@@ -311,6 +312,7 @@ class Step:
             bool(self._weighs_samples),
             self._samples,
             has_gradient(source),
+            self._update.step_seconds,
             *messages,
         ]
         with without_autocast(device):
@@ -345,7 +347,7 @@ class Step:
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         values, ranks = self._host_totals, self._source.ranks
-        loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = values
+        loss, weight, micro_batches, weighs_samples, samples, has_grad, seconds, *rest = values
         if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
@@ -370,6 +372,7 @@ class Step:
             vanishes=vanishes,
             weight_per_sample=weight / samples,
             elapsed_seconds=math.fsum(rest[0 : 2 * ranks : 2]) / ranks,
+            previous_seconds=seconds / ranks,
             checksums=rest[1 : 2 * ranks : 2],
         )
 
