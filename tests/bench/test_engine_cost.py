@@ -176,7 +176,7 @@ def loop_steps(rank):
     data = TensorDataset(torch.randn(96, 4), torch.randint(3, (96,)))
     loader = DataLoader(data, batch_size=4, sampler=bb.ElasticDistributedSampler(data))
     train = bb.AdaptiveBatch(
-        model, torch.optim.SGD(model.parameters(), 0.1), loader, policy=bb.Fixed(12)
+        model, torch.optim.SGD(model.parameters(), 0.1), loader, policy=bb.Fixed(12), every=1
     )
     (group,) = comm_bytes.counting_groups()
     for _ in train.epochs(1):

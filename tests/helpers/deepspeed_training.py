@@ -107,6 +107,7 @@ def train_in_one_process(steps, *, clip=0.0, weighted=False, **settings):
         micro_batch=MICRO,
         scheduler=decaying_schedule(optimizer),
         **settings,
+        every=1,
     )
     records = []
     for step in itertools.islice(endless(train), steps):

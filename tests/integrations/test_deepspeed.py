@@ -804,6 +804,7 @@ def reused(rank, ranks, layout, how):
             policy=bb.SimiGrad(0.55, min_batch=24, max_batch=120),
             batch_size=BATCH,
             micro_batch=MICRO,
+            every=1,
         )
         records = []
         for step in itertools.islice(train, STEPS):

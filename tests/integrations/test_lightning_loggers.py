@@ -181,9 +181,7 @@ def test_log_every_n_steps_holds(every, tmp_path):
 
 def test_what_was_not_measured_is_not_logged(tmp_path):
     logger = TensorBoardLogger(tmp_path)
-    callback = adaptive(
-        bb.Fixed(8), min_micro_batches=2, meter=lambda model: bb.GradientMeter(model, every=2)
-    )
+    callback = adaptive(bb.Fixed(8), min_micro_batches=2, every=2)
 
     fit(callback, loader(32), logger=logger, log_every_n_steps=1)
 

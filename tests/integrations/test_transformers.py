@@ -182,7 +182,7 @@ def test_the_batches_are_those_of_a_loop_by_hand(tmp_path, policy):
         weight_decay=0.1,
     )
     loader = torch.utils.data.DataLoader(texts(), 4)
-    train = bb.AdaptiveBatch(model, optimizer, loader, policy=policy, batch_size=8)
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=policy, batch_size=8, every=1)
     train.scheduler = get_linear_schedule_with_warmup(optimizer, 0, train.base_steps(2))
     records = []
     for _ in train.epochs(2):
@@ -235,6 +235,7 @@ def test_micro_batches_of_unequal_length_are_not_glued(tmp_path):
         data_collator=shortened,
         policy=GROWING,
         micro_batch=6,
+        every=1,
     )
     trainer.train()
     assert 128 == trainer.adaptive.samples
@@ -564,7 +565,7 @@ def test_a_variance_reduced_optimizer_is_that_of_a_loop_by_hand(tmp_path):
 
     loader = torch.utils.data.DataLoader(texts(), 4)
     optimizer = VRAdam(other.parameters(), lr=1e-2)
-    train = bb.AdaptiveBatch(other, optimizer, loader, policy=bb.Fixed(16))
+    train = bb.AdaptiveBatch(other, optimizer, loader, policy=bb.Fixed(16), every=1)
     losses = []
     for _ in train.epochs(2):
         for step in train:

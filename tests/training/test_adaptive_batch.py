@@ -57,7 +57,7 @@ def adaptive(
     model = classifier(dtype)
     opt = optimizer(model.parameters(), lr=0.1)
     loader = DataLoader(data(n, dtype), 16) if loader is None else loader
-    return bb.AdaptiveBatch(model, opt, loader, **{"policy": GROW, **more})
+    return bb.AdaptiveBatch(model, opt, loader, **{"policy": GROW, "every": 1, **more})
 
 
 def loss_of(train: bb.AdaptiveBatch, batch: Any) -> Tensor:
@@ -271,7 +271,7 @@ def test_a_trainer_may_make_the_two_halves_of_an_update_itself():
     torch.manual_seed(0)
     model, data = nn.Linear(3, 1), torch.randn(16, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = bb.AdaptiveBatch(model, optimizer, [data], policy=bb.Fixed(16), micro_batch=4)
+    train = bb.AdaptiveBatch(model, optimizer, [data], policy=bb.Fixed(16), micro_batch=4, every=1)
     before, expected = model.weight.detach().clone(), model(data).square().mean().item()
     for step in train:
         with pytest.raises(LoopError, match="before every micro-batch"):
@@ -311,7 +311,7 @@ def test_parameters_of_the_optimizer_outside_the_model_are_measured_stepped_and_
 def test_parameters_of_the_model_outside_the_optimizer_are_zeroed_and_not_measured():
     model = classifier()
     opt = SGD(model[2].parameters(), lr=0.1)
-    train = bb.AdaptiveBatch(model, opt, DataLoader(data(96), 16), policy=bb.Fixed(16))
+    train = bb.AdaptiveBatch(model, opt, DataLoader(data(96), 16), policy=bb.Fixed(16), every=1)
     for step in train:
         replica, parts = copy.deepcopy(model), []
         replica[0].requires_grad_(False)
@@ -340,7 +340,7 @@ def test_a_meter_of_ones_own_is_the_one_that_measures():
     with bb.GradientMeter(model) as meter:
         opt = SGD(model.parameters(), 0.1)
         loader = DataLoader(data(96), 16)
-        train = bb.AdaptiveBatch(model, opt, loader, policy=GROW, meter=meter)
+        train = bb.AdaptiveBatch(model, opt, loader, policy=GROW, meter=meter, every=1)
         assert train.meter is meter
         assert not math.isnan(one_step(train, first_step(train)).similarity)
 
@@ -1024,7 +1024,11 @@ def test_an_optimizer_of_another_model_is_refused():
     other = classifier()
     with pytest.raises(SettingError, match="no parameter of the model"):
         bb.AdaptiveBatch(
-            classifier(), SGD(other.parameters(), lr=0.1), DataLoader(data(32), 8), policy=GROW
+            classifier(),
+            SGD(other.parameters(), lr=0.1),
+            DataLoader(data(32), 8),
+            policy=GROW,
+            every=1,
         )
 
 
@@ -1157,7 +1161,7 @@ def test_an_error_for_lack_of_memory_ends_with_the_size_to_set(where):
     model = TooLarge(classifier(), 11, where)
     opt = SGD(model.parameters(), lr=0.1)
     train = bb.AdaptiveBatch(
-        model, opt, DataLoader(data(96), 16), policy=bb.Fixed(48), micro_batch=12
+        model, opt, DataLoader(data(96), 16), policy=bb.Fixed(48), micro_batch=12, every=1
     )
     with pytest.raises(torch.OutOfMemoryError) as caught:
         next(records(train))
@@ -1378,7 +1382,7 @@ def test_clipping_is_by_what_is_trained_whether_scaled_or_not(scaled):
     opt = SGD(model[2].parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=2.0**16) if scaled else None
     loader = DataLoader(data(32, torch.float32), 16)
-    train = bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(32), scaler=scaler)
+    train = bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(32), scaler=scaler, every=1)
     step = first_step(train)
     for batch in step:
         step.backward(loss_of(train, batch))
@@ -1394,8 +1398,7 @@ def test_clipping_is_by_what_is_trained_whether_scaled_or_not(scaled):
 def test_a_gradient_that_is_truly_zero_may_be_clipped(every):
     model = classifier()
     opt, loader = SGD(model.parameters(), lr=0.1), DataLoader(data(48), 16)
-    meter = bb.GradientMeter(model, every=every)
-    train = bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(16), meter=meter)
+    train = bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(16), every=every)
     for step in train:
         for x, _ in step:
             step.backward((train.model(x) * 0).sum())

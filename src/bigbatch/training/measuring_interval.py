@@ -40,9 +40,9 @@ class MeasuringInterval:
     """
 
     def __init__(self, budget: float | None, every: int | None = None) -> None:
-        self._budget = budget
+        self.settings = {"budget": repr(budget), "every": repr(every)}  # as text
         self._fixed = 1 if every is None and budget is None else every
-        self._is_timed = self._fixed is None and bool(budget)
+        self._budget = budget if budget and not self._fixed else 0.0  # above 0 if n is timed
         self._costs: dict[Situation, float] = {}  # c
         self._ratios: dict[Situation, list[float]] = {}  # of the pairs, until c is known
         self._unpaired: tuple[Situation, float] | None = None  # seconds of the step before a pair
@@ -55,14 +55,9 @@ class MeasuringInterval:
         self._debt = 0  # steps that the next interval is longer
 
     @property
-    def settings(self) -> dict[str, str]:
-        """The settings as text, by name."""
-        return {"budget": repr(self._budget), "every": repr(self._fixed)}
-
-    @property
     def measures(self) -> bool:
         """Whether any step is measured."""
-        return self._fixed is not None or self._budget != 0
+        return self._fixed is not None or self._budget > 0
 
     @property
     def due(self) -> bool:
@@ -79,8 +74,8 @@ class MeasuringInterval:
     @property
     def reason(self) -> str:
         """Why n is what it is, in words for a log."""
-        if self._fixed is not None or not self.measures:
-            return f"every={self._fixed}" if self.measures else "budget=0"
+        if not self._budget:
+            return f"every={self._fixed}" if self._fixed else "budget=0"
         if self._situation not in self._costs:
             return f"one step in {self.every} is, while steps are timed"
         cost = f"measuring adds {self._costs[self._situation]:.0%} to a step"
@@ -97,7 +92,7 @@ class MeasuringInterval:
 
     def add_seconds(self, seconds: float) -> None:
         """Adds the time of the last step, the same on all ranks; 0 if it is unknown."""
-        if self._last is None or not seconds or not self._is_timed:
+        if self._last is None or not seconds or not self._budget:
             return
         (situation, measured), self._last = self._last, None
         before, self._unpaired = self._unpaired, None if measured else (situation, seconds)
@@ -142,7 +137,7 @@ class MeasuringInterval:
 
     def _choose(self, situation: Situation) -> None:
         """Sets n0 for a situation; one that is not timed yet needs steps of both kinds."""
-        if not self._is_timed:
+        if not self._budget:
             return
         self._situation = situation
         if situation in self._costs:
@@ -153,7 +148,7 @@ class MeasuringInterval:
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`: numbers, in lists and tuples."""
         return {
-            "settings": [self._budget, self._fixed],
+            "settings": self.settings,
             "costs": [[*situation, cost] for situation, cost in self._costs.items()],
             "ratios": [[*situation, *ratios] for situation, ratios in self._ratios.items()],
             "unpaired": self._unpaired,
@@ -171,7 +166,7 @@ class MeasuringInterval:
         self._situation = state["situation"]
         self._base, self._rest, self.wait, self._debt = state["interval"]
         self._batch_sizes = [*state["batch_sizes"]]
-        if state["settings"] != [self._budget, self._fixed]:
+        if state["settings"] != self.settings:
             self.wait = self._debt = 0
 
 
