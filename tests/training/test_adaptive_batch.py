@@ -823,7 +823,7 @@ def test_a_weight_that_is_no_count_raises_with_its_value(weight):
 def test_a_state_inside_a_step_is_refused():
     train = adaptive()
     step = first_step(train)
-    assert 3 == train.state_dict()["version"]  # nothing was given out yet
+    assert 4 == train.state_dict()["version"]  # nothing was given out yet
     for batch in step:
         with pytest.raises(LoopError, match=r"step\.update\(\).*load an earlier checkpoint"):
             train.state_dict()
@@ -831,7 +831,7 @@ def test_a_state_inside_a_step_is_refused():
     with pytest.raises(LoopError, match=r"step\.update\(\)"):
         train.state_dict()
     step.update()
-    assert 3 == train.state_dict()["version"]
+    assert 4 == train.state_dict()["version"]
 
 
 def test_a_state_of_another_version_is_refused_with_its_number():
@@ -1190,8 +1190,8 @@ def test_a_state_that_is_none_of_ours_is_refused_by_what_is_in_it():
     train = adaptive()
     with pytest.raises(StateError, match=r"'param_groups', 'state'.*is not one of AdaptiveBatch"):
         train.load_state_dict(train.optimizer.state_dict())
-    with pytest.raises(StateError, match="version 4 is not 3"):
-        train.load_state_dict({"version": 4})
+    with pytest.raises(StateError, match="version 5 is not 4"):
+        train.load_state_dict({"version": 5})
 
 
 @pytest.mark.parametrize("virtual", [1, 4])
