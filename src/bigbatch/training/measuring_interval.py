@@ -117,7 +117,7 @@ class MeasuringInterval:
         """
         self._last = (situation, self.due) if decides else None
         if not self.due:
-            self.wait -= 1
+            self.wait = max(0, self.wait - 1)
             return
         if decides:
             self._note_decision(batch_size)
