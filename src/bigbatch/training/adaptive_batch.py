@@ -359,18 +359,16 @@ class AdaptiveBatch:
 
     def _build_interval(self, options: LoopOptions) -> MeasuringInterval:
         """How often steps are measured; one error names all settings that say it."""
-        settings = {f"{name}={options.get(name)}" for name in ("budget",) if name in options}
-        every = options.get("every")
-        if every is not None:
-            settings.add(f"every={every}")
-        if self.meter.every > 1:
-            settings.add(f"GradientMeter(every={self.meter.every})")
-            every = self.meter.every
+        budget, every = options.get("budget", DEFAULT_BUDGET), options.get("every")
+        of_meter = None if self.meter.every == 1 else self.meter.every
+        settings = [f"every={every}"] * (every is not None)
+        settings += [f"budget={budget}"] * ("budget" in options)
+        settings += [f"GradientMeter(every={of_meter})"] * (of_meter is not None)
         if len(settings) > 1:
             raise SettingError(
-                f"{' and '.join(sorted(settings))} all say how often steps are measured; pass one"
+                f"{' and '.join(settings)} each say how often steps are measured; pass one"
             )
-        return MeasuringInterval(options.get("budget", DEFAULT_BUDGET), every)
+        return MeasuringInterval(budget, every or of_meter)
 
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
