@@ -179,6 +179,7 @@ def readme(rank, ranks, path, target):
             args=args,
             model=model,
             model_parameters=model.parameters(),
+            every=1,
             adaptive_batch_params={
                 "enable_adjust": args.similarity_target,
                 "verbose": True,
