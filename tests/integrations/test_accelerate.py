@@ -343,3 +343,12 @@ def evaluated(accelerator, model, test_loader):
             seen += len(right)
     model.train()
     return seen
+
+
+@pytest.mark.parametrize("options", [{"every": 3}, {"every": None, "budget": None}])
+def test_the_interval_of_measured_steps_is_that_of_the_options(options):
+    train, _ = prepared(Accelerator(cpu=True), *parts(), **options)
+    done = trained(train, most=5)
+    every = options["every"] or 1
+    measured = [r.step for _, r in done if r.statistics is not None]
+    assert [*range(1, 6, every)] == measured

@@ -373,6 +373,13 @@ def test_every_size_may_be_a_single_sample():
     assert sizes == {name: getattr(params, name) for name in sizes}
 
 
+def test_a_wrong_budget_is_named_before_anything_is_built():
+    from bigbatch.integrations import deepspeed
+
+    with pytest.raises(SettingError, match=r"^budget=2.0 must be a number in \[0, 1\)"):
+        deepspeed.initialize(adaptive_batch_params=PARAMS, budget=2.0)
+
+
 def test_another_policy_than_the_papers_is_refused():
     from bigbatch.integrations import deepspeed
 

@@ -46,9 +46,13 @@ def adaptive(folder, policy, model=None, data=None, kind=AdaptiveTrainer, **sett
             "callbacks",
             "eval_dataset",
             "compute_loss_func",
+            "budget",
+            "every",
         )
         if name in settings
     }
+    if "budget" not in ours:
+        ours.setdefault("every", 1)
     return kind(
         model=model or gpt(),
         args=arguments(folder, **settings),
@@ -161,6 +165,19 @@ def test_the_schedule_counts_base_batches(tmp_path):
     rates = [rate for (rate,) in logged(trainer, "learning_rate")]
     expected = [2 * 0.01 * (1 - 4 * step / 32) for step in range(8)]  # 32 base batches; sqrt(16/4)
     assert expected == pytest.approx(rates)
+
+
+def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):
+    policy = bb.Fixed(4)
+    trainer = adaptive(tmp_path, policy, every=3, num_train_epochs=1, logging_steps=2)
+    trainer.train()
+    has_similarity = [value is not None for (value,) in logged(trainer, "similarity")]
+    # steps 1, 4, 7, 10, 13 and 16 are measured, and each second one is logged
+    assert [True, True, False, True, True, False, True, True] == has_similarity
+    assert 16 == trainer.adaptive.last_measured.step
+    trainer = adaptive(tmp_path, bb.SimiGrad(0.3), budget=0.1, num_train_epochs=1)
+    trainer.train()
+    assert 2 == trainer.adaptive.every
 
 
 @pytest.mark.parametrize("policy", [GROWING, bb.SimiGrad(target=0.5, max_batch=32)])

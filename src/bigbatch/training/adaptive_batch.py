@@ -163,6 +163,11 @@ class AdaptiveBatch:
         return self._update.record
 
     @property
+    def last_measured(self) -> StepRecord | None:
+        """Record of the last measured step; None before the first."""
+        return self._update.last_measured
+
+    @property
     def every(self) -> int | None:
         """Interval from one measured step to the next, at present; None if none is measured."""
         return self._update.interval.every

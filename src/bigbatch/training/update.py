@@ -54,6 +54,7 @@ class Update:
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
+        self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
@@ -197,6 +198,8 @@ class Update:
             every=self.interval.every,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
+        if step.statistics is not None:
+            self.last_measured = self.record
         self._lr_changes.note(self.epoch)
         self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample

@@ -40,7 +40,6 @@ class AdaptiveEngine(DeepSpeedEngine):
     gradient_step_size = GRADIENT_STEP_SIZE
     _loop: ExternalLoop
     _params: AdaptiveBatchParams
-    _similarity: float  # of the last measured step
     _similarities: dict[int, float]  # by batch size, of its last measured step
     _backwards: int  # since the last call of `step`
     _micro_batches: int  # of the current optimizer step
@@ -66,7 +65,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         engine.__class__ = cls
         engine.bigbatch = train
         engine._loop = ExternalLoop(train)
-        engine._params, engine._similarity, engine._similarities = params, torch.nan, {}
+        engine._params, engine._similarities = params, {}
         engine._backwards, engine._micro_batches, engine._assumes_samples = 0, 0, False
         engine._forward_samples = engine._pass = None
         if isinstance(train.batches, ExternalBatches):
@@ -83,7 +82,8 @@ class AdaptiveEngine(DeepSpeedEngine):
     @property
     def cos_placeholder(self) -> Tensor:
         """Similarity of the last measured step, 0-dim, on the CPU; nan before the first."""
-        return torch.tensor(self._similarity)
+        record = self.bigbatch.last_measured
+        return torch.tensor(torch.nan if record is None else record.similarity)
 
     def batches(self) -> Iterator[Batch]:
         """Micro-batches of one pass over the loader; after a `break`, the rest of it."""
@@ -154,9 +154,9 @@ class AdaptiveEngine(DeepSpeedEngine):
         self._micro_batches = 0
         self._apply_plan()
         if record.statistics is not None:
-            self._similarity = self._similarities[record.batch_size] = record.similarity
+            self._similarities[record.batch_size] = record.similarity
         if self._params.verbose:
-            measured = f", similarity {self._similarity:.4f}" * (record.statistics is not None)
+            measured = f", similarity {record.similarity:.4f}" * (record.statistics is not None)
             print_dist(  # at any log level: DeepSpeed's is WARNING
                 f"batch size {record.batch_size}{measured}: next "
                 f"{self.train_batch_size()} ({record.decision.reason})",
