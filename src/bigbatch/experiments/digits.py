@@ -78,6 +78,7 @@ DIGITS = Recipe(
         "base_batch": (32, OURS),
         "micro_batch": (128, OURS),
         "virtual_ranks": (4, OURS),
+        "every": (8, OURS),  # the log needs no more of the arms that do not decide by it
         "lr": (0.02, OURS),
         **CLIPS,
         "dropout": (0.0, OURS),
@@ -95,12 +96,13 @@ DIGITS = Recipe(
         "schedule": {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs"},
         "noise-scale": {
             "policy": "noise-scale",
+            "every": 2,
             "smoothing": "4K samples",
             "warmup": "4K samples",
             "dead_band": 0.1,
         },
-        "simigrad": {"policy": "simigrad"},
-        "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
+        "simigrad": {"policy": "simigrad", "every": 2},
+        "simigrad-vr": {"policy": "simigrad", "every": 2, "optimizer": "vr-momentum"},
     },
     sweep=Sweep(
         (

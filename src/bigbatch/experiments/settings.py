@@ -121,7 +121,7 @@ class Settings:
     base_batch: Count
     micro_batch: Count
     min_micro_batches: MinMicroBatches | None = None
-    every: Count | None = 8
+    every: Count | None = 1
     budget: Share | None = None
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
