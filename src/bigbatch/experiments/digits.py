@@ -78,7 +78,7 @@ DIGITS = Recipe(
         "base_batch": (32, OURS),
         "micro_batch": (128, OURS),
         "virtual_ranks": (4, OURS),
-        "every": (8, OURS),  # the log needs no more of the arms that do not decide by it
+        "every": (2, OURS),
         "lr": (0.02, OURS),
         **CLIPS,
         "dropout": (0.0, OURS),
@@ -91,18 +91,17 @@ DIGITS = Recipe(
         "scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"
     ),
     arms={
-        "fixed-32": {"policy": "fixed"},
-        "fixed-512": {"policy": "fixed", "batch_size": 512},
-        "schedule": {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs"},
+        "fixed-32": {"policy": "fixed", "every": 8},  # does not decide by what it measures
+        "fixed-512": {"policy": "fixed", "batch_size": 512, "every": 8},
+        "schedule": {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs", "every": 8},
         "noise-scale": {
             "policy": "noise-scale",
-            "every": 2,
             "smoothing": "4K samples",
             "warmup": "4K samples",
             "dead_band": 0.1,
         },
-        "simigrad": {"policy": "simigrad", "every": 2},
-        "simigrad-vr": {"policy": "simigrad", "every": 2, "optimizer": "vr-momentum"},
+        "simigrad": {"policy": "simigrad"},
+        "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
     sweep=Sweep(
         (
