@@ -193,6 +193,7 @@ def test_a_loop_with_a_meter_that_takes_halves_records_the_cosine():
         policy=Fixed(16),
         micro_batch=4,
         meter=GradientMeter(model, half_batch_cosine=True),
+        every=1,
     )
     for step in train:
         batches = []

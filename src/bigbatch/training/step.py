@@ -316,6 +316,7 @@ class Step:
             bool(self._weighs_samples),
             self._samples,
             has_gradient(self._source),
+            self._update.step_seconds,
             *self._update.rank_message(),
         ]
         # one process knows its counts, and weighs the losses once it has read them
@@ -328,9 +329,10 @@ class Step:
             self._source.scale(self._expected_weight / total)
 
     def _local_totals(self, losses: Tensor | None) -> Tensor:
-        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, messages].
+        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, ...].
 
-        Sums over this rank's micro-batches; its message, and zeros for those of other ranks.
+        Sums over this rank's micro-batches; then the seconds of the step before, and the messages:
+        this rank's, and zeros for those of other ranks.
         """
         source, device = self._source, self._source.parameters[0].device
         k, dtype = len(self._weights), widest_float(device)
@@ -378,7 +380,7 @@ class Step:
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         values, ranks = self._values, self._source.ranks
-        loss, weight, micro_batches, weighs_samples, samples, has_grad, *messages = (
+        loss, weight, micro_batches, weighs_samples, samples, has_grad, seconds, *messages = (
             self._host_totals
         )
         if weighs_samples not in (0, ranks):
@@ -405,6 +407,7 @@ class Step:
             vanishes=vanishes,
             weight_per_sample=weight / samples,
             elapsed_seconds=math.fsum(messages[::2]) / ranks,
+            previous_seconds=seconds / ranks,
             checksums=messages[1::2],
         )
 

@@ -23,6 +23,7 @@ from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.loop_options import loop_options
 from bigbatch.training.lr_scaling import LRScaling
 
 deepspeed = import_optional("deepspeed", "deepspeed")
@@ -95,7 +96,8 @@ def initialize(
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
         groups: as AdaptiveBatch's, at stages 0, 1 and 2.
-        **options: all other arguments of DeepSpeed's: config, mpu, collate_fn ...
+        **options: budget or every, as AdaptiveBatch's; and all other arguments of DeepSpeed's:
+            config, mpu, collate_fn ...
     Returns:
         (engine, optimizer, loader, lr_scheduler), as DeepSpeed's.
     Raises:
@@ -108,6 +110,10 @@ def initialize(
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
     arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
+    measuring: dict[str, Any] = {
+        name: options.pop(name) for name in ("budget", "every") if name in options
+    }
+    loop_options(**measuring)
     arguments |= {"model_parameters": model_parameters, **options}
     if policy is None and not params.enable_adjust and vr_optimizer is None:
         unchanged: tuple[Any, Any, Any, Any]
@@ -139,6 +145,7 @@ def initialize(
         min_micro_batches=min_micro_batches,
         groups=groups,
         lr_scaling=lr_scaling,
+        **measuring,
         scheduler=as_torch_scheduler(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )
