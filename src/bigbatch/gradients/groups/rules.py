@@ -157,6 +157,14 @@ def _layer_norm(call: Call) -> Contributions:
     return gradients
 
 
+def _rms_norm(call: Call) -> Contributions:
+    """Sums over rows of D x / rms, in the one function that GPUs have for it."""
+    dims = len(call.node._saved_normalized_shape)
+    x, inverse = (call.rows(saved_tensor(call.node, name), dims) for name in ("input", "result1"))
+    products = (x * inverse).mul_(call.rows(call.gradient, dims))
+    return {1: RowSums(Rows(products, call.grouping))}
+
+
 def _group_norm(call: Call) -> Contributions:
     """Per sample and channel: sum D (x - mean) v = v (sum D x - mean sum D), v = 1 / std."""
     node, d = call.node, _by_channel(call.gradient)
@@ -234,6 +242,7 @@ RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
     "MmBackward0": (_mm, (1,)),
     "EmbeddingBackward0": (_embedding, (0,)),
     "ConvolutionBackward0": (_convolution, (1, 2)),
+    "FusedRmsNormBackward0": (_rms_norm, (1,)),
     "NativeLayerNormBackward0": (_layer_norm, (1, 2)),
     "NativeGroupNormBackward0": (_group_norm, (1, 2)),
     "MulBackward0": (_multiply, (0, 1)),
