@@ -243,7 +243,7 @@ class GradientMeter:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
-        totals.require_whole_groups(self._sums.norms.eps)
+        totals.require_whole_groups()
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
 

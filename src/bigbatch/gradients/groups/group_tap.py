@@ -65,12 +65,14 @@ class _Plan:
         refusals: parameters that are not covered, and why.
         projected: parameters whose gradients may be projected, with the number of their random
             signs, which those of one use share.
+        eps: relative rounding of the coarsest dtype between a use and its parameter.
         refusal: why no parameter is covered.
     """
 
     uses: list[_CoveredUse]
     refusals: dict[Tensor, str]
     projected: dict[Tensor, int]
+    eps: float = 0.0
     refusal: str = ""
 
 
@@ -134,6 +136,7 @@ class GroupTap:
             samples: B.
             sample_weights: the weight of each sample in the loss, (B,); None if they are equal.
         """
+        is_surprising = self.grouping is not None  # a forward without its backward
         self.forget()
         edges = edges_of(roots)
         nodes, structure = trace(edges)
@@ -152,9 +155,9 @@ class GroupTap:
         self.weights = grouping.sizes
         if sample_weights is not None:
             self.weights = tuple(grouping.sums(sample_weights))
-        self._norms = NormsOfGroups(self.weights, self._layers)
+        self._norms = NormsOfGroups(self.weights, self._layers, plan.eps)
         self._backwards += 1
-        self._compares = is_new or self._prepared % _COMPARED == 0
+        self._compares = is_new or is_surprising or self._prepared % _COMPARED == 0
         self._prepared += 1
         on_gradient = weakref.WeakMethod(self._on_gradient)
         for use in plan.uses:
@@ -257,7 +260,7 @@ class GroupTap:
         """Finds the uses of a graph, and where the samples are in each."""
         refusal = _refusal_of_graph(nodes) or _refusal_of_model(self._model)
         if refusal:
-            return _Plan([], {}, {}, refusal)
+            return _Plan([], {}, {}, refusal=refusal)
         without_samples: frozenset[int] = frozenset()
         is_of_model = _constants(self._model)
         while True:
@@ -282,7 +285,7 @@ class GroupTap:
             for use in found.uses
             if (place := places[use.number]) is not None and not use.refusal
         ]
-        return _Plan(uses, refusals, _projected(found))
+        return _Plan(uses, refusals, _projected(found), _rounding(found))
 
     def _places(self, found: ParameterUses, samples: int) -> dict[int, Place | None]:
         """By the node of each use: where its samples are; None if they are not as a group's are."""
@@ -373,6 +376,16 @@ def _projected(found: ParameterUses) -> dict[Tensor, int]:
                     and can_project(found.nodes[use.number], operand)
                 )
     return {parameter: numbers[parameter] for parameter, can in projects.items() if can}
+
+
+def _rounding(found: ParameterUses) -> float:
+    """Relative rounding of the coarsest dtype of the uses, and of what leads to parameters."""
+    dtypes = {p.dtype for use in found.uses for p in use.parameters}
+    for use in found.uses:
+        routes = [route for routes in use.routes.values() for route in routes]
+        numbers = {use.number, *(step[0] for route in routes for step in route.path)}
+        dtypes |= {m.dtype for n in numbers for m in found.nodes[n]._input_metadata}
+    return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)
 
 
 _CHECKED_GROUP = 1  # whose samples alone get a gradient
