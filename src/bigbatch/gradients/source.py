@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
@@ -109,12 +109,15 @@ class GradientSource:
             self.guard.forget(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
 
-    def cut_backwards(self, groups: int, layers: Mapping[Tensor, int]) -> None:
+    def cut_backwards(
+        self, groups: int, layers: Mapping[Tensor, int], model: nn.Module | None = None
+    ) -> None:
         """Also reports the gradients of so many groups of samples in each prepared backward.
 
         Args:
             groups: k.
             layers: the number of each parameter's layer; empty if all are one.
+            model: the model, if it is known.
         Raises:
             SettingError: the gradients are those of all ranks together, and have no groups.
         """
@@ -128,6 +131,7 @@ class GradientSource:
             groups,
             lambda leaf: found(leaf) if (found := watched()) is not None else None,
             layers,
+            model,
             checks_samples=self._tap.on_leaves,
         )
 

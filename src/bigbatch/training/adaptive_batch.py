@@ -109,7 +109,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        self.meter.cut_backwards(options.get("groups"))
+        self.meter.cut_backwards(options.get("groups"), model)
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._bind_source()
