@@ -174,7 +174,8 @@ class Kind:
             return value
         if origin is Annotated:
             value = inner[0]._read(value)
-            _require(all(value in interval for interval in self._metadata))
+            for interval in self._metadata:
+                _require(value in interval)
         elif origin is tuple:
             _require(isinstance(value, tuple | list) and len(value) == len(inner))
             return tuple(kind._read(one) for kind, one in zip(inner, value, strict=True))

@@ -8,7 +8,7 @@ from torch import nn
 from typer import BadParameter
 
 from bigbatch import GradientMeter
-from bigbatch.bench import commands, loop_cost, meter_cost, sized_networks
+from bigbatch.bench import commands, loop_cost, loop_overhead, meter_cost, sized_networks
 from bigbatch.bench.gloo_processes import count_bytes_sent
 from bigbatch.bench.timing import Cost, interleaved, median_and_range
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -37,6 +37,7 @@ def test_runs_take_turns_after_one_that_is_not_counted():
         (resnet_of_basic_blocks, 11.2),
         (sized_networks.transformer, 19.2),
         (sized_networks.wide_layers, 4.9),
+        (sized_networks.small_cnn, 0.1),
     ],
 )
 def test_the_networks_have_the_size_they_say(build, millions):
@@ -116,3 +117,35 @@ def test_the_networks_of_the_loops_bench_take_their_images(name, build, shape):
     images, labels = loop_cost._images(2, shape)
     assert (2, 10) == build()(images).shape
     assert labels.max() < 10
+
+
+@pytest.mark.parametrize("name", loop_overhead.NETWORKS)
+def test_the_networks_of_the_overhead_learn_from_their_batches(name):
+    network = loop_overhead.NETWORKS[name]
+    model, (x, y) = network.build(), network.batch(4)
+    assert 4 == len(x) == len(y)
+    loss = loop_overhead._loss(model, x, y)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_group_norms_take_the_place_of_all_batch_norms():
+    model = sized_networks.with_group_norm(resnet_of_basic_blocks(width=8))
+    kinds = [type(module) for module in model.modules()]
+    assert 20 == kinds.count(nn.GroupNorm)
+    assert nn.BatchNorm2d not in kinds
+
+
+def test_the_overhead_has_a_row_for_each_batch_with_both_times_of_each_way():
+    rows = list(loop_overhead.rows(["digits network"], [4, 8], rounds=1))
+    assert [("digits network", "4"), ("digits network", "8")] == [
+        (row["network"], row["batch"]) for row in rows
+    ]
+    for way in loop_overhead.WAYS:
+        assert all({way, f"{way}, CPU"} <= row.keys() for row in rows)
+
+
+def test_a_network_that_is_not_there_is_refused():
+    with pytest.raises(BadParameter, match="ResNet-18"):
+        commands.overhead(over=["AlexNet"])

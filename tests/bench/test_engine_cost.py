@@ -176,7 +176,7 @@ def loop_steps(rank):
     data = TensorDataset(torch.randn(96, 4), torch.randint(3, (96,)))
     loader = DataLoader(data, batch_size=4, sampler=bb.ElasticDistributedSampler(data))
     train = bb.AdaptiveBatch(
-        model, torch.optim.SGD(model.parameters(), 0.1), loader, policy=bb.Fixed(12)
+        model, torch.optim.SGD(model.parameters(), 0.1), loader, policy=bb.Fixed(12), every=1
     )
     (group,) = comm_bytes.counting_groups()
     for _ in train.epochs(1):
@@ -188,7 +188,7 @@ def loop_steps(rank):
             group.sent.clear()
 
 
-def test_the_loop_adds_five_sums_and_two_a_rank():
+def test_the_loop_adds_six_sums_and_two_a_rank():
     ranks, gradient = 3, 4 * 15
     expected = Counter({"all-reduce": gradient}) + Counter(scaling.loop(ranks))
     assert expected == by_collective(list(on_ranks(ranks, loop_steps))[2])

@@ -163,7 +163,7 @@ def test_a_controllers_start_out_of_its_bounds_is_said_by_the_loop():
     controller = Controller(SimiGrad(target=0.2, max_batch=32), 48)
     with pytest.warns(UserWarning, match=r"batch_size=48 is out of bounds; .* starts with 32"):
         AdaptiveBatch(
-            model, SGD(model.parameters(), 0.1), DataLoader(samples, 8), policy=controller
+            model, SGD(model.parameters(), 0.1), DataLoader(samples, 8), policy=controller, every=1
         )
 
 

@@ -435,7 +435,7 @@ def adaptive(loader: Any) -> bb.AdaptiveBatch:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return bb.AdaptiveBatch(
-        model, optimizer, loader, policy=bb.Fixed(4), batch_size=4, micro_batch=4
+        model, optimizer, loader, policy=bb.Fixed(4), batch_size=4, micro_batch=4, every=1
     )
 
 

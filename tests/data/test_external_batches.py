@@ -51,6 +51,7 @@ def external_loop(policy, optimizer=torch.optim.SGD, samples=None, scaler=None, 
         policy=policy,
         scaler=scaler,
         **settings,
+        every=1,
     )
     return ExternalLoop(train)
 
@@ -91,6 +92,7 @@ def test_a_driven_loop_goes_the_way_of_our_own():
         fixed_micro_batch=True,
         min_micro_batches=2,
         lr_scaling=None,
+        every=1,
     )
     for step in train:
         for rows in step:

@@ -53,7 +53,7 @@ def trained(rank, ranks, sharded, name, evaluates):
     evaluate()
     loader = ledger_loader(rank, ranks)
     train = bb.AdaptiveBatch(
-        model, optimizer, loader, policy=bb.Fixed(32 * ranks), micro_batch=4, meter=meter
+        model, optimizer, loader, policy=bb.Fixed(32 * ranks), micro_batch=4, meter=meter, every=1
     )
     evaluate()
     for step in train:
@@ -94,7 +94,7 @@ def made_late(rank, ranks, shard, make):
 
 def adapting(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bb.AdaptiveBatch(model, optimizer, DataLoader(Numbered(64), 16), policy=bb.Fixed(32))
+    bb.AdaptiveBatch(model, optimizer, DataLoader(Numbered(64), 16), policy=bb.Fixed(32), every=1)
 
 
 def by_itself(model):

@@ -96,6 +96,7 @@ def gradients(rank, ranks, engine, precision):
         micro_batch=3,
         lr_scaling=None,
         scaler=scaler,
+        every=1,
     )
     seen = []
     optimizer.register_step_pre_hook(

@@ -407,7 +407,7 @@ class Graphs:
     def begin(self):
         self.seen.clear()
 
-    def micro_batch(self, weight):
+    def micro_batch(self, weight, groups):
         pass
 
     def gradient(self, parameter, gradient):
@@ -509,7 +509,7 @@ def adaptive(optimizer=torch.optim.SGD):
     batches = data([2] * 16)
     meter = GradientMeter(model, **ALL)
     return AdaptiveBatch(
-        model, own, batches, policy=Fixed(16), micro_batch=2, lr_scaling=None, meter=meter
+        model, own, batches, policy=Fixed(16), micro_batch=2, lr_scaling=None, meter=meter, every=1
     )
 
 

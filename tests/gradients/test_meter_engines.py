@@ -283,6 +283,7 @@ def test_a_loop_measures_a_checkpointed_model(reentrant):
         policy=Fixed(20),
         micro_batch=5,
         meter=meter,
+        every=1,
     )
     for step in train:
         for x, y in step:
@@ -299,7 +300,9 @@ def test_a_loop_whose_losses_are_means_over_tokens_measures_per_token():
     cosine = torch.cosine_similarity(weighted[::2].sum(0), weighted[1::2].sum(0), dim=0)
     meter = GradientMeter(model, **ALL)
     own = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = AdaptiveBatch(model, own, batches, policy=Fixed(20), micro_batch=5, meter=meter)
+    train = AdaptiveBatch(
+        model, own, batches, policy=Fixed(20), micro_batch=5, meter=meter, every=1
+    )
     for step in train:
         for (x, y), n in zip(step, tokens, strict=True):
             step.backward(mean_loss(model, x, y), weight=n)
@@ -465,7 +468,14 @@ def test_a_parameter_group_that_an_optimizer_gets_on_the_way_is_measured_and_zer
     own = torch.optim.SGD(both.body.parameters(), lr=0.1)
     meter = GradientMeter(both.body, **ALL)
     train = AdaptiveBatch(
-        both.body, own, batches, policy=Fixed(20), micro_batch=5, meter=meter, lr_scaling=None
+        both.body,
+        own,
+        batches,
+        policy=Fixed(20),
+        micro_batch=5,
+        meter=meter,
+        lr_scaling=None,
+        every=1,
     )
     seen = []
     for number, step in enumerate(train):

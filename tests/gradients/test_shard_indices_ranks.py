@@ -45,7 +45,9 @@ def held_and_found(rank, ranks, *, engine):
     pairs = []
     for parameter in source.parameters:
         shape = source.reducer.shape(parameter)
-        places, numbers = source.reducer.shards.shard_indices(parameter, min(COUNT, shape.numel()))
+        count = min(COUNT, shape.numel())
+        indices = source.reducer.shards.shard_indices(parameter, count)
+        places, numbers = indices or (torch.arange(count), torch.arange(count))
         said = dict(zip(places.tolist(), numbers.tolist(), strict=True))
         whole = torch.arange(shape.numel()).view(shape)
         shard = source.reducer.shards.shard(parameter, whole).reshape(-1)

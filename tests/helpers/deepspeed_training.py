@@ -106,7 +106,7 @@ def train_in_one_process(steps, *, clip=0.0, weighted=False, **settings):
         batch_size=BATCH,
         micro_batch=MICRO,
         scheduler=decaying_schedule(optimizer),
-        **settings,
+        **{"every": 1, **settings},
     )
     records = []
     for step in itertools.islice(endless(train), steps):
@@ -152,6 +152,7 @@ def engine_of(rank, ranks, layout="0", dtype="fp32", *, clip=0.0, groups=1, more
         "training_data": batches_of(rank, ranks),
         "lr_scheduler": decaying_schedule(optimizer) if "optimizer" not in given else None,
         "adaptive_batch_params": PARAMS,
+        "every": 1,
         "config": config_of(ranks, layout, dtype, clip, **(more or {})),
     } | given
     return deepspeed.initialize(model=model, **given)

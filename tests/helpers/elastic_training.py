@@ -86,6 +86,7 @@ def build(rank, ranks, engine, fault):
         policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
         batch_size=64,
         micro_batch=12,
+        every=1,
     )
 
 

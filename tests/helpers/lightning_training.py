@@ -134,13 +134,15 @@ def fit(callback, batches, module=None, *, ckpt_path=None, callbacks=(), **optio
 
 
 def adaptive(policy, **settings):
-    return AdaptiveBatchCallback(policy, **settings)
+    return AdaptiveBatchCallback(policy, **{"every": 1, **settings})
 
 
 def plain_loop(batches, model, optimizer, epochs=1, clip=None, autocast=None, **settings):
     """The same as a loop of one's own; micro-batches are those of the loader."""
     batches = bb.Batches(batches, remainder="step")
-    train = bb.AdaptiveBatch(model, optimizer, batches, fixed_micro_batch=True, **settings)
+    train = bb.AdaptiveBatch(
+        model, optimizer, batches, fixed_micro_batch=True, **{"every": 1, **settings}
+    )
     records, weights = [], []
     for _ in train.epochs(epochs):
         for step in train:

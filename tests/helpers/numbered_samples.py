@@ -70,7 +70,7 @@ def build(rank, ranks, engine, virtual_ranks, loader=None, **settings):
         if isinstance(loader, bb.Batches)
         else bb.Batches(loader, virtual_ranks=virtual_ranks)
     )
-    return bb.AdaptiveBatch(model, optimizer, batches, **settings)
+    return bb.AdaptiveBatch(model, optimizer, batches, **{"every": 1, **settings})
 
 
 def whole(tensor):

@@ -71,7 +71,9 @@ POLICY = {"policy": bb.SimiGrad(target=0.4, min_batch=8, max_batch=60), "batch_s
 def prepared(accelerator, *given, **settings):
     model, optimizer, loader, scheduler = accelerator.prepare(*given)
     settings = POLICY | settings
-    train = adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **settings)
+    train = adaptive_batch(
+        accelerator, model, optimizer, loader, scheduler=scheduler, **{"every": 1, **settings}
+    )
     return train, model
 
 
@@ -92,7 +94,9 @@ def sizes(done):
 
 def test_a_prepared_training_is_the_plain_one():
     model, optimizer, loader, scheduler = parts(shuffle=True)
-    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain = bb.AdaptiveBatch(
+        model, optimizer, loader, scheduler=scheduler, **{"every": 1, **POLICY}
+    )
     plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     expected = trained(plain)
 
@@ -107,7 +111,9 @@ def test_a_prepared_training_is_the_plain_one():
 
 def test_a_float16_scaler_of_accelerate_scales_and_steps():
     model, optimizer, loader, scheduler = parts()
-    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain = bb.AdaptiveBatch(
+        model, optimizer, loader, scheduler=scheduler, **{"every": 1, **POLICY}
+    )
     plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     expected = trained(plain)
 
@@ -123,7 +129,9 @@ def test_a_float16_scaler_of_accelerate_scales_and_steps():
 
 def test_bfloat16_is_that_of_autocast():
     model, optimizer, loader, scheduler = parts()
-    plain = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+    plain = bb.AdaptiveBatch(
+        model, optimizer, loader, scheduler=scheduler, **{"every": 1, **POLICY}
+    )
     plain.scheduler_batch = 8  # accelerate's: one batch of the loader
     forward = model.forward
 
@@ -194,7 +202,7 @@ def test_batches_take_options():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader, _ = accelerator.prepare(*parts())
     cut = batches(accelerator, loader, remainder="drop")
-    train = adaptive_batch(accelerator, model, optimizer, cut, policy=bb.Fixed(32))
+    train = adaptive_batch(accelerator, model, optimizer, cut, policy=bb.Fixed(32), every=1)
     assert [32, 32, 32] == sizes(trained(train, epochs=1))
 
 
@@ -236,7 +244,7 @@ def test_tensor_parallelism_is_refused():
     model, optimizer, loader, _ = accelerator.prepare(*parts())
     accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
     with pytest.raises(SettingError, match="2 ranks that share samples"):
-        adaptive_batch(accelerator, model, optimizer, loader, **POLICY)
+        adaptive_batch(accelerator, model, optimizer, loader, **{"every": 1, **POLICY})
 
 
 @pytest.mark.parametrize(
@@ -248,7 +256,7 @@ def test_engines_with_a_step_of_their_own_are_refused(kind, remedy):
     given = accelerator.prepare(*parts())
     accelerator.state.distributed_type = kind
     with pytest.raises(SettingError, match=remedy):
-        adaptive_batch(accelerator, *given[:3], scheduler=given[3], **POLICY)
+        adaptive_batch(accelerator, *given[:3], scheduler=given[3], **{"every": 1, **POLICY})
 
 
 def test_a_loader_that_skips_batches_is_refused():
@@ -256,7 +264,7 @@ def test_a_loader_that_skips_batches_is_refused():
     model, optimizer, loader, _ = accelerator.prepare(*parts())
     rest = skip_first_batches(loader, 2)
     with pytest.raises(SettingError, match="restores its place by itself"):
-        adaptive_batch(accelerator, model, optimizer, rest, **POLICY)
+        adaptive_batch(accelerator, model, optimizer, rest, **{"every": 1, **POLICY})
 
 
 @pytest.mark.parametrize("number", [1, 2, 3], ids=["optimizer", "loader", "scheduler"])
@@ -267,7 +275,9 @@ def test_what_was_not_prepared_is_refused(number):
     ready[number] = given[number]
     model, optimizer, loader, scheduler = ready
     with pytest.raises(SettingError, match=r"accelerate did not prepare.*accelerator\.prepare"):
-        adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **POLICY)
+        adaptive_batch(
+            accelerator, model, optimizer, loader, scheduler=scheduler, **{"every": 1, **POLICY}
+        )
 
 
 BLOCKED = """
@@ -333,3 +343,12 @@ def evaluated(accelerator, model, test_loader):
             seen += len(right)
     model.train()
     return seen
+
+
+@pytest.mark.parametrize("options", [{"every": 3}, {"every": None, "budget": None}])
+def test_the_interval_of_measured_steps_is_that_of_the_options(options):
+    train, _ = prepared(Accelerator(cpu=True), *parts(), **options)
+    done = trained(train, most=5)
+    every = options["every"] or 1
+    measured = [r.step for _, r in done if r.statistics is not None]
+    assert [*range(1, 6, every)] == measured

@@ -72,7 +72,9 @@ def built(configuration, data=None, optimizer=torch.optim.SGD, options=None, set
     torch.manual_seed(SEED + accelerator.process_index)  # a seed of its own
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     settings = POLICY | (settings or {})
-    train = adaptive_batch(accelerator, model, optimizer, loader, scheduler=scheduler, **settings)
+    train = adaptive_batch(
+        accelerator, model, optimizer, loader, scheduler=scheduler, **{"every": 1, **settings}
+    )
     return accelerator, train, model
 
 
@@ -125,7 +127,9 @@ def test_two_processes_train_as_one_that_plays_both(ranks):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=9)
     loader = bb.Batches(DataLoader(Numbered(), 10), virtual_ranks=2)
-    train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, micro_batch=5, **POLICY)
+    train = bb.AdaptiveBatch(
+        model, optimizer, loader, scheduler=scheduler, micro_batch=5, **{"every": 1, **POLICY}
+    )
     train.scheduler_batch = 5  # accelerate's: one batch of the loader
     expected = summary_of(steps_of(train, 3))
     (first, weights), (second, others) = ranks(2)(trained, {}, 3, {"batch_size": 5})
@@ -159,7 +163,9 @@ def variance_reduced(rank, ranks, by_hand):
             Numbered(), seed=0, num_replicas=ranks, rank=rank, shuffle=False
         )
         loader = DataLoader(Numbered(), 5, sampler=ledger)
-        train = bb.AdaptiveBatch(model, optimizer, loader, scheduler=scheduler, **POLICY)
+        train = bb.AdaptiveBatch(
+            model, optimizer, loader, scheduler=scheduler, **{"every": 1, **POLICY}
+        )
         train.scheduler_batch = 5
         return summary_of(steps_of(train, 2))
 
@@ -228,7 +234,7 @@ def refusals(rank, ranks):
             loader = DataLoader(data or Numbered(), **options)
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             try:
-                adaptive_batch(accelerator, model, optimizer, loader, **POLICY)
+                adaptive_batch(accelerator, model, optimizer, loader, **{"every": 1, **POLICY})
             except SettingError as error:
                 messages.append(str(error))
     return messages
@@ -282,6 +288,7 @@ def scheduled(rank, ranks, configuration, accelerator, batch_size):
             policy=bb.Fixed(batch_size),
             lr_scaling=None,
             min_micro_batches=2,
+            every=1,
         )
         done = steps_of(train, EPOCHS)
         return [(r.batch_size * number, r.lr[0]) for number, (_, r) in enumerate(done)]

@@ -179,6 +179,7 @@ def readme(rank, ranks, path, target):
             args=args,
             model=model,
             model_parameters=model.parameters(),
+            every=1,
             adaptive_batch_params={
                 "enable_adjust": args.similarity_target,
                 "verbose": True,
@@ -370,6 +371,13 @@ def test_every_size_may_be_a_single_sample():
     sizes = dict.fromkeys(README, 1)
     params = AdaptiveBatchParams.of({**PARAMS, **sizes})
     assert sizes == {name: getattr(params, name) for name in sizes}
+
+
+def test_a_wrong_budget_is_named_before_anything_is_built():
+    from bigbatch.integrations import deepspeed
+
+    with pytest.raises(SettingError, match=r"^budget=2.0 must be a number in \[0, 1\)"):
+        deepspeed.initialize(adaptive_batch_params=PARAMS, budget=2.0)
 
 
 def test_another_policy_than_the_papers_is_refused():
@@ -804,6 +812,7 @@ def reused(rank, ranks, layout, how):
             policy=bb.SimiGrad(0.55, min_batch=24, max_batch=120),
             batch_size=BATCH,
             micro_batch=MICRO,
+            every=1,
         )
         records = []
         for step in itertools.islice(train, STEPS):

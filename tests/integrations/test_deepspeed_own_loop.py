@@ -80,6 +80,7 @@ def on_engine(rank, ranks, stage, name, reached, weights):
         policy=bb.Fixed(batch),
         lr_scaling=None,
         min_micro_batches=K * ranks,
+        every=1,
     )[0]
     records = []
     for step in range(STEPS):
@@ -184,6 +185,7 @@ def engine_of_a_pair(ranks, stage):
         policy=bb.Fixed(batch),
         lr_scaling=None,
         min_micro_batches=K * ranks,
+        every=1,
     )[0]
 
 

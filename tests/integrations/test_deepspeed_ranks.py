@@ -74,6 +74,27 @@ def test_a_cell_of_the_table(deepspeed_ranks, layout, dtype, count):
     assert_as_in_one_process(deepspeed_ranks(count)(cell, layout, dtype), dtype)
 
 
+def budgeted(rank, ranks, layout):
+    """(measured steps, whether the last similarity is kept, values, weights) under every=3."""
+    engine, _, loader, _ = engine_of(rank, ranks, layout, clip=CLIP, every=3)
+    records = train_steps(engine, loader, STEPS)
+    measured = [r for r in records if r.statistics is not None]
+    kept = measured[-1].similarity == pytest.approx(engine.cos_placeholder.item())
+    kept = kept and all(value == value for value in engine._similarities.values())
+    return [r.step for r in measured], kept, record_values(records), weights_of(engine)
+
+
+@pytest.mark.parametrize("layout", ["0", "2", "3"])
+def test_one_step_in_three_is_measured(deepspeed_ranks, layout):
+    expected, weights = train_in_one_process(STEPS, clip=CLIP, every=3)
+    for steps, kept, actual, own in deepspeed_ranks(2)(budgeted, layout):
+        assert [*range(1, STEPS + 1, 3)] == steps
+        assert kept
+        assert expected["batch_size"] == actual["batch_size"]
+        assert pytest.approx(expected["loss"], abs=NEAR["fp32"]) == actual["loss"]
+        assert NEAR["fp32"] > max_difference(weights, own)
+
+
 def test_the_page_has_every_cell():
     page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]

@@ -77,6 +77,7 @@ def engine_of(rank, ranks, name, stage, dtype="fp32", *, zero=None, groups=1, **
         policy=bb.Fixed(batch),
         lr_scaling=None,
         min_micro_batches=K * ranks,
+        every=1,
     )
 
 
@@ -218,6 +219,7 @@ def adapted(rank, ranks, stage, optimizer):
         config=config_of(ranks, stage) | {"train_batch_size": 96, "gradient_accumulation_steps": 8},
         policy=bb.SimiGrad(0.5, max_batch=160),
         min_micro_batches=8 * ranks,
+        every=1,
     )
     records = []
     for x, y, _ in loader:

@@ -450,10 +450,10 @@ def test_a_dry_run_of_one_batch_is_one_step():
 
 
 def test_a_meter_of_ones_own_measures():
-    def every_second(model):
-        return bb.GradientMeter(model, every=2, confidence=0.9)
+    def with_interval(model):
+        return bb.GradientMeter(model, confidence=0.9)
 
-    callback = adaptive(bb.Fixed(16), min_micro_batches=2, meter=every_second)
+    callback = adaptive(bb.Fixed(16), min_micro_batches=2, meter=with_interval, every=2)
     watch = fit(callback, loader(64), Training(lambda p: VRAdam(p, lr=0.01)))
 
     measured = [record["similarity"] == record["similarity"] for record in watch.records]

@@ -181,15 +181,25 @@ def test_log_every_n_steps_holds(every, tmp_path):
 
 def test_what_was_not_measured_is_not_logged(tmp_path):
     logger = TensorBoardLogger(tmp_path)
-    callback = adaptive(
-        bb.Fixed(8), min_micro_batches=2, meter=lambda model: bb.GradientMeter(model, every=2)
-    )
+    callback = adaptive(bb.Fixed(8), min_micro_batches=2, every=2)
 
     fit(callback, loader(32), logger=logger, log_every_n_steps=1)
 
     events = EventAccumulator(logger.log_dir).Reload()
     assert [0, 2] == [event.step for event in events.Scalars("bigbatch/similarity")]
     assert [0, 1, 2, 3] == [event.step for event in events.Scalars("bigbatch/batch_size")]
+
+
+def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    callback = adaptive(bb.Fixed(8), min_micro_batches=2, every=3)
+
+    fit(callback, loader(96), logger=logger, log_every_n_steps=2)
+
+    events = EventAccumulator(logger.log_dir).Reload()
+    # of steps 0, 3, 6 and 9
+    assert [1, 3, 7, 9] == [event.step for event in events.Scalars("bigbatch/similarity")]
+    assert [1, 3, 5, 7, 9, 11] == [event.step for event in events.Scalars("bigbatch/batch_size")]
 
 
 def test_a_trainer_without_loggers_trains():

@@ -63,6 +63,7 @@ def trained(rank, ranks, engine):
         batch_size=BATCH,
         micro_batch=MICRO,
         scheduler=decaying_schedule(optimizer),
+        every=1,
     )
     records = []
     for step in islice(endless(train), STEPS):

@@ -123,6 +123,7 @@ def test_the_trainer_steps_evaluates_and_resumes_them(tmp_path, optimizer):
             eval_dataset=texts(8),
             optimizers=(optimizer(model.parameters()), None),
             policy=bb.Fixed(16),
+            every=1,
         )
         trainer.train(**resumed)
         return trainer.state.log_history[-2]["eval_loss"], list(model.parameters())
@@ -162,7 +163,7 @@ SEVERAL = r"optimizers are given as a list.* a parameter group and its lr for ea
 def test_what_cannot_be_stepped_is_refused_with_its_reason(tmp_path, message, made):
     model = network()
     with pytest.raises(SettingError, match=message):
-        bb.AdaptiveBatch(model, made(model.parameters()), loader(64), **FIXED)
+        bb.AdaptiveBatch(model, made(model.parameters()), loader(64), **{"every": 1, **FIXED})
 
     other = gpt()
     with pytest.raises(SettingError, match=message):
@@ -172,6 +173,7 @@ def test_what_cannot_be_stepped_is_refused_with_its_reason(tmp_path, message, ma
             train_dataset=texts(),
             optimizers=(made(other.parameters()), None),
             policy=bb.Fixed(16),
+            every=1,
         )
 
 

@@ -46,9 +46,13 @@ def adaptive(folder, policy, model=None, data=None, kind=AdaptiveTrainer, **sett
             "callbacks",
             "eval_dataset",
             "compute_loss_func",
+            "budget",
+            "every",
         )
         if name in settings
     }
+    if "budget" not in ours:
+        ours.setdefault("every", 1)
     return kind(
         model=model or gpt(),
         args=arguments(folder, **settings),
@@ -163,6 +167,19 @@ def test_the_schedule_counts_base_batches(tmp_path):
     assert expected == pytest.approx(rates)
 
 
+def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):
+    policy = bb.Fixed(4)
+    trainer = adaptive(tmp_path, policy, every=3, num_train_epochs=1, logging_steps=2)
+    trainer.train()
+    has_similarity = [value is not None for (value,) in logged(trainer, "similarity")]
+    # steps 1, 4, 7, 10, 13 and 16 are measured, and each second one is logged
+    assert [True, True, False, True, True, False, True, True] == has_similarity
+    assert 16 == trainer.adaptive.last_measured.step
+    trainer = adaptive(tmp_path, bb.SimiGrad(0.3), budget=0.1, num_train_epochs=1)
+    trainer.train()
+    assert 2 == trainer.adaptive.every
+
+
 @pytest.mark.parametrize("policy", [GROWING, bb.SimiGrad(target=0.5, max_batch=32)])
 def test_the_batches_are_those_of_a_loop_by_hand(tmp_path, policy):
     trainer = adaptive(
@@ -182,7 +199,7 @@ def test_the_batches_are_those_of_a_loop_by_hand(tmp_path, policy):
         weight_decay=0.1,
     )
     loader = torch.utils.data.DataLoader(texts(), 4)
-    train = bb.AdaptiveBatch(model, optimizer, loader, policy=policy, batch_size=8)
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=policy, batch_size=8, every=1)
     train.scheduler = get_linear_schedule_with_warmup(optimizer, 0, train.base_steps(2))
     records = []
     for _ in train.epochs(2):
@@ -235,6 +252,7 @@ def test_micro_batches_of_unequal_length_are_not_glued(tmp_path):
         data_collator=shortened,
         policy=GROWING,
         micro_batch=6,
+        every=1,
     )
     trainer.train()
     assert 128 == trainer.adaptive.samples
@@ -564,7 +582,7 @@ def test_a_variance_reduced_optimizer_is_that_of_a_loop_by_hand(tmp_path):
 
     loader = torch.utils.data.DataLoader(texts(), 4)
     optimizer = VRAdam(other.parameters(), lr=1e-2)
-    train = bb.AdaptiveBatch(other, optimizer, loader, policy=bb.Fixed(16))
+    train = bb.AdaptiveBatch(other, optimizer, loader, policy=bb.Fixed(16), every=1)
     losses = []
     for _ in train.epochs(2):
         for step in train:

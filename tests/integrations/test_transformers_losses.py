@@ -31,7 +31,7 @@ def test_the_loss_of_a_model_is_neither_refused_nor_said(kind):
     batches = [{name: torch.stack([row[name] for row in rows]) for name in rows[0]}]
     own = SGD(model.parameters(), lr=0.01)
     train = bb.AdaptiveBatch(
-        model, own, batches, policy=bb.SimiGrad(0.9), batch_size=12, micro_batch=5
+        model, own, batches, policy=bb.SimiGrad(0.9), batch_size=12, micro_batch=5, every=1
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*mean loss|.*is a sum|the loss grows")

@@ -23,6 +23,7 @@ def one_update(rank, ranks, folder, micro_batch):
             policy=bb.Fixed(24),
             micro_batch=micro_batch,
             callbacks=[watch := Gradients()],
+            every=1,
         )
         trainer.train()
         return watch.gradients, logged(trainer, "loss", "grad_norm")
@@ -51,6 +52,7 @@ def whole(rank, ranks, folder, settings):
             train_dataset=texts(67),
             policy=GROWING,
             optimizers=(optimizer, None),
+            every=1,
         )
         trainer.train()
         lines = logged(trainer, "loss", "grad_norm", "batch_size", "samples", "learning_rate")
@@ -59,7 +61,7 @@ def whole(rank, ranks, folder, settings):
 
 def trained(model, optimizer, loader):
     """By hand, what the Trainer does: figures of every update."""
-    train = bb.AdaptiveBatch(model, optimizer, loader, policy=GROWING, micro_batch=4)
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=GROWING, micro_batch=4, every=1)
     steps = train.base_steps(2)
     train.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / steps)
     lines = []
@@ -122,6 +124,7 @@ def evaluated(rank, ranks, folder, settings):
             train_dataset=texts(67),
             eval_dataset=texts(9),
             policy=GROWING,
+            every=1,
         )
         trainer.train()
         return logged(trainer, "loss", "batch_size"), [
@@ -146,7 +149,11 @@ def test_bfloat16_trains_on_two_processes(ranks, tmp_path):
 def whole_float32(rank, ranks, folder):
     with launched(rank, ranks):
         trainer = AdaptiveTrainer(
-            model=gpt(), args=arguments(folder, bf16=True), train_dataset=texts(), policy=GROWING
+            model=gpt(),
+            args=arguments(folder, bf16=True),
+            train_dataset=texts(),
+            policy=GROWING,
+            every=1,
         )
         trainer.train()
         return logged(trainer, "loss"), trainer.adaptive.samples
@@ -166,6 +173,7 @@ def refusal(rank, ranks, folder):
                 args=arguments(folder, average_tokens_across_devices=False),
                 train_dataset=texts(),
                 policy=GROWING,
+                every=1,
             )
         except SettingError as error:
             return str(error)

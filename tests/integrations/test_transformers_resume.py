@@ -35,6 +35,7 @@ def build(folder, reduced=False, callbacks=(), **settings):
         batch_size=8,
         optimizers=(optimizer, None),
         callbacks=list(callbacks),
+        every=1,
     )
 
 

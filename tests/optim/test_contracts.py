@@ -320,6 +320,7 @@ def test_the_loop_steps_as_backwards_by_hand_do(name: str, seed: int) -> None:
         policy=bb.Fixed(24),
         micro_batch=3,
         lr_scaling=None,
+        every=1,
     )
     for step in loop:
         for batch in step:

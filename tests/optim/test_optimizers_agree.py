@@ -19,7 +19,7 @@ def loop(rank, ranks, make, engine="ddp"):
     optimizer = make(rank, list(model.parameters()))
     batches = bb.Batches(ledger_loader(rank, ranks), virtual_ranks=ranks)
     settings = {"policy": bb.Fixed(64), "micro_batch": 8}
-    return bb.AdaptiveBatch(model, optimizer, batches, **settings)
+    return bb.AdaptiveBatch(model, optimizer, batches, **{"every": 1, **settings})
 
 
 def tensor_rate(rank, parameters):

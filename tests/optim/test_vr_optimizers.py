@@ -980,7 +980,9 @@ def adaptive(
     loader = DataLoader(TensorDataset(*data), batch_size=11)
     settings = {"batch_size": 24, "micro_batch": 3, "lr_scaling": None}
     policy = bb.Fixed(24)
-    return bb.AdaptiveBatch(model, optimizer, loader, policy=policy, **(settings | options))
+    return bb.AdaptiveBatch(
+        model, optimizer, loader, policy=policy, **{"every": 1, **settings, **options}
+    )
 
 
 def samples(seed: int = 0, n: int = 44) -> Batch:
@@ -1055,7 +1057,7 @@ def test_token_weights_hold_where_a_micro_batch_misses_a_parameter(reached: str)
     tokens = torch.randint(1, 50, (16,), generator=torch.Generator().manual_seed(0)).double()
     loader = DataLoader(TensorDataset(x, y, tokens), batch_size=16)
     loop = bb.AdaptiveBatch(
-        model, optimizer, loader, policy=bb.Fixed(16), micro_batch=2, lr_scaling=None
+        model, optimizer, loader, policy=bb.Fixed(16), micro_batch=2, lr_scaling=None, every=1
     )
     for step in loop:
         micro = []

@@ -160,6 +160,7 @@ def test_a_policy_hears_how_many_virtual_ranks_share_a_step():
         bb.Batches(loader, virtual_ranks=4),
         policy=policy,
         batch_size=32,
+        every=1,
     )
     for step in train:
         for x in step:

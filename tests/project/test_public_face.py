@@ -82,7 +82,9 @@ def test_the_adaptive_loop_with_every_setting(model, loader):
 
 
 class HoldUntil:
-    def decide(self, noise: bb.GradientStatistics, now: bb.TrainingState) -> bb.Decision:
+    needs_statistics = False
+
+    def decide(self, noise: bb.GradientStatistics | None, now: bb.TrainingState) -> bb.Decision:
         batch_size = now.target_batch_size if now.samples < 1_000 else 256
         return bb.Decision(batch_size=batch_size, reason="warm-up", lr_factor=1.0)
 

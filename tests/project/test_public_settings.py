@@ -104,7 +104,7 @@ def adaptive(**settings):
     parts = {
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": torch.utils.data.DataLoader(torch.randn(64, 2), batch_size=8),
-        "policy": bb.SimiGrad(),
+        "policy": bb.Fixed(8),
     }
     return bb.AdaptiveBatch(model, **(parts | settings))
 
@@ -178,7 +178,7 @@ PUBLIC = {
         | {"min_micro_batches": groups, "groups": groups}
         | {"lr_scaling": either(is_none, one_of("sqrt", "linear", "adascale"), is_function)}
         | {name: (lambda value: False) for name in ("optimizer", "loader", "policy")}
-        | {"meter": is_none},
+        | {"meter": is_none, "every": count, "budget": either(is_none, share)},
     ),
     "VarianceReduced": (
         lambda **settings: VarianceReduced(torch.optim.SGD(weights(), lr=0.1), **settings),
@@ -360,9 +360,9 @@ def test_a_weight_that_is_no_number_is_refused(weight):
 def test_all_that_a_stream_does_not_say_is_asked_for_at_once():
     stream = [torch.randn(16, 2)]
     with pytest.raises(SettingError, match="pass micro_batch= and batch_size="):
-        adaptive(loader=stream)
+        adaptive(loader=stream, policy=bb.SimiGrad())
     with pytest.raises(SettingError, match=r"pass batch_size=$"):
-        adaptive(loader=stream, micro_batch=8)
+        adaptive(loader=stream, policy=bb.SimiGrad(), micro_batch=8)
 
 
 @pytest.mark.parametrize("samples", [0, -8, math.nan, "8", None, True])

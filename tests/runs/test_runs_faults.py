@@ -199,7 +199,7 @@ def test_two_loops_over_one_optimizer_set_its_rate_one_after_the_other():
     for _ in range(2):
         loader = build(0, 1, "plain", 4).batches
         train = bb.AdaptiveBatch(
-            model, optimizer, loader, policy=bb.Fixed(64), base_batch=16, micro_batch=12
+            model, optimizer, loader, policy=bb.Fixed(64), base_batch=16, micro_batch=12, every=1
         )
         rates += [record.lr for _, record in steps_of(train, 1, 2)]
     assert [(0.1,)] * 4 == rates
@@ -223,4 +223,5 @@ def test_a_wrapper_of_an_optimizer_is_refused_by_name():
             [(torch.randn(16, 5).double(), torch.zeros(16).long())],
             policy=bb.Fixed(16),
             micro_batch=4,
+            every=1,
         )

@@ -231,6 +231,7 @@ def test_the_loops_own_rescale_of_a_ragged_step_is_no_change(factor):
             policy=bb.Fixed(24),
             micro_batch=3,
             lr_scaling=None,
+            every=1,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -196,9 +196,9 @@ def adaptive(*, every=3, policy=None, optimizer=torch.optim.SGD, n=400, options=
     model = network()
     own = optimizer(model.parameters(), lr=0.1)
     loader = DataLoader(samples(n), 8, shuffle=True)
-    meter = GradientMeter(model, every=every, **options)
+    meter = GradientMeter(model, **options)
     policy = SimiGrad(target=0.3) if policy is None else policy
-    return AdaptiveBatch(model, own, loader, policy=policy, meter=meter, **settings)
+    return AdaptiveBatch(model, own, loader, policy=policy, meter=meter, **settings, every=every)
 
 
 def trained(train, steps=math.inf, spoiled=()):

@@ -130,7 +130,7 @@ def test_micro_batches_that_miss_parameters_bring_no_wait():
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_step_of_a_loop_waits_once_in_its_update(every):
     model = network()
-    meter = GradientMeter(model, every=every, **OPTIONS["all"])
+    meter = GradientMeter(model, **OPTIONS["all"])
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
     train = AdaptiveBatch(
         model,
@@ -139,6 +139,7 @@ def test_a_step_of_a_loop_waits_once_in_its_update(every):
         policy=Fixed(16),
         micro_batch=4,
         meter=meter,
+        every=every,
     )
     for number, step in enumerate(train):
         with Recorded() as seen:

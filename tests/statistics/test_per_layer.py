@@ -263,7 +263,9 @@ def test_a_step_of_a_loop_records_its_layers():
     model, (x, y) = plain(), data([16])[0]
     meter = GradientMeter(model, per_layer=True)
     own = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = AdaptiveBatch(model, own, [(x, y)], policy=Fixed(16), micro_batch=4, meter=meter)
+    train = AdaptiveBatch(
+        model, own, [(x, y)], policy=Fixed(16), micro_batch=4, meter=meter, every=1
+    )
     for step in train:
         for batch in step:
             step.backward(cross_entropy(model(batch[0]), batch[1]))

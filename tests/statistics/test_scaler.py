@@ -229,7 +229,7 @@ def test_an_overflow_is_no_warning_and_no_number_and_the_next_step_is_right():
 
 def adaptive(scaler, *, every=1, of_meter=None):
     model = network()
-    meter = GradientMeter(model, every=every, scaler=of_meter, **ALL)
+    meter = GradientMeter(model, scaler=of_meter, **ALL)
     return AdaptiveBatch(
         model,
         sgd(model),
@@ -239,6 +239,7 @@ def adaptive(scaler, *, every=1, of_meter=None):
         scaler=scaler,
         meter=meter,
         lr_scaling=None,
+        every=every,
     )
 
 

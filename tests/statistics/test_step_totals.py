@@ -31,6 +31,7 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
         [count, count, 0, float(q), float(q), 0, grad_sqnorm]
         for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
     ]
+    columns = list(itertools.chain.from_iterable(zip(*slots, strict=True)))
     return StepTotals(
         {
             **{
@@ -42,7 +43,8 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
             "micro_batch_projections": projected.sum((0, 1)).tolist(),
             "grad_projections": (signs @ grad.double()).tolist(),
             "projection_sqnorm": [float(projected.square().sum())],
-            "ranks": list(itertools.chain.from_iterable(slots)),
+            "rank_counts": columns[: 3 * ranks],
+            "rank_sums": columns[3 * ranks :],
         }
     )
 

@@ -124,6 +124,7 @@ def with_an_empty_rank(rank, ranks, engine):
         policy=bb.Fixed(64),
         micro_batch=8,
         meter=bb.GradientMeter(model, confidence=0.9),
+        every=1,
     )
     order = list(bb.ElasticDistributedSampler(range(SAMPLES), seed=SEED, num_replicas=1, rank=0))
     empty = {number for i, number in enumerate(order[128:192]) if i % 2 == 0}
@@ -335,7 +336,7 @@ def between_micro_batches(rank, ranks):
                 ledger_loader(rank, ranks),
                 policy=bb.Fixed(32),
                 micro_batch=4,
-                meter=bb.GradientMeter(model, every=every),
+                every=every,
             )
             steps = iter(train)
             if every > 1:

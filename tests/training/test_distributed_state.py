@@ -44,6 +44,7 @@ def build(rank, ranks, engine, *, noisy):
         policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
         batch_size=64,
         micro_batch=12,
+        every=1,
     )
     train.scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 0.04, total_steps=train.base_steps(6)

@@ -57,6 +57,7 @@ def cell(rank, ranks, engine, what, precision):
         micro_batch=12,
         lr_scaling=None,
         meter=bb.GradientMeter(model, confidence=0.9 if what == "interval" else None),
+        every=1,
     )
     records, groups = [], []
     for step in train:
@@ -86,6 +87,7 @@ def exactly(what):
         micro_batch=12,
         lr_scaling=None,
         meter=bb.GradientMeter(model, confidence=0.9),
+        every=1,
     )
     records = []
     for step in train:

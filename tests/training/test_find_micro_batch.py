@@ -692,7 +692,7 @@ def test_a_failed_forward_leaves_no_micro_batch_in_memory():
     batches.place = to_device
     model = TooLarge(4, 1)
     train = AdaptiveBatch(
-        model, torch.optim.SGD(model.parameters()), batches, policy=Fixed(8), micro_batch=2
+        model, torch.optim.SGD(model.parameters()), batches, policy=Fixed(8), micro_batch=2, every=1
     )
 
     def one_pass():

@@ -46,7 +46,9 @@ def loop(micro=4, batch=16, samples=32, **settings):
     batches = [(x, torch.arange(samples) % 3)]
     opt = SGD(model.parameters(), lr=0.01)
     policy = settings.pop("policy", bb.Fixed(batch))
-    return bb.AdaptiveBatch(model, opt, batches, policy=policy, micro_batch=micro, **settings)
+    return bb.AdaptiveBatch(
+        model, opt, batches, policy=policy, micro_batch=micro, **{"every": 1, **settings}
+    )
 
 
 def warnings_of(train, loss_of, passes=1):

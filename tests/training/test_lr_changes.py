@@ -34,6 +34,7 @@ def loop(kind=SGD, *, rate=0.1, scheduler=None, updates=4, **settings):
         micro_batch=2,
         scheduler=built_scheduler,
         **settings,
+        every=1,
     )
 
 

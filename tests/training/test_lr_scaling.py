@@ -355,6 +355,7 @@ def one_step(
         base_batch=32,
         micro_batch=24,
         **more,
+        every=1,
     )
     for step in train:
         for x in step:

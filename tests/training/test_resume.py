@@ -88,7 +88,7 @@ def built(
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
     opt = optimizer(model.parameters())
     policy = bb.SimiGrad(target=0.3, min_batch=8, max_batch=40)
-    train = bb.AdaptiveBatch(model, opt, loader(), policy=policy, **settings)
+    train = bb.AdaptiveBatch(model, opt, loader(), policy=policy, **{"every": 1, **settings})
     if scheduled:
         total = train.base_steps(EPOCHS)
         train.scheduler = OneCycleLR(opt, 0.1, total_steps=total, cycle_momentum=False)

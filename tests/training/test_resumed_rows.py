@@ -27,7 +27,7 @@ def run(rank, ranks, name, options, states):
     model = DistributedDataParallel(network(), **options)
     optimizer = MAKE[name](model.parameters())
     loader = ledger_loader(rank, ranks)
-    train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(64), micro_batch=4)
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(64), micro_batch=4, every=1)
     saved = None
     if states is not None:
         for part, state in zip((model, optimizer, train), states[rank], strict=True):

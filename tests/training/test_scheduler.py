@@ -321,7 +321,11 @@ def adaptive(
     opt = optimizer_of(model.parameters(), lr=0.1)
     policy = Walk(*sizes or (BASE, 24, 40, 12))
     return bb.AdaptiveBatch(
-        model, opt, loader, **{"policy": policy, "batch_size": BASE, "micro_batch": 8, **more}
+        model,
+        opt,
+        loader,
+        **{"policy": policy, "batch_size": BASE, "micro_batch": 8, **more},
+        every=1,
     )
 
 
@@ -494,7 +498,9 @@ def test_a_plateau_scheduler_is_refused_at_construction_too():
     opt = SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.randn(64, 3), 16)
     with pytest.raises(SettingError, match="ReduceLROnPlateau"):
-        bb.AdaptiveBatch(model, opt, loader, policy=bb.Fixed(32), scheduler=ReduceLROnPlateau(opt))
+        bb.AdaptiveBatch(
+            model, opt, loader, policy=bb.Fixed(32), scheduler=ReduceLROnPlateau(opt), every=1
+        )
 
 
 def test_a_scheduler_of_another_optimizer_is_refused_by_the_loop_too():
@@ -560,6 +566,7 @@ def test_growth_in_place_of_decay_refuses_a_rate_that_follows_the_batch():
             policy=schedule,
             micro_batch=4,
             lr_scaling=rule,
+            every=1,
         )
         if rule is None:
             assert 16 == build().plan.batch_size

@@ -33,7 +33,7 @@ def loader(samples=96):
 
 def loop(model, parameters=None, kind=SGD, **settings):
     opt = kind(model.parameters() if parameters is None else parameters, lr=0.1)
-    return bb.AdaptiveBatch(model, opt, loader(), policy=bb.Fixed(16), **settings)
+    return bb.AdaptiveBatch(model, opt, loader(), policy=bb.Fixed(16), **{"every": 1, **settings})
 
 
 def one_step(train, forward=None):
@@ -86,7 +86,7 @@ def test_an_interval_and_layers_are_those_of_what_the_optimizer_trains():
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_gradient_that_is_not_finite_where_nothing_is_trained_skips_no_step(every):
     model = network()
-    train = loop(model, model[3].parameters(), meter=bb.GradientMeter(model, every=every))
+    train = loop(model, model[3].parameters(), every=every)
     model[0].weight.register_hook(lambda gradient: gradient * torch.nan)
     before = model[3].weight.detach().clone()
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_a_layer_that_the_optimizer_gets_later_is_measured_from_then_on():
 def test_a_layer_that_the_optimizer_loses_is_measured_until_then():
     model = network()
     opt = SGD([{"params": model[:3].parameters()}, {"params": model[3].parameters()}], lr=0.1)
-    train = bb.AdaptiveBatch(model, opt, loader(), policy=bb.Fixed(16))
+    train = bb.AdaptiveBatch(model, opt, loader(), policy=bb.Fixed(16), every=1)
     replica = copy.deepcopy(model)
     record, parts = one_step(train)
     assert_same(measured(replica, parts), record.statistics)
@@ -180,7 +180,7 @@ def test_a_meter_refuses_to_read_a_model_whose_parameters_were_replaced(replace)
 @pytest.mark.parametrize("number", [0, 1], ids=["measured", "not measured"])
 def test_a_step_in_which_nothing_that_is_trained_has_a_gradient_is_an_error(number):
     model = network()
-    train = loop(model, meter=bb.GradientMeter(model, every=2))
+    train = loop(model, every=2)
     for _ in range(number):
         one_step(train)
     with pytest.raises(GradientError, match=r"no parameter that is trained .* got a gradient"):

@@ -21,7 +21,9 @@ def loop(rank, ranks, engine, kind, parameters):
     model = wrapped(engine, ranks)
     batches = bb.Batches(ledger_loader(rank, ranks), virtual_ranks=4)
     settings = {"policy": bb.Fixed(64), "micro_batch": 8, "min_micro_batches": 8}
-    return bb.AdaptiveBatch(model, kind(parameters(model), lr=0.1), batches, **settings)
+    return bb.AdaptiveBatch(
+        model, kind(parameters(model), lr=0.1), batches, **{"every": 1, **settings}
+    )
 
 
 def head(model):

@@ -38,7 +38,7 @@ def build(rank, ranks, engine, name, virtual_ranks=4, **settings):
         "batch_size": 64,
         "micro_batch": 12,
     } | settings
-    return bb.AdaptiveBatch(model, optimizer, batches, **settings)
+    return bb.AdaptiveBatch(model, optimizer, batches, **{"every": 1, **settings})
 
 
 def run(rank, ranks, engine, name, updates, clip=None):
@@ -221,6 +221,7 @@ def two_each(rank, ranks):
         micro_batch=12,
         lr_scaling=None,
         min_micro_batches=4,
+        every=1,
     )
     done = []
     for _ in train.epochs(2):
@@ -264,7 +265,7 @@ def ending(rank, ranks, engine, samples):
     model = wrapped(engine, ranks)
     optimizer = MAKE["VRSGD"](model.parameters())
     loader = bb.Batches(ledger_loader(rank, ranks, samples=samples), remainder="step")
-    train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(48), micro_batch=12)
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(48), micro_batch=12, every=1)
     sizes = []
     for step in train:
         for x, y, _ in step:
@@ -287,7 +288,7 @@ def attached_elsewhere(rank, ranks):
     optimizer.attach(model)
     optimizer.param_groups[0]["params"] = list(other.parameters())
     with pytest.raises(SettingError, match="attached to another DDP model"):
-        bb.AdaptiveBatch(other, optimizer, ledger_loader(rank, ranks), policy=bb.Fixed(48))
+        bb.AdaptiveBatch(other, optimizer, ledger_loader(rank, ranks), policy=bb.Fixed(48), every=1)
 
 
 def test_an_optimizer_that_is_attached_elsewhere_is_refused(ranks):

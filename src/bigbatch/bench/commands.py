@@ -17,6 +17,7 @@ from bigbatch.bench import (
     coverage,
     engine_cost,
     loop_cost,
+    loop_overhead,
     meter_cost,
     optimizer_cost,
     scaling,
@@ -95,6 +96,27 @@ def loop_(rounds: Rounds = 15) -> None:
     """Cost of the adaptive loop over a plain one: time, Python, copies, waiting samples."""
     title = f"median of {rounds} interleaved rounds"
     _show(title, loop_cost.costs(rounds), total=loop_cost.ROWS)
+
+
+@bench.command("overhead")
+def overhead(
+    rounds: Rounds = 5,
+    over: Annotated[
+        list[str] | None, typer.Option(help=f"Networks: {'; '.join(loop_overhead.NETWORKS)} [all].")
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=4, help=f"Batch sizes [{', '.join(map(str, loop_overhead.BATCHES))}]."),
+    ] = None,
+) -> None:
+    """Cost of the adaptive loop over a plain one with one backward a step, by network and batch."""
+    names, batches = list(loop_overhead.NETWORKS), batch or loop_overhead.BATCHES
+    for name in over or ():
+        if name not in names:
+            raise typer.BadParameter(f"--over {name!r}: one of {'; '.join(names)}")
+    title = f"step / plain step of one backward; median [least, most] of {rounds} rounds"
+    rows = loop_overhead.rows(over or names, batches, rounds)
+    _show(title, rows, total=len(over or names) * len(batches))
 
 
 @bench.command("engines")

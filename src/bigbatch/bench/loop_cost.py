@@ -17,14 +17,16 @@ from bigbatch.experiments.digits import network
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Fixed
-from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.measuring_interval import DEFAULT_BUDGET
 
-ROWS = 15
+ROWS = 17
 
 _ACCUMULATION = 8  # micro-batches of a step
-_NEVER = 10**9  # interval of a meter that measures its first step alone, which is not timed
 _MICRO_BATCHES = 1280  # micro-batches of the tiny network in one timing
+_UNTIL_TIMED = 16  # steps after which a budget's interval is known
+# budgets, and what they are called in the table
+_KINDS: tuple[tuple[float | None, str], ...] = ((0.0, "not measured"), (None, "measured"))
 
 _IMAGE_MODELS: tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
     ("ResNet-18", resnet_of_basic_blocks, (3, 32, 32)),
@@ -66,25 +68,38 @@ def _plain_loop_ratios(rounds: int) -> Iterator[Row]:
     """Time of a ResNet-18 step in the adaptive loop over the same step in a plain loop."""
     model, k = resnet_of_basic_blocks(), _ACCUMULATION
     batches = [random_batch(model, 8, 32) for _ in range(k)]
-    adaptive = [_adaptive(model, batches, every, k) for every in (_NEVER, 1)]
+    adaptive = [_adaptive(model, batches, budget, k) for budget, _ in _KINDS]
     times = interleaved([_plain(model, batches, k), *adaptive], rounds)
-    for number, kind in enumerate(("not measured", "measured"), start=1):
+    for number, (_, kind) in enumerate(_KINDS, start=1):
         ratios = [row[number] / row[0] for row in times]
         goal = 1.01 if number == 1 else None
         yield _row(f"ResNet-18, k = {k} x 8, {kind}: step / plain step", ratios, goal=goal)
 
 
 def _one_backward_ratios(rounds: int) -> Iterator[Row]:
-    """Time of a measured step over the step of a plain loop that does not accumulate."""
+    """Time of a step over that of a plain loop that does not accumulate.
+
+    Every step is measured, or those that the default budget allows, after its interval is known.
+    """
     for name, build, shape in _IMAGE_MODELS:
-        model, micro_batches = build(), [_images(16, shape) for _ in range(16)]
+        model, steps = build(), 8 if name == "ResNet-18" else 256
+        micro_batches = [_images(16, shape) for _ in range(16)] * (steps // 4)
         batches = [
             (torch.cat([x for x, _ in four]), torch.cat([y for _, y in four]))
             for four in zip(*[iter(micro_batches)] * 4, strict=True)
         ]
-        runs = [_plain(model, batches, 1), _adaptive(model, micro_batches, 1, 4)]
-        ratios = [adaptive / plain for plain, adaptive in interleaved(runs, rounds)]
-        yield _row(f"{name}, 64 samples as 4 x 16, measured: step / plain step of 1 x 64", ratios)
+        runs = [
+            _plain(model, batches, 1),
+            _adaptive(model, micro_batches, None, 4),
+            _adaptive(model, micro_batches, DEFAULT_BUDGET, 4, micro_batch=64),
+        ]
+        for _ in range(-(-_UNTIL_TIMED // steps)):
+            runs[2]()
+        times = interleaved(runs, rounds)
+        for number, kind in enumerate(("measured", "default budget"), start=1):
+            ratios = [row[number] / row[0] for row in times]
+            what = f"{name}, 64 samples, {'as 4 x 16, ' * (number == 1)}{kind}"
+            yield _row(f"{what}: step / plain step of 1 x 64", ratios)
 
 
 def _python_overhead(rounds: int) -> Iterator[Row]:
@@ -94,12 +109,12 @@ def _python_overhead(rounds: int) -> Iterator[Row]:
     """
     model = nn.Linear(4, 3)
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_MICRO_BATCHES)]
-    for every, kind in ((_NEVER, "not measured"), (1, "measured")):
+    for budget, kind in _KINDS:
         for k in (64, 8):
-            runs = [_plain(model, batches, k), _adaptive(model, batches, every, k)]
+            runs = [_plain(model, batches, k), _adaptive(model, batches, budget, k)]
             times = interleaved(runs, rounds)
             extra = [1e6 * (adaptive - plain) / len(batches) for plain, adaptive in times]
-            goal = 50.0 if (every, k) == (_NEVER, 64) else None
+            goal = 50.0 if (budget, k) == (0, 64) else None
             yield _row(f"Python a micro-batch, k = {k}, {kind}", extra, " us", goal)
 
 
@@ -118,7 +133,22 @@ def _plain(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None
     return run
 
 
-def _adaptive(model: nn.Module, batches: MicroBatches, every: int, k: int) -> Callable[[], None]:
+def _adaptive(
+    model: nn.Module,
+    batches: MicroBatches,
+    budget: float | None,
+    k: int,
+    micro_batch: int | None = None,
+) -> Callable[[], None]:
+    """Steps of k batches in the adaptive loop.
+
+    Args:
+        model: the model, which is copied.
+        batches: batches of equal size.
+        budget: largest share of the time that measuring takes; None measures every step.
+        k: batches of a step; a measured step has at least as many micro-batches.
+        micro_batch: largest micro-batch of a step that is not measured; default: a batch.
+    """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
@@ -127,12 +157,10 @@ def _adaptive(model: nn.Module, batches: MicroBatches, every: int, k: int) -> Ca
         optimizer,
         batches,
         policy=Fixed(k * samples),
-        micro_batch=samples,
+        micro_batch=micro_batch or samples,
         min_micro_batches=k,
-        meter=GradientMeter(model, every=every),
+        budget=budget,
     )
-    if every == _NEVER:
-        train.meter.next_step()
 
     def run() -> None:
         for step in train:

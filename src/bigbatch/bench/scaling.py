@@ -11,7 +11,7 @@ from bigbatch.bench.timing import Row, seconds
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.sanity_checks import SanityChecks
 from bigbatch.statistics.second_moment import combine_moments
-from bigbatch.statistics.step_totals import FIELDS, StepTotals, unpack
+from bigbatch.statistics.step_totals import FIELDS, RANK_COUNTS, StepTotals, unpack
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
@@ -69,8 +69,8 @@ def interval(ranks: int) -> InputBytes:
 
 
 def loop(ranks: int) -> InputBytes:
-    """`AdaptiveBatch` adds the sums of `GradientMeter`, five more, and two a rank."""
-    return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (5 + 2 * ranks)}
+    """`AdaptiveBatch` adds the sums of `GradientMeter`, six more, and two a rank."""
+    return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (6 + 2 * ranks)}
 
 
 def vr_ddp(model: Model, ranks: int, *, accumulated: bool) -> InputBytes:
@@ -141,9 +141,10 @@ def host_seconds(ranks: int) -> float:
     by_layer = ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms")
     lengths = {**dict.fromkeys(by_layer, 1), "inverse_sizes": 1, "slope": 2}
     lengths |= {"micro_batch_projections": 8, "grad_projections": 8, "projection_sqnorm": 1}
-    lengths |= {"ranks": FIELDS * ranks, "scale": 1}
-    slots = [x for rank in range(ranks) for x in (1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0)]
-    values = [1.0] * 23 + slots + [1.0]
+    sums = (FIELDS - RANK_COUNTS) * ranks
+    lengths |= {"rank_counts": RANK_COUNTS * ranks, "rank_sums": sums, "scale": 1}
+    rows = [(1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0) for rank in range(ranks)]
+    values = [1.0] * 23 + [x for column in zip(*rows, strict=True) for x in column] + [1.0]
     checks = SanityChecks("weighted", warns=False)
 
     def read_totals() -> None:

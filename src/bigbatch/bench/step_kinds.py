@@ -181,6 +181,7 @@ def _deepspeed_step(kind: Kind, batches: MicroBatches) -> Callable[[], None]:
             },
             policy=Fixed(_SAMPLES * kind.micro_batches * ranks) if has_policy else None,
             min_micro_batches=kind.micro_batches * ranks,
+            every=1,
         )
 
     def step() -> None:

@@ -12,6 +12,14 @@ Row = dict[str, str]
 
 
 @dataclass(frozen=True)
+class Times:
+    """Seconds of one run: those that passed, and those of this process on all its CPU cores."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
 class Cost:
     """How much longer something takes than its baseline.
 
@@ -46,18 +54,28 @@ def median_and_range(values: Sequence[float], digits: int = 2) -> str:
 
 def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
     """Seconds of every run in each round, after one warm-up round."""
+    return [[times.wall for times in row] for row in interleaved_times(runs, rounds)]
+
+
+def interleaved_times(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[Times]]:
+    """Both times of every run in each round, after one warm-up round."""
     for run in runs:
         run()
-    return [[seconds(run) for run in runs] for _ in range(rounds)]
+    return [[times(run) for run in runs] for _ in range(rounds)]
 
 
 def seconds(run: Callable[[], object]) -> float:
     """Seconds of one run, including the GPU work that it queues."""
+    return times(run).wall
+
+
+def times(run: Callable[[], object]) -> Times:
+    """Both times of one run, including the GPU work that it queues."""
     _synchronize()
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     run()
     _synchronize()
-    return time.perf_counter() - start
+    return Times(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def _synchronize() -> None:

@@ -93,7 +93,7 @@ def _lightning(folder: str, *, adaptive: bool) -> float:
 
     callbacks: list[Any] = [Clock()]
     if adaptive:
-        callbacks.append(AdaptiveBatchCallback(Fixed(_BATCH), batch_size=_BATCH))
+        callbacks.append(AdaptiveBatchCallback(Fixed(_BATCH), batch_size=_BATCH, every=1))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -148,7 +148,7 @@ def _transformers(folder: str, *, adaptive: bool) -> float:
         train_dataset=[{"x": x, "labels": y} for x, y in zip(*_data(), strict=True)],
         callbacks=[Clock()],
         optimizers=(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), None),
-        **({"policy": Fixed(_BATCH), "batch_size": _BATCH} if adaptive else {}),
+        **({"policy": Fixed(_BATCH), "batch_size": _BATCH, "every": 1} if adaptive else {}),
     )
     trainer.remove_callback(hf.PrinterCallback)
     trainer.train()

@@ -115,18 +115,22 @@ def _is_leaf(batch: Batch) -> bool:
 def _size(leaf: Any) -> int:
     if isinstance(leaf, (list, tuple)):
         return len(leaf)
-    if not leaf.shape:
+    shape = leaf.shape
+    if not shape:
         raise BatchError(
             f"a batch holds a tensor of no dimension, with no samples to cut; {REMEDY}"
         )
-    return int(leaf.shape[0])
+    return int(shape[0])
 
 
 def _leaves(batch: Batch) -> list[Any]:
     """All leaves, in one order for batches of one structure."""
     if _is_leaf(batch):
         return [batch]
-    return [leaf for part in _flatten(batch)[0] for leaf in _leaves(part)]
+    leaves: list[Any] = []
+    for part in _flatten(batch)[0]:
+        leaves += [part] if isinstance(part, torch.Tensor) else _leaves(part)
+    return leaves
 
 
 def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
@@ -146,11 +150,11 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
 
 def _flatten(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The parts of a batch that is no leaf, and a function that makes a batch of such parts."""
-    if isinstance(batch, Mapping):
-        return list(batch.values()), partial(_with_values, batch)
     if isinstance(batch, (tuple, list)):
         kind: Any = type(batch)
         return list(batch), kind._make if hasattr(batch, "_fields") else kind
+    if isinstance(batch, Mapping):
+        return list(batch.values()), partial(_with_values, batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
         values = [getattr(batch, name) for name in names]

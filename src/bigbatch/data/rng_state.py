@@ -33,11 +33,11 @@ class RandomReader:
     """
 
     def __init__(self) -> None:
+        read_numpy = partial(numpy.random.get_state, legacy=True)
         self._python = _CachedState(
             random.getstate, _python_memory(), lambda state: state[2] is not None
         )
-        read_numpy = partial(numpy.random.get_state, legacy=True)
-        self._numpy = _CachedState(read_numpy, _numpy_memory, lambda state: state[3] != 0)
+        self._numpy = _CachedState(read_numpy, _NumpyMemory(), lambda state: state[3] != 0)
 
     def read(self) -> RandomState:
         """The present states."""
@@ -45,7 +45,7 @@ class RandomReader:
         return {
             "python": self._python.get(),
             "numpy": self._numpy.get(),
-            "torch": torch.get_rng_state(),
+            "torch": torch.default_generator.get_state(),
             "cuda": torch.cuda.get_rng_state_all() if initialized else [],
         }
 
@@ -82,19 +82,34 @@ def _python_memory() -> Callable[[], bytes]:
         address = id(generator) + header
         expected = struct.pack("625I", position, *words)
         if ctypes.string_at(address, len(expected)) == expected:
-            return partial(ctypes.string_at, address, _SAMPLED)
+            return _memory_reader(address)
     return bytes
 
 
-def _numpy_memory() -> bytes:
-    generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not numpy.random.MT19937:
-        raise SettingError(
-            f"NumPy's global generator is a {type(generator).__name__}, whose state is not saved; "
-            "leave the usual MT19937 in place, and hold a numpy.random.Generator of your own"
-        )
-    end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
-    return ctypes.string_at(end - _SAMPLED, _SAMPLED)
+class _NumpyMemory:
+    """Reads the last words and the position of NumPy's global generator, whichever it is now."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._read: Callable[[], bytes] = bytes
+
+    def __call__(self) -> bytes:
+        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._generator:
+            if type(generator) is not numpy.random.MT19937:
+                raise SettingError(
+                    f"NumPy's global generator is a {type(generator).__name__}, whose state is not "
+                    "saved; leave the usual MT19937 in place, and hold a numpy.random.Generator of "
+                    "your own"
+                )
+            end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
+            self._generator, self._read = generator, _memory_reader(end - _SAMPLED)
+        return self._read()
+
+
+def _memory_reader(address: int) -> Callable[[], bytes]:
+    """Reads the sampled bytes at an address; without a foreign call each time."""
+    return memoryview((ctypes.c_char * _SAMPLED).from_address(address)).tobytes
 
 
 def restorable(raw: RandomState) -> RandomState:

@@ -106,6 +106,8 @@ class SampleBuffer:
     def _join(self, chunks: list["_Chunk"], turns: int) -> list[Batch] | None:
         """The chunks as one batch for each turn; None if they do not fit together."""
         batches = [chunk.batch for chunk in chunks]
+        if turns == 1 == len(batches):
+            return batches
         if turns > 1:
             return interleave_samples(batches, [chunk.samples for chunk in chunks], turns)
         if len(chunks) > 1 and not self.concatenates:

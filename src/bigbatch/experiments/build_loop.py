@@ -45,6 +45,7 @@ def build_loop(
         min_micro_batches=settings.min_micro_batches,
         groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),
+        **interval_of(settings),
         meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
         scaler=scaler,
     )
@@ -53,6 +54,11 @@ def build_loop(
 def lr_scaling_of(settings: Settings) -> LRScaling:
     """The rule that scales lr with the batch size; None for none."""
     return None if settings.lr_scaling == "none" else settings.lr_scaling
+
+
+def interval_of(settings: Settings) -> dict[str, Any]:
+    """How often steps are measured: `every`, or what `budget` allows."""
+    return {"budget": settings.budget} if settings.every is None else {"every": settings.every}
 
 
 def batches_of(data: Data, settings: Settings, virtual_ranks: int) -> Batches:

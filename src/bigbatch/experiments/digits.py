@@ -78,6 +78,7 @@ DIGITS = Recipe(
         "base_batch": (32, OURS),
         "micro_batch": (128, OURS),
         "virtual_ranks": (4, OURS),
+        "every": (2, OURS),
         "lr": (0.02, OURS),
         **CLIPS,
         "dropout": (0.0, OURS),
@@ -90,9 +91,9 @@ DIGITS = Recipe(
         "scikit-learn's digits", size="1,797 images of 8 x 8", otherwise="itself"
     ),
     arms={
-        "fixed-32": {"policy": "fixed"},
-        "fixed-512": {"policy": "fixed", "batch_size": 512},
-        "schedule": {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs"},
+        "fixed-32": {"policy": "fixed", "every": 8},  # does not decide by what it measures
+        "fixed-512": {"policy": "fixed", "batch_size": 512, "every": 8},
+        "schedule": {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs", "every": 8},
         "noise-scale": {
             "policy": "noise-scale",
             "smoothing": "4K samples",

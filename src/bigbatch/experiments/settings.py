@@ -66,6 +66,8 @@ class Settings:
         micro_batch: largest micro-batch, in samples of one backward.
         min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
         groups: groups of samples that each backward measures; None to compare micro-batches.
+        every: interval between measured steps; None for one that follows from budget.
+        budget: largest share of the time that measuring may take, if every is None.
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
             their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
@@ -122,6 +124,8 @@ class Settings:
     micro_batch: Count
     min_micro_batches: MinMicroBatches | None = None
     groups: Groups | None = None
+    every: Count | None = 1
+    budget: Share | None = None
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
     decide_every: Count = 1
@@ -162,6 +166,11 @@ class Settings:
             raise SettingError(
                 f"groups={self.groups} with engine=deepspeed, which compares micro-batches; leave "
                 "groups out, or engine"
+            )
+        if self.every is not None and self.budget is not None:
+            raise SettingError(
+                f"every={self.every} and budget={self.budget:g} both say how often steps are "
+                "measured; set every=None (a command's --every none) with a budget"
             )
         LRSchedule(self.lr_schedule)
 

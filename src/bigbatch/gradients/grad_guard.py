@@ -17,6 +17,8 @@ from bigbatch.gradients.gradient_hooks import only_watched, remove_hooks, watchi
 # next tensor; its weak reference is one object while anybody holds it, here the last of the three.
 Stamp = tuple[Any, ...] | None
 
+_GRAD = operator.attrgetter("grad")
+
 
 class GradGuard:
     """What this rank holds of `.grad`: its version, its sum over micro-batches, its scale.
@@ -33,7 +35,7 @@ class GradGuard:
         *,
         engine_writes: bool = False,
         grad_may_wait: bool = False,
-        local_grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad"),
+        local_grad: Callable[[Tensor], Tensor | None] = _GRAD,
     ) -> None:
         self.engine_writes, self.grad_may_wait = engine_writes, grad_may_wait
         self.local_grad = local_grad
@@ -67,10 +69,16 @@ class GradGuard:
 
     def stamps(self) -> list[Stamp]:
         """The version of every gradient now."""
+        if self.local_grad is _GRAD:  # one tensor a parameter, and the usual case
+            grads = [p.grad for p in self.parameters]
+            return [
+                None if grad is None else (id(ref := weakref.ref(grad)), grad._version, ref)
+                for grad in grads
+            ]
         return [
             None
-            if p.grad is None or (grad := self.local_grad(p)) is None
-            else (id(ref := weakref.ref(p.grad)), p.grad._version + grad._version, ref)
+            if (grad := p.grad) is None or (local_grad := self.local_grad(p)) is None
+            else (id(ref := weakref.ref(grad)), grad._version + local_grad._version, ref)
             for p in self.parameters
         ]
 
@@ -217,7 +225,7 @@ class GradGuard:
 
     def after_report(self, parameter: Tensor, gradient: Tensor) -> None:
         """Every subscriber has read it; hides `.grad` where its accumulation is deferred."""
-        if parameter in self._hidden_grads:
+        if self._hidden_grads and parameter in self._hidden_grads:
             parameter.grad = None
 
     def restore_hidden(self) -> bool:

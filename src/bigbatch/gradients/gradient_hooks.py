@@ -11,14 +11,14 @@ from torch.utils.hooks import RemovableHandle
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
-def weak_method(method: Callable[..., None]) -> Callable[..., None]:
+def weak_method(method: Any) -> Callable[..., None]:
     """Calls a bound method while its object lives: hooks live as long as models."""
-    reference = weakref.WeakMethod(method)
+    owner_reference, function = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*arguments)
+        owner = owner_reference()
+        if owner is not None:
+            function(owner, *arguments)
 
     return call
 

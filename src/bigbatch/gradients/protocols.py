@@ -34,7 +34,7 @@ class Subscriber(Protocol):
     def begin(self) -> None:
         """A step starts; discard what the previous one left."""
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch of so many groups starts; `weight` is its n_d, 1.0 where it is unknown."""
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:

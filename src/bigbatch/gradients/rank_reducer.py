@@ -24,9 +24,9 @@ class GradientShards:
         """This rank's shard of a tensor shaped like the full gradient."""
         return full
 
-    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a full gradient `local_grad` has."""
-        return torch.arange(count, device="cpu"), torch.arange(count, device="cpu")
+    def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices | None:
+        """Which of the first `count` elements of a full gradient `local_grad` has; None for all."""
+        return None
 
     def after_scale(self, factor: float) -> None:
         """The gradients were multiplied by `factor`."""

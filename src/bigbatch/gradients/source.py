@@ -1,6 +1,7 @@
 """A model's micro-batch gradients: seen by a tap, guarded in `.grad`, reduced over ranks."""
 
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -173,7 +174,8 @@ class GradientSource:
         if self._subscribers:
             self._tap.attach(self.parameters, self._report)
         elif self.explicit and self._tap.on_leaves:
-            self._tap.attach([p for p in self.parameters if p.requires_grad][-1:], self._report)
+            trained = (p for p in reversed(self.parameters) if p.requires_grad)
+            self._tap.attach(itertools.islice(trained, 1), self._report)
 
     def _remove_hooks(self) -> None:
         self._tap.close()

@@ -215,7 +215,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._pipeline, self._refusal, self._taken = None, "", False
         self._count_and_weight = [0.0, 0.0]
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """Counts the groups of a micro-batch."""
         count, total = self._count_and_weight
         self._count_and_weight = [count + groups, total + weight]

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import ClassVar
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
@@ -49,6 +50,8 @@ class Schedule:
     text: str
     tokens_per_sample: Positive | None = None
 
+    needs_statistics: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         tokens, clauses = self.tokens_per_sample, self._parsed.clauses
         if tokens is not None and not any("token" in clause.text.lower() for clause in clauses):
@@ -61,7 +64,7 @@ class Schedule:
         """The first batch size."""
         return self._parsed.start
 
-    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
+    def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The batch size of the schedule at this moment, whatever the statistics are."""
         parsed = self._parsed
         size, reason = float(parsed.start), f"{parsed.start}"

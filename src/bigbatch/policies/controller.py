@@ -29,7 +29,8 @@ class Controller:
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         min_batch: lower bound of the batch size, in samples; the policy's own holds too.
         max_batch: upper bound; the policy's own holds too. None for no bound.
-        decide_every: the policy is asked after each n-th measured step only.
+        decide_every: the policy is asked after each n-th measured step only; one that needs no
+            statistics, after each n-th step.
         smoothing: window over which signal and noise are averaged before the policy sees them, in
             steps or samples: "16 steps", "4K samples"; None for none.
         dead_band: 0.1 holds changes that the policy would not make if the batch were 10 % nearer
@@ -104,31 +105,47 @@ class Controller:
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
 
-    def next(self, statistics: GradientStatistics, now: TrainingState | None = None) -> Decision:
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the policy decides only after measured steps."""
+        return getattr(self.policy, "needs_statistics", True)
+
+    def next(
+        self, statistics: GradientStatistics | None, now: TrainingState | None = None
+    ) -> Decision:
         """The decision after a step that measured `statistics`.
 
         Args:
-            statistics: statistics of the last step, over all ranks.
+            statistics: statistics of the last step, over all ranks; None if it was not measured,
+                for a policy that needs none.
             now: state of the training; the controller sets `target_batch_size` and the bounds.
                 Default: the samples and steps that the controller itself has counted.
         Raises:
-            SettingError: the policy did not return a Decision, or the interval that `confidence`
-                needs was not measured.
+            SettingError: the policy did not return a Decision, or it needs statistics, or the
+                interval that `confidence` needs was not measured.
         """
-        self._samples += statistics.samples
+        if statistics is None and self.needs_statistics:
+            name = type(self.policy).__name__
+            raise SettingError(f"{name} needs the statistics of the step, which has none")
         self._steps += 1
-        if now is None:
+        if statistics is not None:
+            self._samples += statistics.samples
             batch_size, samples = round(statistics.samples), round(self._samples)
-            now = TrainingState(0, batch_size, self.base_batch, samples, self._steps)
+            now = now or TrainingState(0, batch_size, self.base_batch, samples, self._steps)
+        elif now is not None:
+            self._samples += now.batch_size
+        else:
+            raise SettingError("a step without statistics needs now=, the state of the training")
         now = replace(
             now,
             target_batch_size=self.decision.batch_size,
             min_batch=self.min_batch,
             max_batch=self.max_batch,
         )
-        if self._average is not None:
-            statistics = self._average.update(statistics)
-        self._hysteresis.require_interval(self._ask_policy, statistics, now)
+        if statistics is not None:
+            if self._average is not None:
+                statistics = self._average.update(statistics)
+            self._hysteresis.require_interval(self._ask_policy, statistics, now)
         warmup = self._warmup
         if warmup is not None and warmup.times(now.samples, now.steps, now.epoch) < 1:
             self.decision = self._keep(f"held: warm-up of {warmup}")
@@ -186,15 +203,18 @@ class Controller:
             self._stateful_policy.load_state_dict(state["policy"])
         warn_of_changes(state["settings"], self._settings)
 
-    def _ask_policy(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        decision = self.policy.decide(statistics, now)
+    def _ask_policy(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
+        # None only for a policy that needs none
+        decision = self.policy.decide(statistics, now)  # type: ignore[arg-type]
         if not isinstance(decision, Decision):
             raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
         return self._within_bounds(decision)
 
-    def _decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
+    def _decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         decision, present = self._ask_policy(statistics, now), now.target_batch_size
-        hold_reason = self._hysteresis.hold_reason(self._ask_policy, decision, statistics, now)
+        hold_reason = None
+        if statistics is not None:
+            hold_reason = self._hysteresis.hold_reason(self._ask_policy, decision, statistics, now)
         if hold_reason is not None:
             reason = f"{decision.reason}; held: {hold_reason}"
             return replace(decision, batch_size=present, reason=reason)
@@ -213,6 +233,8 @@ class Controller:
 
     def _within_bounds(self, decision: Decision) -> Decision:
         batch_size = clamp(decision.batch_size, self.min_batch, self.max_batch)
+        if batch_size == decision.batch_size:
+            return decision
         return replace(decision, batch_size=batch_size)
 
 

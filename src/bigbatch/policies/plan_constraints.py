@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 from bigbatch.errors import SettingError
@@ -9,6 +10,8 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import In
+
+_fit = lru_cache(BatchPlan.fit)  # most steps have the plan of the step before
 
 MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
@@ -39,7 +42,7 @@ class PlanConstraints:
         backwards = -(-self.min_micro_batches // self.groups) if compared else 1
         if self.groups > 1 and compared:
             min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
-        return BatchPlan.fit(
+        return _fit(
             batch_size,
             self.ranks,
             max_micro=self.micro_batch,

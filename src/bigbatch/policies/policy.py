@@ -40,7 +40,7 @@ class TrainingState:
 
     Args:
         target_batch_size: batch size that was last decided, before it is rounded to a plan.
-        batch_size: samples of the step that was measured last.
+        batch_size: samples of the present step.
         base_batch: batch size that the learning rate was tuned for.
         samples: samples consumed so far, the present step included.
         steps: optimizer steps so far, the present one included.
@@ -69,7 +69,9 @@ class Policy(Protocol):
     """Anything with this method, a pure function: a controller may call it for other cases.
 
     Optional attributes: `min_batch` and `max_batch`, bounds of the batch size; `batch_size`, the
-    first batch size; `wants_average = True` if the noise of a single step is not enough.
+    first batch size; `wants_average = True` if the noise of a single step is not enough;
+    `needs_statistics = False` if it decides without them, as a schedule does: then it is asked
+    after every step, with None for the statistics of a step that was not measured.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -83,7 +85,9 @@ class Fixed:
 
     batch_size: Count
 
-    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
+    needs_statistics: ClassVar[bool] = False
+
+    def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The same batch size again."""
         return Decision(self.batch_size, "fixed")
 
@@ -276,6 +280,11 @@ class Shadow:
     def wants_average(self) -> bool:
         """Whether the policy wants averaged statistics."""
         return getattr(self.policy, "wants_average", False)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the policy decides only after measured steps."""
+        return getattr(self.policy, "needs_statistics", True)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Keeps the batch size, with the policy's decision as advice."""

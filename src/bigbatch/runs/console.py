@@ -123,6 +123,7 @@ class TrainingView:
             f"batch {record.decision.batch_size}",
             f"similarity {statistics.similarity:.2f}{target}" if statistics else "",
             f"noise scale {statistics.noise_scale:.0f}" if statistics else "",
+            f"1 step in {record.every} measured" if record.every not in (None, 1) else "",
             f"lr {record.lr[0]:.3g}",
             f"loss {record.loss:.3f}",
             *(f"{name} {score:.4g}" for name, score in self._scores.items()),

@@ -48,6 +48,7 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         "next_lr_factor": record.decision.lr_factor,
         "decision_reason": record.decision.reason,
         "metrics": scores and {name: finite(score) for name, score in scores.items()},
+        "every": record.every,
         "elapsed_seconds": record.elapsed_seconds,
     }
     if record.gsnr is not None:

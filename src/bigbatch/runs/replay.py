@@ -184,7 +184,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
 def _replay_policy(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
     start = getattr(policy, "batch_size", first)
-    min_batch: int = min(row["micro_batches"] for row in trace.rows)
+    min_batch: int = min(row["micro_batches"] for row in measured_rows(trace.rows))
     controller = Controller(
         policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
     )

@@ -1,18 +1,21 @@
 """Sums of a step over micro-batches and ranks, on the device."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.nn import functional
 
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
+from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
-from bigbatch.statistics.norms import MicroBatchNorms, squared_norm
+from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
-from bigbatch.statistics.step_totals import FIELDS, pack, unpack
+from bigbatch.statistics.step_totals import RANK_COUNTS, pack, unpack
 
 
 class StepAccumulators:
@@ -65,22 +68,22 @@ class StepAccumulators:
         """
         source = self._source
         with without_autocast(self._device):
-            sqnorms, n = self._sqnorms_and_sizes(sizes)
             parts = {} if extra is None else {"extra": extra}
-            parts |= self._parts(sqnorms, n, failed=sizes is None)
-            one = n.new_ones(())
-            parts["scale"] = (one if scaler is None else scaler.scale(one)) / source.ranks
+            parts |= self._parts(sizes or (), scaler, failed=sizes is None)
             if self._sketches is None:
                 return self._all_reduce(parts)
-            n = n.new_tensor(self._group_sizes(sizes or ()))
-            means = (self._sketches.stack() if sizes else self._sketches.zeros(0)).to(n)
-            means, n = means[n > 0], n[n > 0]
+            group_sizes = self._group_sizes(sizes or ())
+            means = self._sketches.stack() if sizes else self._sketches.zeros(0)
+            if not all(group_sizes):
+                means = means[[d for d, size in enumerate(group_sizes) if size]]
+            n = self._vector([size for size in group_sizes if size])
+            means = means.to(n)
             means = means if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = n @ means.square().sum(1)
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
-            count, samples = totals["ranks"].view(-1, FIELDS)[:, :2].sum(0)
+            count, samples = totals["rank_counts"].view(RANK_COUNTS, -1)[:2].sum(1)
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
             source.reducer.all_reduce(sums)
@@ -89,77 +92,98 @@ class StepAccumulators:
 
     @torch.no_grad()
     def measure_grad(self, extra: Tensor | None) -> Tensor:
-        """[*extra, |.grad|^2], summed over the ranks."""
-        sqnorm = self.grad_sqnorms().sum() / self._source.reducer.replicas
-        parts = {} if extra is None else {"extra": extra}
-        return self._all_reduce(parts | {"grad_sqnorms": sqnorm})
+        """[*extra, sum of the gradients' norms], summed over the ranks."""
+        shards = map(self._source.local_grad, self._source.parameters)
+        grads = [grad for grad in shards if grad is not None]
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        total = sum_scalars(norms)
+        totals = total if extra is None else torch.cat([extra, to_device(total, extra.device)])
+        self._source.reducer.all_reduce(totals)
+        return totals
 
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (L,)."""
         grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
-        return self.norms.by_layer({p: squared_norm(g) for p, g in grads if g is not None})
+        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
 
     @property
     def _device(self) -> torch.device:
         return self._source.parameters[0].device
 
-    def _sqnorms_and_sizes(self, sizes: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-        """|h_d|^2 by layer (k, L), and n_d (k,); k = 0 if this rank has no micro-batch."""
-        device, dtype = self._device, widest_float(self._device)
-        n = to_device(torch.tensor(sizes or (), dtype=dtype, device="cpu"), device)
-        if not sizes:
-            return n.new_zeros(0, self.norms.count), n
-        return torch.stack([to_device(s, device, dtype) for s in self.norms.squares]), n
+    def _vector(self, values: Sequence[float]) -> Tensor:
+        """Numbers that the host knows, on the device."""
+        dtype = widest_float(self._device)
+        return to_device(torch.tensor(values, dtype=dtype, device="cpu"), self._device)
 
-    def _parts(self, sqnorms: Tensor, n: Tensor, *, failed: bool) -> dict[str, Tensor]:
-        """This rank's share of every sum."""
-        replicas = self._source.reducer.replicas
-        grad_sqnorms = to_device(self.grad_sqnorms(), n.device)
+    def _parts(
+        self, sizes: Sequence[float], scaler: GradScaler | None, *, failed: bool
+    ) -> dict[str, Tensor]:
+        """This rank's share of every sum; k = 0 if it has no micro-batch."""
+        k, rank, ranks = len(sizes), self._source.rank, self._source.ranks
+        inverse_sizes = [1 / n for n in sizes]
+        counts = [0.0] * (RANK_COUNTS * ranks)
+        groups = sum(n > 0 for n in self._group_sizes(sizes))
+        counts[rank::ranks] = groups, math.fsum(sizes), failed
+        numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
+        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
+        factors, scale, inverse_sum, rank_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
+        squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
+        sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
+        over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
+        grad_sqnorms = to_device(self.grad_sqnorms(), scale.device)
         micro_batch_sqnorms = sqnorms.sum(1)
+        # x - x is nan for the first one that is not finite, and nan is the largest
+        first = 1 + (micro_batch_sqnorms - micro_batch_sqnorms).argmax() if k else scale[0]
+        rank_sums = torch.stack([totals.sum(), numbered.sum(), first, grad_sqnorms.sum()])
+        if ranks > 1:
+            rank_sums = functional.pad(rank_sums[:, None], (rank, ranks - 1 - rank))
+        projections = self._probe.micro_batch_projections()
         grouped = [norms for norms in self._source.group_norms if norms is not None]
-        within = [norms.scatter(self.norms.count, n.device) for norms in grouped]
-        errors = [to_device(norms.relative_error(), n.device, n.dtype) for norms in grouped]
+        within = [norms.scatter(self.norms.count, scale.device) for norms in grouped]
         parts = {
-            "sqnorms_over_sizes": sum(within, (sqnorms / n[:, None]).sum(0)),
-            "group_error": torch.stack([n.new_zeros(()), *errors]).max(),
-            "sqnorms": sqnorms.sum(0),
-            "grad_sqnorms": grad_sqnorms / replicas,
-            "inverse_sizes": (1 / n).sum(),
-            "slope": _slope(n, micro_batch_sqnorms),
-            "micro_batch_projections": self._probe.micro_batch_projections,
-            "grad_projections": self._probe.grad_projections() / replicas,
-            "projection_sqnorm": self._probe.squares,
-            "ranks": self._rank_rows(n, micro_batch_sqnorms, grad_sqnorms.sum(), failed=failed),
+            "sqnorms_over_sizes": sum(within, over_sizes),
+            "sqnorms": totals,
+            "grad_sqnorms": grad_sqnorms,
+            "inverse_sizes": inverse_sum,
+            "slope": self._slope(sizes, micro_batch_sqnorms),
+            "micro_batch_projections": projections.sum(0),
+            "grad_projections": self._probe.grad_projections(),
+            "projection_sqnorm": projections.square().sum(),
+            "rank_counts": rank_counts,
+            "rank_sums": rank_sums,
+            "scale": scale if scaler is None else scaler.scale(scale),
         }
+        if self._source.group_tap is not None:
+            parts["group_error"] = self._group_error(grouped, scale)
         if self.half_batch_cosine is not None:
-            parts["half_batch"] = self.half_batch_cosine.dots() / replicas
+            parts["half_batch"] = self.half_batch_cosine.dots()
+        replicas = self._source.reducer.replicas
+        if replicas > 1:
+            of_grad = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
+            parts |= {name: parts[name] / replicas for name in of_grad}
         return parts
 
-    def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
-        """n_d of every group of the step; a micro-batch without groups is one."""
-        pairs = zip(sizes, self._source.group_norms, strict=True) if sizes else ()
-        return [n for size, norms in pairs for n in ((size,) if norms is None else norms.weights)]
+    def _group_error(self, grouped: Sequence[GroupNorms], like: Tensor) -> Tensor:
+        """The largest relative error of a sum of groups in the step."""
+        errors = [to_device(n.relative_error(), like.device, like.dtype) for n in grouped]
+        return torch.stack(errors).max() if errors else like.new_zeros(())
 
-    def _rank_rows(
-        self, n: Tensor, micro_batch_sqnorms: Tensor, grad_sqnorm: Tensor, *, failed: bool
-    ) -> Tensor:
-        """One row of `RankTotals` per rank; zero in the rows of other ranks."""
-        numbers = torch.arange(1, len(n) + 1, device=n.device)
-        nonfinite_so_far = (~micro_batch_sqnorms.isfinite()).cumsum(0)
-        first_nonfinite = 1 + (nonfinite_so_far == 0).sum()
-        rank_totals = [
-            n.new_full((), sum(size > 0 for size in self._group_sizes([1.0] * len(n)))),
-            n.sum(),
-            n.new_full((), failed),
-            micro_batch_sqnorms.sum(),
-            (numbers * micro_batch_sqnorms).sum(),
-            torch.where(first_nonfinite > len(n), 0, first_nonfinite).to(n.dtype),
-            grad_sqnorm,
-        ]
-        rows = n.new_zeros(self._source.ranks, FIELDS)
-        rows[self._source.rank] = torch.stack(rank_totals)
-        return rows
+    def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
+        """n_d of every group of the step that counts; a micro-batch without groups is one."""
+        pairs = zip(sizes, self._source.group_norms, strict=True) if sizes else ()
+        groups = (norms.weights if norms is not None else (size,) for size, norms in pairs)
+        return [n for weights in groups for n in weights]
+
+    def _slope(self, sizes: Sequence[float], sqnorms: Tensor) -> Tensor:
+        """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
+        if len(set(sizes)) < 2:
+            return sqnorms.new_zeros(2)
+        n, tiny = self._vector(sizes), torch.finfo(sqnorms.dtype).tiny
+        counts = (sqnorms > tiny).to(n.dtype)
+        mean = (counts @ n.log()) / counts.sum().clamp_min(1)
+        deviation = (n.log() - mean) * counts
+        return torch.stack([deviation @ sqnorms.clamp_min(tiny).log(), deviation @ deviation])
 
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Packs the parts and sums them over the ranks."""
@@ -167,12 +191,3 @@ class StepAccumulators:
         packed = pack(parts)
         self._source.reducer.all_reduce(packed)
         return packed
-
-
-def _slope(n: Tensor, squares: Tensor) -> Tensor:
-    """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
-    tiny = torch.finfo(squares.dtype).tiny
-    counts = (squares > tiny).to(n.dtype)
-    mean = (counts @ n.log()) / counts.sum().clamp_min(1)
-    deviation = (n.log() - mean) * counts
-    return torch.stack([deviation @ squares.clamp_min(tiny).log(), deviation @ deviation])

@@ -39,7 +39,7 @@ class HalfBatchCosine(Subscriber):
         self._groups = 1
         self._sign = -1 if self._source.rank % 2 == 0 else 1  # inverted by the first micro-batch
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._sign = -self._sign * (-1) ** (self._groups - 1)
         self._groups = groups

@@ -93,6 +93,7 @@ class GradientMeter:
         self.every = every
         self.scaler = scaler
         self.step = 0  # steps since the meter was made
+        self._due = True
         self.source: GradientSource = source or find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
@@ -142,8 +143,10 @@ class GradientMeter:
         self._number_others()
 
     def _number_others(self) -> None:
+        if not self._layer_names:
+            return
         new = [p for p in self.source.parameters if p not in self._layer_numbers]
-        if self._layer_names and new:
+        if new:
             self._layer_names = list(dict.fromkeys([*self._layer_names, "others"]))
             self._layer_numbers.update(dict.fromkeys(new, self._layer_names.index("others")))
 
@@ -153,8 +156,11 @@ class GradientMeter:
 
     @property
     def due(self) -> bool:
-        """Whether the current step is measured: the first one and every n-th after it."""
-        return self.step % self.every == 0
+        """Whether the current step is measured: the first one and every n-th after it.
+
+        A loop may choose other steps, by `at_step`.
+        """
+        return self._due
 
     def read(self, samples: Sequence[float | Tensor]) -> GradientStatistics | None:
         """Returns the statistics of the step and starts the next one; None if it is not measured.
@@ -216,11 +222,17 @@ class GradientMeter:
         """Ends the step; the next one is measured if it is due."""
         self.at_step(self.step + 1)
 
-    def at_step(self, number: int) -> None:
-        """Starts the step of this number, from 0."""
+    def at_step(self, number: int, *, due: bool | None = None) -> None:
+        """Starts the step of this number, from 0.
+
+        Args:
+            number: number of the step.
+            due: whether it is measured; default: as `every` says.
+        """
         self.step = number
         if self.source.group_tap is not None:
             self.source.group_tap.restart(number)
+        self._due = number % self.every == 0 if due is None else due
         self._update_subscriptions()
 
     def measure(self, sizes: Sequence[float] | None, extra: Tensor | None = None) -> Tensor:
@@ -231,7 +243,8 @@ class GradientMeter:
             extra: further values to sum over the ranks; they come first.
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it; only
-            [*extra, |.grad|^2] in a step that is not due.
+            [*extra, x] in a step that is not due: x is 0 if every gradient is zero, and not
+            finite if one is not.
         """
         if not self.due:
             return self._sums.measure_grad(extra)

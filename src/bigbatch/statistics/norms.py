@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import Subscriber
-from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device
+from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, sum_scalars, to_device
 
 _SMALL = 1 << 14  # elements; for fewer, the call costs more than the read
 _MAX_SMALL_ELEMENTS = 1 << 17  # elements that are gathered, few enough to stay in cache
@@ -37,7 +37,7 @@ class MicroBatchNorms(Subscriber):
         self.squares.clear()
         self._dtypes.clear()
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._sqnorms.clear()
         self._small.clear()
@@ -51,8 +51,8 @@ class MicroBatchNorms(Subscriber):
                 "which use_reentrant=False avoids?); mark the micro-batches with "
                 "`with meter.micro_batch():`"
             )
-        size = gradient.numel()
         self._dtypes.add(gradient.dtype)
+        size = gradient.numel()
         if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
             self._sqnorms[parameter] = squared_norm(gradient)
             return
@@ -80,18 +80,15 @@ class MicroBatchNorms(Subscriber):
         """The sum of `squares` over each layer's parameters, (L,)."""
         if not squares:
             return torch.zeros(self.count, dtype=torch.float64)
-        values = stack_scalars(list(squares.values()))
         if not self._layers:
-            return values.sum().reshape(1)
+            return sum_scalars(list(squares.values()))
+        values = stack_scalars(list(squares.values()))
         layer_numbers = torch.tensor([self._layers[p] for p in squares], device="cpu")
         layer_numbers = to_device(layer_numbers, values.device)
         return values.new_zeros(self.count).index_add_(0, layer_numbers, values)
 
     def _read_small(self) -> None:
-        if self._small:
-            norms = torch._foreach_norm(list(self._small.values()))
-            torch._foreach_mul_(norms, norms)
-            self._sqnorms.update(zip(self._small, norms, strict=True))
+        self._sqnorms.update(_small_sqnorms(self._small))
         self._small.clear()
         self._small_elements = 0
 
@@ -107,6 +104,25 @@ def squared_norm(gradient: Tensor) -> Tensor:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()
+
+
+def squared_norms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Parameter -> |gradient|^2; small ones are read in one call."""
+    small = {
+        p: gradient
+        for p, gradient in gradients.items()
+        if gradient.numel() <= _SMALL and gradient.dtype in FULL_PRECISION
+    }
+    large = {p: squared_norm(g) for p, g in gradients.items() if p not in small}
+    return large | _small_sqnorms(small)
+
+
+def _small_sqnorms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    if not gradients:
+        return {}
+    norms = torch._foreach_norm(list(gradients.values()))
+    torch._foreach_mul_(norms, norms)
+    return dict(zip(gradients, norms, strict=True))
 
 
 def flattened(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
+from bigbatch.gradients.shard_indices import ShardIndices
 from bigbatch.statistics.norms import flattened
 
 _SIZE = 1021  # prime, so that rows do not align with those of a weight matrix
@@ -35,7 +36,7 @@ class RandomProjections(Subscriber):
         """A step starts."""
         self._sketches.clear()
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._sketches.append(self.zeros(groups))
 
@@ -92,18 +93,17 @@ class ProjectionProbe(Subscriber):
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._slices: dict[Tensor, slice] = {}  # probed parameter -> its slice of `_elements`
-        self._indices: dict[Tensor, tuple[Tensor, Tensor]] = {}  # parameter -> `_indices_of`
+        self._views: dict[Tensor, Tensor] = {}  # probed parameter -> its part of `_elements`
+        self._indices: dict[Tensor, ShardIndices | None] = {}  # parameter -> `_indices_of`
         self._layout = source.reducer.shards.layout  # layout that `_indices` belong to
         self._elements = torch.zeros(0, dtype=torch.int8)  # assigned by `_choose_parameters`
+        self._projected: list[Tensor] = []  # the projections of each micro-batch, (8,)
         self.begin()
 
     def begin(self) -> None:
         """A step starts."""
         self._choose_parameters()
-        self.micro_batch_projections = self._elements.new_zeros(_PROBES)
-        # sum of squares of each micro-batch's projections
-        self.squares = self._elements.new_zeros(())
+        self._projected.clear()
 
     def _choose_parameters(self) -> None:
         """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
@@ -114,33 +114,36 @@ class ProjectionProbe(Subscriber):
         chosen = [trained[number] for number in sorted(numbers)]
         device = self._source.parameters[0].device
         dtype = widest_float(device)
-        is_unchanged = [id(p) for p in chosen] == [id(p) for p in self._slices]
+        is_unchanged = [id(p) for p in chosen] == [id(p) for p in self._views]
         if is_unchanged and (self._elements.device, self._elements.dtype) == (device, dtype):
             return
         self._indices.clear()
-        self._slices = {
-            p: slice(_ELEMENTS * number, _ELEMENTS * number + min(_ELEMENTS, shape(p).numel()))
-            for number, p in enumerate(chosen)
-        }
         size = _ELEMENTS * len(chosen)
         self._elements = torch.zeros(size, dtype=dtype, device=device)
+        self._views = {
+            p: elements[: shape(p).numel()]
+            for p, elements in zip(chosen, self._elements.view(len(chosen), _ELEMENTS), strict=True)
+        }
         self._signs = random_signs((_PROBES, size), 0).to(self._elements)
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
         self._elements.zero_()
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Keeps the first elements of the gradient of a probed parameter."""
-        elements = self._slices.get(parameter)
-        if elements is not None:
-            self._write(elements, _head(gradient, gradient.shape)[:_ELEMENTS])
+        if parameter in self._views:
+            _write_head(self._views[parameter], _head(gradient, gradient.shape))
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        projections = self._projections()
-        self.micro_batch_projections += projections
-        self.squares += projections.square().sum()
+        self._projected.append(self._projections())
+
+    def micro_batch_projections(self) -> Tensor:
+        """The projections of each micro-batch of the step, (k, 8)."""
+        if not self._projected:
+            return self._elements.new_zeros(0, _PROBES)
+        return torch.stack(self._projected)
 
     def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
@@ -148,27 +151,34 @@ class ProjectionProbe(Subscriber):
         if self._layout != self._source.reducer.shards.layout:
             self._layout = self._source.reducer.shards.layout
             self._indices.clear()
-        for parameter, elements in self._slices.items():
+        for parameter, elements in self._views.items():
             grad = self._source.local_grad(parameter)
             if grad is not None:
                 if parameter not in self._indices:
                     self._indices[parameter] = self._indices_of(parameter, grad.device)
-                positions, numbers = self._indices[parameter]
+                indices = self._indices[parameter]
                 head = _head(grad, self._source.reducer.shape(parameter))
-                self._write(elements.start + numbers, head[positions])
+                if indices is None:
+                    _write_head(elements, head)
+                else:
+                    positions, numbers = indices
+                    elements[numbers] = to_device(head[positions], elements.device, elements.dtype)
         return self._projections()
-
-    def _write(self, indices: slice | Tensor, values: Tensor) -> None:
-        self._elements[indices] = to_device(values, self._elements.device, self._elements.dtype)
 
     def _projections(self) -> Tensor:
         with without_autocast(self._elements.device):
             return torch.mv(self._signs, self._elements)
 
-    def _indices_of(self, parameter: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions in this rank's shard of the probed elements that it has, and their numbers."""
+    def _indices_of(self, parameter: Tensor, device: torch.device) -> ShardIndices | None:
+        """Positions in this rank's shard of the probed elements that it has, and their numbers.
+
+        None if it has all of them, in order.
+        """
         count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
-        positions, numbers = self._source.reducer.shards.shard_indices(parameter, count)
+        indices = self._source.reducer.shards.shard_indices(parameter, count)
+        if indices is None:
+            return None
+        positions, numbers = indices
         return to_device(positions, device), to_device(numbers, self._elements.device)
 
 
@@ -180,7 +190,14 @@ def _head(tensor: Tensor, full_shape: torch.Size) -> Tensor:
     if not full_shape or tensor.ndim < len(full_shape):
         return tensor.reshape(-1)
     rows = -(-_ELEMENTS * full_shape[0] // full_shape.numel())
-    return tensor[:rows].reshape(-1)
+    return (tensor[:rows] if rows < tensor.shape[0] else tensor).reshape(-1)
+
+
+def _write_head(elements: Tensor, head: Tensor) -> None:
+    """Writes as many of the elements as are probed."""
+    size = elements.numel()
+    values = head[:size] if size < head.numel() else head
+    elements.copy_(values, non_blocking=not elements.is_cpu)
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -122,7 +122,7 @@ def _nonfinite_message(ranks: list[RankTotals]) -> str:
         if len(ranks) > 1
         else f"micro-batch {rank.first_nonfinite:.0f}"
         for number, rank in enumerate(ranks)
-        if rank.first_nonfinite
+        if not math.isfinite(rank.sqnorm_sum)
     ]
     return (
         f"the gradient of {', '.join(names) or 'the step, though of no micro-batch,'} is not "

@@ -69,7 +69,7 @@ class GradientMoments(Subscriber):
         for moment in self._moments.values():
             moment.weight = 0.0
 
-    def micro_batch(self, weight: float, groups: int) -> None:
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch of n_d = weight starts."""
         self.micro_batches += groups
         self._weight_before = self.weight
@@ -96,7 +96,7 @@ class GradientMoments(Subscriber):
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds the scatter of the groups of one backward around their mean.
 
-            M2 += sum_d n_d (g_d - g)^2,    with n_d g_d = h_d and (sum n_d) g = sum h_d
+        M2 += sum_d n_d (g_d - g)^2,    with n_d g_d = h_d and (sum n_d) g = sum h_d
         """
         moment = self._moments.get(parameter)
         if moment is None or moment.weight != self.weight:  # not watched

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import to_device, widest_float
 
 Vector = TypeVar("Vector", Tensor, list[float])
 
@@ -29,7 +28,8 @@ class RankTotals:
         failed: 1 where this rank could not take part.
         sqnorm_sum: sum |h_d|^2.
         numbered_sqnorm_sum: sum (d + 1) |h_d|^2, which differs if micro-batches swap places.
-        first_nonfinite: number of the first micro-batch that is not finite, from 1; 0 for none.
+        first_nonfinite: number of the first micro-batch that is not finite, from 1, if there is
+            one.
         grad_sqnorm: |.grad|^2 of this rank's shards.
     """
 
@@ -43,6 +43,7 @@ class RankTotals:
 
 
 FIELDS = len(fields(RankTotals))
+RANK_COUNTS = 3  # the first fields, which the host of the rank knows
 
 
 class StepTotals:
@@ -67,14 +68,15 @@ class StepTotals:
         self.grad_sqnorms = parts["grad_sqnorms"]
         self.slope = _pair(parts["slope"])
         (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
-        (self.group_error,) = parts["group_error"]
+        (self.group_error,) = parts.get("group_error", [0.0])
         self.leave_one_out = _pair(parts.get("leave_one_out"))
         self.half_batch_cosine = _pair(parts.get("half_batch"))
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
-        rows = parts["ranks"]
-        self.ranks = [RankTotals(*rows[i : i + FIELDS]) for i in range(0, len(rows), FIELDS)]
+        counts, sums = parts["rank_counts"], parts["rank_sums"]  # a column of each for a rank
+        ranks = len(counts) // RANK_COUNTS
+        self.ranks = [RankTotals(*counts[i::ranks], *sums[i::ranks]) for i in range(ranks)]
         self.micro_batches = round(sum(rank.micro_batches for rank in self.ranks))
         self.samples = math.fsum(rank.samples for rank in self.ranks)
 
@@ -137,11 +139,8 @@ class StepTotals:
 
 
 def pack(parts: Mapping[str, Tensor]) -> Tensor:
-    """All parts in one vector, on the device of the first; nothing waits."""
-    device = next(iter(parts.values())).device
-    return torch.cat(
-        [to_device(part.reshape(-1), device, widest_float(device)) for part in parts.values()]
-    )
+    """All parts in one vector."""
+    return torch.cat([part if part.dim() == 1 else part.reshape(-1) for part in parts.values()])
 
 
 def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:

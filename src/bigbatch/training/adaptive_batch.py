@@ -28,12 +28,13 @@ from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loop_options import LoopOptions
+from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
 from bigbatch.training.step_record import StepRecord
 from bigbatch.training.update import Update
 
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -76,10 +77,14 @@ class AdaptiveBatch:
         groups: k, to measure that many groups of samples in every backward, so that a step need
             not be cut into micro-batches; None to cut it. No sample may influence another, so
             BatchNorm is refused. See docs/groups.md.
+        budget: largest share of the time that measuring may take, below 1. Only measured steps are
+            cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
+            no step, None every step.
+        every: n, instead of a budget; the same in every run and on every machine.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
-        options: batch_size to groups above, as declared by `LoopOptions`.
+        options: batch_size to every above, as declared by `LoopOptions`.
     Raises:
         SettingError: a setting that cannot work, with the remedy.
         RankError: the ranks have different settings.
@@ -122,7 +127,13 @@ class AdaptiveBatch:
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
-            self.meter, optimizer, self.batches, self.controller, constraints, lr_scaling
+            self.meter,
+            optimizer,
+            self.batches,
+            self.controller,
+            constraints,
+            lr_scaling,
+            self._build_interval(options),
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
@@ -154,6 +165,16 @@ class AdaptiveBatch:
     def record(self) -> StepRecord | None:
         """Record of the last step; None before the first."""
         return self._update.record
+
+    @property
+    def last_measured(self) -> StepRecord | None:
+        """Record of the last measured step; None before the first."""
+        return self._update.last_measured
+
+    @property
+    def every(self) -> int | None:
+        """Interval from one measured step to the next, at present; None if none is measured."""
+        return self._update.interval.every
 
     @property
     def plan(self) -> BatchPlan:
@@ -266,6 +287,7 @@ class AdaptiveBatch:
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
             "own": {
                 "elapsed_seconds": self.elapsed_seconds,
+                "step_seconds": self._update.step_seconds,
                 "rank": self._collectives.rank,
                 "ranks": self._collectives.ranks,
                 "stream": position["stream"],
@@ -297,7 +319,7 @@ class AdaptiveBatch:
             )
         shared, own = state["shared"], state["own"]
         warn_of_changes(shared["settings"], self._update.settings)
-        self._update.load_state_dict(shared, own["elapsed_seconds"])
+        self._update.load_state_dict(shared, own)
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
@@ -351,6 +373,19 @@ class AdaptiveBatch:
             self._min_micro_batches(options.get("min_micro_batches")),
             self.meter.groups or 1,
         )
+
+    def _build_interval(self, options: LoopOptions) -> MeasuringInterval:
+        """How often steps are measured; one error names all settings that say it."""
+        budget, every = options.get("budget", DEFAULT_BUDGET), options.get("every")
+        of_meter = None if self.meter.every == 1 else self.meter.every
+        settings = [f"every={every}"] * (every is not None)
+        settings += [f"budget={budget}"] * ("budget" in options)
+        settings += [f"GradientMeter(every={of_meter})"] * (of_meter is not None)
+        if len(settings) > 1:
+            raise SettingError(
+                f"{' and '.join(settings)} each say how often steps are measured; pass one"
+            )
+        return MeasuringInterval(budget, every or of_meter)
 
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""

@@ -6,7 +6,7 @@ from typing import Any, TypedDict, Unpack
 from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.policies.controller import has_state
 from bigbatch.policies.plan_constraints import MinMicroBatches
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import Count, Share, checked
 from bigbatch.training.lr_scaling import LRScaling
 
 
@@ -20,6 +20,8 @@ class LoopOptions(TypedDict, total=False):
     min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
     groups: Groups | None
+    budget: Share | None
+    every: Count | None
 
 
 @checked

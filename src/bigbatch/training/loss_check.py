@@ -35,7 +35,7 @@ class LossCheck:
 
     def __init__(self, *, warns: bool, has_scaler: bool) -> None:
         self._warns, self._has_scaler = warns, has_scaler
-        self._remaining, self._searched = _EXAMINED, False
+        self.remaining, self._searched = _EXAMINED, False  # losses still to examine
         self._previous: tuple[float, float] | None = None  # (size, loss) of the step before
         self._changes: int | None = 0  # None: the loss is no sum
 
@@ -49,14 +49,12 @@ class LossCheck:
         Raises:
             LoopError: a GradScaler has scaled it.
         """
-        if not self._remaining:
-            return
-        self._remaining -= 1
+        self.remaining -= 1
         nodes = list(_first_nodes(loss))
         self._refuse_scaled(nodes)
         message = _sum_message(nodes, samples) or _division_message(nodes, round(micro_batches))
         if message:
-            self._remaining = 0
+            self.remaining = 0
             self._warn(message)
 
     def compare(self, size: float, loss: float) -> None:

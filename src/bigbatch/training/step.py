@@ -1,6 +1,7 @@
 """One optimizer step, from its first micro-batch to its update."""
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
-from bigbatch.data.micro_batches import MicroBatch, StepBatches
+from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
@@ -43,13 +44,16 @@ class Step:
         self._micro_batches, self._update = micro_batches, update
         self._meter, self._source = update.meter, update.meter.source
         self._reduced = None if update.reader is None else update.reader.reduced_source()
-        self._pending: MicroBatch | None = None  # given out, its backward still to come
+        # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
+        # the batch, whose memory an error must not keep
+        self._pending: tuple[int, int] | None = None
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighs_samples: bool | None = None  # whether the weights are samples
+        self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
         self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
         self._optimizer_stepped = False  # by a call other than update
@@ -59,13 +63,12 @@ class Step:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
         hints = self._update.oom_hints
         try:
-            for micro_batch in self._micro_batches:
-                # without the batch, whose memory an error must not keep
-                self._pending = micro_batch._replace(batch=None)
-                hints.samples = micro_batch.samples
+            for batch, samples, global_samples in self._micro_batches:
+                self._pending = samples, global_samples
+                hints.samples = samples
                 # before the forward, which reads it
                 self._source.reducer.set_requires_gradient_sync(self.last)
-                yield micro_batch.batch
+                yield batch
                 if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
         except BaseException:
@@ -151,10 +154,11 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        samples = self._pending.samples
-        # micro-batches of the step on this rank, if all are as large as this one
-        accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-        self._update.loss_check.examine(loss, samples, accumulation)
+        samples, global_samples = self._pending
+        if self._update.loss_check.remaining:
+            # micro-batches of the step on this rank, if all are as large as this one
+            accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
+            self._update.loss_check.examine(loss, samples, accumulation)
         if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
         self._weighs_samples = weight is None
@@ -164,11 +168,12 @@ class Step:
             self._prepare_groups(loss, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
-        self._expect_weight(weight, samples)
+        if not self._expected_weight:
+            self._expect_weight(weight, samples)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
             micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
-            with self._reduced_micro_batch(weight, self._pending), micro_batch:
+            with self._reduced_micro_batch(weight, global_samples), micro_batch:
                 yield weight * self._source.ranks / self._expected_weight if weight else 0.0
         except Exception as error:
             self.advise(error)
@@ -282,21 +287,19 @@ class Step:
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
-        if self._expected_weight:
-            return
         per_sample = 1.0 if self._weighs_samples else self._update.weight_per_sample
         if per_sample is None:  # the first step: ranks may begin with different weights
             per_sample = 1.0 if self._source.ranks > 1 else weight / samples
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _reduced_micro_batch(
-        self, weight: float, micro_batch: MicroBatch
+        self, weight: float, global_samples: int
     ) -> AbstractContextManager[None]:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
         if self._reduced is None:
             return nullcontext()
         self._update.require_same_weighting(has_weights=not self._weighs_samples)
-        total = float(micro_batch.global_samples)
+        total = float(global_samples)
         if not (self._weighs_samples and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
         return self._reduced.micro_batch(total) if total else self._reduced.idle()
@@ -305,37 +308,44 @@ class Step:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        totals = self._local_totals()
-        self._device_totals = self._meter.measure(self._weights, totals)
+        device = self._source.parameters[0].device
+        losses = to_device(torch.stack(self._losses), device) if self._losses else None
+        self._counts = [
+            math.fsum(self._weights),
+            self._backwards,
+            bool(self._weighs_samples),
+            self._samples,
+            has_gradient(self._source),
+            self._update.step_seconds,
+            *self._update.rank_message(),
+        ]
+        # one process knows its counts, and weighs the losses once it has read them
+        extra = losses if self._source.ranks == 1 else self._local_totals(losses)
+        self._device_totals = self._meter.measure(self._weights, extra)
         optimizer = ensure_step_hooks(self._update.optimizer)
         self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
         if total != self._expected_weight:
             self._source.scale(self._expected_weight / total)
 
-    def _local_totals(self) -> Tensor:
-        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, messages].
+    def _local_totals(self, losses: Tensor | None) -> Tensor:
+        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, ...].
 
-        Sums over this rank's micro-batches; its message, and zeros for those of other ranks.
+        Sums over this rank's micro-batches; then the seconds of the step before, and the messages:
+        this rank's, and zeros for those of other ranks.
         """
         source, device = self._source, self._source.parameters[0].device
+        k, dtype = len(self._weights), widest_float(device)
+        *counts, seconds, checksum = self._counts
         messages = [0.0] * (2 * source.ranks)
-        messages[2 * source.rank : 2 * source.rank + 2] = self._update.rank_message()
-        dtype = widest_float(device)
-        counts = [
-            math.fsum(self._weights),
-            self._backwards,
-            bool(self._weighs_samples),
-            self._samples,
-            has_gradient(source),
-            *messages,
-        ]
+        messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
+        numbers = torch.tensor([*self._weights, *counts, *messages], dtype=dtype, device="cpu")
+        numbers = to_device(numbers, device)
+        if losses is None:
+            return torch.cat([numbers.new_zeros(1), numbers])
         with without_autocast(device):
-            loss = torch.zeros(1, dtype=dtype, device=device)
-            if self._losses:
-                weights = to_device(torch.tensor(self._weights, dtype=dtype), device)
-                loss += weights @ to_device(torch.stack(self._losses), device, dtype)
-            return torch.cat([loss, to_device(torch.tensor(counts, dtype=dtype), device)])
+            loss = numbers[:k] @ losses.to(dtype)
+        return torch.cat([loss[None], numbers[k:]])
 
     def _total_weight(self) -> float:
         """Sum of the weights over all ranks; needs no wait if the weights are samples."""
@@ -353,16 +363,26 @@ class Step:
         self._optimizer_stepped = True
 
     @cached_property
-    def _host_totals(self) -> list[float]:
-        """The totals on the host; reading them is the one wait for the device in a step."""
+    def _values(self) -> list[float]:
+        """What was summed on the device; reading it is the one wait for the device in a step."""
         assert self._device_totals is not None
         values: list[float] = self._device_totals.tolist()
         return values
 
+    @cached_property
+    def _host_totals(self) -> list[float]:
+        """The totals of `_local_totals`, over all ranks."""
+        if self._source.ranks > 1:
+            return self._values[: 1 + len(self._counts) + 2 * (self._source.ranks - 1)]
+        losses = self._values[: len(self._losses)]
+        return [math.fsum(map(operator.mul, self._weights, losses)), *self._counts]
+
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        values, ranks = self._host_totals, self._source.ranks
-        loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = values
+        values, ranks = self._values, self._source.ranks
+        loss, weight, micro_batches, weighs_samples, samples, has_grad, seconds, *messages = (
+            self._host_totals
+        )
         if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
@@ -386,8 +406,9 @@ class Step:
             finite=finite,
             vanishes=vanishes,
             weight_per_sample=weight / samples,
-            elapsed_seconds=math.fsum(rest[0 : 2 * ranks : 2]) / ranks,
-            checksums=rest[1 : 2 * ranks : 2],
+            elapsed_seconds=math.fsum(messages[::2]) / ranks,
+            previous_seconds=seconds / ranks,
+            checksums=messages[1::2],
         )
 
     def _require_complete(self, call: str) -> None:

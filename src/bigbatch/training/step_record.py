@@ -21,6 +21,7 @@ class StepStatistics:
         vanishes: whether every gradient is zero.
         weight_per_sample: mean weight of a sample.
         elapsed_seconds: time spent training so far, mean over the ranks.
+        previous_seconds: time of the step before, mean over the ranks; 0 if unknown.
         checksums: a checksum of each rank's state, which must be equal.
     """
 
@@ -32,6 +33,7 @@ class StepStatistics:
     vanishes: bool
     weight_per_sample: float
     elapsed_seconds: float
+    previous_seconds: float
     checksums: list[float]
 
 
@@ -48,10 +50,11 @@ class StepRecord:
         micro_batches: backwards of this step, over all ranks.
         loss: mean loss over the batch.
         lr: learning rate that was used, one per parameter group.
-        statistics: None if it could not be measured (one micro-batch, a skipped step).
+        statistics: None if it was not measured, or could not be (one micro-batch, a skipped step).
         skipped: True if the gradient was not finite, so that nothing was changed.
         decision: the decision on the next step.
         elapsed_seconds: time spent training so far.
+        every: interval from one measured step to the next, in steps; None if none is measured.
         gsnr: GSNR of each layer if a `VarianceReduced` optimizer watches them; else None.
     """
 
@@ -67,6 +70,7 @@ class StepRecord:
     skipped: bool
     decision: Decision
     elapsed_seconds: float
+    every: int | None = 1
     gsnr: LayerGsnr | None = None
 
     @property

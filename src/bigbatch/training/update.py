@@ -20,6 +20,7 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.lr_scaling import LRScaling, resolve_scaling, scale_lr
+from bigbatch.training.measuring_interval import MeasuringInterval, Situation
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
 from bigbatch.training.step_record import StepRecord, StepStatistics
@@ -35,8 +36,10 @@ class Update:
         controller: decides the batch size.
         constraints: what every plan has to keep.
         lr_scaling: how the learning rate follows the batch.
+        interval: chooses the steps that are measured.
     Raises:
-        SettingError: an unknown rule, or one that counteracts a schedule with decays.
+        SettingError: an unknown rule, or one that counteracts a schedule with decays; or no step
+            is measured, and something needs statistics.
     """
 
     def __init__(
@@ -47,10 +50,13 @@ class Update:
         controller: Controller,
         constraints: PlanConstraints,
         lr_scaling: LRScaling,
+        interval: MeasuringInterval,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
+        self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
+        self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
         self.collectives = collectives = HostCollectives(meter.source)
@@ -68,15 +74,24 @@ class Update:
             "order": batches.order,
             "virtual_ranks": repr(batches.virtual_ranks),
             "lr_scaling": rule,
+            **interval.settings,
         }
+        self.interval = interval
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller, self._constraints = batches, controller, constraints
         self._lr_changes = LRChanges(optimizer, warns=warns)
         self._has_weights: set[bool] = set()  # of each rank, once it was asked
         self._half_done = False  # whether a step has failed after it may have changed something
         self._earlier_seconds = 0.0  # before the last resumption
-        self._started = time.perf_counter()
-        self.plan = self._next_plan()
+        self._started = self._step_started = time.perf_counter()
+        self._plans: dict[bool, BatchPlan] = {}  # of a measured step and another
+        self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
+        self._plan_step()
+        meter.at_step(0, due=interval.due)
+        if controller.needs_statistics:
+            interval.require_statistics(f"policy={type(controller.policy).__name__}")
+        if lr_scaling == "adascale":
+            interval.require_statistics('lr_scaling="adascale"')
         if lr_scaling is not None and getattr(controller.policy, "decays", False):
             raise SettingError(
                 "the schedule grows the batch instead of lowering the learning rate, which "
@@ -101,7 +116,7 @@ class Update:
         samples = self._batches.samples
         if samples is not None and samples >= self._controller.min_batch:
             self._controller.limit(max_batch=samples)
-        self.plan = self._next_plan()
+        self._plan_step()
 
     def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
@@ -155,9 +170,10 @@ class Update:
             raise LoopError("update() failed half way; load an earlier checkpoint")
         target_batch_size = self._controller.decision.batch_size
         lr_factor = self.factor(step.samples, step.statistics)
+        complete = self._batches.is_complete(step.samples, self.plan)
         with scale_lr(self.optimizer, lr_factor) as rates:
             self._half_done = True
-            decision = self._decide(step, rates)
+            decision = self._decide(step, rates, complete=complete)
             yield
         self.samples += step.samples
         if step.finite:
@@ -166,6 +182,7 @@ class Update:
         else:
             self.skipped += 1
         self._half_done = False
+        self._choose_next(step, complete=complete)
         self.record = StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
@@ -179,24 +196,41 @@ class Update:
             skipped=not step.finite,
             decision=decision,
             elapsed_seconds=step.elapsed_seconds,
+            every=self.interval.every,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
+        if step.statistics is not None:
+            self.last_measured = self.record
         self._lr_changes.note(self.epoch)
         self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample
         self._zero_grad()
-        self.meter.next_step()
-        self.plan = self._next_plan()
+        now = time.perf_counter()
+        self.step_seconds, self._step_started = now - self._step_started, now
 
-    def _decide(self, step: StepStatistics, rates: list[float]) -> Decision:
+    def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
+        """Chooses whether the next step is measured, and plans it."""
+        measured, situation = self.interval.due, self._situation
+        self.interval.add_seconds(step.previous_seconds)
+        self._plan_step()
+        self.interval.end_step(
+            situation,
+            self._situation,
+            self._controller.decision.batch_size,
+            decides=step.finite and complete and (step.statistics is not None or not measured),
+        )
+        self.plan = self._plans[self.interval.due]
+        self.meter.at_step(self.meter.step + 1, due=self.interval.due)
+
+    def _decide(self, step: StepStatistics, rates: list[float], *, complete: bool) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide."""
         present = self._controller.decision
         if not step.finite:
             reason = "skipped: the gradient is not finite"
-        elif not self._batches.is_complete(step.samples, self.plan):
+        elif not complete:
             reason = "the end of an epoch does not decide"
-        elif step.statistics is None:
-            reason = "not measured"
+        elif step.statistics is None and self._controller.needs_statistics:
+            reason = f"not measured{'' if self.interval.due else f'; {self.interval.reason}'}"
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
@@ -218,9 +252,23 @@ class Update:
         if self.reader is not None and (reduced := self.reader.reduced_source()) is not None:
             reduced.restart()
 
-    def _next_plan(self) -> BatchPlan:
-        compared = self.meter.due or self.reader is not None
-        return self.fit_plan(self._controller.decision.batch_size, compared=compared)
+    def _plan_step(self) -> None:
+        """Plans the next step, if it is measured and if not."""
+        controller, is_vr = self._controller, self.reader is not None
+        planned = controller.decision.batch_size, controller.min_batch, controller.max_batch
+        if planned != self._planned:
+            self._planned = planned
+            self._plans = {
+                measured: self.fit_plan(planned[0], compared=measured or is_vr)
+                for measured in (True, False)
+            }
+        self.plan = self._plans[self.interval.due]
+
+    @property
+    def _situation(self) -> Situation:
+        """What the cost of measuring the next step depends on."""
+        measured, other = (self._plans[kind].micro_batches for kind in (True, False))
+        return measured, other, self._controller.decision.batch_size.bit_length() - 1
 
     # what must be equal on all ranks
 
@@ -240,7 +288,8 @@ class Update:
             "learning rates of the last step": None if self.record is None else self.record.lr,
             "the plan": self.plan,
             "the meter's step": meter.step,
-            "the meter's every": meter.every,
+            "the interval of measured steps": self.interval.every,
+            "steps before a measured one": self.interval.wait,
             "the meter's confidence": meter.confidence,
         }
         return optimizer_facts(optimizer, kind, waits=waits) | facts_of(facts)
@@ -261,12 +310,15 @@ class Update:
             "settings": dict(self.settings),
             "batch_size": self.plan.batch_size,
             "weight_per_sample": self.weight_per_sample,
-            "measured": self.meter.step,
+            "interval": self.interval.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], elapsed_seconds: float) -> None:
+    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Continues from a saved state; the state of another scaling rule is left out.
 
+        Args:
+            state: from `state_dict`.
+            own: the seconds of a rank, all of them and those of the last step.
         Raises:
             StateError: the schedule is another one.
         """
@@ -277,7 +329,9 @@ class Update:
             self._scaling.load_state_dict(state["scaling"])
         self.epoch, self.samples, self.steps, self.skipped = state["counts"]
         self.weight_per_sample = state["weight_per_sample"]
-        self._earlier_seconds, self._started = elapsed_seconds, time.perf_counter()
+        self._earlier_seconds, self.step_seconds = own["elapsed_seconds"], own["step_seconds"]
+        self._started = self._step_started = time.perf_counter()
         self._half_done = False
         self._zero_grad()
-        self.meter.at_step(state["measured"])
+        self.interval.load_state_dict(state["interval"])
+        self.meter.at_step(self.steps + self.skipped, due=self.interval.due)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from bigbatch.digest import file_digests, require_digests
 from bigbatch.errors import RunError, SettingError, StateError
-from bigbatch.experiments.build_loop import batches_of, lr_scaling_of, virtual_ranks_of
+from bigbatch.experiments.build_loop import batches_of, interval_of, lr_scaling_of, virtual_ranks_of
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.engines.engine import Loss, State
 from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero, world_size
@@ -58,6 +58,7 @@ class DeepSpeed:
             adaptive_batch_params={"max_micro_batch_size": settings.micro_batch},
             lr_scaling=lr_scaling_of(settings),
             min_micro_batches=settings.min_micro_batches,
+            **interval_of(settings),
         )
         if engine.device.type != settings.device:
             raise SettingError(

@@ -12,13 +12,25 @@ from bigbatch.errors import GradientError
 Node = Any
 """A `torch.autograd.graph.Node`, whose C++ attributes have no types."""
 
-_Edge = tuple[Node, int]
+Edge = tuple[Node, int]
+"""A node, and the number of one of its forward function's outputs."""
 
 
-def nodes_of(roots: Iterable[Tensor]) -> list[Node]:
-    """Every node below the roots, in an order that depends on the structure of the graph alone."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+def edges_of(tensors: Iterable[Tensor]) -> list[Edge]:
+    """Where the backwards of these tensors start."""
+    return [(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None]
+
+
+def trace(roots: Iterable[Edge]) -> tuple[list[Node], tuple[object, ...]]:
+    """Every node below the roots, in an order that depends on the structure of the graph alone.
+
+    Returns:
+        The nodes, and a key that graphs of one structure share: the names of their functions, and
+        the leaves themselves.
+    """
+    waiting = [node for node, _ in roots]
     nodes: list[Node] = []
+    key: list[object] = []
     visited: set[Node] = set()
     while waiting:
         node = waiting.pop()
@@ -26,13 +38,10 @@ def nodes_of(roots: Iterable[Tensor]) -> list[Node]:
             continue
         visited.add(node)
         nodes.append(node)
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return nodes
-
-
-def signature(nodes: Iterable[Node]) -> tuple[object, ...]:
-    """What graphs of one structure share: names of functions, and the leaves themselves."""
-    return tuple(id(leaf) if (leaf := leaf_of(node)) is not None else node.name() for node in nodes)
+        edges = node.next_functions
+        key.append(node.name() if edges else id(leaf_of(node)))
+        waiting += [following for following, _ in edges if following is not None]
+    return nodes, tuple(key)
 
 
 def leaf_of(node: Node) -> Tensor | None:
@@ -46,35 +55,43 @@ def shape_of(node: Node, number: int = 0) -> torch.Size:
 
 
 def saved_tensor(node: Node, name: str) -> Tensor:
-    """A tensor that the forward saved, without taking it from the node.
-
-    Non-reentrant checkpointing gives each of them once in a backward; the node's own turn is kept.
-
-    Raises:
-        GradientError: this release of torch checkpoints in another way.
-    """
-    packed = getattr(node, f"_raw_saved_{name}").data
-    if isinstance(packed, checkpoint._Holder):
-        handles = getattr(packed, "handles", None)
-        if not isinstance(handles, dict):
-            raise GradientError(
-                f"torch {torch.__version__} checkpoints in a way that is not known here; measure "
-                "by micro-batches (groups=None), or without checkpointing"
-            )
-        packed.handles = _OneMoreRead(handles)
+    """A tensor that the forward saved, without taking it from the node."""
+    _keep(getattr(node, f"_raw_saved_{name}"))
     tensor: Tensor = getattr(node, f"_saved_{name}")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-class _OneMoreRead(dict[int, Any]):
-    """The handles of a checkpointed tensor, of which the first read takes none away."""
+def keep_saved_tensors(node: Node) -> None:
+    """Lets a node be called before its own turn in the backward."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, tuple) else (saved,):
+                _keep(one)
 
-    def __init__(self, handles: dict[int, Any]) -> None:
-        super().__init__(handles)
-        self._read: set[int] = set()
+
+def _keep(saved: Any) -> None:
+    """Non-reentrant checkpointing gives a tensor once; lets it be read until the node is freed.
+
+    Raises:
+        GradientError: this release of torch checkpoints in another way.
+    """
+    packed = saved.data
+    if not isinstance(packed, checkpoint._Holder):
+        return
+    handles = getattr(packed, "handles", None)
+    if not isinstance(handles, dict):
+        raise GradientError(
+            f"torch {torch.__version__} checkpoints in a way that is not known here; measure "
+            "by micro-batches (groups=None), or without checkpointing"
+        )
+    if not isinstance(handles, _KeptHandles):
+        packed.handles = _KeptHandles(handles)
+
+
+class _KeptHandles(dict[int, Any]):
+    """The handles of a checkpointed tensor, which a read does not take away."""
 
     def __setitem__(self, key: int, value: Any) -> None:
-        if value is None and key not in self._read:
-            self._read.add(key)
-        else:
+        if value is not None:
             super().__setitem__(key, value)

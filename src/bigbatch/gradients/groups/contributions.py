@@ -18,18 +18,16 @@ from bigbatch.gradients.groups.projection import Projection
 
 
 class Rows:
-    """A factor of a use by the rows of the batch, (B, n, a), which several parameters may share."""
+    """A factor of a use by the rows of the batch, (B n, a), which several parameters may share."""
 
     def __init__(self, values: Tensor, grouping: Grouping) -> None:
         self.values, self.grouping = _full_precision(values), grouping
         self._projection: tuple[Tensor, Tensor] | None = None  # signs, and what they gave
 
     def projected(self, signs: Tensor) -> Tensor:
-        """S L^T, (m, B, n)."""
+        """S L^T, (m, B n)."""
         if self._projection is None or self._projection[0] is not signs:
-            flat = self.values.flatten(0, 1)
-            projected = (signs @ flat.t()).unflatten(1, self.values.shape[:2])
-            self._projection = signs, projected
+            self._projection = signs, signs @ self.values.t()
         return self._projection[1]
 
 
@@ -68,13 +66,12 @@ class RowSums(Contribution):
 
     def exact(self) -> Tensor:
         """(k, a)."""
-        shape = self.rows.values.shape[2:]
-        return group_sums(self.rows.values, self.rows.grouping, shape)
+        return _joined([part.sum(1) for part in self.rows.grouping.split(self.rows.values)])
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m)."""
         parts = self.rows.grouping.split(self.rows.projected(projection.rows), 1)
-        return _joined([part.sum((2, 3)).t() for part in parts])
+        return _joined([part.sum(2).t() for part in parts])
 
 
 @dataclass(frozen=True)
@@ -88,9 +85,7 @@ class OuterProducts(Contribution):
         """(k, a, b)."""
         split = self.left.grouping.split
         pairs = zip(split(self.left.values), split(self.right.values), strict=True)
-        return _joined(
-            [torch.bmm(a.flatten(1, 2).transpose(1, 2), b.flatten(1, 2)) for a, b in pairs]
-        )
+        return _joined([torch.bmm(a.transpose(1, 2), b) for a, b in pairs])
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m, b)."""
@@ -103,7 +98,7 @@ class OuterProducts(Contribution):
 
 @dataclass(frozen=True)
 class EmbeddingRows(Contribution):
-    """Sums of R over the rows of a table that are looked up: L is one-hot, from indices (B, n)."""
+    """Sums of R over the rows of a table that are looked up: L is one-hot, from indices (B n,)."""
 
     indices: Tensor
     right: Rows
@@ -111,11 +106,14 @@ class EmbeddingRows(Contribution):
 
     def exact(self) -> Tensor:
         """(k, rows of the table, b)."""
-        values, sizes = self.right.values, self.right.grouping.sizes
-        table = values.new_zeros(len(sizes), self.table_rows, values.shape[-1])
-        parts = zip(table, self.indices.split(sizes), values.split(sizes), strict=True)
+        values, grouping = self.right.values, self.right.grouping
+        table = values.new_zeros(grouping.groups, self.table_rows, values.shape[1])
+        sizes = [len(values) // grouping.samples * size for size in grouping.sizes]
+        parts = zip(
+            table, torch.split(self.indices, sizes), torch.split(values, sizes), strict=True
+        )
         for group, indices, rows in parts:
-            group.index_add_(0, indices.reshape(-1), rows.flatten(0, 1))
+            group.index_add_(0, indices, rows)
         return table
 
     def projected(self, projection: Projection) -> Tensor:
@@ -144,8 +142,8 @@ class Convolutions(Contribution):
         )
 
     def _by_group(self, output_gradient: Tensor, inputs: Tensor) -> Tensor:
-        sizes = self.grouping.sizes
-        pairs = zip(output_gradient.split(sizes), inputs.split(sizes), strict=True)
+        sizes = list(self.grouping.sizes)
+        pairs = zip(torch.split(output_gradient, sizes), torch.split(inputs, sizes), strict=True)
         return torch.stack([self.weight_gradient(d, x) for d, x in pairs])
 
 
@@ -163,16 +161,18 @@ def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:
 
 
 def _grouped_product(projection: Tensor, right: Rows) -> Tensor:
-    """Sums over the rows of each group, (m, B, n) and (B, n, b) -> (k, m, b)."""
+    """Sums over the rows of each group, (m, B n) and (B n, b) -> (k, m, b)."""
     split = right.grouping.split
     pairs = zip(split(projection, 1), split(right.values), strict=True)
-    return _joined([torch.bmm(q.flatten(2).transpose(0, 1), x.flatten(1, 2)) for q, x in pairs])
+    return _joined([torch.bmm(q.transpose(0, 1), x) for q, x in pairs])
 
 
 def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
     """Signs (m, C) times (B, C, ...) -> (B, m, ...)."""
     images = _full_precision(images)
-    return images if signs is None else (signs @ images.flatten(2)).unflatten(2, images.shape[2:])
+    if signs is None:
+        return images
+    return (signs @ images.flatten(2)).reshape(len(images), -1, *images.shape[2:])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -41,13 +41,13 @@ class GroupNorms:
         return result
 
     def relative_error(self) -> Tensor:
-        """The length of (sum of h_d) - h over that of all h_d."""
+        """The length of (sum of h_d) - h over that of all h_d; 0 if they were not compared."""
         length = torch.as_tensor(self.length)
         return (self.error / length.clamp_min(torch.finfo(length.dtype).tiny)).sqrt()
 
 
 class NormsOfGroups:
-    """Adds up `GroupNorms`. Large images are read at once, small ones are gathered and read together.
+    """Adds up `GroupNorms`. Large images are read at once, small ones are read together.
 
     Args:
         weights: n_d of the groups.
@@ -57,38 +57,45 @@ class NormsOfGroups:
     def __init__(self, weights: tuple[float, ...], layers: Mapping[Tensor, int]) -> None:
         self.norms = GroupNorms(weights)
         self._layers = layers
-        self._gathered: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._gathered: dict[tuple[int, int], list[Tensor]] = {}
+        self._gathered_sums: dict[tuple[int, int], list[Tensor]] = {}
         self._elements = 0
 
-    def add(self, parameter: Tensor, images: Tensor, expected: Tensor, scale: int) -> None:
+    def add(
+        self, parameter: Tensor, images: Tensor, scale: int, expected: Tensor | None = None
+    ) -> None:
         """Adds a parameter.
 
         Args:
             parameter: chooses the layer.
             images: linear images of the groups' gradients (k, ...).
-            expected: the image of their sum.
             scale: c, with |h_d|^2 = E |image of h_d|^2 / c.
+            expected: the image of their sum, if it is compared: for all parameters or for none.
         """
-        key = (self._layers.get(parameter, 0), scale)
-        flat = images.flatten(1), expected.flatten()
-        if images.numel() > _MAX_GATHERED:
-            self._read(key, *flat)
+        key, size = (self._layers.get(parameter, 0) if self._layers else 0, scale), images.numel()
+        if images.dim() != 2:
+            images = images.reshape(len(images), -1)  # (k,) of a parameter that is one number
+        if size > _MAX_GATHERED:
+            self._read(key, images, None if expected is None else expected.flatten())
             return
-        self._gathered.setdefault(key, []).append(flat)
-        self._elements += images.numel()
+        self._gathered.setdefault(key, []).append(images)
+        if expected is not None:
+            self._gathered_sums.setdefault(key, []).append(expected.flatten())
+        self._elements += size
         if self._elements > _MAX_GATHERED:
             self.end()
 
     def end(self) -> GroupNorms:
         """Reads what is gathered; the sums so far."""
-        for key, pairs in self._gathered.items():
-            images, expected = zip(*pairs, strict=True)
-            self._read(key, torch.cat(images, 1), torch.cat(expected))
+        for key, images in self._gathered.items():
+            sums = self._gathered_sums.get(key)
+            self._read(key, torch.cat(images, 1), None if sums is None else torch.cat(sums))
         self._gathered.clear()
+        self._gathered_sums.clear()
         self._elements = 0
         return self.norms
 
-    def _read(self, key: tuple[int, int], images: Tensor, expected: Tensor) -> None:
+    def _read(self, key: tuple[int, int], images: Tensor, expected: Tensor | None) -> None:
         (layer, scale), norms = key, self.norms
         total = images.sum(0)
         if images.numel() > 2 * _MAX_GATHERED:  # where vector_norm is inexact
@@ -96,14 +103,13 @@ class NormsOfGroups:
         else:
             squares = torch.linalg.vector_norm(images, dim=1).square()
         squared_total = torch.dot(total, total)
-        difference = total.sub_(expected)
-        norms.error = norms.error + torch.dot(difference, difference)
-        norms.length = norms.length + squares.sum()
+        if expected is not None:
+            difference = total.sub_(expected)
+            norms.error = norms.error + torch.dot(difference, difference)
+            norms.length = norms.length + squares.sum()
         if scale > 1:
             squares, squared_total = squares / scale, squared_total / scale
         if layer in norms.squares:
-            squares, squared_total = (
-                squares + norms.squares[layer],
-                squared_total + norms.totals[layer],
-            )
+            squares = squares + norms.squares[layer]
+            squared_total = squared_total + norms.totals[layer]
         norms.squares[layer], norms.totals[layer] = squares, squared_total

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +11,23 @@ from torch.autograd.graph import GradientEdge
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import sum_dtype, without_autocast
-from bigbatch.gradients.groups.backward_graph import Node, leaf_of, nodes_of, shape_of, signature
+from bigbatch.gradients.groups.backward_graph import (
+    Edge,
+    Node,
+    edges_of,
+    keep_saved_tensors,
+    leaf_of,
+    trace,
+)
 from bigbatch.gradients.groups.contributions import Contribution
 from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
 from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
-from bigbatch.gradients.groups.rules import RULES, Call, Place, can_project
+from bigbatch.gradients.groups.rules import RULES, Call, Place, Rule, can_project
 
 _COLUMNS = 2003  # added to the seed of a parameter's columns
+_COMPARED = 8  # one backward in so many compares the sums of the groups with the gradients
 _MAX_STRUCTURES = 32  # graphs that are remembered
 
 
@@ -36,6 +44,14 @@ class GroupGradients:
     weights: tuple[float, ...]
 
 
+class _CoveredUse(NamedTuple):
+    number: int  # of the node
+    rule: Rule
+    place: Place
+    operands: tuple[int, ...]
+    routes: dict[int, list[Route]]  # by operand
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What is known of all graphs of one structure.
@@ -47,7 +63,7 @@ class _Plan:
             signs, which those of one use share.
     """
 
-    uses: list[tuple[Use, Place]]
+    uses: list[_CoveredUse]
     refusals: dict[Tensor, str]
     projected: dict[Tensor, int]
 
@@ -85,9 +101,10 @@ class GroupTap:
         self._parameter_of, self._checks_samples = parameter_of, checks_samples
         self._backwards = 0  # of the step
         self._prepared = 0  # number of the last prepared graph
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._plans: dict[object, _Plan] = {}
         self._plan: _Plan | None = None
         self._projected: dict[Tensor, int] = {}  # in the prepared backward
+        self._compares = True  # whether the sums of groups are compared in it
         self._nodes: list[Node] = []  # of the prepared backward; hooks do not hold them
         self._images: dict[Tensor, Tensor] = {}
         self._norms: NormsOfGroups | None = None  # of the prepared backward
@@ -110,11 +127,13 @@ class GroupTap:
             sample_weights: the weight of each sample in the loss, (B,); None if they are equal.
         """
         self.forget()
-        nodes = nodes_of(roots)
-        key = (samples > 1, *signature(nodes))
+        edges = edges_of(roots)
+        nodes, structure = trace(edges)
+        key = samples > 1, structure
         plan = self._plans.get(key)
+        is_new = plan is None
         if plan is None:
-            plan = self._make_plan(nodes, samples)
+            plan = self._make_plan(nodes, edges, samples)
             while len(self._plans) >= _MAX_STRUCTURES:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
@@ -122,14 +141,16 @@ class GroupTap:
         self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
         grouping = self.grouping = Grouping(samples, min(self.groups, samples))
-        equal = sample_weights is None
-        self.weights = grouping.sizes if equal else tuple(grouping.sums(sample_weights))
+        self.weights = grouping.sizes
+        if sample_weights is not None:
+            self.weights = tuple(grouping.sums(sample_weights))
         self._norms = NormsOfGroups(self.weights, self._layers)
         self._backwards += 1
+        self._compares = is_new or self._prepared % _COMPARED == 0
         self._prepared += 1
         on_gradient = weakref.WeakMethod(self._on_gradient)
-        for index, (use, _) in enumerate(plan.uses):
-            nodes[use.number].register_prehook(_prehook(on_gradient, self._prepared, index))
+        for use in plan.uses:
+            nodes[use.number].register_prehook(_prehook(on_gradient, self._prepared, use))
 
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
@@ -137,13 +158,15 @@ class GroupTap:
         if images is None or self._norms is None:
             self.refusals.setdefault(parameter, "not in the graph of the loss")
             return None
-        gradient = gradient.to(images.dtype)
-        if parameter not in self._projected:
-            self._norms.add(parameter, images, gradient, 1)
-            return GroupGradients(images, self.weights)
-        projection = self._projection_of(parameter, images)
-        self._norms.add(parameter, images, projection.of(gradient), projection.scale)
-        return None
+        scale, expected = 1, None
+        if self._compares:
+            expected = gradient.to(images.dtype)
+        if parameter in self._projected:
+            projection = self._projection_of(parameter, images)
+            scale = projection.scale
+            expected = None if expected is None else projection.of(expected)
+        self._norms.add(parameter, images, scale, expected)
+        return GroupGradients(images, self.weights) if self.exact else None
 
     def end(self) -> GroupNorms:
         """The norms of the groups of this backward."""
@@ -164,43 +187,38 @@ class GroupTap:
         self.step, self._backwards = step, 0
 
     def _on_gradient(
-        self, prepared: int, index: int, gradients: tuple[Tensor | None, ...]
+        self, prepared: int, use: _CoveredUse, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """The gradient of the output of a use is complete, in the backward of a prepared graph."""
-        gradient, is_present = gradients[0], prepared == self._prepared
-        if self._plan is None or self.grouping is None or gradient is None or self.muted:
-            return
-        if not is_present:
+        """The gradient of the output of a use is complete."""
+        gradient, grouping = gradients[0], self.grouping
+        is_prepared = grouping is not None and prepared == self._prepared
+        if gradient is None or self.muted or grouping is None or not is_prepared:
             return
         if torch.is_grad_enabled():
             raise GradientError(
                 "a backward with create_graph=True cannot be cut into groups; measure by "
                 "micro-batches, groups=None"
             )
-        use, place = self._plan.uses[index]
-        rule, _ = RULES[use.name]
-        with torch.no_grad(), without_autocast(gradient.device):
-            call = Call(
-                self._nodes[use.number], gradient, place, self.grouping, tuple(use.routes)
-            )
-            for operand, contribution in rule(call).items():
+        node = self._nodes[use.number]
+        with without_autocast(gradient.device):
+            call = Call(node, gradient, use.place, grouping, use.operands)
+            for operand, contribution in use.rule(call).items():
                 for route in use.routes[operand]:
                     self._add(route, contribution, gradient)
 
     def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
         parameter = route.parameter
-        if parameter in self._projected:
+        if route.is_matrix:
             source = contribution.transposed() if route.is_transposed else contribution
-            images = source.projected(self._projection_of(parameter, like))
-        elif route.is_matrix:
-            source = contribution.transposed() if route.is_transposed else contribution
-            images = source.exact()
+            if parameter in self._projected:
+                images = source.projected(self._projection_of(parameter, like))
+            else:
+                images = source.exact()
         else:
             images = torch.stack([self._along(route, g) for g in contribution.exact()])
         if parameter in self._images:
-            self._images[parameter] += images
-        else:
-            self._images[parameter] = images
+            images = images.add_(self._images[parameter])
+        self._images[parameter] = images
 
     def _along(self, route: Route, gradient: Tensor) -> Tensor:
         """The gradient of the parameter, from that of the operand computed from it."""
@@ -208,6 +226,7 @@ class GroupTap:
             node = self._nodes[number]
             gradients: list[Tensor | None] = [None] * len(node._input_metadata)
             gradients[output] = gradient
+            keep_saved_tensors(node)
             results = node(*gradients)
             gradient = results if isinstance(results, Tensor) else results[operand]
         return gradient
@@ -228,11 +247,11 @@ class GroupTap:
 
     # the structure of a graph
 
-    def _make_plan(self, nodes: list[Node], samples: int) -> _Plan:
+    def _make_plan(self, nodes: list[Node], roots: list[Edge], samples: int) -> _Plan:
         """Finds the uses of a graph, and where the samples are in each."""
         without_samples: frozenset[int] = frozenset()
         while True:
-            found = ParameterUses(nodes, self._parameter_of, samples, without_samples)
+            found = ParameterUses(nodes, roots, self._parameter_of, samples, without_samples)
             if found.batch_norms:
                 names = "BatchNorm normalizes over the samples of all groups"
                 return _Plan([], {p: names for use in found.uses for p in use.parameters}, {})
@@ -250,7 +269,7 @@ class GroupTap:
                 message = f"a group's samples influence others in {use.name}, or are not together"
                 refusals.update(dict.fromkeys(use.parameters, message))
         uses = [
-            (use, place)
+            _CoveredUse(use.number, RULES[use.name][0], place, tuple(use.routes), use.routes)
             for use in found.uses
             if (place := places[use.number]) is not None and not use.refusal
         ]
@@ -285,12 +304,12 @@ class GroupTap:
 
 
 def _prehook(
-    on_gradient: "weakref.WeakMethod[Callable[..., None]]", prepared: int, index: int
+    on_gradient: "weakref.WeakMethod[Callable[..., None]]", prepared: int, use: _CoveredUse
 ) -> Callable[[Any], None]:
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
         bound = on_gradient()
         if bound is not None:
-            bound(prepared, index, gradients)
+            bound(prepared, use, gradients)
 
     return hook
 

@@ -40,23 +40,32 @@ class Grouping:
     def sums(self, weights: Sequence[float] | Tensor) -> list[float]:
         """The sum of the samples' weights in each group."""
         weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
-        return [float(part.sum()) for part in weights.split(self.sizes)]
+        return [float(part.sum()) for part in torch.split(weights, list(self.sizes))]
 
     def split(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
-        """Cuts `dim`, of size B, into (groups, samples of each), for groups of equal size each."""
-        size, larger = divmod(self.samples, self.groups)
+        """Cuts `dim`, of n entries for each sample, into (groups, entries of each).
+
+        Returns:
+            One tensor, or two with groups of equal size each.
+        """
+        groups, (size, larger) = self.groups, divmod(self.samples, self.groups)
         if not larger:
-            return [tensor.unflatten(dim, (self.groups, size))]
-        cut = larger * (size + 1)
+            return [_cut(tensor, dim, groups)]
+        first = tensor.shape[dim] // self.samples * larger * (size + 1)
+        rest = tensor.shape[dim] - first
         return [
-            tensor.narrow(dim, 0, cut).unflatten(dim, (larger, size + 1)),
-            tensor.narrow(dim, cut, self.samples - cut).unflatten(
-                dim, (self.groups - larger, size)
-            ),
+            _cut(tensor.narrow(dim, 0, first), dim, larger),
+            _cut(tensor.narrow(dim, first, rest), dim, groups - larger),
         ]
 
     def by_sample(self, rows: Tensor, order: RowOrder) -> Tensor:
-        """(rows, ...) -> (B, rows of a sample, ...)."""
+        """Rows in any order -> all rows of the first sample, of the second, and so on."""
         if order == "sample-major":
-            return rows.unflatten(0, (self.samples, -1))
-        return rows.unflatten(0, (-1, self.samples)).transpose(0, 1)
+            return rows
+        shape = rows.shape
+        return rows.reshape(-1, self.samples, *shape[1:]).transpose(0, 1).reshape(shape)
+
+
+def _cut(tensor: Tensor, dim: int, groups: int) -> Tensor:
+    shape = tensor.shape
+    return tensor.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])

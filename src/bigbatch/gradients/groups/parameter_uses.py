@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.groups.backward_graph import Node, leaf_of, shape_of
+from bigbatch.gradients.groups.backward_graph import Edge, Node, leaf_of, shape_of
 from bigbatch.gradients.groups.rules import RULES, Place, refusal_of
 
 _ROWS = {"AddmmBackward0", "MmBackward0"}  # whose output is flattened to a matrix
@@ -108,6 +108,7 @@ class ParameterUses:
 
     Args:
         nodes: the nodes of the graph.
+        roots: the edges that its backward starts from.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         samples: B.
         without_samples: numbers of nodes known to be functions of parameters alone, although a
@@ -117,11 +118,12 @@ class ParameterUses:
     def __init__(
         self,
         nodes: Sequence[Node],
+        roots: Sequence[Edge],
         parameter_of: Callable[[Tensor], Tensor | None],
         samples: int,
         without_samples: frozenset[int] = frozenset(),
     ) -> None:
-        self.nodes, self._samples = nodes, samples
+        self.nodes, self._roots, self._samples = nodes, roots, samples
         self._numbers = {node: number for number, node in enumerate(nodes)}
         self._parameter_of = parameter_of
         self._without_samples = without_samples
@@ -150,16 +152,18 @@ class ParameterUses:
     @cached_property
     def frontier(self) -> list[tuple[int, int, Place]]:
         """The outputs with samples that are nearest to the loss: (node, its output, place)."""
-        edges: dict[tuple[Node, int], None] = {(self.nodes[0], 0): None}
+        waiting, visited = list(self._roots), set[Edge]()
         reached: list[tuple[int, int, Place]] = []
-        for node, number in _growing(edges):
-            if leaf_of(node) is not None:
+        while waiting:
+            edge = node, number = waiting.pop()
+            if edge in visited or leaf_of(node) is not None:
                 continue
+            visited.add(edge)
             places = self._exact_places(shape_of(node, number))
             if places and self.has_samples(node):
                 reached.append((self._numbers[node], number, places[0]))
             else:
-                edges.update(dict.fromkeys(e for e in node.next_functions if e[0] is not None))
+                waiting += [edge for edge in node.next_functions if edge[0] is not None]
         return reached
 
     def has_samples(self, node: Node) -> bool:
@@ -204,7 +208,7 @@ class ParameterUses:
                 yield use
 
     def _routes(
-        self, edge: tuple[Node, int], path: tuple[tuple[int, int, int], ...], names: tuple[str, ...]
+        self, edge: Edge, path: tuple[tuple[int, int, int], ...], names: tuple[str, ...]
     ) -> Iterator[Route]:
         node, output = edge
         leaf = leaf_of(node)
@@ -251,13 +255,3 @@ class ParameterUses:
 
     def _exact_places(self, shape: torch.Size) -> list[Place]:
         return [Place(dim) for dim, size in enumerate(shape) if size == self._samples]
-
-
-def _growing(edges: dict[tuple[Node, int], None]) -> Iterator[tuple[Node, int]]:
-    """The edges in the order in which they were added, also while more are added."""
-    done = 0
-    while done < len(edges):
-        keys = list(edges)
-        for edge in keys[done:]:
-            yield edge
-        done = len(keys)

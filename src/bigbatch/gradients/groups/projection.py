@@ -36,7 +36,7 @@ class Projection:
         projected = self.rows @ gradient.flatten(1)
         if self.columns is None:
             return projected
-        return self.columns @ projected.unflatten(1, gradient.shape[1:]).flatten(2)
+        return self.columns @ projected.reshape(len(self.rows), gradient.shape[1], -1)
 
 
 class SignPool:

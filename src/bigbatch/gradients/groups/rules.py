@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +38,12 @@ class Place:
     def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
         """The tensor with the samples first, (B, ...)."""
         if self.dim is None:
-            return grouping.by_sample(tensor, self.order)
+            rows = grouping.by_sample(tensor, self.order)
+            return rows.reshape(grouping.samples, -1, *rows.shape[1:])
         return tensor if self.dim == 0 else tensor.movedim(self.dim, 0)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A function's node in a backward, and the gradient of its output.
 
     Args:
@@ -60,12 +61,12 @@ class Call:
     operands: tuple[int, ...]
 
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
-        """(..., trailing dimensions) -> (B, rows of a sample, trailing dimensions)."""
+        """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
         if self.place.dim is None:
             return self.grouping.by_sample(tensor, self.place.order)
-        by_sample = self.place.by_sample(tensor, self.grouping)
-        shape = by_sample.shape[by_sample.dim() - trailing :]
-        return by_sample.reshape(self.grouping.samples, -1, *shape)
+        if self.place.dim:
+            tensor = tensor.movedim(self.place.dim, 0)
+        return tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
 
     def sums(self, tensor: Tensor, operand: int) -> Contribution:
         """A contribution to an operand that is broadcast over the samples."""
@@ -113,7 +114,7 @@ def _convolution(call: Call) -> Contributions:
         raise NotImplementedError("the samples are not in dimension 0")
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
-        weight = node._saved_weight
+        weight = saved_tensor(node, "weight")
         options = (
             [0],
             node._saved_stride,
@@ -142,41 +143,42 @@ def _convolution(call: Call) -> Contributions:
 
 
 def _layer_norm(call: Call) -> Contributions:
-    """Sums of D and of D (x - mean) / std, read once: with v = 1 / std,
-
-        sum D (x - mean) v = v^T (D x) - (mean v)^T D
-    """
+    """Sums over rows of D, and of D (x - mean) / std."""
     node, gradients = call.node, dict[int, Contribution]()
     dims = len(node._saved_normalized_shape)
-    shape = call.gradient.shape[call.gradient.dim() - dims :]
-    d = call.rows(call.gradient, dims).flatten(2)
+    d = call.rows(call.gradient, dims)
     if 2 in call.operands:
-        gradients[2] = GroupSums(group_sums(d, call.grouping, d.shape[2:]).unflatten(1, shape))
+        gradients[2] = RowSums(Rows(d, call.grouping))
     if 1 in call.operands:
-        x = call.rows(saved_tensor(node, "input"), dims).flatten(2)
-        mean = call.rows(saved_tensor(node, "result1").flatten(-dims), 1)
-        inverse = call.rows(saved_tensor(node, "result2").flatten(-dims), 1)
-        product = group_sums((x - mean) * inverse * d, call.grouping, d.shape[2:])
-        gradients[1] = GroupSums(product.unflatten(1, shape))
+        x, mean, inverse = (
+            call.rows(saved_tensor(node, name), dims) for name in ("input", "result1", "result2")
+        )
+        gradients[1] = RowSums(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
     return gradients
 
 
 def _group_norm(call: Call) -> Contributions:
     """Per sample and channel: sum D (x - mean) v = v (sum D x - mean sum D), v = 1 / std."""
-    node, d = call.node, call.gradient.flatten(2)
+    node, d = call.node, _by_channel(call.gradient)
     gradients: dict[int, Contribution] = {}
     sums = d.sum(2)
     if 2 in call.operands:
         gradients[2] = call.sums(sums, 2)
     if 1 in call.operands:
-        x = saved_tensor(node, "input").flatten(2)
+        x = _by_channel(saved_tensor(node, "input"))
         products = torch.einsum("bcx,bcx->bc", d.to(x.dtype), x)
-        repeats = node._saved_C // node._saved_group
+        channels = node._saved_C // node._saved_group  # of a group that is normalized together
         mean, inverse = (
-            saved_tensor(node, name).repeat_interleave(repeats, 1) for name in ("result1", "result2")
+            saved_tensor(node, name).repeat_interleave(channels, 1)
+            for name in ("result1", "result2")
         )
         gradients[1] = call.sums((products - mean * sums) * inverse, 1)
     return gradients
+
+
+def _by_channel(images: Tensor) -> Tensor:
+    """(B, C, ...) -> (B, C, n)."""
+    return images.reshape(*images.shape[:2], -1)
 
 
 def _multiply(call: Call) -> Contributions:

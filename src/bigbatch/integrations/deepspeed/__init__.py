@@ -22,6 +22,7 @@ from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.loop_options import loop_options
 from bigbatch.training.lr_scaling import LRScaling
 
 deepspeed = import_optional("deepspeed", "deepspeed")
@@ -92,7 +93,8 @@ def initialize(
             has the initial batch size and the base batch.
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
-        **options: all other arguments of DeepSpeed's: config, mpu, collate_fn ...
+        **options: budget or every, as AdaptiveBatch's; and all other arguments of DeepSpeed's:
+            config, mpu, collate_fn ...
     Returns:
         (engine, optimizer, loader, lr_scheduler), as DeepSpeed's.
     Raises:
@@ -110,6 +112,10 @@ def initialize(
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
     arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
+    measuring: dict[str, Any] = {
+        name: options.pop(name) for name in ("budget", "every") if name in options
+    }
+    loop_options(**measuring)
     arguments |= {"model_parameters": model_parameters, **options}
     if policy is None and not params.enable_adjust and vr_optimizer is None:
         unchanged: tuple[Any, Any, Any, Any]
@@ -140,6 +146,7 @@ def initialize(
         fixed_micro_batch=own_loop and params.max_micro_batch_size is None,
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
+        **measuring,
         scheduler=as_torch_scheduler(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )

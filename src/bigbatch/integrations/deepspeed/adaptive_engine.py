@@ -40,7 +40,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     gradient_step_size = GRADIENT_STEP_SIZE
     _loop: ExternalLoop
     _params: AdaptiveBatchParams
-    _similarities: dict[int, float]  # by batch size, of its last step
+    _similarities: dict[int, float]  # by batch size, of its last measured step
     _backwards: int  # since the last call of `step`
     _micro_batches: int  # of the current optimizer step
     _assumes_samples: bool  # whether a micro-batch could not be counted
@@ -81,8 +81,8 @@ class AdaptiveEngine(DeepSpeedEngine):
 
     @property
     def cos_placeholder(self) -> Tensor:
-        """Similarity of the last step, 0-dim, on the CPU; nan before the first."""
-        record = self.bigbatch.record
+        """Similarity of the last measured step, 0-dim, on the CPU; nan before the first."""
+        record = self.bigbatch.last_measured
         return torch.tensor(torch.nan if record is None else record.similarity)
 
     def batches(self) -> Iterator[Batch]:
@@ -153,10 +153,12 @@ class AdaptiveEngine(DeepSpeedEngine):
         self.global_samples = samples + record.batch_size
         self._micro_batches = 0
         self._apply_plan()
-        self._similarities[record.batch_size] = record.similarity
+        if record.statistics is not None:
+            self._similarities[record.batch_size] = record.similarity
         if self._params.verbose:
+            measured = f", similarity {record.similarity:.4f}" * (record.statistics is not None)
             print_dist(  # at any log level: DeepSpeed's is WARNING
-                f"batch size {record.batch_size}, similarity {record.similarity:.4f}: next "
+                f"batch size {record.batch_size}{measured}: next "
                 f"{self.train_batch_size()} ({record.decision.reason})",
                 ranks=[0] if self._params.verbose == 1 else [-1],
             )

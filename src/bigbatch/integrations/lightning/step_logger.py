@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.step_record import StepRecord
 
 
@@ -15,6 +16,7 @@ class StepLogger:
 
     def __init__(self) -> None:
         self._failed: list[Any] = []
+        self._statistics: GradientStatistics | None = None  # measured since the last write
 
     def append(self, trainer: Any, record: StepRecord) -> None:
         """Writes the record of a step, if it is one of the n-th.
@@ -23,10 +25,11 @@ class StepLogger:
             trainer: the trainer with the loggers and `log_every_n_steps`.
             record: the record of the step that has just ended.
         """
+        self._statistics = record.statistics or self._statistics
         every = trainer.log_every_n_steps
         if not trainer.is_global_zero or not every or trainer.global_step % every:
             return
-        metrics = metrics_of(record)
+        metrics, self._statistics = metrics_of(record, self._statistics), None
         for logger in trainer.loggers:
             if any(logger is failed for failed in self._failed):
                 continue
@@ -41,14 +44,12 @@ class StepLogger:
                 )
 
 
-def metrics_of(record: StepRecord) -> dict[str, float]:
-    """The metrics of a record by name, without those that are not measured or not finite."""
-    metrics = {
-        "bigbatch/batch_size": float(record.batch_size),
-        "bigbatch/similarity": record.similarity,
-        "bigbatch/noise_scale": record.noise_scale,
-        "bigbatch/loss": record.loss,
-    }
+def metrics_of(record: StepRecord, statistics: GradientStatistics | None) -> dict[str, float]:
+    """Metrics of a step, and statistics of it or an earlier one; without those not finite."""
+    metrics = {"bigbatch/batch_size": float(record.batch_size), "bigbatch/loss": record.loss}
+    if statistics is not None:
+        metrics["bigbatch/similarity"] = statistics.similarity
+        metrics["bigbatch/noise_scale"] = statistics.noise_scale
     for group, lr in enumerate(record.lr):
         metrics[f"bigbatch/lr/{group}" if group else "bigbatch/lr"] = lr
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -56,10 +56,10 @@ class AdaptiveMixin(NextClass):
             policy, or `per_device_train_batch_size` times the number of processes.
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
         micro_batch: maximum samples in one backward; default `per_device_train_batch_size`.
-        fixed_micro_batch, min_micro_batches, lr_scaling: as for `AdaptiveBatch`.
+        fixed_micro_batch, min_micro_batches, lr_scaling, budget, every: as for `AdaptiveBatch`.
         groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:
-            `lambda model: bb.GradientMeter(model, every=4)`.
+            `lambda model: bb.GradientMeter(model, confidence=0.9)`.
         kwargs: all keyword arguments of the Trainer.
     Raises:
         SettingError: a setting of the Trainer is not supported; the message has the remedy.
@@ -83,6 +83,7 @@ class AdaptiveMixin(NextClass):
         self._split_step = SplitStep()
         self._prepared_batches: PreparedBatches | None = None
         self._checkpoint: dict[str, Any] | None = None  # the state to resume from
+        self._logged_step = 0  # the last measured one that was logged
         names = [name for name in LoopOptions.__annotations__ if name in kwargs]
         options = loop_options(**{name: kwargs.pop(name) for name in names})
         self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **options}
@@ -144,6 +145,7 @@ class AdaptiveMixin(NextClass):
             scaler=self.accelerator.scaler,
             **settings,
         )
+        self._logged_step = 0
         self.optimizer = SplitOptimizer(self.optimizer, self._split_step)
         self.lr_scheduler = SplitScheduler(self.lr_scheduler, self.optimizer, self._split_step)
         self.callback_handler.optimizer = self.optimizer
@@ -244,15 +246,18 @@ class AdaptiveMixin(NextClass):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, with the measurements of the last update."""
-        record = None if self.adaptive is None else self.adaptive.record
-        if "loss" in logs and record is not None:
-            metrics = {
-                "batch_size": record.batch_size,
-                "samples": record.samples,
-                "similarity": record.similarity,
-                "noise_scale": record.noise_scale,
+        """As the Trainer's, with the last update, and the last measurement since the last log."""
+        train = self.adaptive
+        if "loss" in logs and train is not None and train.record is not None:
+            metrics: dict[str, float] = {
+                "batch_size": train.record.batch_size,
+                "samples": train.record.samples,
             }
+            measured = train.last_measured
+            if measured is not None and measured.step > self._logged_step:
+                self._logged_step = measured.step
+                metrics["similarity"] = measured.similarity
+                metrics["noise_scale"] = measured.noise_scale
             logs |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         super().log(logs, *args, **kwargs)
 

@@ -1,0 +1,330 @@
+"""A budget for measuring, in the loop: a made-up clock says what each backward costs."""
+
+import io
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import bigbatch as bb
+from bigbatch.errors import SettingError
+from bigbatch.optim import VRSGD
+from numbered_samples import build, steps_of
+
+torch.set_num_threads(1)
+BACKWARD, SAMPLE = 1.0, 0.125  # seconds of a backward, and of each of its samples
+
+
+class Clock:
+    """Takes the place of time.perf_counter; a forward moves it."""
+
+    def __init__(self, backward=BACKWARD, sample=SAMPLE):
+        self.now, self.backward, self.sample = 0.0, backward, sample
+
+    def __call__(self):
+        return self.now
+
+    def spend(self, _, arguments):
+        self.now += self.backward + self.sample * len(arguments[0])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made_up = Clock()
+    monkeypatch.setattr(time, "perf_counter", made_up)
+    return made_up
+
+
+def samples(n):
+    own = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, generator=own, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (n,), generator=own))
+
+
+def adaptive(clock, n=4096, *, policy=None, optimizer=torch.optim.SGD, meter=None, **settings):
+    """A classifier on n samples, 64 a step; `meter` has options of a meter of one's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model.register_forward_pre_hook(clock.spend)
+    return bb.AdaptiveBatch(
+        model,
+        optimizer(model.parameters(), lr=0.1),
+        DataLoader(samples(n), 64),
+        policy=bb.Fixed(64) if policy is None else policy,
+        meter=None if meter is None else bb.GradientMeter(model, **meter),
+        **settings,
+    )
+
+
+def trained(train, steps=10**9, *, spoiled=()):
+    """The records of so many steps, or of the rest of the pass."""
+    records = []
+    for step in train:
+        factor = torch.inf if train.steps + train.skipped in spoiled else 1.0
+        for x, y in step:
+            step.backward(cross_entropy(train.model(x), y) * factor)
+        records.append(step.update())
+        if len(records) == steps:
+            break
+    return records
+
+
+def measured(records):
+    return [record.step for record in records if record.statistics is not None]
+
+
+def test_by_default_one_step_in_n_is_cut_and_measured(clock):
+    train = adaptive(clock, 64 * 120)
+    records = trained(train)
+    # 4 backwards of 16 take 12 seconds, one of 64 takes 9; and 1/3 / 0.05 is between 4 and 8
+    assert [*range(1, 16, 2), 23, 39, 71, 103] == measured(records)
+    assert all(r.micro_batches == (1 if r.statistics is None else 4) for r in records)
+    assert [2] * 14 + [8] * 8 + [16] * 16 + [32] * 82 == [record.every for record in records]
+    assert 32 == train.every
+    assert all(record.batch_size == 64 for record in records)
+
+
+def test_a_budget_is_kept(clock):
+    seconds = {}
+    for budget in (0, 0.02, 0.2, None):
+        train, start = adaptive(clock, 64 * 400, budget=budget), clock.now
+        trained(train)
+        seconds[budget] = clock.now - start
+    assert pytest.approx(4 / 3) == seconds[None] / seconds[0]
+    timing = 8 * 3.0  # of 8 measured steps in the first 15, until the cost is known
+    for budget in (0.02, 0.2):
+        assert 0 < seconds[budget] - seconds[0] - timing <= budget * seconds[budget]
+
+
+def test_every_fixes_the_interval(clock):
+    records = trained(adaptive(clock, every=5), 40)
+    assert [*range(1, 41, 5)] == measured(records)
+    assert {5} == {record.every for record in records}
+    assert [*range(1, 41)] == measured(trained(adaptive(clock, budget=None), 40))
+
+
+def test_a_meter_that_measures_every_third_step_fixes_it_too(clock):
+    train = adaptive(clock, meter={"every": 3})
+    assert [1, 4, 7, 10] == measured(trained(train, 12))
+    assert 3 == train.every
+
+
+def test_a_meter_with_options_is_under_the_budget(clock):
+    policy = bb.Controller(bb.SimiGrad(0.3), 64, min_batch=48, max_batch=80, confidence=0.9)
+    train = adaptive(clock, policy=policy, meter={"confidence": 0.9, "per_layer": True})
+    records = trained(train)
+    assert 8 < len(measured(records)) < len(records) / 2
+    for record in records:
+        if record.statistics is not None:
+            assert 0.9 == record.statistics.interval.level
+            assert ["0", "2"] == list(record.statistics.layers)
+
+
+def test_the_log_says_why_a_step_was_not_measured(clock):
+    train = adaptive(clock, policy=bb.SimiGrad(0.3, min_batch=64, max_batch=64))
+    reasons = [record.decision.reason for record in trained(train)]
+    assert "not measured; one step in 2 is, while steps are timed" == reasons[1]
+    expected = "one step in 8 is: measuring adds 33% to a step, budget=0.05"
+    assert f"not measured; {expected}" == reasons[16]
+    assert reasons[0].startswith("similarity")
+    fixed = trained(adaptive(clock, policy=bb.SimiGrad(0.3), every=3), 2)
+    assert "not measured; every=3" == fixed[1].decision.reason
+
+
+def test_a_step_that_is_not_measured_costs_what_a_plain_one_does(clock):
+    train = adaptive(clock, budget=0)
+    records = trained(train)
+    assert [] == measured(records)
+    assert 9.0 * len(records) == clock.now
+    # one hook shows backwards of the user's own; torch has no public way to count them
+    assert 1 == sum(len(p._backward_hooks or ()) for p in train.model.parameters())
+    assert train.every is None
+    assert {"fixed"} == {record.decision.reason for record in records}
+
+
+def test_weights_are_those_of_a_plain_loop_where_nothing_is_measured(clock):
+    train, other = adaptive(clock, 640, budget=0), adaptive(clock, 640, every=1)
+    trained(train)
+    trained(other)
+    for one, two in zip(train.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=0)  # sums in another order
+
+
+def test_a_variance_reduced_optimizer_is_cut_at_every_step_and_measured_at_some(clock):
+    clock.sample = 0.0
+
+    def vr_sgd(parameters, lr):
+        return VRSGD(parameters, lr=lr)
+
+    records = trained(adaptive(clock, optimizer=vr_sgd))
+    assert {8} == {record.micro_batches for record in records}
+    assert measured(records)[-1] == len(records)  # both kinds cost the same, so every step is
+
+
+# policies
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 7}, {"budget": 0}, {"every": 1}])
+@pytest.mark.parametrize("text", ["64, 96 from 5 steps", "32 to 128 over 12 steps in steps of 8"])
+def test_a_schedule_acts_on_time_whether_steps_are_measured_or_not(clock, options, text):
+    schedule = bb.Schedule(text)
+    records = trained(adaptive(clock, policy=schedule, **options), 30)
+    expected = [r.target_batch_size for r in trained(adaptive(clock, policy=schedule, every=1), 30)]
+    assert expected == [record.target_batch_size for record in records]
+    assert len(set(expected)) > 1
+    assert all(r.decision.reason.startswith("schedule") for r in records)
+
+
+class Ramp:
+    """A policy of one's own that needs no statistics."""
+
+    needs_statistics = False
+
+    def __init__(self):
+        self.seen = []
+
+    def decide(self, statistics, now):
+        self.seen.append(statistics)
+        return bb.Decision(now.target_batch_size + 1, "ramp")
+
+
+def test_a_policy_of_ones_own_may_declare_that_it_needs_none(clock):
+    policy = Ramp()
+    records = trained(adaptive(clock, policy=policy, batch_size=64, every=4), 9)
+    assert [*range(64, 73)] == [record.target_batch_size for record in records]
+    assert [r.statistics for r in records] == policy.seen
+    assert [1, 5, 9] == measured(records)
+
+
+def test_a_measuring_policy_decides_at_measured_steps_only(clock):
+    records = trained(adaptive(clock, policy=bb.SimiGrad(0.9, max_batch=4096), every=4), 13)
+    assert [64] + [70] * 4 + [77] * 4 + [84] * 4 == [r.target_batch_size for r in records]
+
+
+def test_the_end_of_an_epoch_and_a_skipped_step_are_measured_again(clock):
+    policy = bb.SimiGrad(0.9, max_batch=4096)
+    train = adaptive(clock, 64 * 4 + 40, policy=policy, batch_size=64, every=5)
+    records = trained(train) + trained(train)
+    assert "the end of an epoch does not decide" == records[4].decision.reason
+    train = adaptive(clock, policy=policy, every=5)
+    with pytest.warns(UserWarning, match="not finite"):
+        records = trained(train, 12, spoiled=[0])
+    assert [2, 11] == measured(records)  # the first was skipped; the next interval is longer
+    assert records[0].skipped
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 8, "budget": 0.05}, "every=8 and budget=0.05 each say how often"),
+        ({"every": 8, "budget": None}, "every=8 and budget=None each say how often"),
+        ({"meter": {"every": 3}, "every": 3}, r"every=3 and GradientMeter\(every=3\) each say"),
+        ({"meter": {"every": 3}, "budget": 0.1}, r"budget=0.1 and GradientMeter\(every=3\) each"),
+        ({"budget": 1.0}, r"budget=1.0 must be a number in \[0, 1\)"),
+        ({"budget": -0.1}, "budget=-0.1 must be a number"),
+        ({"every": 0}, "every=0 must be a whole number of at least 1"),
+        (
+            {"budget": 0, "policy": bb.SimiGrad()},
+            "policy=SimiGrad needs measured steps, and budget=0 measures none; pass a budget above",
+        ),
+        ({"budget": 0, "policy": bb.Shadow(bb.NormTest(0.5)), "batch_size": 8}, "policy=Shadow"),
+        ({"budget": 0, "lr_scaling": "adascale"}, 'lr_scaling="adascale" needs measured steps'),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(clock, settings, message):
+    with pytest.raises(SettingError, match=message):
+        adaptive(clock, **settings)
+
+
+def test_no_budget_is_none_of_the_callers(clock):
+    assert [1, 3, 5] == measured(trained(adaptive(clock, every=None), 6))
+
+
+# states
+
+
+def state_of(train):
+    """A state, through a file."""
+    file = io.BytesIO()
+    parts = (train.model.state_dict(), train.optimizer.state_dict(), train.state_dict())
+    torch.save(parts, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 6, 11, 14, 15, 16, 20, 33])  # while timing and later
+@pytest.mark.parametrize("options", [{}, {"budget": 0.2}, {"every": 4}, {"budget": 0}])
+def test_a_killed_run_continues_with_the_same_steps(clock, cut, options):
+    def start():
+        policy = bb.Fixed(64) if options.get("budget") == 0 else bb.SimiGrad(0.4, max_batch=500)
+        return adaptive(clock, policy=policy, **options)
+
+    def rest(train, steps):
+        records = []
+        while len(records) < steps:
+            records += trained(train, steps - len(records))
+        # elapsed: the two clocks began at other times
+        return [replace(record, elapsed_seconds=0.0) for record in records]
+
+    whole = rest(start(), 60)
+    killed = start()
+    head = rest(killed, cut)
+    model, optimizer, state = state_of(killed)
+    clock.now += 1000.0  # until it is started again
+    resumed = start()
+    resumed.model.load_state_dict(model)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.load_state_dict(state)
+    assert whole == head + rest(resumed, 60 - cut)
+
+
+def test_a_resumed_run_names_another_budget(clock):
+    train = adaptive(clock)
+    trained(train, 20)
+    state = train.state_dict()
+    other = adaptive(clock, budget=0.5)
+    with pytest.warns(UserWarning, match=r"budget was 0\.05, is 0\.5: the new one is used"):
+        other.load_state_dict(state)
+    assert 21 in measured(trained(other, 1))
+
+
+# ranks
+
+
+def on_ranks(rank, ranks, engine):
+    """Records of a loop whose ranks are unequally fast, and its state."""
+    clock = Clock(backward=1.0 + 3.0 * rank)
+    time.perf_counter = clock  # in this process, which ends with the test
+    policy = bb.SimiGrad(0.3, min_batch=64, max_batch=64)
+    train = build(
+        rank,
+        ranks,
+        engine,
+        None,
+        policy=policy,
+        micro_batch=64,
+        min_micro_batches=4 * ranks,
+        every=None,
+    )
+    train.model.register_forward_pre_hook(clock.spend)
+    records = [replace(record, elapsed_seconds=0.0) for _, record in steps_of(train, 10**9, 60)]
+    return records, train.state_dict()["shared"], train.every
+
+
+@pytest.mark.early
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_agree_on_a_cost_that_each_times_otherwise(ranks, engine):
+    answers = ranks(2)(on_ranks, engine)
+    assert answers[0] == answers[1]
+    records, state, _ = answers[0]
+    # a batch of 64 on 2 ranks: 32 samples a rank, in 4 backwards of a mean of 2.5 seconds or in 1
+    cost = 3 * 2.5 / (2.5 + 32 * 0.125)
+    assert pytest.approx(cost) == state["interval"]["costs"][0][-1]
+    assert [2, 8] == [records[n].micro_batches for n in (1, 0)]
