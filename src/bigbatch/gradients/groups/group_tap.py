@@ -252,9 +252,8 @@ class GroupTap:
         without_samples: frozenset[int] = frozenset()
         while True:
             found = ParameterUses(nodes, roots, self._parameter_of, samples, without_samples)
-            if found.batch_norms:
-                names = "BatchNorm normalizes over the samples of all groups"
-                return _Plan([], {p: names for use in found.uses for p in use.parameters}, {})
+            if reason := _reason_against(found):
+                return _Plan([], {p: reason for use in found.uses for p in use.parameters}, {})
             places = self._places(found, samples)
             wrong = {number for number, place in places.items() if place is None}
             parameters_only = {
@@ -312,6 +311,15 @@ def _prehook(
             bound(prepared, use, gradients)
 
     return hook
+
+
+def _reason_against(found: ParameterUses) -> str:
+    """Why no parameter of a graph has groups; empty if some may."""
+    if found.batch_norms:
+        return "BatchNorm normalizes over the samples of all groups"
+    if any(node.name().startswith("CompiledFunction") for node in found.nodes):
+        return "torch.compile makes one function of many, in which uses are not seen"
+    return ""
 
 
 def _projected(found: ParameterUses) -> dict[Tensor, int]:
