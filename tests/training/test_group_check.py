@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import bigbatch as bb
-from bigbatch.errors import SettingError
+from bigbatch.errors import GradientError, SettingError
 from tensors import same
 
 WORDS, LENGTH = 30, 6
@@ -121,6 +121,17 @@ def test_what_is_refused_is_listed_with_the_reason():
     for parameter in model[1].parameters():
         parameter.requires_grad = False
     assert bb.check_groups(model.eval(), cross_entropy, *classes()).ok
+
+
+def test_a_compiled_model_is_refused_by_name():
+    model, (x, y) = torch.compile(mlp(), backend="aot_eager"), classes()
+    with (
+        bb.GradientMeter(model, groups=4),
+        pytest.raises(GradientError, match=r"1 of \|G\|\^2 \(torch.compile makes one function"),
+    ):
+        cross_entropy(model(x), y).backward()
+    checked = bb.check_groups(model, cross_entropy, x, y)
+    assert all("torch.compile" in p.refusal for p in checked.parameters)
 
 
 class Scaled(nn.Module):

@@ -162,6 +162,11 @@ class Settings:
                 f"zero_stage={self.zero_stage} with engine={self.engine}; DeepSpeed's 0, 1 and 2 "
                 "are known (at 3 no rank has the weights that scores are of), others have 0"
             )
+        if self.groups is not None and self.engine == "deepspeed":
+            raise SettingError(
+                f"groups={self.groups} with engine=deepspeed, which compares micro-batches; leave "
+                "groups out, or engine"
+            )
         if self.every is not None and self.budget is not None:
             raise SettingError(
                 f"every={self.every} and budget={self.budget:g} both say how often steps are "

@@ -353,9 +353,9 @@ class AdaptiveBatch:
         self._reader.bind_to_loop(self.meter.source)
         if self.meter.groups is not None and self._reader.reduced_source() is not None:
             raise SettingError(
-                f"groups={self.meter.groups}: under fully_shard and DeepSpeed a variance-reduced "
-                "optimizer compares gradients that every backward has reduced over the ranks, "
-                "and these have no groups; leave groups out"
+                f"groups={self.meter.groups}: under fully_shard a variance-reduced optimizer "
+                "compares gradients that every backward has reduced over the ranks, and these have "
+                "no groups; leave groups out"
             )
 
     def _build_constraints(self, options: LoopOptions, *, has_size: bool) -> PlanConstraints:

@@ -58,7 +58,6 @@ class DeepSpeed:
             adaptive_batch_params={"max_micro_batch_size": settings.micro_batch},
             lr_scaling=lr_scaling_of(settings),
             min_micro_batches=settings.min_micro_batches,
-            groups=settings.groups,
             **interval_of(settings),
         )
         if engine.device.type != settings.device:

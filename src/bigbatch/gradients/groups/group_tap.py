@@ -321,6 +321,8 @@ def _refusal_of_graph(nodes: Sequence[Node]) -> str:
         name = node.name()
         if name == "CheckpointFunctionBackward":
             return "reentrant checkpointing hides their use; pass use_reentrant=False"
+        if name.startswith("CompiledFunction"):
+            return "torch.compile makes one function of many, in which uses are not seen"
         # InstanceNorm moves the samples to the channels, so that dimension 0 has size 1
         is_batch_norm = "BatchNorm" in name and shape_of(node)[:1] != (1,)
         if is_batch_norm and getattr(node, "_saved_training", True):

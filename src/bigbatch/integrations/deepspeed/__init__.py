@@ -14,7 +14,6 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
-from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
@@ -61,7 +60,6 @@ def initialize(
     policy: Policy | Controller | None = None,
     lr_scaling: LRScaling = "sqrt",
     min_micro_batches: MinMicroBatches | None = None,
-    groups: Groups | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize` with an adaptive batch size.
@@ -95,7 +93,6 @@ def initialize(
             has the initial batch size and the base batch.
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
-        groups: as AdaptiveBatch's, at stages 0, 1 and 2.
         **options: budget or every, as AdaptiveBatch's; and all other arguments of DeepSpeed's:
             config, mpu, collate_fn ...
     Returns:
@@ -106,6 +103,11 @@ def initialize(
     Source:
         SimiGrad (Qin et al., NeurIPS 2021).
     """
+    if "groups" in options:
+        raise SettingError(
+            f"groups={options['groups']}: DeepSpeed reduces in every backward, and so in the one "
+            "that finds where samples are; leave groups out, micro-batches are compared"
+        )
     params = AdaptiveBatchParams.of(adaptive_batch_params)
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
@@ -143,7 +145,6 @@ def initialize(
         micro_batch=params.max_micro_batch_size or micro_batch,
         fixed_micro_batch=own_loop and params.max_micro_batch_size is None,
         min_micro_batches=min_micro_batches,
-        groups=groups,
         lr_scaling=lr_scaling,
         **measuring,
         scheduler=as_torch_scheduler(scheduler, engine.basic_optimizer),

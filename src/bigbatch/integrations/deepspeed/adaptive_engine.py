@@ -104,7 +104,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
-        weight: float | Tensor | None = None,
+        weight: float | None = None,
     ) -> Tensor:
         """As DeepSpeed's, for the mean loss of a micro-batch; micro-batches may differ in size.
 
@@ -112,8 +112,7 @@ class AdaptiveEngine(DeepSpeedEngine):
             loss: the mean loss, a tensor of one number.
             retain_graph: as DeepSpeed's.
             scale_wrt_gas: as DeepSpeed's, for the returned loss.
-            weight: number of items that the mean is taken over, if not samples (tokens, say); or a
-                tensor with that number for each sample, which `groups` need.
+            weight: number of items that the mean is taken over, if not samples (tokens, say).
         Raises:
             LoopError: a second backward for a micro-batch, or engine.step() was not called.
         """
