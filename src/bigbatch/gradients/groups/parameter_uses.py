@@ -58,6 +58,12 @@ _VIEWS_OF_PARAMETERS = (
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
+_FLATTENED = (
+    Place(None, "sample-major", is_certain=False),
+    Place(None, "sample-minor", is_certain=False),
+)
+"""Where the samples may be in dimension 0 with others, the likeliest first."""
+
 
 @dataclass(frozen=True)
 class Route:
@@ -264,7 +270,7 @@ class ParameterUses:
         elif name not in _ROWS or len(shape) != 2:
             if exact or not shape or shape[0] % self._samples or name == "ConvolutionBackward0":
                 return exact
-            return [Place(None, "sample-major", is_certain=False)]
+            return list(_FLATTENED)
         columns = [Place(place.dim, is_certain=False) for place in exact if place.dim]
         if shape[0] == self._samples:
             return [Place(None), *columns]
@@ -275,7 +281,7 @@ class ParameterUses:
                 places += [Place(None)] * (rows[0] == self._samples)
                 places += [Place(None, "sample-minor")] * (rows[-1] == self._samples)
         if not places and shape[0] % self._samples == 0 and shape[0]:
-            places = [Place(None, "sample-major", is_certain=False)]
+            places = list(_FLATTENED)
         return places + columns
 
     def _exact_places(self, shape: torch.Size) -> list[Place]:
