@@ -72,8 +72,9 @@ COUPLED = {
     "next-sample": lambda s, x: s.m(torch.tanh(s.l(x)) + s.l(x).roll(1, 0)),
     "sum-of-samples": lambda s, x: s.m(torch.tanh(s.l(x))) * s.m(s.l(x)).sum(0),
     "sorted": lambda s, x: s.m(s.l(x).sort(0).values),
-    "doubled": lambda s, x: sum(s.m(torch.tanh(s.l(torch.cat([x, x.flip(1)])))).chunk(2)),
-    "doubled-pair": lambda s, x: sum(s.m(s.l(torch.cat([x[:4], x[:4], x[4:], x[4:]]))).chunk(2)),
+    "pairs": lambda s, x: (lambda h: sum(s.m(torch.cat([h[:4], h[:4], h[4:], h[4:]])).chunk(2)))(
+        torch.tanh(s.l(x))
+    ),
 }
 
 
@@ -129,6 +130,19 @@ def test_samples_are_found_where_other_dimensions_have_their_size(kind, samples)
         t=normal(time, time),
     )
     assert error(net, [normal(samples, time, 5)], K) < CLOSE
+
+
+TWICE = {
+    "after-the-others": lambda s, x: sum(s.m(s.l(torch.cat([x, x.flip(1)])).tanh()).chunk(2)),
+    "in-turn": lambda s, x: s.m(s.l(torch.stack([x, x.flip(1)], 1).flatten(0, 1)).tanh()).unflatten(
+        0, (-1, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_samples_that_stand_twice_in_a_batch_are_found(kind):
+    assert error(model(TWICE[kind], l=first, m=second), [normal(8, 5)], K) < CLOSE
 
 
 @pytest.mark.parametrize("width", [8, 4, 16])  # B, k, a multiple of B
