@@ -380,8 +380,6 @@ class GradientSource:
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
             return
-        if self.group_tap is not None and self.group_tap.muted:
-            return
         backward_begins = self._end_callback is None or self._end_callback() is None
         if backward_begins and self._implicit:
             self.restart()  # the previous backward failed

@@ -179,6 +179,22 @@ class ParameterUses:
                 waiting += [edge for edge in node.next_functions if edge[0] is not None]
         return reached
 
+    @cached_property
+    def last_uses(self) -> list[Use]:
+        """The uses below which a backward comes to no other use."""
+        used = {self.nodes[use.number] for use in self.uses}
+        above: dict[Node, bool] = {}  # whether a use is below
+        waiting = list(used)
+        while waiting:
+            node = waiting[-1]
+            operands = [following for following, _ in node.next_functions if following is not None]
+            unknown = [n for n in operands if n not in above]
+            if unknown:
+                waiting += unknown
+                continue
+            above[waiting.pop()] = any(n in used or above[n] for n in operands)
+        return [use for use in self.uses if not above[self.nodes[use.number]]]
+
     def has_samples(self, node: Node) -> bool:
         """Whether the output of a function depends on samples, and not on parameters alone."""
         waiting = [node]
