@@ -161,6 +161,15 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing():
         assert same(expected_noise(model, [x], K), meter.read(samples=[8]))
 
 
+def test_a_step_that_was_zeroed_unread_does_not_count():
+    model, x = network(), samples(8)
+    with GradientMeter(model, groups=K, per_layer=True) as meter:
+        for _ in range(3):
+            model.zero_grad()
+            mean_loss(model, x).backward()
+        assert same(expected_noise(model, [x], K), meter.read(samples=[8]))
+
+
 def test_an_evaluation_before_the_forward_changes_nothing():
     model, x = network(), samples(8)
     with GradientMeter(model, groups=K, per_layer=True) as meter:
