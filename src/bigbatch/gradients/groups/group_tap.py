@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.errors import GradientError
@@ -339,7 +340,8 @@ def _refusal_of_model(model: nn.Module | None) -> str:
 def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     """Whether a constant is in the memory of a buffer of the model, or of a frozen parameter."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
     return lambda constant: constant.untyped_storage().data_ptr() in addresses
 
 
