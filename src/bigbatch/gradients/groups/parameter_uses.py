@@ -164,8 +164,13 @@ class ParameterUses:
 
     @cached_property
     def frontier(self) -> list[tuple[int, int, Place]]:
-        """The outputs with samples that are nearest to the loss: (node, its output, place)."""
-        waiting, visited = list(self._roots), set[Edge]()
+        """The outputs with samples that are nearest to the loss: (node, its output, place).
+
+        They are below the node of DDP that would begin to reduce.
+        """
+        sinks = [node for node in self.nodes if node.name() == "_DDPSinkBackward"]
+        below = [edge for sink in sinks for edge in sink.next_functions if edge[0] is not None]
+        waiting, visited = below or list(self._roots), set[Edge]()
         reached: list[tuple[int, int, Place]] = []
         while waiting:
             edge = node, number = waiting.pop()
