@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.errors import GradientError
@@ -17,7 +18,6 @@ from bigbatch.gradients.groups.backward_graph import (
     Node,
     edges_of,
     gradients_of_operands,
-    leaf_of,
     shape_of,
     trace,
 )
@@ -104,7 +104,6 @@ class GroupTap:
         self.exact = False  # whether a subscriber needs the gradients themselves
         self._layers, self._model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
-        self.muted = False  # in a backward that only checks
         self.refusals: dict[Tensor, str] = {}  # of the present backward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups
@@ -204,7 +203,7 @@ class GroupTap:
         """The gradient of the output of a use is complete."""
         gradient, grouping = gradients[0], self.grouping
         is_prepared = grouping is not None and prepared == self._prepared
-        if gradient is None or self.muted or grouping is None or not is_prepared:
+        if gradient is None or grouping is None or not is_prepared:
             return
         if torch.is_grad_enabled():
             raise GradientError(
@@ -301,15 +300,16 @@ class GroupTap:
             if gradients[0] is not None:
                 places[use.number] = _place_of_group(use, gradients[0], grouping)
 
+        last = found.last_uses
         handles = [
             found.nodes[use.number].register_prehook(lambda g, use=use: check(use, g))
             for use in found.uses
+            if use not in last
         ]
         try:
-            self.muted = True
-            _backward_of_one_group(found, grouping)
+            for use, gradient in zip(last, _backward_of_one_group(found, grouping), strict=True):
+                check(use, (gradient,))
         finally:
-            self.muted = False
             for handle in handles:
                 handle.remove()
         return places
@@ -340,7 +340,8 @@ def _refusal_of_model(model: nn.Module | None) -> str:
 def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     """Whether a constant is in the memory of a buffer of the model, or of a frozen parameter."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
     return lambda constant: constant.untyped_storage().data_ptr() in addresses
 
 
@@ -393,8 +394,11 @@ def _rounding(found: ParameterUses) -> float:
 _CHECKED_GROUP = 1  # whose samples alone get a gradient
 
 
-def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> None:
-    """Runs a backward of random gradients of one group's samples; writes to no `.grad`."""
+def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> Sequence[Tensor | None]:
+    """The gradients of the last uses, in a backward of random gradients of one group's samples.
+
+    It ends there, before the leaves and their hooks.
+    """
     edges, gradients = [], []
     generator = torch.Generator().manual_seed(0)
     for number, output, place in found.frontier:
@@ -405,9 +409,10 @@ def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> None:
         by_sample[~_members(grouping)] = 0
         edges.append(GradientEdge(node, output))
         gradients.append(gradient.to(metadata.device, metadata.dtype))
-    leaves = [GradientEdge(node, 0) for node in found.nodes if leaf_of(node) is not None]
-    if edges:
-        torch.autograd.grad(edges, leaves, gradients, retain_graph=True, allow_unused=True)
+    ends = [GradientEdge(found.nodes[use.number], 0) for use in found.last_uses]
+    if not edges or not ends:
+        return [None] * len(ends)
+    return torch.autograd.grad(edges, ends, gradients, retain_graph=True, allow_unused=True)
 
 
 def _members(grouping: Grouping) -> Tensor:
