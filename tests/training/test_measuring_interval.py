@@ -102,7 +102,7 @@ def test_the_reason_says_what_measuring_costs():
 
 
 def test_slow_first_steps_and_a_validation_between_two_steps_do_not_count():
-    slow = {0: 50.0, 1: 90.0, 2: 40.0, 6: 30.0, 9: 25.0}  # compilation, then two validations
+    slow = {0: 50.0, 2: 40.0, 6: 30.0, 10: 25.0}  # compilation, then two validations
     training = Training(MeasuringInterval(0.05), 0.6, noise=lambda step: slow.get(step, 1.0))
     training.run(TIMING + 2)
     assert 16 == training.interval.every
@@ -159,7 +159,7 @@ def walk(training, steps, seed, target=0.3, scale=500):
 def test_simigrads_walk_about_its_fixed_point_is_rest(seed):
     training = Training(MeasuringInterval(0.05), 0.19, batch_size=430)
     found = walk(training, 4000, seed)[1000:]
-    assert sum(found) / len(found) > 0.85 * 16
+    assert sum(found) / len(found) > 0.93 * 16
 
 
 def test_a_growing_batch_moves():
@@ -185,6 +185,23 @@ def test_a_new_situation_is_timed_at_the_interval_of_the_one_before():
         training.step()
     training.step(64)  # timed before
     assert "adds 30% to a step" in training.interval.reason
+
+
+def test_a_new_situation_is_timed_at_n0_although_the_batch_rests():
+    training = Training(MeasuringInterval(0.05), 0.19, batch_size=120)
+    training.run(300)
+    assert 16 == training.interval.every
+    while not training.interval.due:
+        training.step()
+    training.step(128)
+    assert 4 == training.interval.every
+
+
+def test_steps_of_two_situations_are_no_pair():
+    training = Training(MeasuringInterval(0.05), 0.6)
+    for _ in range(60):  # a schedule that changes the batch after every step
+        training.step(64 if training.interval.due else 128)
+    assert "while steps are timed" in training.interval.reason
 
 
 def test_a_situation_where_measuring_is_free_does_not_keep_the_next_from_being_timed():

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
@@ -32,6 +31,7 @@ from bigbatch.setting_types import (
     checked,
     parse_setting,
 )
+from bigbatch.training.measuring_way import GroupsSetting
 
 Value = bool | int | float | str
 
@@ -65,7 +65,8 @@ class Settings:
         base_batch: batch size that lr is given for.
         micro_batch: largest micro-batch, in samples of one backward.
         min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
-        groups: groups of samples that each backward measures; None to compare micro-batches.
+        groups: groups of samples that each backward measures; None to compare micro-batches, "auto"
+            to take the faster.
         every: interval between measured steps; None for one that follows from budget.
         budget: largest share of the time that measuring may take, if every is None.
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
@@ -123,7 +124,7 @@ class Settings:
     base_batch: Count
     micro_batch: Count
     min_micro_batches: MinMicroBatches | None = None
-    groups: Groups | None = None
+    groups: GroupsSetting = None
     every: Count | None = 1
     budget: Share | None = None
     remainder: Remainder = "share"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
@@ -71,6 +71,8 @@ class GradientSource:
         self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
+        self.must_see_groups = True  # whether groups that cannot be seen are an error
+        self.groups_refusal = ""  # why those of the step could not, if that is no error
         # of the groups of each micro-batch of the step; None if it has none
         self.group_norms: list[GroupNorms | None] = []
         self._report = weak_method(self._on_gradient)
@@ -109,12 +111,15 @@ class GradientSource:
             self.guard.forget(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
 
-    def cut_backwards(self, groups: int, layers: Mapping[Tensor, int]) -> None:
+    def cut_backwards(
+        self, groups: int, layers: Mapping[Tensor, int], model: nn.Module | None = None
+    ) -> None:
         """Also reports the gradients of so many groups of samples in each prepared backward.
 
         Args:
             groups: k.
             layers: the number of each parameter's layer; empty if all are one.
+            model: the model, if it is known.
         Raises:
             SettingError: the gradients are those of all ranks together, and have no groups.
         """
@@ -128,6 +133,7 @@ class GradientSource:
             groups,
             lambda leaf: found(leaf) if (found := watched()) is not None else None,
             layers,
+            model,
             checks_samples=self._tap.on_leaves,
         )
 
@@ -186,7 +192,7 @@ class GradientSource:
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
         self.micro_batches = 0
-        self.group_norms = []
+        self.group_norms, self.groups_refusal = [], ""
         if self.group_tap is not None:
             self.group_tap.forget()
         self._step_begun = self.foreign_backward = False
@@ -341,8 +347,11 @@ class GradientSource:
         self.group_norms[-1] = tap.end()
         if unseen:
             shares = {p: squared_length(self.guard.local_grad(p)) for p in self._reached}
-            self.restart()
-            raise GradientError(_refused_message(unseen, shares))
+            refusal = _refused_message(unseen, shares)
+            if self.must_see_groups:
+                self.restart()
+                raise GradientError(f"{refusal}; measure by micro-batches instead, groups=None")
+            self.groups_refusal = refusal
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""
@@ -434,7 +443,7 @@ def _refused_message(unseen: dict[Tensor, str], squares: dict[Tensor, float]) ->
     ]
     return (
         "the gradients of the groups of one backward cannot be seen for these parameters: "
-        f"{'; '.join(parts)}; measure by micro-batches instead, groups=None"
+        f"{'; '.join(parts)}"
     )
 
 

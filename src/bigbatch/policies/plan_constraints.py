@@ -25,22 +25,33 @@ class PlanConstraints:
         micro_batch: most samples in one backward.
         fixed_micro_batch: whether every backward has that many.
         min_micro_batches: fewest micro-batches, over all ranks, of a step that is measured.
-        groups: groups of samples in a backward, of which each counts as a micro-batch; one per
-            sample if there are fewer samples.
     """
 
     ranks: int
     micro_batch: int
     fixed_micro_batch: bool
     min_micro_batches: int
-    groups: int = 1
 
     def plan(
-        self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
+        self,
+        batch_size: int,
+        min_batch: int,
+        max_batch: int | None,
+        *,
+        compared: bool = True,
+        groups: int = 1,
     ) -> BatchPlan:
-        """The plan for a batch size; a step that is not `compared` may be a single backward."""
-        backwards = -(-self.min_micro_batches // self.groups) if compared else 1
-        if self.groups > 1 and compared:
+        """The plan for a batch size.
+
+        Args:
+            batch_size: samples over all ranks.
+            min_batch: lower bound.
+            max_batch: upper bound; None for none.
+            compared: whether micro-batches are compared; otherwise a single backward may do.
+            groups: groups of samples in a backward, of which each counts as a micro-batch.
+        """
+        backwards = -(-self.min_micro_batches // groups) if compared else 1
+        if groups > 1 and compared:
             min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
         return _fit(
             batch_size,
@@ -58,6 +69,7 @@ class PlanConstraints:
         batch_size: int | None,
         base_batch: int | None,
         samples: int | None,
+        groups: int = 1,
     ) -> Controller:
         """The controller of a training, with bounds that the data set and these plans can keep.
 
@@ -66,6 +78,7 @@ class PlanConstraints:
             batch_size: the first batch size; None with a controller.
             base_batch: the batch size that the learning rate is for; default: `batch_size`.
             samples: samples in an epoch; None if unknown.
+            groups: as for `plan`.
         Raises:
             SettingError: nothing lies between the bounds, or the controller and the call both have
                 sizes.
@@ -88,7 +101,7 @@ class PlanConstraints:
         if samples is not None and min_batch > samples:
             raise SettingError(f"min_batch={min_batch} exceeds the {samples} samples of an epoch")
         controller.limit(max_batch=samples)
-        smallest = self.plan(1, 1, controller.max_batch).batch_size
+        smallest = self.plan(1, 1, controller.max_batch, groups=groups).batch_size
         if 1 < min_batch < smallest:
             warnings.warn(
                 f"min_batch={min_batch} is raised to {smallest}, the smallest step that can be cut "

@@ -51,6 +51,8 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         "every": record.every,
         "elapsed_seconds": record.elapsed_seconds,
     }
+    if record.way:
+        row["way"] = record.way
     if record.gsnr is not None:
         row["gsnr"] = {
             name: [_round(number) for number in numbers]

@@ -106,7 +106,7 @@ class GradientMeter:
         if groups is not None:
             if not isinstance(model, nn.Module):
                 raise SettingError("groups= needs the model, whose forwards it prepares")
-            self.cut_backwards(groups)
+            self.cut_backwards(groups, model)
             self._forward_hook = model.register_forward_hook(
                 prepare_after_forward(self.source), with_kwargs=True
             )
@@ -195,11 +195,12 @@ class GradientMeter:
             raise GradientError(NO_GRADIENT)
         return statistics
 
-    def cut_backwards(self, groups: int | None) -> None:
+    def cut_backwards(self, groups: int | None, model: nn.Module) -> None:
         """Measures groups in backwards that the loop itself prepares (`prepare_groups`).
 
         Args:
             groups: k; None for the meter's own, if it has any.
+            model: the model that they are of.
         Raises:
             SettingError: the meter has another k, or its loss is not "weighted".
         """
@@ -214,7 +215,7 @@ class GradientMeter:
                 'the groups of one backward share its mean loss: groups= needs loss="weighted"'
             )
         self.groups = groups
-        self.source.cut_backwards(groups, self._layer_numbers)
+        self.source.cut_backwards(groups, self._layer_numbers, model)
 
     # for loops that read further totals in the same all-reduce, as AdaptiveBatch does
 
@@ -255,7 +256,7 @@ class GradientMeter:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
-        totals.require_whole_groups(self._sums.norms.eps)
+        totals.require_whole_groups()
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
 

@@ -15,7 +15,6 @@ Vector = TypeVar("Vector", Tensor, list[float])
 
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
-_GROUP_TOLERANCE = 1.0  # in units of the square root of the gradients' relative rounding
 _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose kernels may differ
 
 
@@ -54,7 +53,8 @@ class StepTotals:
         sqnorms: sum |h_d|^2, by layer.
         grad_sqnorms: |.grad|^2, by layer.
         inverse_sizes: sum 1 / n_d.
-        group_error: the largest relative difference of a gradient and the sum of its groups.
+        group_error: the relative difference of gradients and the sums of their groups; 0 for that
+            of rounding.
         slope: covariance and variance sums of ln |h_d|^2 over ln n_d.
         scale: the scale of a GradScaler.
         leave_one_out: sums of x_d and of x_d^2 (confidence.py); nan if not accumulated.
@@ -93,9 +93,9 @@ class StepTotals:
                 f"rank {_join_numbers(failed_ranks)} could not read its step: see its error"
             )
 
-    def require_whole_groups(self, eps: float) -> None:
+    def require_whole_groups(self) -> None:
         """Raises GradientError if the groups of a backward do not add up to its gradient."""
-        if self.group_error > _GROUP_TOLERANCE * math.sqrt(eps):
+        if self.group_error and self.is_finite:
             raise GradientError(
                 "the gradients of the groups of one backward do not add up to a parameter's "
                 f"gradient (they differ by {self.group_error:.2g} of their length): it is used in "

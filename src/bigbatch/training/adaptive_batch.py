@@ -29,6 +29,7 @@ from bigbatch.setting_types import CHECKED_ELSEWHERE, Positive, check_setting, c
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
+from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
 from bigbatch.training.step_record import StepRecord
@@ -75,8 +76,8 @@ class AdaptiveBatch:
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
         groups: k, to measure that many groups of samples in every backward, so that a step need
-            not be cut into micro-batches; None to cut it. No sample may influence another, so
-            BatchNorm is refused. See docs/groups.md.
+            not be cut into micro-batches; None to cut it; "auto" to time both and take the faster.
+            No sample may influence another, so BatchNorm is refused. See docs/groups.md.
         budget: largest share of the time that measuring may take, below 1. Only measured steps are
             cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
             no step, None every step.
@@ -109,7 +110,10 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        self.meter.cut_backwards(options.get("groups"))
+        way = MeasuringWay(options.get("groups"))
+        self.meter.cut_backwards(way.groups, model)
+        way.groups = self.meter.groups
+        self.meter.source.must_see_groups = not way.is_auto
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._bind_source()
@@ -123,7 +127,11 @@ class AdaptiveBatch:
         has_size = has_controller or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
         self.controller = constraints.controller(
-            policy, batch_size, options.get("base_batch"), self.batches.samples
+            policy,
+            batch_size,
+            options.get("base_batch"),
+            self.batches.samples,
+            1 if way.is_auto or way.groups is None else way.groups,
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
@@ -134,6 +142,7 @@ class AdaptiveBatch:
             constraints,
             lr_scaling,
             self._build_interval(options),
+            way,
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
@@ -371,7 +380,6 @@ class AdaptiveBatch:
             micro_batch,
             options.get("fixed_micro_batch", False),
             self._min_micro_batches(options.get("min_micro_batches")),
-            self.meter.groups or 1,
         )
 
     def _build_interval(self, options: LoopOptions) -> MeasuringInterval:

@@ -3,11 +3,11 @@
 import copy
 from typing import Any, TypedDict, Unpack
 
-from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.policies.controller import has_state
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.setting_types import Count, Share, checked
 from bigbatch.training.lr_scaling import LRScaling
+from bigbatch.training.measuring_way import GroupsSetting
 
 
 class LoopOptions(TypedDict, total=False):
@@ -19,7 +19,7 @@ class LoopOptions(TypedDict, total=False):
     fixed_micro_batch: bool
     min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
-    groups: Groups | None
+    groups: GroupsSetting
     budget: Share | None
     every: Count | None
 

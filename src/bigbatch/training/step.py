@@ -189,13 +189,17 @@ class Step:
 
     def _prepare_groups(self, loss: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        if self._meter.groups is None or loss.grad_fn is None:  # torch refuses its backward
+        if not self._update.by_groups or loss.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
-            raise SettingError(
+            message = (
                 f"groups={self._meter.groups} needs the weight of each sample: pass weight= as a "
                 f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
             )
+            if self._source.must_see_groups:
+                raise SettingError(message)
+            self._source.groups_refusal = message
+            return
         self._source.prepare_groups([loss], samples, weight)
 
     def advise(self, error: BaseException) -> None:
@@ -317,6 +321,7 @@ class Step:
             self._samples,
             has_gradient(self._source),
             self._update.step_seconds,
+            bool(self._source.groups_refusal),
             *self._update.rank_message(),
         ]
         # one process knows its counts, and weighs the losses once it has read them
@@ -380,16 +385,18 @@ class Step:
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         values, ranks = self._values, self._source.ranks
-        loss, weight, micro_batches, weighs_samples, samples, has_grad, seconds, *messages = (
-            self._host_totals
-        )
+        loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = self._host_totals
+        seconds, refused, *messages = rest
         if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
         if self._meter.due:
             totals = self._meter.totals(values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
-            if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
+            if refused:
+                reason = self._source.groups_refusal or "another rank cannot see its groups"
+                self._update.way.refuse(reason)
+            elif finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
                 statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
                 statistics = _in_samples(statistics, round(samples))

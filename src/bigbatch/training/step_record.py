@@ -55,6 +55,7 @@ class StepRecord:
         decision: the decision on the next step.
         elapsed_seconds: time spent training so far.
         every: interval from one measured step to the next, in steps; None if none is measured.
+        way: with groups="auto", how measured steps are measured and why.
         gsnr: GSNR of each layer if a `VarianceReduced` optimizer watches them; else None.
     """
 
@@ -71,6 +72,7 @@ class StepRecord:
     decision: Decision
     elapsed_seconds: float
     every: int | None = 1
+    way: str = ""
     gsnr: LayerGsnr | None = None
 
     @property

@@ -21,6 +21,7 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.lr_scaling import LRScaling, resolve_scaling, scale_lr
 from bigbatch.training.measuring_interval import MeasuringInterval, Situation
+from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
 from bigbatch.training.step_record import StepRecord, StepStatistics
@@ -37,6 +38,7 @@ class Update:
         constraints: what every plan has to keep.
         lr_scaling: how the learning rate follows the batch.
         interval: chooses the steps that are measured.
+        way: chooses how they get their micro-batches.
     Raises:
         SettingError: an unknown rule, or one that counteracts a schedule with decays; or no step
             is measured, and something needs statistics.
@@ -51,6 +53,7 @@ class Update:
         constraints: PlanConstraints,
         lr_scaling: LRScaling,
         interval: MeasuringInterval,
+        way: MeasuringWay,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
@@ -69,14 +72,17 @@ class Update:
             "micro_batch": repr(constraints.micro_batch),
             "fixed_micro_batch": repr(constraints.fixed_micro_batch),
             "min_micro_batches": repr(constraints.min_micro_batches),
-            "groups": repr(constraints.groups),
+            "groups": repr("auto" if way.is_auto else way.groups),
             "remainder": repr(batches.remainder),
             "order": batches.order,
             "virtual_ranks": repr(batches.virtual_ranks),
             "lr_scaling": rule,
             **interval.settings,
         }
-        self.interval = interval
+        self.interval, self.way = interval, way
+        if self.reader is not None:
+            way.require_no_reader(type(optimizer).__name__)
+        self.by_groups = False  # whether the next step is measured by groups
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller, self._constraints = batches, controller, constraints
         self._lr_changes = LRChanges(optimizer, warns=warns)
@@ -85,7 +91,8 @@ class Update:
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
         self._plans: dict[bool, BatchPlan] = {}  # of a measured step and another
-        self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
+        # the size, its bounds, and whether it is measured by groups
+        self._planned: tuple[int, int, int | None, bool] | None = None
         self._plan_step()
         meter.at_step(0, due=interval.due)
         if controller.needs_statistics:
@@ -118,10 +125,14 @@ class Update:
             self._controller.limit(max_batch=samples)
         self._plan_step()
 
-    def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
+    def fit_plan(
+        self, batch_size: int, *, compared: bool = True, by_groups: bool | None = None
+    ) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
-        return self._constraints.plan(batch_size, *bounds, compared=compared)
+        by_groups = self.by_groups if by_groups is None else by_groups
+        groups = self.way.groups if by_groups and self.way.groups is not None else 1
+        return self._constraints.plan(batch_size, *bounds, compared=compared, groups=groups)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The factor of the learning rate in a step of so many samples."""
@@ -197,6 +208,7 @@ class Update:
             decision=decision,
             elapsed_seconds=step.elapsed_seconds,
             every=self.interval.every,
+            way=self.way.describe(target_batch_size),
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
         if step.statistics is not None:
@@ -212,6 +224,9 @@ class Update:
         """Chooses whether the next step is measured, and plans it."""
         measured, situation = self.interval.due, self._situation
         self.interval.add_seconds(step.previous_seconds)
+        self.way.add_seconds(step.previous_seconds)
+        counts = measured and complete and self._must_cut and step.statistics is not None
+        self.way.end_step(step.samples, by_groups=self.by_groups, counts=counts)
         self._plan_step()
         self.interval.end_step(
             situation,
@@ -255,13 +270,18 @@ class Update:
     def _plan_step(self) -> None:
         """Plans the next step, if it is measured and if not."""
         controller, is_vr = self._controller, self.reader is not None
-        planned = controller.decision.batch_size, controller.min_batch, controller.max_batch
+        size, bounds = controller.decision.batch_size, (controller.min_batch, controller.max_batch)
+        plain = self._plans.get(False)
+        if self._planned is None or self._planned[:3] != (size, *bounds):
+            plain = self.fit_plan(size, compared=is_vr)
+        assert plain is not None
+        self._must_cut = plain.micro_batches < self._constraints.min_micro_batches
+        self.by_groups = self.way.takes_groups(size, must_cut=self._must_cut)
+        planned = size, *bounds, self.by_groups
         if planned != self._planned:
             self._planned = planned
-            self._plans = {
-                measured: self.fit_plan(planned[0], compared=measured or is_vr)
-                for measured in (True, False)
-            }
+            plain = self.fit_plan(size, compared=is_vr)
+            self._plans = {True: self.fit_plan(size), False: plain}
         self.plan = self._plans[self.interval.due]
 
     @property
@@ -290,6 +310,7 @@ class Update:
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,
             "steps before a measured one": self.interval.wait,
+            "measuring by groups": self.by_groups,
             "the meter's confidence": meter.confidence,
         }
         return optimizer_facts(optimizer, kind, waits=waits) | facts_of(facts)
@@ -311,6 +332,7 @@ class Update:
             "batch_size": self.plan.batch_size,
             "weight_per_sample": self.weight_per_sample,
             "interval": self.interval.state_dict(),
+            "way": self.way.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -334,4 +356,5 @@ class Update:
         self._half_done = False
         self._zero_grad()
         self.interval.load_state_dict(state["interval"])
+        self.way.load_state_dict(state["way"])
         self.meter.at_step(self.steps + self.skipped, due=self.interval.due)

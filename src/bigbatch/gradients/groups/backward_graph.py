@@ -61,13 +61,34 @@ def saved_tensor(node: Node, name: str) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def keep_saved_tensors(node: Node) -> None:
-    """Lets a node be called before its own turn in the backward."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            saved = getattr(node, name)
-            for one in saved if isinstance(saved, tuple) else (saved,):
-                _keep(one)
+def gradients_of_operands(node: Node, gradient: Tensor, output: int = 0) -> list[Tensor | None]:
+    """What a function's node makes of the gradient of an output, before its turn in a backward."""
+    for name in _names_of_saved(node):
+        saved = getattr(node, f"_raw_saved_{name}")
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            _keep(one)
+    gradients: list[Tensor | None] = [None] * len(node._input_metadata)
+    gradients[output] = gradient
+    results = node(*gradients)
+    results = results if isinstance(results, tuple) else (results,)
+    return [
+        # the engine sums over dimensions that were broadcast
+        None if result is None or edge[0] is None else result.sum_to_size(shape_of(*edge))
+        for result, edge in zip(results, node.next_functions, strict=False)
+    ]
+
+
+def constants_of(node: Node) -> list[Tensor]:
+    """The tensors that a function saved and did not compute, and that have no gradient."""
+    names = [name for name in _names_of_saved(node) if not name.startswith("result")]
+    saved = [getattr(node, f"_saved_{name}") for name in names]
+    tensors = [one for s in saved for one in (s if isinstance(s, (tuple, list)) else (s,))]
+    return [one for one in tensors if isinstance(one, Tensor) and not one.requires_grad]
+
+
+def _names_of_saved(node: Node) -> list[str]:
+    prefix = "_raw_saved_"
+    return [name.removeprefix(prefix) for name in dir(node) if name.startswith(prefix)]
 
 
 def _keep(saved: Any) -> None:

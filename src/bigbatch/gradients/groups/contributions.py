@@ -39,8 +39,8 @@ class Contribution(ABC):
         """The gradients of the groups, (k, *shape)."""
 
     def projected(self, projection: Projection) -> Tensor:
-        """S g of each group, (k, m, *shape[1:]); only where `can_project` of rules.py says so."""
-        raise NotImplementedError
+        """S g of each group, (k, m, *shape[1:])."""
+        return torch.stack([projection.of(gradient) for gradient in self.exact()])
 
     def transposed(self) -> "Contribution":
         """The same for the transposed parameter."""

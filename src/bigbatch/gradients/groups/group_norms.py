@@ -1,5 +1,6 @@
 """Squared norms of the groups' gradients in one backward, and whether they add up to it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class GroupNorms:
         totals: |sum of h_d|^2, by layer.
         error: the squared length of (sum of h_d) - h, over all parameters.
         length: sum |h_d|^2, over all parameters.
+        eps: relative rounding of the coarsest dtype in which the backward computed them.
     """
 
     weights: tuple[float, ...]
@@ -28,6 +30,7 @@ class GroupNorms:
     totals: dict[int, Tensor] = field(default_factory=dict)
     error: Tensor | float = 0.0
     length: Tensor | float = 0.0
+    eps: float = 0.0
 
     def scatter(self, layers: int, device: torch.device) -> Tensor:
         """sum_d |h_d|^2 / n_d - |sum h_d|^2 / sum n_d, by layer (L,)."""
@@ -41,9 +44,13 @@ class GroupNorms:
         return result
 
     def relative_error(self) -> Tensor:
-        """The length of (sum of h_d) - h over that of all h_d; 0 if they were not compared."""
+        """The length of (sum of h_d) - h over that of all h_d; 0 if it is not more than rounding.
+
+        It is also 0 if they were not compared.
+        """
         length = torch.as_tensor(self.length)
-        return (self.error / length.clamp_min(torch.finfo(length.dtype).tiny)).sqrt()
+        error = (self.error / length.clamp_min(torch.finfo(length.dtype).tiny)).sqrt()
+        return torch.where(error > math.sqrt(self.eps), error, 0.0)
 
 
 class NormsOfGroups:
@@ -52,10 +59,13 @@ class NormsOfGroups:
     Args:
         weights: n_d of the groups.
         layers: the number of each parameter's layer; empty if all are one layer.
+        eps: relative rounding of the backward.
     """
 
-    def __init__(self, weights: tuple[float, ...], layers: Mapping[Tensor, int]) -> None:
-        self.norms = GroupNorms(weights)
+    def __init__(
+        self, weights: tuple[float, ...], layers: Mapping[Tensor, int], eps: float
+    ) -> None:
+        self.norms = GroupNorms(weights, eps=eps)
         self._layers = layers
         self._gathered: dict[tuple[int, int], list[Tensor]] = {}
         self._gathered_sums: dict[tuple[int, int], list[Tensor]] = {}

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import sum_dtype, without_autocast
@@ -15,8 +16,9 @@ from bigbatch.gradients.groups.backward_graph import (
     Edge,
     Node,
     edges_of,
-    keep_saved_tensors,
+    gradients_of_operands,
     leaf_of,
+    shape_of,
     trace,
 )
 from bigbatch.gradients.groups.contributions import Contribution
@@ -24,10 +26,12 @@ from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
 from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
-from bigbatch.gradients.groups.rules import RULES, Call, Place, Rule, can_project
+from bigbatch.gradients.groups.rules import Call, Place, Rule, can_project, rule_of
 
 _COLUMNS = 2003  # added to the seed of a parameter's columns
 _COMPARED = 8  # one backward in so many compares the sums of the groups with the gradients
+_BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
+_NOT_IN_GRAPH = "not below the loss, or not below the outputs of the last forward"
 _MAX_STRUCTURES = 32  # graphs that are remembered
 
 
@@ -61,11 +65,15 @@ class _Plan:
         refusals: parameters that are not covered, and why.
         projected: parameters whose gradients may be projected, with the number of their random
             signs, which those of one use share.
+        eps: relative rounding of the coarsest dtype between a use and its parameter.
+        refusal: why no parameter is covered.
     """
 
     uses: list[_CoveredUse]
     refusals: dict[Tensor, str]
     projected: dict[Tensor, int]
+    eps: float = 0.0
+    refusal: str = ""
 
 
 class GroupTap:
@@ -78,6 +86,7 @@ class GroupTap:
         groups: k, the groups of a backward; one per sample if there are fewer samples.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
+        model: the model, whose buffers have no samples; None if it is unknown.
         checks_samples: whether an extra backward may check, once for each structure of graph, that
             the samples of a group do not influence others and are where they are looked for.
     """
@@ -87,12 +96,13 @@ class GroupTap:
         groups: int,
         parameter_of: Callable[[Tensor], Tensor | None],
         layers: Mapping[Tensor, int],
+        model: nn.Module | None = None,
         *,
         checks_samples: bool = True,
     ) -> None:
         self.groups = groups
         self.exact = False  # whether a subscriber needs the gradients themselves
-        self._layers = layers
+        self._layers, self._model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
         self.muted = False  # in a backward that only checks
         self.refusals: dict[Tensor, str] = {}  # of the present backward
@@ -126,6 +136,7 @@ class GroupTap:
             samples: B.
             sample_weights: the weight of each sample in the loss, (B,); None if they are equal.
         """
+        is_surprising = self.grouping is not None  # a forward without its backward
         self.forget()
         edges = edges_of(roots)
         nodes, structure = trace(edges)
@@ -144,9 +155,9 @@ class GroupTap:
         self.weights = grouping.sizes
         if sample_weights is not None:
             self.weights = tuple(grouping.sums(sample_weights))
-        self._norms = NormsOfGroups(self.weights, self._layers)
+        self._norms = NormsOfGroups(self.weights, self._layers, plan.eps)
         self._backwards += 1
-        self._compares = is_new or self._prepared % _COMPARED == 0
+        self._compares = is_new or is_surprising or self._prepared % _COMPARED == 0
         self._prepared += 1
         on_gradient = weakref.WeakMethod(self._on_gradient)
         for use in plan.uses:
@@ -156,7 +167,8 @@ class GroupTap:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
         images = self._images.pop(parameter, None)
         if images is None or self._norms is None:
-            self.refusals.setdefault(parameter, "not in the graph of the loss")
+            refusal = "" if self._plan is None else self._plan.refusal
+            self.refusals.setdefault(parameter, refusal or _NOT_IN_GRAPH)
             return None
         scale, expected = 1, None
         if self._compares:
@@ -223,12 +235,9 @@ class GroupTap:
     def _along(self, route: Route, gradient: Tensor) -> Tensor:
         """The gradient of the parameter, from that of the operand computed from it."""
         for number, output, operand in route.path:
-            node = self._nodes[number]
-            gradients: list[Tensor | None] = [None] * len(node._input_metadata)
-            gradients[output] = gradient
-            keep_saved_tensors(node)
-            results = node(*gradients)
-            gradient = results if isinstance(results, Tensor) else results[operand]
+            found = gradients_of_operands(self._nodes[number], gradient, output)[operand]
+            assert found is not None
+            gradient = found
         return gradient
 
     def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
@@ -249,11 +258,15 @@ class GroupTap:
 
     def _make_plan(self, nodes: list[Node], roots: list[Edge], samples: int) -> _Plan:
         """Finds the uses of a graph, and where the samples are in each."""
+        refusal = _refusal_of_graph(nodes) or _refusal_of_model(self._model)
+        if refusal:
+            return _Plan([], {}, {}, refusal=refusal)
         without_samples: frozenset[int] = frozenset()
+        is_of_model = _constants(self._model)
         while True:
-            found = ParameterUses(nodes, roots, self._parameter_of, samples, without_samples)
-            if reason := _reason_against(found):
-                return _Plan([], {p: reason for use in found.uses for p in use.parameters}, {})
+            found = ParameterUses(
+                nodes, roots, self._parameter_of, samples, is_of_model, without_samples
+            )
             places = self._places(found, samples)
             wrong = {number for number, place in places.items() if place is None}
             parameters_only = {
@@ -268,11 +281,11 @@ class GroupTap:
                 message = f"a group's samples influence others in {use.name}, or are not together"
                 refusals.update(dict.fromkeys(use.parameters, message))
         uses = [
-            _CoveredUse(use.number, RULES[use.name][0], place, tuple(use.routes), use.routes)
+            _covered(use, nodes[use.number], place)
             for use in found.uses
             if (place := places[use.number]) is not None and not use.refusal
         ]
-        return _Plan(uses, refusals, _projected(found))
+        return _Plan(uses, refusals, _projected(found), _rounding(found))
 
     def _places(self, found: ParameterUses, samples: int) -> dict[int, Place | None]:
         """By the node of each use: where its samples are; None if they are not as a group's are."""
@@ -302,6 +315,40 @@ class GroupTap:
         return places
 
 
+def _refusal_of_graph(nodes: Sequence[Node]) -> str:
+    """Why no backward of these nodes can be cut into groups; empty if it may be."""
+    for node in nodes:
+        name = node.name()
+        if name == "CheckpointFunctionBackward":
+            return "reentrant checkpointing hides their use; pass use_reentrant=False"
+        if name.startswith("CompiledFunction"):
+            return "torch.compile makes one function of many, in which uses are not seen"
+        # InstanceNorm moves the samples to the channels, so that dimension 0 has size 1
+        is_batch_norm = "BatchNorm" in name and shape_of(node)[:1] != (1,)
+        if is_batch_norm and getattr(node, "_saved_training", True):
+            return _BATCH_NORM
+    return ""
+
+
+def _refusal_of_model(model: nn.Module | None) -> str:
+    for module in () if model is None else model.modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            return _BATCH_NORM
+    return ""
+
+
+def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
+    """Whether a constant is in the memory of a buffer of the model, or of a frozen parameter."""
+    tensors = () if model is None else (*model.buffers(), *model.parameters())
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return lambda constant: constant.untyped_storage().data_ptr() in addresses
+
+
+def _covered(use: Use, node: Node, place: Place) -> _CoveredUse:
+    operands = tuple(use.routes)
+    return _CoveredUse(use.number, rule_of(node, place, operands), place, operands, use.routes)
+
+
 def _prehook(
     on_gradient: "weakref.WeakMethod[Callable[..., None]]", prepared: int, use: _CoveredUse
 ) -> Callable[[Any], None]:
@@ -311,15 +358,6 @@ def _prehook(
             bound(prepared, use, gradients)
 
     return hook
-
-
-def _reason_against(found: ParameterUses) -> str:
-    """Why no parameter of a graph has groups; empty if some may."""
-    if found.batch_norms:
-        return "BatchNorm normalizes over the samples of all groups"
-    if any(node.name().startswith("CompiledFunction") for node in found.nodes):
-        return "torch.compile makes one function of many, in which uses are not seen"
-    return ""
 
 
 def _projected(found: ParameterUses) -> dict[Tensor, int]:
@@ -340,6 +378,16 @@ def _projected(found: ParameterUses) -> dict[Tensor, int]:
                     and can_project(found.nodes[use.number], operand)
                 )
     return {parameter: numbers[parameter] for parameter, can in projects.items() if can}
+
+
+def _rounding(found: ParameterUses) -> float:
+    """Relative rounding of the coarsest dtype of the uses, and of what leads to parameters."""
+    dtypes = {p.dtype for use in found.uses for p in use.parameters}
+    for use in found.uses:
+        routes = [route for routes in use.routes.values() for route in routes]
+        numbers = {use.number, *(step[0] for route in routes for step in route.path)}
+        dtypes |= {m.dtype for n in numbers for m in found.nodes[n]._input_metadata}
+    return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)
 
 
 _CHECKED_GROUP = 1  # whose samples alone get a gradient

@@ -58,6 +58,11 @@ class Grouping:
             _cut(tensor.narrow(dim, first, rest), dim, groups - larger),
         ]
 
+    def members(self, device: torch.device) -> Tensor:
+        """Whether each sample is of each group, (k, B)."""
+        numbers = torch.arange(self.groups).repeat_interleave(torch.tensor(self.sizes))
+        return (numbers == torch.arange(self.groups)[:, None]).to(device)
+
     def by_sample(self, rows: Tensor, order: RowOrder) -> Tensor:
         """Rows in any order -> all rows of the first sample, of the second, and so on."""
         if order == "sample-major":

@@ -5,18 +5,34 @@ they lie on the route from a use to its parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.groups.backward_graph import Edge, Node, leaf_of, shape_of
-from bigbatch.gradients.groups.rules import RULES, Place, refusal_of
+from bigbatch.gradients.groups.backward_graph import Edge, Node, constants_of, leaf_of, shape_of
+from bigbatch.gradients.groups.rules import Place, refusal_of
 
-_ROWS = {"AddmmBackward0", "MmBackward0"}  # whose output is flattened to a matrix
-_ELEMENTWISE = {"AddBackward0", "SubBackward0", "MulBackward0", "ExpandBackward0"}
+_ROWS = {
+    "AddmmBackward0",
+    "EmbeddingBackward0",
+    "MmBackward0",
+}  # whose output is flattened to a matrix
+_ELEMENTWISE = {
+    "AddBackward0",
+    "AddcmulBackward0",
+    "DivBackward0",
+    "ExpandBackward0",
+    "MulBackward0",
+    "PowBackward1",
+    "SubBackward0",
+    "WhereBackward0",
+}
+_FACTORS = {"AddmmBackward0": 1, "BmmBackward0": 0, "MmBackward0": 0, "MvBackward0": 0}
+"""Products of matrices, and the number of the operand on the left."""
+
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 _TRANSPOSES = {"TBackward0"}
 _CASTS = {"ToCopyBackward0", "AliasBackward0", "ViewAsBackward0"}
@@ -89,13 +105,11 @@ class Use:
     @property
     def refusal(self) -> str:
         """Why the groups' gradients cannot be computed here; empty if they can."""
-        if self.name not in RULES:
-            return f"used in {self.name}"
-        if not set(self.routes) <= set(RULES[self.name][1]):
-            return f"used as another operand of {self.name}"
+        if self.uncovered_option:
+            return self.uncovered_option
         if not self.places:
             return f"used in {self.name}, whose output has no dimension of the batch's size"
-        return self.uncovered_option
+        return ""
 
     @property
     def parameters(self) -> Iterator[Tensor]:
@@ -111,6 +125,7 @@ class ParameterUses:
         roots: the edges that its backward starts from.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         samples: B.
+        is_of_model: whether a constant is in the memory of a tensor of the model.
         without_samples: numbers of nodes known to be functions of parameters alone, although a
             dimension has the size B.
     """
@@ -121,11 +136,12 @@ class ParameterUses:
         roots: Sequence[Edge],
         parameter_of: Callable[[Tensor], Tensor | None],
         samples: int,
+        is_of_model: Callable[[Tensor], bool],
         without_samples: frozenset[int] = frozenset(),
     ) -> None:
         self.nodes, self._roots, self._samples = nodes, roots, samples
         self._numbers = {node: number for number, node in enumerate(nodes)}
-        self._parameter_of = parameter_of
+        self._parameter_of, self._is_of_model = parameter_of, is_of_model
         self._without_samples = without_samples
         self._consumers: dict[Node, list[Node]] = defaultdict(list)
         for node in nodes:
@@ -139,15 +155,6 @@ class ParameterUses:
     def refusals(self) -> dict[Tensor, str]:
         """The parameters whose groups cannot be seen, and why."""
         return {p: use.refusal for use in self.uses if use.refusal for p in use.parameters}
-
-    @property
-    def batch_norms(self) -> list[Node]:
-        """Normalizations over the batch, which couple its samples."""
-        return [
-            node
-            for node in self.nodes
-            if "BatchNorm" in node.name() and getattr(node, "_saved_training", True)
-        ]
 
     @cached_property
     def frontier(self) -> list[tuple[int, int, Place]]:
@@ -180,9 +187,18 @@ class ParameterUses:
         return self._has_samples[node]
 
     def is_ambiguous(self, use: Use) -> bool:
-        """Whether only its shape makes the output of a use depend on samples."""
-        operands = [following for following, _ in self.nodes[use.number].next_functions]
-        return not any(self.has_samples(n) for n in operands if n is not None)
+        """Whether only its shape makes the output of a use depend on samples.
+
+        A constant may be samples, unless it is the model's or has the numbers of positions.
+        """
+        node = self.nodes[use.number]
+        operands = [following for following, _ in node.next_functions]
+        if any(self.has_samples(operand) for operand in operands if operand is not None):
+            return False
+        constants = constants_of(node)
+        if None in operands and not constants:
+            return False
+        return all(self._is_of_model(c) or _are_positions(c) for c in constants)
 
     def _decide_samples(self, node: Node, operands: list[Node]) -> bool:
         leaf = leaf_of(node)
@@ -192,7 +208,7 @@ class ParameterUses:
             return True
         if node.name() in _VIEWS_OF_PARAMETERS or self._numbers[node] in self._without_samples:
             return False
-        return bool(self._places(node))
+        return bool(self._places_of_samples(node, range(len(node.next_functions))))
 
     def _find(self) -> Iterator[Use]:
         for number, node in enumerate(self.nodes):
@@ -203,8 +219,7 @@ class ParameterUses:
                 if edge[0] is not None and not self.has_samples(edge[0]):
                     use.routes[operand] = list(self._routes(edge, (), ()))
             if use.routes:
-                places = self._places(node)
-                use.places = [p for p in places if self._broadcasts(use, node, p)]
+                use.places = self._places_of_samples(node, use.routes)
                 yield use
 
     def _routes(
@@ -222,36 +237,70 @@ class ParameterUses:
                 step = (self._numbers[node], output, operand)
                 yield from self._routes(following, (*path, step), (*names, node.name()))
 
+    def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
+        """Where the samples may be in the output of a function, the likeliest first.
+
+        Args:
+            node: the function.
+            of_parameters: the operands that come from parameters, which have no samples.
+        """
+        output, places = shape_of(node), self._places(node)
+        for operand in of_parameters:
+            edge = node.next_functions[operand]
+            if edge[0] is None:
+                continue
+            if node.name() in _ELEMENTWISE:
+                places = [p for p in places if not _has_place(shape_of(*edge), p, output)]
+            elif node.name() in _FACTORS and operand >= _FACTORS[node.name()]:
+                is_left = operand == _FACTORS[node.name()]
+                places = [p for p in places if _is_column(p, output) != (not is_left)]
+        return places
+
     def _places(self, node: Node) -> list[Place]:
-        """Where the samples may be in the output of a function, the likeliest first."""
         shape, name = shape_of(node), node.name()
-        if name not in _ROWS:
-            places = self._exact_places(shape)
-            if places or not shape or shape[0] % self._samples or name == "ConvolutionBackward0":
-                return places
+        exact = self._exact_places(shape)
+        if name == "BmmBackward0" and shape[0] == 1 < self._samples:
+            shape = shape[1:]  # torch.einsum
+        elif name not in _ROWS or len(shape) != 2:
+            if exact or not shape or shape[0] % self._samples or name == "ConvolutionBackward0":
+                return exact
             return [Place(None, "sample-major", is_certain=False)]
+        columns = [Place(place.dim, is_certain=False) for place in exact if place.dim]
         if shape[0] == self._samples:
-            return [Place(None)]
+            return [Place(None), *columns]
         places = []
         for consumer in self._consumers[node]:
-            rows = shape_of(consumer)[:-1] if consumer.name() in _VIEWS else ()
-            if len(rows) > 1 and rows.numel() == shape[0]:
+            rows = _leading(shape_of(consumer), shape[0]) if consumer.name() in _VIEWS else ()
+            if len(rows) > 1:
                 places += [Place(None)] * (rows[0] == self._samples)
                 places += [Place(None, "sample-minor")] * (rows[-1] == self._samples)
         if not places and shape[0] % self._samples == 0 and shape[0]:
-            return [Place(None, "sample-major", is_certain=False)]
-        return places
-
-    def _broadcasts(self, use: Use, node: Node, place: Place) -> bool:
-        """Whether an elementwise use repeats its parameter for every sample."""
-        if use.name not in _ELEMENTWISE:
-            return True
-        for operand in use.routes:
-            shape = shape_of(*node.next_functions[operand])
-            dim = (place.dim or 0) - len(shape_of(node)) + len(shape)
-            if dim >= 0 and shape[dim] != 1:
-                return False
-        return True
+            places = [Place(None, "sample-major", is_certain=False)]
+        return places + columns
 
     def _exact_places(self, shape: torch.Size) -> list[Place]:
         return [Place(dim) for dim, size in enumerate(shape) if size == self._samples]
+
+
+def _has_place(shape: torch.Size, place: Place, output: torch.Size) -> bool:
+    """Whether an operand of this shape is not broadcast along a place of the output."""
+    dim = (place.dim or 0) - len(output) + len(shape)
+    return dim >= 0 and shape[dim] != 1
+
+
+def _is_column(place: Place, output: torch.Size) -> bool:
+    """Whether a place of a product is the last dimension, that of the factor on the right."""
+    return place.dim == len(output) - 1 > 0
+
+
+def _are_positions(constant: Tensor) -> bool:
+    """Whether a constant has consecutive numbers, as positions have; or is a single number."""
+    flat = constant.flatten()
+    is_range = flat == flat[:1] + torch.arange(len(flat), device="cpu").to(flat)
+    return constant.dim() == 0 or (not constant.is_floating_point() and bool(is_range.all()))
+
+
+def _leading(shape: torch.Size, rows: int) -> torch.Size:
+    """The first dimensions, which together have so many rows, without those of size 1 after."""
+    count = next((n for n in range(len(shape)) if shape[:n].numel() == rows), 0)
+    return shape[:count]

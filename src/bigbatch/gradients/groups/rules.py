@@ -1,13 +1,20 @@
 """How each function of torch uses a parameter: the operands it saved, and where its samples are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from bigbatch.gradients.groups.backward_graph import Node, saved_tensor, shape_of
+from bigbatch.gradients.dtypes import sum_dtype
+from bigbatch.gradients.groups.backward_graph import (
+    Node,
+    gradients_of_operands,
+    saved_tensor,
+    shape_of,
+)
 from bigbatch.gradients.groups.contributions import (
     Contribution,
     Convolutions,
@@ -38,9 +45,19 @@ class Place:
     def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
         """The tensor with the samples first, (B, ...)."""
         if self.dim is None:
-            rows = grouping.by_sample(tensor, self.order)
+            rows = grouping.by_sample(_rows_of(tensor), self.order)
             return rows.reshape(grouping.samples, -1, *rows.shape[1:])
         return tensor if self.dim == 0 else tensor.movedim(self.dim, 0)
+
+    def mask(self, members: Tensor, tensor: Tensor) -> Tensor:
+        """Flags of samples (B,), for the elements of the tensor with which it broadcasts."""
+        dim = self.dim
+        if dim is None:
+            dim = tensor.dim() - _rows_of(tensor).dim()
+            repeats = tensor.shape[dim] // len(members)
+            is_major = self.order == "sample-major"
+            members = members.repeat_interleave(repeats) if is_major else members.repeat(repeats)
+        return members.reshape(-1, *(1,) * (tensor.dim() - 1 - dim))
 
 
 class Call(NamedTuple):
@@ -63,7 +80,7 @@ class Call(NamedTuple):
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
         """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
         if self.place.dim is None:
-            return self.grouping.by_sample(tensor, self.place.order)
+            return self.grouping.by_sample(_rows_of(tensor), self.place.order)
         if self.place.dim:
             tensor = tensor.movedim(self.place.dim, 0)
         return tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
@@ -76,6 +93,11 @@ class Call(NamedTuple):
         if self.place.dim is None:
             return GroupSums(group_sums(by_sample, self.grouping, shape))
         return GroupSums(group_sums(by_sample, self.grouping, shape))
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """The flattened rows, in dimension 0, or of the one matrix of a batch."""
+    return tensor[0] if tensor.dim() == 3 and len(tensor) == 1 else tensor
 
 
 Contributions = Mapping[int, Contribution]
@@ -110,8 +132,6 @@ def _embedding(call: Call) -> Contributions:
 
 def _convolution(call: Call) -> Contributions:
     node, grouping = call.node, call.grouping
-    if call.place.dim != 0:
-        raise NotImplementedError("the samples are not in dimension 0")
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
         weight = saved_tensor(node, "weight")
@@ -155,6 +175,14 @@ def _layer_norm(call: Call) -> Contributions:
         )
         gradients[1] = RowSums(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
     return gradients
+
+
+def _rms_norm(call: Call) -> Contributions:
+    """Sums over rows of D x / rms, in the one function that GPUs have for it."""
+    dims = len(call.node._saved_normalized_shape)
+    x, inverse = (call.rows(saved_tensor(call.node, name), dims) for name in ("input", "result1"))
+    products = (x * inverse).mul_(call.rows(call.gradient, dims))
+    return {1: RowSums(Rows(products, call.grouping))}
 
 
 def _group_norm(call: Call) -> Contributions:
@@ -210,14 +238,49 @@ def _expand(call: Call) -> Contributions:
     return {0: call.sums(call.gradient, 0)}
 
 
+def _bmm(call: Call) -> Contributions:
+    """A batch of one matrix: torch.einsum."""
+    left = Rows(call.rows(saved_tensor(call.node, "self")), call.grouping)
+    products = OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))
+    return {1: GroupSums(products.exact()[:, None])}
+
+
+def _of_each_group(call: Call) -> Contributions:
+    """Any function: its own gradient, of the samples of one group after the other."""
+    by_group = []
+    for members in call.grouping.members(call.gradient.device):
+        gradient = torch.where(call.place.mask(members, call.gradient), call.gradient, 0)
+        by_group.append(gradients_of_operands(call.node, gradient))
+    sums: dict[int, Contribution] = {}
+    for operand in call.operands:
+        stacked = torch.stack([g for groups in by_group if (g := groups[operand]) is not None])
+        sums[operand] = GroupSums(stacked.to(sum_dtype(stacked.dtype)))
+    return sums
+
+
 def refusal_of(node: Node) -> str:
-    """Why a function's options are not covered; empty if they are."""
+    """Why no rule covers a function; empty if one does."""
     name = node.name()
-    if name == "AddmmBackward0" and (node._saved_alpha, node._saved_beta) != (1, 1):
-        return "used in addmm with alpha or beta"
     if name == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
         return "used in an embedding with scale_grad_by_freq"
+    if isinstance(node, BackwardCFunction) or (len(node._input_metadata) > 1 and name not in RULES):
+        return f"used in {name}"
     return ""
+
+
+def rule_of(node: Node, place: Place, operands: Collection[int]) -> Rule:
+    """The rule for these operands of a function, where the samples are in this place."""
+    rule, covered = RULES.get(node.name(), (_of_each_group, ()))
+    name = node.name()
+    if (
+        not set(operands) <= set(covered)
+        or (name == "ConvolutionBackward0" and place.dim != 0)
+        or (name in ("AddmmBackward0", "MmBackward0") and place.dim)
+        or (name == "AddmmBackward0" and (node._saved_alpha, node._saved_beta) != (1, 1))
+        or (name == "BmmBackward0" and len(saved_tensor(node, "self")) != 1)
+    ):
+        return _of_each_group
+    return rule
 
 
 def can_project(node: Node, operand: int) -> bool:
@@ -232,8 +295,10 @@ _PROJECTED = {"AddmmBackward0": (0, 2), "MmBackward0": (1,), "EmbeddingBackward0
 RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
     "AddmmBackward0": (_addmm, (0, 2)),
     "MmBackward0": (_mm, (1,)),
+    "BmmBackward0": (_bmm, (1,)),
     "EmbeddingBackward0": (_embedding, (0,)),
     "ConvolutionBackward0": (_convolution, (1, 2)),
+    "FusedRmsNormBackward0": (_rms_norm, (1,)),
     "NativeLayerNormBackward0": (_layer_norm, (1, 2)),
     "NativeGroupNormBackward0": (_group_norm, (1, 2)),
     "MulBackward0": (_multiply, (0, 1)),
