@@ -58,7 +58,7 @@ def _measurements(seed: int, steps: int) -> Iterator[tuple[GradientStatistics, G
 
 def _measured(model: nn.Module, meter: GradientMeter, x: Tensor, y: Tensor) -> GradientStatistics:
     model.zero_grad()
-    cross_entropy(model(x), y).backward()
+    cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
     statistics = meter.read(samples=[len(y)])
     assert statistics is not None
     return statistics

@@ -340,7 +340,9 @@ def _refusal_of_model(model: nn.Module | None) -> str:
 def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     """Whether a constant is in the memory of a buffer of the model, or of a frozen parameter."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    # a parameter of fully_shard has no memory of its own
+    plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
     return lambda constant: constant.untyped_storage().data_ptr() in addresses
 
 
