@@ -8,7 +8,14 @@ from torch import nn
 from typer import BadParameter
 
 from bigbatch import GradientMeter
-from bigbatch.bench import commands, loop_cost, loop_overhead, meter_cost, sized_networks
+from bigbatch.bench import (
+    commands,
+    loop_cost,
+    loop_overhead,
+    meter_cost,
+    projection_accuracy,
+    sized_networks,
+)
 from bigbatch.bench.gloo_processes import count_bytes_sent
 from bigbatch.bench.timing import Cost, interleaved, median_and_range
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -149,3 +156,14 @@ def test_the_overhead_has_a_row_for_each_batch_with_both_times_of_each_way():
 def test_a_network_that_is_not_there_is_refused():
     with pytest.raises(BadParameter, match="ResNet-18"):
         commands.overhead(over=["AlexNet"])
+
+
+def test_projections_are_near_the_exact_gradients():
+    noise, difference, exact = projection_accuracy.run(seeds=1, steps=12)
+    assert ["noise, projected / exact", "similarity, exact"] == [
+        noise["quantity"],
+        exact["quantity"],
+    ]
+    assert 0.8 < float(noise["mean"]) < 1.2
+    assert abs(float(difference["mean"])) < 0.1
+    assert 0 < float(noise["sd"]) < 0.4

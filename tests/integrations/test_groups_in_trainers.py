@@ -8,17 +8,41 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
-import bigbatch.optim
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.experiments import train_run
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.fashion_mnist import FASHION_MNIST
-from bigbatch.experiments.train_run import Training
 from bigbatch.integrations.accelerate import adaptive_batch
 from bigbatch.integrations.transformers import AdaptiveTrainer
-from lightning_training import MICRO, adaptive, data, fit, loader, network, plain_loop, sgd
+from bigbatch.optim import VRSGD
+from lightning_training import (
+    MICRO,
+    Training,
+    adaptive,
+    data,
+    fit,
+    loader,
+    network,
+    plain_loop,
+    sgd,
+    weights_of,
+)
 from tiny_trainer import arguments, causal_loss, gpt, texts
 
-SETTINGS = {"policy": bb.Fixed(MICRO), "groups": MICRO, "every": 1}
+GROUPS = 4
+SETTINGS = {
+    "policy": bb.Fixed(2 * MICRO),
+    "min_micro_batches": 2 * GROUPS,
+    "groups": GROUPS,
+    "every": 1,
+}
+
+
+def vrsgd(parameters):
+    return VRSGD(parameters, lr=0.05, momentum=0.9)
+
+
+every_optimizer = pytest.mark.parametrize("optimizer", [sgd, vrsgd], ids=["SGD", "VRSGD"])
 
 
 @pytest.fixture(autouse=True)
@@ -28,30 +52,28 @@ def _nothing_kept():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def in_a_plain_loop():
+def in_a_plain_loop(optimizer):
     model = network()
-    return plain_loop(loader(64), model, sgd(model.parameters()), **SETTINGS)
+    return plain_loop(loader(64), model, optimizer(model.parameters()), **SETTINGS)
 
 
-def assert_same(expected, records):
-    assert len(expected) == len(records)
-    for one, other in zip(expected, records, strict=True):
-        assert 1 == other["micro_batches"]
+@every_optimizer
+def test_lightning_takes_groups(optimizer):
+    expected, weights = in_a_plain_loop(optimizer)
+    actual = fit(adaptive(**SETTINGS), loader(64), Training(optimizer))
+    assert len(expected) == len(actual.records) == 8
+    for one, other in zip(expected, actual.records, strict=True):
+        assert 2 == other["micro_batches"]
         assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
-
-
-def test_lightning_takes_groups():
-    expected, weights = in_a_plain_loop()
-    actual = fit(adaptive(**SETTINGS), loader(64))
-    assert_same(expected, actual.records)
     torch.testing.assert_close(weights[-1], actual.weights[-1], rtol=1e-10, atol=1e-12)
 
 
-def test_accelerate_takes_groups():
-    expected, _ = in_a_plain_loop()
+@every_optimizer
+def test_accelerate_takes_groups(optimizer):
+    expected, weights = in_a_plain_loop(optimizer)
     accelerator = Accelerator(cpu=True)
     model = network()
-    parts = accelerator.prepare(model, sgd(model.parameters()), loader(64))
+    parts = accelerator.prepare(model, optimizer(model.parameters()), loader(64))
     train = adaptive_batch(accelerator, *parts, **SETTINGS)
     similarities = []
     for step in train:
@@ -59,6 +81,7 @@ def test_accelerate_takes_groups():
             step.backward(cross_entropy(train.model(x), y))
         similarities.append(step.update().similarity)
     assert pytest.approx(similarities, rel=1e-9) == [one["similarity"] for one in expected]
+    torch.testing.assert_close(weights[-1], weights_of(model), rtol=1e-10, atol=1e-12)
 
 
 def items_of(inputs):
@@ -69,7 +92,7 @@ def items_of(inputs):
 def test_the_trainer_weighs_each_sample_by_its_labels(tmp_path, vr):
     """As micro-batches of one sample each, whose weights are their labels."""
     model, plain = gpt(exact=True), gpt(exact=True)
-    make = bb.optim.VRSGD if vr else torch.optim.SGD
+    make = VRSGD if vr else torch.optim.SGD
     rows = texts(8)
     trainer = AdaptiveTrainer(
         model=model,
@@ -116,7 +139,9 @@ def test_the_trainer_weighs_each_sample_by_its_labels(tmp_path, vr):
 @pytest.mark.parametrize("optimizer", ["momentum", "vr-momentum"])
 def test_a_recipe_takes_groups(optimizer):
     changes = {"groups": 8, "samples": 256, "batch_size": 64, "optimizer": optimizer, "every": 1}
-    training = Training(DIGITS, DIGITS.settings().with_changes({**changes, "policy": "fixed"}))
+    training = train_run.Training(
+        DIGITS, DIGITS.settings().with_changes({**changes, "policy": "fixed"})
+    )
     records = list(training.engine.steps(training.loss))
     plan = training.train.plan
     assert 4 == len(records)

@@ -366,8 +366,8 @@ def test_a_copied_model_does_not_report_to_the_meter_of_the_first():
     model = network()
     with GradientMeter(model, groups=K, per_layer=True) as meter:
         mean_loss(model, samples(8)).backward()
-        twin = copy.deepcopy(model)
-        mean_loss(twin, samples(6)).backward()
+        copied = copy.deepcopy(model)
+        mean_loss(copied, samples(6)).backward()
         assert same(expected_noise(model, [samples(8)], K), meter.read(samples=[8]))
 
 

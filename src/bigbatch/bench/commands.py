@@ -20,6 +20,7 @@ from bigbatch.bench import (
     loop_overhead,
     meter_cost,
     optimizer_cost,
+    projection_accuracy,
     scaling,
     similarity_accuracy,
     step_kinds,
@@ -151,6 +152,15 @@ def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = Non
     """How often confidence intervals of several levels contain the truth, where it is known."""
     rows = (one.row() for one in coverage.run(seed, trials, data))
     _show(f"coverage of intervals, {trials} trials", rows)
+
+
+@bench.command("projection-accuracy")
+def projection_accuracy_(
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each.")] = projection_accuracy.STEPS,
+) -> None:
+    """Noise and similarity of groups by random projections, against their exact gradients."""
+    _show("8 groups of 64 samples, digits", projection_accuracy.run(seeds, steps))
 
 
 @bench.command("similarity-accuracy")

@@ -78,11 +78,12 @@ def rows(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[
 def _row(name: str, samples: int, rounds: int) -> Row:
     shape = NETWORKS[name]
     model, batches = shape.build(), [shape.batch(samples) for _ in range(shape.steps)]
-    loops = {way: _warm_loop(model, batches, options) for way, options in WAYS.items()}
-    loops = {way: loop for way, loop in loops.items() if loop is not None}
+    warm = {way: _warm_loop(model, batches, options) for way, options in WAYS.items()}
+    loops = {way: loop for way, loop in warm.items() if loop is not None}
     # so many passes that the default's measured steps have their share
     passes = max(1, -(-2 * max(loop.every or 0 for loop in loops.values()) // shape.steps))
-    runs = [_plain(model, batches), *(partial(_run, loop) for loop in loops.values())]
+    runs: list[Callable[[], None]] = [_plain(model, batches)]
+    runs += [partial(_run, loop) for loop in loops.values()]
     times = interleaved_times([_repeated(run, passes) for run in runs], rounds)
     plain = [1e3 * row[0].wall / shape.steps / passes for row in times]
     row = {"network": name, "batch": str(samples), "plain step, ms": median_and_range(plain)}
@@ -128,7 +129,7 @@ def _warm_loop(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
     train = AdaptiveBatch(
-        model, optimizer, batches, policy=Fixed(samples), micro_batch=samples, **options
+        model, optimizer, batches, policy=Fixed(samples), **options | {"micro_batch": samples}
     )
     try:
         while train.steps < _WARM_UP:

@@ -357,5 +357,5 @@ def test_random_projections_have_the_noise_of_the_groups_on_average(call):
     model, inputs, k = case(call, "ragged")
     expected = expected_noise(model, inputs, k).grad_variance
     mean, deviation = scatter_of_sketches(model, inputs, k, draws=32)
-    # of signs that are drawn anew in every step; a wrong use is off by far more
+    # of signs that are drawn again in every step; a wrong use is off by far more
     assert pytest.approx(expected, rel=1e-9, abs=4 * deviation / math.sqrt(32)) == mean

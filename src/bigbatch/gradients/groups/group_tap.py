@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.errors import GradientError
@@ -340,7 +339,8 @@ def _refusal_of_model(model: nn.Module | None) -> str:
 def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     """Whether a constant is in the memory of a buffer of the model, or of a frozen parameter."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
-    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    # a parameter of fully_shard has no memory of its own
+    plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
     addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
     return lambda constant: constant.untyped_storage().data_ptr() in addresses
 
