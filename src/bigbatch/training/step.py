@@ -133,13 +133,14 @@ class Step:
 
     @contextmanager
     def weighted_backward(
-        self, loss: Tensor, weight: float | Tensor | None = None
+        self, loss: Tensor, weight: float | Tensor | None = None, *, root: Tensor | None = None
     ) -> Iterator[float]:
         """`backward` for an engine that runs the backward itself, inside the block.
 
         Args:
-            loss: as for `backward`; its value counts, and with `groups` its graph.
+            loss: as for `backward`; its value counts.
             weight: as for `backward`.
+            root: what the backward starts from; default: the loss.
         Returns:
             The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
         """
@@ -165,7 +166,7 @@ class Step:
         sample_weights = weight
         weight = samples if weight is None else _as_number(weight, samples)
         if weight:
-            self._prepare_groups(loss, samples, sample_weights)
+            self._prepare_groups(loss if root is None else root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         if not self._expected_weight:
@@ -187,9 +188,9 @@ class Step:
         if self.last:
             self._complete()
 
-    def _prepare_groups(self, loss: Tensor, samples: int, weight: float | Tensor | None) -> None:
+    def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        if not self._update.by_groups or loss.grad_fn is None:  # torch refuses its backward
+        if not self._update.by_groups or root.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
             message = (
@@ -200,7 +201,7 @@ class Step:
                 raise SettingError(message)
             self._source.groups_refusal = message
             return
-        self._source.prepare_groups([loss], samples, weight)
+        self._source.prepare_groups([root], samples, weight)
 
     def advise(self, error: BaseException) -> None:
         """Adds a remedy to an error of the present micro-batch, if one is known.

@@ -194,10 +194,10 @@ class AdaptiveBatchCallback(Callback):
     ) -> None:
         """Scales the loss to this micro-batch's share of the step's mean loss."""
         divisor, scaler = trainer.accumulate_grad_batches, _scaler(trainer)
-        mean = loss * divisor
+        mean = loss.detach() * divisor
         if scaler is not None:
             mean = mean / scaler.scale(torch.ones_like(mean))
-        factor = self._backward.enter_context(self._step.weighted_backward(mean))
+        factor = self._backward.enter_context(self._step.weighted_backward(mean, root=loss))
         loss.mul_(divisor * factor)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
