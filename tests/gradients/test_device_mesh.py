@@ -92,6 +92,7 @@ def on_some(rank, ranks, engine, updates):
             policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
             batch_size=64,
             micro_batch=12,
+            every=1,
         )
     done = steps_of(train, 10**9, updates)
     said = [str(w.message) for w in caught if "of 4 ranks" in str(w.message)]
