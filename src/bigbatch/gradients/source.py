@@ -191,10 +191,14 @@ class GradientSource:
 
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
-        self.micro_batches = 0
-        self.group_norms, self.groups_refusal = [], ""
         if self.group_tap is not None:
             self.group_tap.forget()
+        self._restart()
+
+    def _restart(self) -> None:
+        """The same in a backward, which keeps what it prepared."""
+        self.micro_batches = 0
+        self.group_norms, self.groups_refusal = [], ""
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = False
         self._end_callback = None
@@ -291,7 +295,7 @@ class GradientSource:
         changed = self.guard.open_micro_batch() or self._in_micro_batch
         may_be_zeroed = self.micro_batches and changed and not self.explicit
         if may_be_zeroed and self.guard.is_clean_within_step():
-            self.restart()  # the user called zero_grad(), and starts a new step
+            self._restart()  # the user called zero_grad(), and starts a new step
         if self.micro_batches and changed and not self.guard.engine_writes:
             self.require_unchanged("this one")
         if self.micro_batches and self.explicit and self.guard.engine_writes:
@@ -380,11 +384,9 @@ class GradientSource:
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
             return
-        if self.group_tap is not None and self.group_tap.muted:
-            return
         backward_begins = self._end_callback is None or self._end_callback() is None
         if backward_begins and self._implicit:
-            self.restart()  # the previous backward failed
+            self._restart()  # the previous backward failed
         if backward_begins and not self._in_micro_batch:
             if not self.explicit:
                 self._open(1.0)

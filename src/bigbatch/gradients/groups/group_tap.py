@@ -17,7 +17,6 @@ from bigbatch.gradients.groups.backward_graph import (
     Node,
     edges_of,
     gradients_of_operands,
-    leaf_of,
     shape_of,
     trace,
 )
@@ -104,7 +103,6 @@ class GroupTap:
         self.exact = False  # whether a subscriber needs the gradients themselves
         self._layers, self._model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
-        self.muted = False  # in a backward that only checks
         self.refusals: dict[Tensor, str] = {}  # of the present backward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups
@@ -204,7 +202,7 @@ class GroupTap:
         """The gradient of the output of a use is complete."""
         gradient, grouping = gradients[0], self.grouping
         is_prepared = grouping is not None and prepared == self._prepared
-        if gradient is None or self.muted or grouping is None or not is_prepared:
+        if gradient is None or grouping is None or not is_prepared:
             return
         if torch.is_grad_enabled():
             raise GradientError(
@@ -301,15 +299,16 @@ class GroupTap:
             if gradients[0] is not None:
                 places[use.number] = _place_of_group(use, gradients[0], grouping)
 
+        last = found.last_uses
         handles = [
             found.nodes[use.number].register_prehook(lambda g, use=use: check(use, g))
             for use in found.uses
+            if use not in last
         ]
         try:
-            self.muted = True
-            _backward_of_one_group(found, grouping)
+            for use, gradient in zip(last, _backward_of_one_group(found, grouping), strict=True):
+                check(use, (gradient,))
         finally:
-            self.muted = False
             for handle in handles:
                 handle.remove()
         return places
@@ -395,8 +394,11 @@ def _rounding(found: ParameterUses) -> float:
 _CHECKED_GROUP = 1  # whose samples alone get a gradient
 
 
-def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> None:
-    """Runs a backward of random gradients of one group's samples; writes to no `.grad`."""
+def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> Sequence[Tensor | None]:
+    """The gradients of the last uses, in a backward of random gradients of one group's samples.
+
+    It ends there, before the leaves and their hooks.
+    """
     edges, gradients = [], []
     generator = torch.Generator().manual_seed(0)
     for number, output, place in found.frontier:
@@ -407,9 +409,10 @@ def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> None:
         by_sample[~_members(grouping)] = 0
         edges.append(GradientEdge(node, output))
         gradients.append(gradient.to(metadata.device, metadata.dtype))
-    leaves = [GradientEdge(node, 0) for node in found.nodes if leaf_of(node) is not None]
-    if edges:
-        torch.autograd.grad(edges, leaves, gradients, retain_graph=True, allow_unused=True)
+    ends = [GradientEdge(found.nodes[use.number], 0) for use in found.last_uses]
+    if not edges or not ends:
+        return [None] * len(ends)
+    return torch.autograd.grad(edges, ends, gradients, retain_graph=True, allow_unused=True)
 
 
 def _members(grouping: Grouping) -> Tensor:

@@ -58,6 +58,12 @@ _VIEWS_OF_PARAMETERS = (
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
+_FLATTENED = (
+    Place(None, "sample-major", is_certain=False),
+    Place(None, "sample-minor", is_certain=False),
+)
+"""Where the samples may be in dimension 0 with others, the likeliest first."""
+
 
 @dataclass(frozen=True)
 class Route:
@@ -158,8 +164,13 @@ class ParameterUses:
 
     @cached_property
     def frontier(self) -> list[tuple[int, int, Place]]:
-        """The outputs with samples that are nearest to the loss: (node, its output, place)."""
-        waiting, visited = list(self._roots), set[Edge]()
+        """The outputs with samples that are nearest to the loss: (node, its output, place).
+
+        They are below the node of DDP that would begin to reduce.
+        """
+        sinks = [node for node in self.nodes if node.name() == "_DDPSinkBackward"]
+        below = [edge for sink in sinks for edge in sink.next_functions if edge[0] is not None]
+        waiting, visited = below or list(self._roots), set[Edge]()
         reached: list[tuple[int, int, Place]] = []
         while waiting:
             edge = node, number = waiting.pop()
@@ -172,6 +183,22 @@ class ParameterUses:
             else:
                 waiting += [edge for edge in node.next_functions if edge[0] is not None]
         return reached
+
+    @cached_property
+    def last_uses(self) -> list[Use]:
+        """The uses below which a backward comes to no other use."""
+        used = {self.nodes[use.number] for use in self.uses}
+        above: dict[Node, bool] = {}  # whether a use is below
+        waiting = list(used)
+        while waiting:
+            node = waiting[-1]
+            operands = [following for following, _ in node.next_functions if following is not None]
+            unknown = [n for n in operands if n not in above]
+            if unknown:
+                waiting += unknown
+                continue
+            above[waiting.pop()] = any(n in used or above[n] for n in operands)
+        return [use for use in self.uses if not above[self.nodes[use.number]]]
 
     def has_samples(self, node: Node) -> bool:
         """Whether the output of a function depends on samples, and not on parameters alone."""
@@ -264,7 +291,7 @@ class ParameterUses:
         elif name not in _ROWS or len(shape) != 2:
             if exact or not shape or shape[0] % self._samples or name == "ConvolutionBackward0":
                 return exact
-            return [Place(None, "sample-major", is_certain=False)]
+            return list(_FLATTENED)
         columns = [Place(place.dim, is_certain=False) for place in exact if place.dim]
         if shape[0] == self._samples:
             return [Place(None), *columns]
@@ -275,7 +302,7 @@ class ParameterUses:
                 places += [Place(None)] * (rows[0] == self._samples)
                 places += [Place(None, "sample-minor")] * (rows[-1] == self._samples)
         if not places and shape[0] % self._samples == 0 and shape[0]:
-            places = [Place(None, "sample-major", is_certain=False)]
+            places = list(_FLATTENED)
         return places + columns
 
     def _exact_places(self, shape: torch.Size) -> list[Place]:
