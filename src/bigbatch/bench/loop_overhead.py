@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,16 @@ from torch.nn import functional
 
 from bigbatch.bench.sized_networks import MicroBatches, TiedTransformer, small_cnn, with_group_norm
 from bigbatch.bench.timing import Row, interleaved_times, median_and_range
+from bigbatch.errors import GradientError
 from bigbatch.experiments.digits import network
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 from bigbatch.policies.policy import Fixed
-from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.loop_options import LoopOptions
 
 BATCHES = (32, 128)  # by default
 
-_NEVER = 10**9  # interval of a meter that measures its first step alone, which is not timed
+_WARM_UP = 16  # steps, in which the default times what measuring costs
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ NETWORKS = {
 }
 
 # options of AdaptiveBatch, each a column of the table
-WAYS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
-    "not measured": lambda model: {"meter": GradientMeter(model, every=_NEVER)},
-    "default": lambda model: {},
+WAYS: dict[str, LoopOptions] = {
+    "not measured": {"budget": 0.0},
+    "default": {},
+    "groups, every step": {"budget": None, "groups": 8},
+    "cut, every step": {"budget": None},
 }
 
 
@@ -75,16 +78,33 @@ def rows(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[
 def _row(name: str, samples: int, rounds: int) -> Row:
     shape = NETWORKS[name]
     model, batches = shape.build(), [shape.batch(samples) for _ in range(shape.steps)]
-    runs = [_plain(model, batches), *(_loop(model, batches, way) for way in WAYS.values())]
-    times = interleaved_times(runs, rounds)
-    plain = [1e3 * row[0].wall / shape.steps for row in times]
+    warm = {way: _warm_loop(model, batches, options) for way, options in WAYS.items()}
+    loops = {way: loop for way, loop in warm.items() if loop is not None}
+    # so many passes that the default's measured steps have their share
+    passes = max(1, -(-2 * max(loop.every or 0 for loop in loops.values()) // shape.steps))
+    runs: list[Callable[[], None]] = [_plain(model, batches)]
+    runs += [partial(_run, loop) for loop in loops.values()]
+    times = interleaved_times([_repeated(run, passes) for run in runs], rounds)
+    plain = [1e3 * row[0].wall / shape.steps / passes for row in times]
     row = {"network": name, "batch": str(samples), "plain step, ms": median_and_range(plain)}
-    for number, way in enumerate(WAYS, start=1):
+    for way in WAYS:
+        if way not in loops:
+            row |= {way: "refused", f"{way}, CPU": "refused"}
+            continue
+        number = 1 + list(loops).index(way)
         row[way] = median_and_range([one[number].wall / one[0].wall for one in times], digits=3)
         row[f"{way}, CPU"] = median_and_range(
             [one[number].cpu / one[0].cpu for one in times], digits=3
         )
     return row
+
+
+def _repeated(run: Callable[[], None], times: int) -> Callable[[], None]:
+    def repeated() -> None:
+        for _ in range(times):
+            run()
+
+    return repeated
 
 
 def _plain(model: nn.Module, batches: MicroBatches) -> Callable[[], None]:
@@ -101,24 +121,30 @@ def _plain(model: nn.Module, batches: MicroBatches) -> Callable[[], None]:
     return run
 
 
-def _loop(
-    model: nn.Module, batches: MicroBatches, way: Callable[[nn.Module], dict[str, Any]]
-) -> Callable[[], None]:
-    """Steps of the same batches in the adaptive loop; the first pass is not timed."""
+def _warm_loop(
+    model: nn.Module, batches: MicroBatches, options: LoopOptions
+) -> AdaptiveBatch | None:
+    """A loop over these batches that knows what measuring costs; None if groups are refused."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
     train = AdaptiveBatch(
-        model, optimizer, batches, policy=Fixed(samples), micro_batch=samples, **way(model)
+        model, optimizer, batches, policy=Fixed(samples), **options | {"micro_batch": samples}
     )
+    try:
+        while train.steps < _WARM_UP:
+            _run(train)
+    except GradientError:
+        return None
+    return train
 
-    def run() -> None:
-        for step in train:
-            for x, y in step:
-                step.backward(_loss(model, x, y))
-            step.update()
 
-    return run
+def _run(train: AdaptiveBatch) -> None:
+    """One pass over the batches."""
+    for step in train:
+        for x, y in step:
+            step.backward(_loss(train.model, x, y))
+        step.update()
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
