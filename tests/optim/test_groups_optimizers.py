@@ -71,7 +71,7 @@ def mean_rows(model, batch):
 
 def test_groups_of_unequal_sizes_have_their_weights():
     """21 samples in 8 groups of 3 and 2, twice in a step, against the oracle."""
-    model, other = network(), network()
+    model, copied = network(), network()
     oracle = vr.VRAdam(values(model), lr=0.02)
     optimizer = VRAdam(model.parameters(), lr=0.02)
     train = bb.AdaptiveBatch(
@@ -85,10 +85,10 @@ def test_groups_of_unequal_sizes_have_their_weights():
     )
     for step in train:
         with torch.no_grad():
-            for own, theirs in zip(other.parameters(), oracle.params, strict=True):
+            for own, theirs in zip(copied.parameters(), oracle.params, strict=True):
                 own.copy_(theirs)
         first, second = ([*batch] for batch in _run(step, model))
-        rows = zip(mean_rows(other, first), mean_rows(other, second), strict=True)
+        rows = zip(mean_rows(copied, first), mean_rows(copied, second), strict=True)
         oracle.step([[*a, *b] for a, b in rows], 2 * sizes_of(21, K))
         step.update()
         assert difference(oracle.params, model) < CLOSE

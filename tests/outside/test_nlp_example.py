@@ -22,7 +22,8 @@ ADAPTIVE = f"""
 ...
 +    policy = {RULE}
 +    train = adaptive_batch(
-+        accelerator, model, optimizer, train_dataloader, scheduler=lr_scheduler, policy=policy
++        accelerator, model, optimizer, train_dataloader, scheduler=lr_scheduler,
++        policy=policy, every=1
 +    )
      for epoch in range(num_epochs):
          model.train()

@@ -23,7 +23,7 @@ ADAPTIVE = f"""
  from peft import LoraConfig, TaskType, get_peft_model
 ...
 +    policy = {RULE}
-+    train = bb.AdaptiveBatch(model, optimizer, train_dataloader, policy=policy)
++    train = bb.AdaptiveBatch(model, optimizer, train_dataloader, policy=policy, every=1)
      for epoch in range(args.num_epochs):
          model.train()
 -        for step, batch in enumerate(train_dataloader):

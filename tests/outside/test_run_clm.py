@@ -31,6 +31,7 @@ ADAPTIVE = f"""
 ...
          preprocess_logits_for_metrics=preprocess_logits_for_metrics,
 +        policy={RULE},
++        every=1,
 +        batch_size={LOWEST},
      )
 """

@@ -36,6 +36,7 @@ ADAPTIVE = f"""
 ...
          peft_config=get_peft_config(model_args),
 +        policy={RULE},
++        every=1,
 +        batch_size={LOWEST},
      )
 """
