@@ -72,6 +72,7 @@ COUPLED = {
     "next-sample": lambda s, x: s.m(torch.tanh(s.l(x)) + s.l(x).roll(1, 0)),
     "sum-of-samples": lambda s, x: s.m(torch.tanh(s.l(x))) * s.m(s.l(x)).sum(0),
     "sorted": lambda s, x: s.m(s.l(x).sort(0).values),
+    "neighbours": lambda s, x: s.m(torch.tanh(s.l(x)).view(4, 2, -1).flip(1).flatten(0, 1)),
     "pairs": lambda s, x: (lambda h: sum(s.m(torch.cat([h[:4], h[:4], h[4:], h[4:]])).chunk(2)))(
         torch.tanh(s.l(x))
     ),

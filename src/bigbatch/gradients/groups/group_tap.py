@@ -297,7 +297,7 @@ class GroupTap:
 
         def check(use: Use, gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
-                places[use.number] = _place_of_group(use, gradients[0], grouping)
+                places[use.number] = _place_of_half(use, gradients[0], grouping)
 
         last = found.last_uses
         handles = [
@@ -306,7 +306,7 @@ class GroupTap:
             if use not in last
         ]
         try:
-            for use, gradient in zip(last, _backward_of_one_group(found, grouping), strict=True):
+            for use, gradient in zip(last, _backward_of_half(found, grouping), strict=True):
                 check(use, (gradient,))
         finally:
             for handle in handles:
@@ -391,11 +391,8 @@ def _rounding(found: ParameterUses) -> float:
     return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)
 
 
-_CHECKED_GROUP = 1  # whose samples alone get a gradient
-
-
-def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> Sequence[Tensor | None]:
-    """The gradients of the last uses, in a backward of random gradients of one group's samples.
+def _backward_of_half(found: ParameterUses, grouping: Grouping) -> Sequence[Tensor | None]:
+    """The gradients of the last uses, in a backward of random gradients of half of the samples.
 
     It ends there, before the leaves and their hooks.
     """
@@ -416,14 +413,19 @@ def _backward_of_one_group(found: ParameterUses, grouping: Grouping) -> Sequence
 
 
 def _members(grouping: Grouping) -> Tensor:
-    """Whether each sample is of the checked group, (B,)."""
-    first = sum(grouping.sizes[:_CHECKED_GROUP])
-    numbers = torch.arange(grouping.samples)
-    return (numbers >= first) & (numbers < first + grouping.sizes[_CHECKED_GROUP])
+    """Whether each sample is checked, (B,): a random half, of sample 1 and not of its partners.
+
+    Groups of other sizes may part any two samples, so the half is not a group.
+    """
+    samples = grouping.samples
+    members = torch.rand(samples, generator=torch.Generator().manual_seed(samples)) < 0.5
+    members[[0, (1 + samples // 2) % samples, -2]] = False  # next to it, half a batch on, mirrored
+    members[1] = True
+    return members
 
 
-def _place_of_group(use: Use, gradient: Tensor, grouping: Grouping) -> Place | None:
-    """The first place in which the gradients of other samples are zero, and some of the group's."""
+def _place_of_half(use: Use, gradient: Tensor, grouping: Grouping) -> Place | None:
+    """The first place in which the gradients of samples that are not checked are zero."""
     members = _members(grouping)
     for place in use.places:
         by_sample = place.by_sample(gradient.detach(), grouping)
