@@ -319,6 +319,12 @@ def test_a_function_written_by_hand_without_parameters_is_seen_through():
     assert error(net, [normal(8, 5)], K) < CLOSE
 
 
+def test_an_embedding_that_scales_by_frequency_is_refused():
+    net = model(lambda s, t: s.e(t), e=nn.Embedding(8, 10, scale_grad_by_freq=True))
+    with refused("scale_grad_by_freq"):
+        measured(net, [normal(8, 5).mul(100).long() % 8], K)
+
+
 # other kinds of backward
 
 

@@ -1,6 +1,7 @@
 """The graph that a backward will run: its nodes, their shapes and saved tensors."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def saved_tensor(node: Node, name: str) -> Tensor:
 
 def gradients_of_operands(node: Node, gradient: Tensor, output: int = 0) -> list[Tensor | None]:
     """What a function's node makes of the gradient of an output, before its turn in a backward."""
-    for name in _names_of_saved(node):
+    for name in _names_of_saved(node.__class__):
         saved = getattr(node, f"_raw_saved_{name}")
         for one in saved if isinstance(saved, tuple) else (saved,):
             _keep(one)
@@ -80,15 +81,16 @@ def gradients_of_operands(node: Node, gradient: Tensor, output: int = 0) -> list
 
 def constants_of(node: Node) -> list[Tensor]:
     """The tensors that a function saved and did not compute, and that have no gradient."""
-    names = [name for name in _names_of_saved(node) if not name.startswith("result")]
+    names = [name for name in _names_of_saved(node.__class__) if not name.startswith("result")]
     saved = [getattr(node, f"_saved_{name}") for name in names]
     tensors = [one for s in saved for one in (s if isinstance(s, (tuple, list)) else (s,))]
     return [one for one in tensors if isinstance(one, Tensor) and not one.requires_grad]
 
 
-def _names_of_saved(node: Node) -> list[str]:
+@cache
+def _names_of_saved(kind: type) -> list[str]:
     prefix = "_raw_saved_"
-    return [name.removeprefix(prefix) for name in dir(node) if name.startswith(prefix)]
+    return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix)]
 
 
 def _keep(saved: Any) -> None:
