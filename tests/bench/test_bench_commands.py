@@ -150,7 +150,7 @@ def test_the_overhead_has_a_row_for_each_batch_with_both_times_of_each_way():
         (row["network"], row["batch"]) for row in rows
     ]
     for way in loop_overhead.WAYS:
-        assert all({way, f"{way}, CPU"} <= row.keys() for row in rows)
+        assert all("CPU" in row[way] for row in rows)
 
 
 def test_a_network_that_is_not_there_is_refused():

@@ -115,7 +115,7 @@ def overhead(
     for name in over or ():
         if name not in names:
             raise typer.BadParameter(f"--over {name!r}: one of {'; '.join(names)}")
-    title = f"step / plain step of one backward; median [least, most] of {rounds} rounds"
+    title = f"step / plain step of one backward; all rounds [least, most of {rounds}]"
     rows = loop_overhead.rows(over or names, batches, rounds)
     _show(title, rows, total=len(over or names) * len(batches))
 

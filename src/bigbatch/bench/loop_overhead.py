@@ -8,12 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD, Optimizer
 
 from bigbatch.bench.sized_networks import MicroBatches, TiedTransformer, small_cnn, with_group_norm
-from bigbatch.bench.timing import Row, interleaved_times, median_and_range
+from bigbatch.bench.timing import Row, Times, interleaved_times, median_and_range
 from bigbatch.errors import GradientError
 from bigbatch.experiments.digits import network
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
+from bigbatch.optim.vr_optimizers import VRSGD
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions
@@ -21,6 +23,7 @@ from bigbatch.training.loop_options import LoopOptions
 BATCHES = (32, 128)  # by default
 
 _WARM_UP = 16  # steps, in which the default times what measuring costs
+_MAX_STEPS = 256  # of a way, in all rounds
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,14 @@ NETWORKS = {
     "transformer, 6 x 64": Network(lambda: TiedTransformer(6, 64, 256), (16,), 8, 256),
 }
 
-# options of AdaptiveBatch, each a column of the table
-WAYS: dict[str, LoopOptions] = {
-    "not measured": {"budget": 0.0},
-    "default": {},
-    "groups, every step": {"budget": None, "groups": 8},
-    "cut, every step": {"budget": None},
+# optimizer and options of AdaptiveBatch, each a column of the table
+WAYS: dict[str, tuple[Callable[..., Optimizer], LoopOptions]] = {
+    "not measured": (SGD, {"budget": 0.0}),
+    "default": (SGD, {}),
+    "groups, every step": (SGD, {"budget": None, "groups": 8}),
+    "cut, every step": (SGD, {"budget": None}),
+    "VRSGD, groups": (VRSGD, {"groups": 8}),
+    "VRSGD, cut": (VRSGD, {}),
 }
 
 
@@ -78,25 +83,30 @@ def rows(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[
 def _row(name: str, samples: int, rounds: int) -> Row:
     shape = NETWORKS[name]
     model, batches = shape.build(), [shape.batch(samples) for _ in range(shape.steps)]
-    warm = {way: _warm_loop(model, batches, options) for way, options in WAYS.items()}
+    warm = {way: _warm_loop(model, batches, *options) for way, options in WAYS.items()}
     loops = {way: loop for way, loop in warm.items() if loop is not None}
-    # so many passes that the default's measured steps have their share
-    passes = max(1, -(-2 * max(loop.every or 0 for loop in loops.values()) // shape.steps))
+    # so many passes that the default's measured steps have their share, in all rounds together
+    steps = min(_MAX_STEPS, 2 * max(loop.every or 0 for loop in loops.values()))
+    passes = max(1, -(-steps // (rounds * shape.steps)))
     runs: list[Callable[[], None]] = [_plain(model, batches)]
     runs += [partial(_run, loop) for loop in loops.values()]
     times = interleaved_times([_repeated(run, passes) for run in runs], rounds)
     plain = [1e3 * row[0].wall / shape.steps / passes for row in times]
     row = {"network": name, "batch": str(samples), "plain step, ms": median_and_range(plain)}
     for way in WAYS:
-        if way not in loops:
-            row |= {way: "refused", f"{way}, CPU": "refused"}
-            continue
-        number = 1 + list(loops).index(way)
-        row[way] = median_and_range([one[number].wall / one[0].wall for one in times], digits=3)
-        row[f"{way}, CPU"] = median_and_range(
-            [one[number].cpu / one[0].cpu for one in times], digits=3
-        )
+        row[way] = "refused"
+        if way in loops:
+            number = 1 + list(loops).index(way)
+            row[way] = _ratio([(one[number], one[0]) for one in times])
     return row
+
+
+def _ratio(pairs: Sequence[tuple[Times, Times]]) -> str:
+    """The ratio of the sums of all rounds, with the least and the most of a round; that of CPU."""
+    ratios = [time.wall / plain.wall for time, plain in pairs]
+    wall = sum(time.wall for time, _ in pairs) / sum(plain.wall for _, plain in pairs)
+    cpu = sum(time.cpu for time, _ in pairs) / sum(plain.cpu for _, plain in pairs)
+    return f"{wall:.3f} [{min(ratios):.2f}, {max(ratios):.2f}], CPU {cpu:.3f}"
 
 
 def _repeated(run: Callable[[], None], times: int) -> Callable[[], None]:
@@ -122,11 +132,14 @@ def _plain(model: nn.Module, batches: MicroBatches) -> Callable[[], None]:
 
 
 def _warm_loop(
-    model: nn.Module, batches: MicroBatches, options: LoopOptions
+    model: nn.Module,
+    batches: MicroBatches,
+    build_optimizer: Callable[..., Optimizer],
+    options: LoopOptions,
 ) -> AdaptiveBatch | None:
     """A loop over these batches that knows what measuring costs; None if groups are refused."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = build_optimizer(model.parameters(), lr=1e-4)
     samples = len(batches[0][0])
     train = AdaptiveBatch(
         model, optimizer, batches, policy=Fixed(samples), **options | {"micro_batch": samples}
