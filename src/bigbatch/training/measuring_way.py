@@ -100,7 +100,7 @@ class MeasuringWay:
         """A state for `load_state_dict`."""
         return {
             "chosen": [[size, chosen] for size, chosen in self._chosen.items()],
-            "seconds": [[size, ways[True], ways[False]] for size, ways in self._seconds.items()],
+            "seconds": [[size, *map(list, ways.values())] for size, ways in self._seconds.items()],
             "last": self._last,
             "refusal": self.refusal,
         }
@@ -108,7 +108,8 @@ class MeasuringWay:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         self._chosen = dict(state["chosen"])
-        self._seconds = {size: {True: a, False: b} for size, a, b in state["seconds"]}
+        seconds = state["seconds"]
+        self._seconds = {size: {True: [*a], False: [*b]} for size, a, b in seconds}
         self._last, self.refusal = state["last"], state["refusal"]
 
 
