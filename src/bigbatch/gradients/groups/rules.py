@@ -90,8 +90,6 @@ class Call(NamedTuple):
         following, number = self.node.next_functions[operand]
         shape = shape_of(following, number)
         by_sample = self.place.by_sample(tensor, self.grouping)
-        if self.place.dim is None:
-            return GroupSums(group_sums(by_sample, self.grouping, shape))
         return GroupSums(group_sums(by_sample, self.grouping, shape))
 
 
