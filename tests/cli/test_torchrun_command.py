@@ -43,7 +43,7 @@ def leaves_of(run):
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
     states = states_of(state["train"])
     for each in states:
-        each["own"]["elapsed_seconds"] = None
+        each["own"] |= {"elapsed_seconds": None, "step_seconds": None}
     return leaves(state | {"train": states})
 
 

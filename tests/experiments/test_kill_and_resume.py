@@ -32,7 +32,7 @@ def rows_of(run):
 def state_of(run):
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
     own, *rest = states_of(state["train"])
-    own["own"]["elapsed_seconds"] = None
+    own["own"] |= {"elapsed_seconds": None, "step_seconds": None}
     return state | {"train": [own, *rest]}
 
 
