@@ -403,3 +403,22 @@ def test_parameters_alone_have_no_forward_to_prepare():
 def test_one_group_is_refused():
     with pytest.raises(SettingError, match="groups=1"):
         GradientMeter(network(), groups=1)
+
+
+def test_a_backward_of_one_sample_counts_once():
+    """Five micro-batches, and 8 samples in 4 groups with 1 sample in a backward of its own."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    x, y = torch.randn(9, 5, dtype=torch.float64), torch.randint(3, (9,))
+
+    def measured(cuts, **options):
+        model.zero_grad()
+        with GradientMeter(model, confidence=0.9, half_batch_cosine=True, **options) as meter:
+            for part in cuts:
+                (cross_entropy(model(x[part]), y[part]) * len(x[part]) / 9).backward()
+            return meter.read([len(x[part]) for part in cuts])
+
+    loop = measured([slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8), slice(8, 9)])
+    groups = measured([slice(0, 8), slice(8, 9)], groups=4)
+    assert pytest.approx(loop.similarity_interval, abs=1e-12) == groups.similarity_interval
+    assert pytest.approx(loop.half_batch_cosine, abs=1e-12) == groups.half_batch_cosine

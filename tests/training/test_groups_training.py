@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.optim import VRAdam
+from bigbatch.optim import VRSGD, VRAdam
 from single_process_training import same
 from tensors import difference
 from tensors import same as same_tensors
@@ -292,3 +292,38 @@ def test_another_number_of_groups_is_reported_at_resumption():
     other = built(network(), groups=8)
     with pytest.warns(UserWarning, match="groups"):
         other.load_state_dict(state)
+
+
+def test_a_group_without_weight_does_not_count_as_a_micro_batch():
+    """One group of eight has no token: VR and the meter compare seven, as micro-batches do."""
+    x = torch.randn(16, 4, 5, dtype=torch.float64)
+    y = torch.randint(3, (16, 4))
+    y[2:4] = y[5, 1:] = -100
+
+    def trained(groups):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3).double()
+        train = bb.AdaptiveBatch(
+            model,
+            VRSGD(model.parameters(), lr=0.5),
+            [(x, y)],
+            policy=bb.Fixed(16),
+            micro_batch=16,
+            min_micro_batches=8,
+            groups=groups,
+            every=1,
+            lr_scaling=None,
+        )
+        for step in train:
+            for a, b in step:
+                tokens = (b != -100).sum(1)
+                loss = cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="sum")
+                step.backward(loss / tokens.sum().clamp_min(1), weight=tokens)
+            with pytest.warns(UserWarning, match="k = 7 micro-batches"):
+                record = step.update()
+        return record, model
+
+    (loop, expected), (groups, actual) = trained(None), trained(8)
+    assert 7 == loop.statistics.micro_batches == groups.statistics.micro_batches
+    assert pytest.approx(loop.similarity, abs=1e-12) == groups.similarity
+    assert difference(expected, actual) < 1e-14

@@ -303,9 +303,10 @@ class GradientSource:
         self._begin_step()
         self._reached.clear()
         self._in_micro_batch, self.foreign_backward = True, False
-        grouping = None if self.group_tap is None else self.group_tap.grouping
+        tap = self.group_tap
+        groups = 1 if tap is None or tap.grouping is None else len(tap.weights)
         for subscriber in self._subscribers:
-            subscriber.micro_batch(weight, 1 if grouping is None else grouping.groups)
+            subscriber.micro_batch(weight, groups)
 
     def _require_undisturbed(self) -> None:
         """Checks gradients that an engine writes to, without waiting for the device."""
@@ -322,7 +323,7 @@ class GradientSource:
         if self.group_tap is None or self.group_tap.grouping is None:
             return
         groups = self.group_tap.take(parameter, gradient)
-        if groups is not None:
+        if groups is not None and len(groups.weights) > 1:  # one group is the gradient itself
             for subscriber in self._subscribers:
                 subscriber.groups(parameter, gradient, groups)
 

@@ -163,6 +163,8 @@ class Step:
         if self._weighs_samples not in (None, weight is None):
             raise LoopError("weight= is given for some micro-batches of a step and not for others")
         self._weighs_samples = weight is None
+        if isinstance(weight, Tensor):
+            weight = weight.detach().cpu()  # one wait for the device
         sample_weights = weight
         weight = samples if weight is None else _as_number(weight, samples)
         if weight:

@@ -68,13 +68,15 @@ class GroupTap:
         self.step = 0  # chooses the random signs, together with `_backwards`
         self.refusals: dict[Tensor, str] = {}  # of the present backward
         self.grouping: Grouping | None = None  # of the prepared backward
-        self.weights: tuple[float, ...] = ()  # n_d of its groups
+        self.weights: tuple[float, ...] = ()  # n_d of its groups that have any weight
         self._parameter_of, self._checks_samples = parameter_of, checks_samples
         self._backwards = 0  # of the step
         self._prepared = 0  # number of the last prepared graph
         self._plans: dict[object, BackwardPlan] = {}
         self._plan: BackwardPlan | None = None
         self._projected: dict[Tensor, int] = {}  # in the prepared backward
+        # the groups that have any weight, which count; None for all
+        self._counting: list[int] | None = None
         self._compares = True  # whether the sums of groups are compared in it
         self._nodes: list[Node] = []  # of the prepared backward; hooks do not hold them
         self._images: dict[Tensor, Tensor] = {}
@@ -120,9 +122,10 @@ class GroupTap:
         self._nodes, self._plan = nodes, plan
         self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
-        self.grouping, self.weights = grouping, grouping.sizes
-        if sample_weights is not None:
-            self.weights = tuple(grouping.sums(sample_weights))
+        sums = grouping.sizes if sample_weights is None else grouping.sums(sample_weights)
+        counting = [number for number, weight in enumerate(sums) if weight]
+        self._counting = None if len(counting) == len(sums) else counting
+        self.grouping, self.weights = grouping, tuple(sums[number] for number in counting)
         self._norms = NormsOfGroups(self.weights, self._layers, plan.eps)
         self._backwards += 1
         self._compares = is_new or is_surprising or self._prepared % _COMPARED == 0
@@ -138,6 +141,8 @@ class GroupTap:
             refusal = "" if self._plan is None else self._plan.refusal
             self.refusals.setdefault(parameter, refusal or _NOT_IN_GRAPH)
             return None
+        if self._counting is not None:
+            images = images[self._counting]
         scale, expected = 1, None
         if self._compares:
             expected = gradient.to(images.dtype)
