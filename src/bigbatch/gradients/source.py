@@ -16,7 +16,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
-from bigbatch.gradients.groups.group_tap import GroupTap
+from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
@@ -351,8 +351,7 @@ class GradientSource:
         unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
         self.group_norms[-1] = tap.end()
         if unseen:
-            shares = {p: squared_length(self.guard.local_grad(p)) for p in self._reached}
-            refusal = _refused_message(unseen, shares)
+            refusal = refusal_message(unseen, {p: self.guard.local_grad(p) for p in self._reached})
             if self.must_see_groups:
                 self.restart()
                 raise GradientError(f"{refusal}; measure by micro-batches instead, groups=None")
@@ -427,27 +426,6 @@ class GradientSource:
     @_disable_dynamo
     def _foreign_backward_ended(self) -> None:
         self.foreign_backward |= self.guard.changed_by_foreign_backward()
-
-
-def squared_length(gradient: Tensor | None) -> float:
-    """|gradient|^2; waits for the device."""
-    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient.detach())) ** 2
-
-
-def _refused_message(unseen: dict[Tensor, str], squares: dict[Tensor, float]) -> str:
-    reasons: dict[str, list[Tensor]] = {}
-    for parameter, reason in unseen.items():
-        reasons.setdefault(reason, []).append(parameter)
-    total = sum(squares.values()) or 1.0
-    parts = [
-        f"{len(parameters)} of shape {', '.join(str(tuple(p.shape)) for p in parameters[:3])} with "
-        f"{sum(squares[p] for p in parameters) / total:.2g} of |G|^2 ({reason})"
-        for reason, parameters in reasons.items()
-    ]
-    return (
-        "the gradients of the groups of one backward cannot be seen for these parameters: "
-        f"{'; '.join(parts)}"
-    )
 
 
 def are_freed(parameters: Iterable[Tensor]) -> bool:

@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated
 
 from bigbatch.errors import SettingError
@@ -10,8 +9,6 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import In
-
-_fit = lru_cache(BatchPlan.fit)  # most steps have the plan of the step before
 
 MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
@@ -53,7 +50,7 @@ class PlanConstraints:
         backwards = -(-self.min_micro_batches // groups) if compared else 1
         if groups > 1 and compared:
             min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
-        return _fit(
+        return BatchPlan.fit(
             batch_size,
             self.ranks,
             max_micro=self.micro_batch,

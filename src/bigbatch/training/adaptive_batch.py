@@ -110,9 +110,8 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        way = MeasuringWay(options.get("groups"))
+        way = MeasuringWay(options.get("groups") or self.meter.groups)
         self.meter.cut_backwards(way.groups, model)
-        way.groups = self.meter.groups
         self.meter.source.must_see_groups = not way.is_auto
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
@@ -127,11 +126,7 @@ class AdaptiveBatch:
         has_size = has_controller or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
         self.controller = constraints.controller(
-            policy,
-            batch_size,
-            options.get("base_batch"),
-            self.batches.samples,
-            1 if way.is_auto or way.groups is None else way.groups,
+            policy, batch_size, options.get("base_batch"), self.batches.samples, way.min_groups
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(

@@ -32,6 +32,11 @@ class MeasuringWay:
         self._chosen: dict[int, bool] = {}  # whether groups are taken, by size
         self._last: tuple[int, bool, int] | None = None  # the step whose time comes next
 
+    @property
+    def min_groups(self) -> int:
+        """Groups of a backward in any measured step; 1 if it may be cut instead."""
+        return 1 if self.is_auto or self.groups is None else self.groups
+
     def takes_groups(self, batch_size: int, *, must_cut: bool) -> bool:
         """Whether the next measured step is measured by groups.
 

@@ -91,8 +91,8 @@ class Update:
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
         self._plans: dict[bool, BatchPlan] = {}  # of a measured step and another
-        # the size, its bounds, and whether it is measured by groups
-        self._planned: tuple[int, int, int | None, bool] | None = None
+        self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
+        self._must_cut = False  # whether such a step has too few micro-batches unless it is cut
         self._plan_step()
         meter.at_step(0, due=interval.due)
         if controller.needs_statistics:
@@ -125,13 +125,10 @@ class Update:
             self._controller.limit(max_batch=samples)
         self._plan_step()
 
-    def fit_plan(
-        self, batch_size: int, *, compared: bool = True, by_groups: bool | None = None
-    ) -> BatchPlan:
+    def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
-        by_groups = self.by_groups if by_groups is None else by_groups
-        groups = self.way.groups if by_groups and self.way.groups is not None else 1
+        groups = self.way.groups if self.by_groups and self.way.groups else 1
         return self._constraints.plan(batch_size, *bounds, compared=compared, groups=groups)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
@@ -268,20 +265,22 @@ class Update:
             reduced.restart()
 
     def _plan_step(self) -> None:
-        """Plans the next step, if it is measured and if not."""
+        """Plans the next step, if it is measured and if not, where something has changed."""
         controller, is_vr = self._controller, self.reader is not None
-        size, bounds = controller.decision.batch_size, (controller.min_batch, controller.max_batch)
-        plain = self._plans.get(False)
-        if self._planned is None or self._planned[:3] != (size, *bounds):
-            plain = self.fit_plan(size, compared=is_vr)
-        assert plain is not None
-        self._must_cut = plain.micro_batches < self._constraints.min_micro_batches
-        self.by_groups = self.way.takes_groups(size, must_cut=self._must_cut)
-        planned = size, *bounds, self.by_groups
-        if planned != self._planned:
+        size = controller.decision.batch_size
+        planned = size, controller.min_batch, controller.max_batch
+        is_new = planned != self._planned
+        if is_new:
             self._planned = planned
-            plain = self.fit_plan(size, compared=is_vr)
-            self._plans = {True: self.fit_plan(size), False: plain}
+            uncut = self.fit_plan(size, compared=False)
+            self._must_cut = uncut.micro_batches < self._constraints.min_micro_batches
+        by_groups = self.way.takes_groups(size, must_cut=self._must_cut)
+        if is_new or by_groups != self.by_groups:
+            self.by_groups = by_groups
+            self._plans = {
+                measured: self.fit_plan(size, compared=measured or is_vr)
+                for measured in (True, False)
+            }
         self.plan = self._plans[self.interval.due]
 
     @property

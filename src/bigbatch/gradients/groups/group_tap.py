@@ -236,3 +236,31 @@ def _prehook(
             bound(prepared, use, gradients)
 
     return hook
+
+
+def refusal_message(
+    refusals: Mapping[Tensor, str], gradients: Mapping[Tensor, Tensor | None]
+) -> str:
+    """Names the parameters whose groups cannot be seen, with their share of |G|^2 and the reason.
+
+    Args:
+        refusals: these parameters, and why.
+        gradients: the gradient of every parameter; waits for the device.
+    """
+    squares = {
+        p: 0.0 if g is None else float(torch.linalg.vector_norm(g.detach())) ** 2
+        for p, g in gradients.items()
+    }
+    total = sum(squares.values()) or 1.0
+    by_reason: dict[str, list[Tensor]] = {}
+    for parameter, reason in refusals.items():
+        by_reason.setdefault(reason, []).append(parameter)
+    parts = [
+        f"{len(parameters)} of shape {', '.join(str(tuple(p.shape)) for p in parameters[:3])} with "
+        f"{sum(squares[p] for p in parameters) / total:.2g} of |G|^2 ({reason})"
+        for reason, parameters in by_reason.items()
+    ]
+    return (
+        "the gradients of the groups of one backward cannot be seen for these parameters: "
+        f"{'; '.join(parts)}"
+    )
