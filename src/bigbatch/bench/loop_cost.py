@@ -18,13 +18,11 @@ from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.measuring_interval import DEFAULT_BUDGET
 
-ROWS = 17
+ROWS = 13
 
 _ACCUMULATION = 8  # micro-batches of a step
 _MICRO_BATCHES = 1280  # micro-batches of the tiny network in one timing
-_UNTIL_TIMED = 16  # steps after which a budget's interval is known
 # budgets, and what they are called in the table
 _KINDS: tuple[tuple[float | None, str], ...] = ((0.0, "not measured"), (None, "measured"))
 
@@ -41,7 +39,6 @@ def _images(samples: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def costs(rounds: int) -> Iterator[Row]:
     """All costs that the loop adds, one row each."""
     yield from _plain_loop_ratios(rounds)
-    yield from _one_backward_ratios(rounds)
     yield from _python_overhead(rounds)
     yield from _copies_and_waiting()
     yield from _changing_size_ratios(rounds)
@@ -69,37 +66,11 @@ def _plain_loop_ratios(rounds: int) -> Iterator[Row]:
     model, k = resnet_of_basic_blocks(), _ACCUMULATION
     batches = [random_batch(model, 8, 32) for _ in range(k)]
     adaptive = [_adaptive(model, batches, budget, k) for budget, _ in _KINDS]
-    times = interleaved([_plain(model, batches, k), *adaptive], rounds)
+    times = interleaved([plain_loop(model, batches, k), *adaptive], rounds)
     for number, (_, kind) in enumerate(_KINDS, start=1):
         ratios = [row[number] / row[0] for row in times]
         goal = 1.01 if number == 1 else None
         yield _row(f"ResNet-18, k = {k} x 8, {kind}: step / plain step", ratios, goal=goal)
-
-
-def _one_backward_ratios(rounds: int) -> Iterator[Row]:
-    """Time of a step over that of a plain loop that does not accumulate.
-
-    Every step is measured, or those that the default budget allows, after its interval is known.
-    """
-    for name, build, shape in _IMAGE_MODELS:
-        model, steps = build(), 8 if name == "ResNet-18" else 256
-        micro_batches = [_images(16, shape) for _ in range(16)] * (steps // 4)
-        batches = [
-            (torch.cat([x for x, _ in four]), torch.cat([y for _, y in four]))
-            for four in zip(*[iter(micro_batches)] * 4, strict=True)
-        ]
-        runs = [
-            _plain(model, batches, 1),
-            _adaptive(model, micro_batches, None, 4),
-            _adaptive(model, micro_batches, DEFAULT_BUDGET, 4, micro_batch=64),
-        ]
-        for _ in range(-(-_UNTIL_TIMED // steps)):
-            runs[2]()
-        times = interleaved(runs, rounds)
-        for number, kind in enumerate(("measured", "default budget"), start=1):
-            ratios = [row[number] / row[0] for row in times]
-            what = f"{name}, 64 samples, {'as 4 x 16, ' * (number == 1)}{kind}"
-            yield _row(f"{what}: step / plain step of 1 x 64", ratios)
 
 
 def _python_overhead(rounds: int) -> Iterator[Row]:
@@ -111,14 +82,15 @@ def _python_overhead(rounds: int) -> Iterator[Row]:
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(_MICRO_BATCHES)]
     for budget, kind in _KINDS:
         for k in (64, 8):
-            runs = [_plain(model, batches, k), _adaptive(model, batches, budget, k)]
+            runs = [plain_loop(model, batches, k), _adaptive(model, batches, budget, k)]
             times = interleaved(runs, rounds)
             extra = [1e6 * (adaptive - plain) / len(batches) for plain, adaptive in times]
             goal = 50.0 if (budget, k) == (0, 64) else None
             yield _row(f"Python a micro-batch, k = {k}, {kind}", extra, " us", goal)
 
 
-def _plain(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None]:
+def plain_loop(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None]:
+    """Steps of k batches with SGD, in a loop without the library."""
     model = copy.deepcopy(model)  # without the hooks of a meter
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
@@ -126,7 +98,7 @@ def _plain(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None
         for start in range(0, len(batches), k):
             for x, y in batches[start : start + k]:
                 loss = functional.cross_entropy(model(x), y)
-                (loss / k).backward()  # type: ignore[no-untyped-call]
+                (loss / k if k > 1 else loss).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 
@@ -134,11 +106,7 @@ def _plain(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], None
 
 
 def _adaptive(
-    model: nn.Module,
-    batches: MicroBatches,
-    budget: float | None,
-    k: int,
-    micro_batch: int | None = None,
+    model: nn.Module, batches: MicroBatches, budget: float | None, k: int
 ) -> Callable[[], None]:
     """Steps of k batches in the adaptive loop.
 
@@ -147,7 +115,6 @@ def _adaptive(
         batches: batches of equal size.
         budget: largest share of the time that measuring takes; None measures every step.
         k: batches of a step; a measured step has at least as many micro-batches.
-        micro_batch: largest micro-batch of a step that is not measured; default: a batch.
     """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -157,7 +124,7 @@ def _adaptive(
         optimizer,
         batches,
         policy=Fixed(k * samples),
-        micro_batch=micro_batch or samples,
+        micro_batch=samples,
         min_micro_batches=k,
         budget=budget,
     )

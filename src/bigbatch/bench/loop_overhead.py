@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
+from bigbatch.bench.loop_cost import plain_loop
 from bigbatch.bench.sized_networks import MicroBatches, TiedTransformer, small_cnn, with_group_norm
 from bigbatch.bench.timing import Row, Times, interleaved_times, median_and_range
 from bigbatch.errors import GradientError
@@ -46,7 +47,7 @@ class Network:
         """Random inputs and labels."""
         if self.tokens:
             tokens = torch.randint(self.tokens, (samples, *self.shape))
-            return tokens, tokens.roll(-1, 1)
+            return tokens, tokens.roll(-1, 1).flatten()
         return torch.randn(samples, *self.shape), torch.randint(10, (samples,))
 
 
@@ -88,7 +89,7 @@ def _row(name: str, samples: int, rounds: int) -> Row:
     # so many passes that the default's measured steps have their share, in all rounds together
     steps = min(_MAX_STEPS, 2 * max(loop.every or 0 for loop in loops.values()))
     passes = max(1, -(-steps // (rounds * shape.steps)))
-    runs: list[Callable[[], None]] = [_plain(model, batches)]
+    runs: list[Callable[[], None]] = [plain_loop(model, batches, 1)]
     runs += [partial(_run, loop) for loop in loops.values()]
     times = interleaved_times([_repeated(run, passes) for run in runs], rounds)
     plain = [1e3 * row[0].wall / shape.steps / passes for row in times]
@@ -117,20 +118,6 @@ def _repeated(run: Callable[[], None], times: int) -> Callable[[], None]:
     return repeated
 
 
-def _plain(model: nn.Module, batches: MicroBatches) -> Callable[[], None]:
-    """One backward a step."""
-    model = copy.deepcopy(model)  # without the hooks of a meter
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def run() -> None:
-        for x, y in batches:
-            _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
-
-
 def _warm_loop(
     model: nn.Module,
     batches: MicroBatches,
@@ -156,9 +143,5 @@ def _run(train: AdaptiveBatch) -> None:
     """One pass over the batches."""
     for step in train:
         for x, y in step:
-            step.backward(_loss(train.model, x, y))
+            step.backward(functional.cross_entropy(train.model(x), y))
         step.update()
-
-
-def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(model(x), y.flatten())
