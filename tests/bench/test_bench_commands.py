@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from typer import BadParameter
 
 from bigbatch import GradientMeter
@@ -132,7 +131,7 @@ def test_the_networks_of_the_overhead_learn_from_their_batches(name):
     network = loop_overhead.NETWORKS[name]
     model, (x, y) = network.build(), network.batch(4)
     assert 4 == len(x)
-    loss = cross_entropy(model(x), y)
+    loss = sized_networks.mean_loss(model, x, y)
     loss.backward()
     assert torch.isfinite(loss)
     assert all(p.grad is not None for p in model.parameters())
@@ -146,8 +145,9 @@ def test_group_norms_take_the_place_of_all_batch_norms():
 
 
 def test_the_overhead_has_a_row_for_each_batch_with_both_times_of_each_way():
-    rows = list(loop_overhead.rows(["digits network"], [4, 8], rounds=1))
-    assert [("digits network", "4"), ("digits network", "8")] == [
+    names = ["digits network", "transformer, 6 x 64"]
+    rows = list(loop_overhead.rows(names, [4, 8], rounds=1))
+    assert [(name, batch) for name in names for batch in ("4", "8")] == [
         (row["network"], row["batch"]) for row in rows
     ]
     for way in loop_overhead.WAYS:

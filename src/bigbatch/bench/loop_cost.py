@@ -7,10 +7,9 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from bigbatch.bench.sized_networks import MicroBatches, random_batch
+from bigbatch.bench.sized_networks import MicroBatches, mean_loss, random_batch
 from bigbatch.bench.timing import Row, interleaved
 from bigbatch.data.batches import Batches
 from bigbatch.experiments.digits import network
@@ -97,7 +96,7 @@ def plain_loop(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], 
     def run() -> None:
         for start in range(0, len(batches), k):
             for x, y in batches[start : start + k]:
-                loss = functional.cross_entropy(model(x), y)
+                loss = mean_loss(model, x, y)
                 (loss / k if k > 1 else loss).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -132,7 +131,7 @@ def _adaptive(
     def run() -> None:
         for step in train:
             for x, y in step:
-                step.backward(functional.cross_entropy(model(x), y))
+                step.backward(mean_loss(model, x, y))
             step.update()
 
     return run
@@ -161,7 +160,7 @@ def _forward_backward(
     def run() -> None:
         model.zero_grad()
         for x, y in batches:
-            functional.cross_entropy(forward(x), y).backward()  # type: ignore[no-untyped-call]
+            mean_loss(forward, x, y).backward()  # type: ignore[no-untyped-call]
 
     return run
 

@@ -7,11 +7,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
 from bigbatch.bench.loop_cost import plain_loop
-from bigbatch.bench.sized_networks import MicroBatches, TiedTransformer, small_cnn, with_group_norm
+from bigbatch.bench.sized_networks import (
+    MicroBatches,
+    TiedTransformer,
+    mean_loss,
+    small_cnn,
+    with_group_norm,
+)
 from bigbatch.bench.timing import Row, Times, interleaved_times, median_and_range
 from bigbatch.errors import GradientError
 from bigbatch.experiments.digits import network
@@ -47,7 +52,7 @@ class Network:
         """Random inputs and labels."""
         if self.tokens:
             tokens = torch.randint(self.tokens, (samples, *self.shape))
-            return tokens, tokens.roll(-1, 1).flatten()
+            return tokens, tokens.roll(-1, 1)
         return torch.randn(samples, *self.shape), torch.randint(10, (samples,))
 
 
@@ -143,5 +148,5 @@ def _run(train: AdaptiveBatch) -> None:
     """One pass over the batches."""
     for step in train:
         for x, y in step:
-            step.backward(functional.cross_entropy(train.model(x), y))
+            step.backward(mean_loss(train.model, x, y))
         step.update()

@@ -1,5 +1,7 @@
 """Networks of known size for benchmarks: transformers, wide layers, a small CNN."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -88,3 +90,8 @@ def random_batch(model: nn.Module, samples: int, length: int) -> tuple[Tensor, T
     if nn.Conv2d in layers:
         return torch.randn(samples, 3, length, length), torch.randint(10, (samples,))
     return torch.randn(samples, 1280), torch.randint(1280, (samples,))
+
+
+def mean_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy of such a batch; labels of positions may be (samples, length)."""
+    return functional.cross_entropy(model(x), y.flatten())
