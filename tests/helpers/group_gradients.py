@@ -11,6 +11,20 @@ from oracles import noise as oracle
 from tensors import difference
 
 
+class Scaled(torch.autograd.Function):
+    """x * w, written by hand."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient * x).sum(0)
+
+
 class Recorder(Subscriber):
     """Keeps the groups' own gradients of every backward, by parameter."""
 

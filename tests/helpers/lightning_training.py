@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.integrations.lightning import AdaptiveBatchCallback
+from bigbatch.optim import VRSGD
 
 MICRO = 4
 SEED = 5
@@ -55,6 +56,10 @@ def network():
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def vrsgd(parameters):
+    return VRSGD(parameters, lr=0.05, momentum=0.9)
 
 
 class Training(pl.LightningModule):

@@ -25,6 +25,7 @@ from lightning_training import (
     network,
     plain_loop,
     sgd,
+    vrsgd,
     weights_of,
 )
 from tiny_trainer import arguments, causal_loss, gpt, texts
@@ -36,10 +37,6 @@ SETTINGS = {
     "groups": GROUPS,
     "every": 1,
 }
-
-
-def vrsgd(parameters):
-    return VRSGD(parameters, lr=0.05, momentum=0.9)
 
 
 every_optimizer = pytest.mark.parametrize("optimizer", [sgd, vrsgd], ids=["SGD", "VRSGD"])

@@ -23,6 +23,7 @@ from lightning_training import (
     network,
     plain_loop,
     sgd,
+    vrsgd,
     weights_of,
 )
 from stateful_policy import Patient
@@ -32,10 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor"
 ROUNDING = {"rtol": 1e-10, "atol": 1e-12}  # float64, the loss divided and multiplied once
 GROWING = bb.SimiGrad(target=0.5, min_batch=12, max_batch=60, grow=1.5)
 SETTINGS = {"batch_size": 12, "base_batch": 8, "min_micro_batches": 2}
-
-
-def vrsgd(parameters):
-    return VRSGD(parameters, lr=0.05, momentum=0.9)
 
 
 def assert_same(expected, actual, steps=None):

@@ -351,7 +351,8 @@ class GradientSource:
         unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
         self.group_norms[-1] = tap.end()
         if unseen:
-            refusal = refusal_message(unseen, {p: self.guard.local_grad(p) for p in self._reached})
+            gradients = {p: self.guard.local_grad(p) for p in self._reached}
+            refusal = refusal_message(unseen, gradients, tap.model)
             if self.must_see_groups:
                 self.restart()
                 raise GradientError(f"{refusal}; measure by micro-batches instead, groups=None")

@@ -23,6 +23,7 @@ _COLUMNS = 2003  # added to the seed of a parameter's columns
 _COMPARED = 8  # one backward in so many compares the sums of the groups with the gradients
 _NOT_IN_GRAPH = "not below the loss, or not below the outputs of the last forward"
 _MAX_STRUCTURES = 32  # graphs that are remembered
+_NAMED = 3  # parameters that a refusal names
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class GroupTap:
     ) -> None:
         self.groups = groups
         self.exact = False  # whether a subscriber needs the gradients themselves
-        self._layers, self._model = layers, model
+        self._layers, self.model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
         self.refusals: dict[Tensor, str] = {}  # of the present backward
         self.grouping: Grouping | None = None  # of the prepared backward
@@ -113,7 +114,7 @@ class GroupTap:
                 edges,
                 grouping,
                 self._parameter_of,
-                self._model,
+                self.model,
                 checks_samples=self._checks_samples,
             )
             while len(self._plans) >= _MAX_STRUCTURES:
@@ -239,14 +240,19 @@ def _prehook(
 
 
 def refusal_message(
-    refusals: Mapping[Tensor, str], gradients: Mapping[Tensor, Tensor | None]
+    refusals: Mapping[Tensor, str],
+    gradients: Mapping[Tensor, Tensor | None],
+    model: nn.Module | None,
 ) -> str:
     """Names the parameters whose groups cannot be seen, with their share of |G|^2 and the reason.
 
     Args:
         refusals: these parameters, and why.
         gradients: the gradient of every parameter; waits for the device.
+        model: has their names; None if it is unknown.
     """
+    named = () if model is None else model.named_parameters()
+    names: dict[Tensor, str] = {p: name for name, p in named}
     squares = {
         p: 0.0 if g is None else float(torch.linalg.vector_norm(g.detach())) ** 2
         for p, g in gradients.items()
@@ -255,11 +261,13 @@ def refusal_message(
     by_reason: dict[str, list[Tensor]] = {}
     for parameter, reason in refusals.items():
         by_reason.setdefault(reason, []).append(parameter)
-    parts = [
-        f"{len(parameters)} of shape {', '.join(str(tuple(p.shape)) for p in parameters[:3])} with "
-        f"{sum(squares[p] for p in parameters) / total:.2g} of |G|^2 ({reason})"
-        for reason, parameters in by_reason.items()
-    ]
+    parts = []
+    for reason, parameters in by_reason.items():
+        shown = [names.get(p, f"one of shape {tuple(p.shape)}") for p in parameters[:_NAMED]]
+        if len(parameters) > _NAMED:
+            shown.append(f"{len(parameters) - _NAMED} more")
+        share = sum(squares[p] for p in parameters) / total
+        parts.append(f"{', '.join(shown)} with {share:.2g} of |G|^2 ({reason})")
     return (
         "the gradients of the groups of one backward cannot be seen for these parameters: "
         f"{'; '.join(parts)}"
