@@ -1,11 +1,12 @@
 """The graph that a backward will run: its nodes, their shapes and saved tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from bigbatch.errors import GradientError
@@ -16,33 +17,56 @@ Node = Any
 Edge = tuple[Node, int]
 """A node, and the number of one of its forward function's outputs."""
 
+_WITH_MODES = {
+    "BatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+    "NativeBatchNormBackward0",
+}
+"""Functions of one name that compute something else in training."""
+
 
 def edges_of(tensors: Iterable[Tensor]) -> list[Edge]:
     """Where the backwards of these tensors start."""
     return [(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None]
 
 
-def trace(roots: Iterable[Edge]) -> tuple[list[Node], tuple[object, ...]]:
+def trace(
+    roots: Iterable[Edge], parameter_of: Callable[[Tensor], Tensor | None]
+) -> tuple[list[Node], tuple[object, ...]]:
     """Every node below the roots, in an order that depends on the structure of the graph alone.
 
+    Args:
+        roots: where the backward starts.
+        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
     Returns:
-        The nodes, and a key that graphs of one structure share: the names of their functions, and
-        the leaves themselves.
+        The nodes, and a key that graphs of one structure share: the names of their functions, how
+        they are connected, and the parameters.
     """
-    waiting = [node for node, _ in roots]
     nodes: list[Node] = []
+    numbers: dict[Node, int] = {}
     key: list[object] = []
-    visited: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        nodes.append(node)
+    edges: Iterable[tuple[Node | None, int]] = roots
+    upcoming = 0
+    while True:
+        for following, output in edges:
+            if following is None:
+                key.append(None)
+                continue
+            number = numbers.setdefault(following, len(nodes))
+            if number == len(nodes):
+                nodes.append(following)
+            key += number, output
+        if upcoming == len(nodes):
+            return nodes, tuple(key)
+        node = nodes[upcoming]
+        upcoming += 1
         edges = node.next_functions
-        key.append(node.name() if edges else id(leaf_of(node)))
-        waiting += [following for following, _ in edges if following is not None]
-    return nodes, tuple(key)
+        name = node.name()
+        leaf = None if edges else leaf_of(node)
+        key.append(name if leaf is None else id(parameter_of(leaf)))
+        if name in _WITH_MODES:
+            key.append(node._saved_training)
 
 
 def leaf_of(node: Node) -> Tensor | None:
@@ -62,14 +86,9 @@ def saved_tensor(node: Node, name: str) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def gradients_of_operands(node: Node, gradient: Tensor, output: int = 0) -> list[Tensor | None]:
-    """What a function's node makes of the gradient of an output, before its turn in a backward."""
-    for name in _names_of_saved(node.__class__):
-        saved = getattr(node, f"_raw_saved_{name}")
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            _keep(one)
-    gradients: list[Tensor | None] = [None] * len(node._input_metadata)
-    gradients[output] = gradient
+def gradients_of_operands(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What a function's node makes of the gradients of its outputs, before its turn."""
+    _keep_saved(node)
     results = node(*gradients)
     results = results if isinstance(results, tuple) else (results,)
     return [
@@ -81,10 +100,29 @@ def gradients_of_operands(node: Node, gradient: Tensor, output: int = 0) -> list
 
 def constants_of(node: Node) -> list[Tensor]:
     """The tensors that a function saved and did not compute, and that have no gradient."""
+    _keep_saved(node)
     names = [name for name in _names_of_saved(node.__class__) if not name.startswith("result")]
     saved = [getattr(node, f"_saved_{name}") for name in names]
     tensors = [one for s in saved for one in (s if isinstance(s, (tuple, list)) else (s,))]
     return [one for one in tensors if isinstance(one, Tensor) and not one.requires_grad]
+
+
+def written_in_python(nodes: Iterable[Node]) -> list[Node]:
+    """The functions that are subclasses of `torch.autograd.Function`."""
+    return [node for node in nodes if isinstance(node, BackwardCFunction)]
+
+
+def saved_by_python(node: Node) -> list[Tensor]:
+    """The tensors that a function written in Python keeps for its backward."""
+    _keep_saved(node)
+    return [one for one in (*node.saved_tensors, *vars(node).values()) if isinstance(one, Tensor)]
+
+
+def _keep_saved(node: Node) -> None:
+    for name in _names_of_saved(node.__class__):
+        saved = getattr(node, f"_raw_saved_{name}")
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            _keep(one)
 
 
 @cache

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.gradients.groups.backward_graph import Edge, Node, shape_of
@@ -14,6 +13,7 @@ from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
 from bigbatch.gradients.groups.projection import SIGNS
 from bigbatch.gradients.groups.rules import Place, Rule, can_project, rule_of
+from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
 
@@ -26,17 +26,17 @@ class CoveredUse(NamedTuple):
         rule: computes what it adds to the groups' gradients.
         place: where the samples are in its output.
         operands: the numbers of the operands that come from parameters.
-        routes: the routes to these, by operand.
+        routes: the route to the parameters, by operand.
     """
 
     number: int
     rule: Rule
     place: Place
     operands: tuple[int, ...]
-    routes: dict[int, list[Route]]
+    routes: dict[int, Route]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BackwardPlan:
     """What is known of all graphs of one structure.
 
@@ -47,6 +47,9 @@ class BackwardPlan:
             signs, which those of one use share.
         eps: relative rounding of the coarsest dtype between a use and its parameter.
         refusal: why no parameter is covered.
+        is_conclusive: whether the check of the samples shows where those of other batches are.
+        numbers: the numbers of the nodes of all uses.
+        backwards: how many it was used for.
     """
 
     uses: list[CoveredUse]
@@ -54,6 +57,9 @@ class BackwardPlan:
     projected: dict[Tensor, int]
     eps: float = 0.0
     refusal: str = ""
+    is_conclusive: bool = True
+    numbers: tuple[int, ...] = ()
+    backwards: int = 0
 
 
 def plan_backward(
@@ -63,7 +69,7 @@ def plan_backward(
     parameter_of: Callable[[Tensor], Tensor | None],
     model: nn.Module | None,
     *,
-    checks_samples: bool,
+    check: int | None,
 ) -> BackwardPlan:
     """Finds the uses of parameters in a graph, and where the samples are in each.
 
@@ -73,7 +79,7 @@ def plan_backward(
         grouping: the groups of its samples.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether an extra backward may check where the samples are.
+        check: the number of the check, by extra backwards, of where the samples are; None for none.
     """
     refusal = _refusal_of_graph(nodes) or _refusal_of_model(model)
     if refusal:
@@ -84,56 +90,59 @@ def plan_backward(
         found = ParameterUses(
             nodes, roots, parameter_of, grouping.samples, is_of_model, without_samples
         )
-        places = _find_places(found, grouping, checks_samples=checks_samples)
-        wrong = {number for number, place in places.items() if place is None}
+        checked = _find_places(found, grouping, check)
+        wrong = {number for number, place in checked.places.items() if place is None}
         parameters_only = {
             use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
         }
         if not parameters_only:
             break
         without_samples |= parameters_only
-    refusals = dict(found.refusals)
+    if checked.overwriting:
+        refusal = f"the backward of {checked.overwriting} overwrites what its forward saved"
+        return BackwardPlan([], {}, {}, refusal=refusal)
+    refusals: dict[Tensor, str] = {}
     for use in found.uses:
-        if use.number in wrong:
-            message = f"a group's samples influence others in {use.name}, or are not together"
-            refusals.update(dict.fromkeys(use.parameters, message))
+        reason = use.refusal or _refusal_of_place(found, use, checked.places[use.number])
+        if reason:
+            refusals.update(dict.fromkeys(use.parameters, reason))
     uses = [
         _covered(use, nodes[use.number], place)
         for use in found.uses
-        if (place := places[use.number]) is not None and not use.refusal
+        if (place := checked.places[use.number]) is not None and not use.refusal
     ]
-    return BackwardPlan(uses, refusals, _projected(found), _rounding(found))
+    return BackwardPlan(
+        uses,
+        refusals,
+        _projected(found),
+        _rounding(found),
+        is_conclusive=checked.is_conclusive,
+        numbers=tuple(use.number for use in found.uses),
+    )
 
 
-def _find_places(
-    found: ParameterUses, grouping: Grouping, *, checks_samples: bool
-) -> dict[int, Place | None]:
-    """By the node of each use: where its samples are; None if they are not as a group's are."""
-    samples = grouping.samples
-    if not checks_samples or samples == 1:
-        return {
-            use.number: next((p for p in use.places if p.is_certain or samples == 1), None)
-            for use in found.uses
-        }
-    places: dict[int, Place | None] = {use.number: None for use in found.uses}
+def _find_places(found: ParameterUses, grouping: Grouping, check: int | None) -> SampleCheck:
+    """By the number of each use: where its samples are; None if it is not known."""
+    if grouping.samples == 1:
+        return SampleCheck({use.number: next(iter(use.places), None) for use in found.uses})
+    if check is not None:
+        result = check_samples(found, grouping, check)
+        result.places |= dict.fromkeys(found.unlocated)
+        return result
+    places: dict[int, Place | None] = {}
+    for use in found.uses:
+        certain = [place for place in use.places if place.is_certain]
+        places[use.number] = certain[0] if len(certain) == 1 else None
+    return SampleCheck(places)
 
-    def check(use: Use, gradients: tuple[Tensor | None, ...]) -> None:
-        if gradients[0] is not None:
-            places[use.number] = _place_of_half(use, gradients[0], grouping)
 
-    last = found.last_uses
-    handles = [
-        found.nodes[use.number].register_prehook(lambda g, use=use: check(use, g))
-        for use in found.uses
-        if use not in last
-    ]
-    try:
-        for use, gradient in zip(last, _backward_of_half(found, grouping), strict=True):
-            check(use, (gradient,))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return places
+def _refusal_of_place(found: ParameterUses, use: Use, place: Place | None) -> str:
+    """Why it is not known where the samples of a use are; empty if it is."""
+    if place is not None:
+        return ""
+    if use.number in found.unlocated:
+        return f"no value from the loss down to {use.name} has a dimension of the batch's size"
+    return f"a group's samples influence others in {use.name}, or are not together"
 
 
 def _refusal_of_graph(nodes: Sequence[Node]) -> str:
@@ -159,12 +168,23 @@ def _refusal_of_model(model: nn.Module | None) -> str:
 
 
 def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
-    """Whether a constant is in the memory of a buffer of the model, or of a frozen parameter."""
+    """Whether a constant is a buffer of the model or a frozen parameter, a view or a copy of it."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
     # a parameter of fully_shard has no memory of its own
     plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
-    return lambda constant: constant.untyped_storage().data_ptr() in addresses
+    by_address = {tensor.untyped_storage().data_ptr(): tensor for tensor in plain}
+
+    def is_of_model(constant: Tensor) -> bool:
+        if constant.untyped_storage().data_ptr() in by_address:
+            return True
+        return any(
+            (tensor.shape, tensor.dtype, tensor.device)
+            == (constant.shape, constant.dtype, constant.device)
+            and torch.equal(tensor, constant)
+            for tensor in by_address.values()
+        )
+
+    return is_of_model
 
 
 def _covered(use: Use, node: Node, place: Place) -> CoveredUse:
@@ -178,9 +198,8 @@ def _projected(found: ParameterUses) -> dict[Tensor, int]:
     numbers: dict[Tensor, int] = {}
     for number, use in enumerate(found.uses):
         shared = next((numbers[p] for p in use.parameters if p in numbers), number)
-        for operand, routes in use.routes.items():
-            for route in routes:
-                parameter = route.parameter
+        for operand, route in use.routes.items():
+            for parameter in route.parameters:
                 numbers.setdefault(parameter, shared)
                 projects[parameter] = (
                     projects.get(parameter, True)
@@ -196,51 +215,7 @@ def _rounding(found: ParameterUses) -> float:
     """Relative rounding of the coarsest dtype of the uses, and of what leads to parameters."""
     dtypes = {p.dtype for use in found.uses for p in use.parameters}
     for use in found.uses:
-        routes = [route for routes in use.routes.values() for route in routes]
-        numbers = {use.number, *(step[0] for route in routes for step in route.path)}
+        steps = (step for route in use.routes.values() for step in route.steps)
+        numbers = {use.number, *(step.number for step in steps if step.parameter is None)}
         dtypes |= {m.dtype for n in numbers for m in found.nodes[n]._input_metadata}
     return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)
-
-
-def _backward_of_half(found: ParameterUses, grouping: Grouping) -> Sequence[Tensor | None]:
-    """The gradients of the last uses, in a backward of random gradients of half of the samples.
-
-    It ends there, before the leaves and their hooks.
-    """
-    edges, gradients = [], []
-    generator = torch.Generator().manual_seed(0)
-    for number, output, place in found.frontier:
-        node = found.nodes[number]
-        metadata = node._input_metadata[output]
-        gradient = torch.randn(tuple(metadata.shape), generator=generator)
-        by_sample = place.by_sample(gradient, grouping)
-        by_sample[~_members(grouping)] = 0
-        edges.append(GradientEdge(node, output))
-        gradients.append(gradient.to(metadata.device, metadata.dtype))
-    ends = [GradientEdge(found.nodes[use.number], 0) for use in found.last_uses]
-    if not edges or not ends:
-        return [None] * len(ends)
-    return torch.autograd.grad(edges, ends, gradients, retain_graph=True, allow_unused=True)
-
-
-def _members(grouping: Grouping) -> Tensor:
-    """Whether each sample is checked, (B,): a random half, of sample 1 and not of its partners.
-
-    Groups of other sizes may part any two samples, so the half is not a group.
-    """
-    samples = grouping.samples
-    members = torch.rand(samples, generator=torch.Generator().manual_seed(samples)) < 0.5
-    members[[0, (1 + samples // 2) % samples, -2]] = False  # next to it, half a batch on, mirrored
-    members[1] = True
-    return members
-
-
-def _place_of_half(use: Use, gradient: Tensor, grouping: Grouping) -> Place | None:
-    """The first place in which the gradients of samples that are not checked are zero."""
-    members = _members(grouping)
-    for place in use.places:
-        by_sample = place.by_sample(gradient.detach(), grouping)
-        nonzero = (by_sample != 0).reshape(grouping.samples, -1).any(1).cpu()
-        if not bool((nonzero & ~members).any()):
-            return place
-    return None

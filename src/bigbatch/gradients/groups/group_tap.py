@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import sum_dtype, without_autocast
-from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands, trace
-from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse, plan_backward
+from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands
+from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse
 from bigbatch.gradients.groups.contributions import Contribution
 from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import Route
 from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
+from bigbatch.gradients.groups.remembered_plans import RememberedPlans
 from bigbatch.gradients.groups.rules import Call
 
 _COLUMNS = 2003  # added to the seed of a parameter's columns
 _COMPARED = 8  # one backward in so many compares the sums of the groups with the gradients
 _NOT_IN_GRAPH = "not below the loss, or not below the outputs of the last forward"
-_MAX_STRUCTURES = 32  # graphs that are remembered
 _NAMED = 3  # parameters that a refusal names
 
 
@@ -70,10 +70,9 @@ class GroupTap:
         self.refusals: dict[Tensor, str] = {}  # of the present backward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups that have any weight
-        self._parameter_of, self._checks_samples = parameter_of, checks_samples
+        self._plans = RememberedPlans(parameter_of, model, checks_samples=checks_samples)
         self._backwards = 0  # of the step
         self._prepared = 0  # number of the last prepared graph
-        self._plans: dict[object, BackwardPlan] = {}
         self._plan: BackwardPlan | None = None
         self._projected: dict[Tensor, int] = {}  # in the prepared backward
         # the groups that have any weight, which count; None for all
@@ -104,22 +103,8 @@ class GroupTap:
         self.forget()
         grouping = Grouping(samples, min(self.groups, samples))
         edges = edges_of(roots)
-        nodes, structure = trace(edges)
-        key = samples > 1, structure
-        plan = self._plans.get(key)
-        is_new = plan is None
-        if plan is None:
-            plan = plan_backward(
-                nodes,
-                edges,
-                grouping,
-                self._parameter_of,
-                self.model,
-                checks_samples=self._checks_samples,
-            )
-            while len(self._plans) >= _MAX_STRUCTURES:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = plan
+        nodes, plan = self._plans.plan(edges, grouping)
+        plan.backwards += 1
         self._nodes, self._plan = nodes, plan
         self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
@@ -129,7 +114,7 @@ class GroupTap:
         self.grouping, self.weights = grouping, tuple(sums[number] for number in counting)
         self._norms = NormsOfGroups(self.weights, self._layers, plan.eps)
         self._backwards += 1
-        self._compares = is_new or is_surprising or self._prepared % _COMPARED == 0
+        self._compares = is_surprising or plan.backwards % _COMPARED == 1
         self._prepared += 1
         on_gradient = weakref.WeakMethod(self._on_gradient)
         for use in plan.uses:
@@ -188,30 +173,43 @@ class GroupTap:
         with without_autocast(gradient.device):
             call = Call(node, gradient, use.place, grouping, use.operands)
             for operand, contribution in use.rule(call).items():
-                for route in use.routes[operand]:
-                    self._add(route, contribution, gradient)
+                self._add(use.routes[operand], contribution, gradient)
 
     def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
-        parameter = route.parameter
-        if route.is_matrix:
-            source = contribution.transposed() if route.is_transposed else contribution
-            if parameter in self._projected:
-                images = source.projected(self._projection_of(parameter, like))
-            else:
-                images = source.exact()
+        if not route.is_matrix:
+            by_group = [self._follow(route, gradient) for gradient in contribution.exact()]
+            for parameter in route.parameters:
+                self._add_images(parameter, torch.stack([found[parameter] for found in by_group]))
+            return
+        parameter = route.parameters[0]
+        source = contribution.transposed() if route.is_transposed else contribution
+        if parameter in self._projected:
+            images = source.projected(self._projection_of(parameter, like))
         else:
-            images = torch.stack([self._along(route, g) for g in contribution.exact()])
+            images = source.exact()
+        self._add_images(parameter, images)
+
+    def _add_images(self, parameter: Tensor, images: Tensor) -> None:
         if parameter in self._images:
             images = images.add_(self._images[parameter])
         self._images[parameter] = images
 
-    def _along(self, route: Route, gradient: Tensor) -> Tensor:
-        """The gradient of the parameter, from that of the operand computed from it."""
-        for number, output, operand in route.path:
-            found = gradients_of_operands(self._nodes[number], gradient, output)[operand]
-            assert found is not None
-            gradient = found
-        return gradient
+    def _follow(self, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
+        """The gradients of the parameters, from that of the operand computed from them."""
+        gradients = {route.start: gradient}
+        by_parameter: dict[Tensor, Tensor] = {}
+        for number, operands, parameter in route.steps:
+            node = self._nodes[number]
+            arrived = [gradients.get((number, n)) for n in range(len(node._input_metadata))]
+            if parameter is not None:
+                assert arrived[0] is not None
+                by_parameter[parameter] = arrived[0]
+                continue
+            for operand, found in zip(operands, gradients_of_operands(node, arrived), strict=False):
+                if operand is not None and found is not None:
+                    before = gradients.get(operand)
+                    gradients[operand] = found if before is None else before + found
+        return by_parameter
 
     def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""

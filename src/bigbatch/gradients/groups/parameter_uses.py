@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bigbatch.gradients.groups.backward_graph import Edge, Node, constants_of, leaf_of, shape_of
-from bigbatch.gradients.groups.rules import Place, refusal_of
+from bigbatch.gradients.groups.rules import Place, refusal_of, refusal_of_path
 
 _ROWS = {
     "AddmmBackward0",
@@ -65,30 +66,39 @@ _FLATTENED = (
 """Where the samples may be in dimension 0 with others, the likeliest first."""
 
 
-@dataclass(frozen=True)
-class Route:
-    """How an operand was computed from a parameter.
+class Step(NamedTuple):
+    """A node on the way from an operand to the parameters that it was computed from.
 
     Args:
-        parameter: the parameter.
-        path: the functions from the operand down to the parameter, as (number of the node in the
-            graph, of its output, of the operand that leads on).
-        names: the names of these functions.
+        number: the number of the node in the graph.
+        operands: the numbers of the operands' nodes, and of their outputs; None for constants.
+        parameter: the parameter, if the node is its leaf.
     """
 
-    parameter: Tensor
-    path: tuple[tuple[int, int, int], ...]
-    names: tuple[str, ...]
+    number: int
+    operands: tuple[tuple[int, int] | None, ...]
+    parameter: Tensor | None
 
-    @cached_property
-    def is_matrix(self) -> bool:
-        """Whether the operand is the parameter, cast or transposed."""
-        return all(name in _TRANSPOSES | _CASTS for name in self.names)
 
-    @cached_property
-    def is_transposed(self) -> bool:
-        """Whether it is transposed, if `is_matrix`."""
-        return sum(name in _TRANSPOSES for name in self.names) % 2 == 1
+@dataclass(frozen=True)
+class Route:
+    """How an operand was computed from parameters.
+
+    Args:
+        parameters: the parameters.
+        start: the operand: the number of its node, and of the node's output.
+        steps: the nodes from there to the parameters, each before its operands.
+        is_matrix: whether the operand is one parameter, cast or transposed.
+        is_transposed: whether it is transposed, if `is_matrix`.
+        refusal: why its gradient cannot be computed; empty if it can.
+    """
+
+    parameters: tuple[Tensor, ...]
+    start: tuple[int, int]
+    steps: tuple[Step, ...]
+    is_matrix: bool
+    is_transposed: bool
+    refusal: str
 
 
 @dataclass
@@ -98,29 +108,35 @@ class Use:
     Args:
         number: the number of its node in the graph.
         name: the name of the node.
-        routes: for each operand that comes from parameters, the routes to them.
+        routes: for each operand that comes from parameters, the route to them.
         places: where the samples may be in the output, the likeliest first.
+        refusal: why the groups' gradients cannot be computed here; empty if they can.
     """
 
     number: int
     name: str
-    routes: dict[int, list[Route]] = field(default_factory=dict)
+    routes: dict[int, Route] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
-    uncovered_option: str = ""
-
-    @property
-    def refusal(self) -> str:
-        """Why the groups' gradients cannot be computed here; empty if they can."""
-        if self.uncovered_option:
-            return self.uncovered_option
-        if not self.places:
-            return f"used in {self.name}, whose output has no dimension of the batch's size"
-        return ""
+    refusal: str = ""
 
     @property
     def parameters(self) -> Iterator[Tensor]:
         """The parameters, which may repeat."""
-        return (route.parameter for routes in self.routes.values() for route in routes)
+        return (parameter for route in self.routes.values() for parameter in route.parameters)
+
+
+class FrontierOutput(NamedTuple):
+    """An output with samples from which a backward of some samples can start.
+
+    Args:
+        number: the number of its node.
+        output: the number of the output.
+        places: where the samples may be in it, the likeliest first.
+    """
+
+    number: int
+    output: int
+    places: list[Place]
 
 
 class ParameterUses:
@@ -151,67 +167,99 @@ class ParameterUses:
         self._without_samples = without_samples
         self._consumers: dict[Node, list[Node]] = defaultdict(list)
         for node in nodes:
-            for following, _ in node.next_functions:
-                if following is not None:
-                    self._consumers[following].append(node)
+            for following in _operands(node):
+                self._consumers[following].append(node)
+        self._order = self._operands_first()
+        self._positions = {node: position for position, node in enumerate(self._order)}
         self._has_samples: dict[Node, bool] = {}
+        for node in self._order:
+            self._has_samples[node] = self._decide_samples(node)
         self.uses = list(self._find())
 
-    @cached_property
-    def refusals(self) -> dict[Tensor, str]:
-        """The parameters whose groups cannot be seen, and why."""
-        return {p: use.refusal for use in self.uses if use.refusal for p in use.parameters}
+    def has_samples(self, node: Node) -> bool:
+        """Whether the output of a function depends on samples, and not on parameters alone."""
+        return self._has_samples[node]
 
     @cached_property
-    def frontier(self) -> list[tuple[int, int, Place]]:
-        """The outputs with samples that are nearest to the loss: (node, its output, place).
+    def frontier(self) -> list[FrontierOutput]:
+        """The outputs with samples that are nearest to the loss.
 
-        They are below the node of DDP that would begin to reduce.
+        One of them has a dimension of size B, except above a use that lies above all those.
         """
-        sinks = [node for node in self.nodes if node.name() == "_DDPSinkBackward"]
-        below = [edge for sink in sinks for edge in sink.next_functions if edge[0] is not None]
-        waiting, visited = below or list(self._roots), set[Edge]()
-        reached: list[tuple[int, int, Place]] = []
-        while waiting:
-            edge = node, number = waiting.pop()
-            if edge in visited or leaf_of(node) is not None:
-                continue
-            visited.add(edge)
-            places = self._exact_places(shape_of(node, number))
-            if places and self.has_samples(node):
-                reached.append((self._numbers[node], number, places[0]))
-            else:
-                waiting += [edge for edge in node.next_functions if edge[0] is not None]
-        return reached
+        uses = {self.nodes[use.number] for use in self.uses}
+        frontier, above = self._descend(set())
+        if not uses & above:
+            return frontier
+        leads_to_use: set[Node] = set()
+        for node in self._order:
+            if node in above and (node in uses or not leads_to_use.isdisjoint(_operands(node))):
+                leads_to_use.add(node)
+        return self._descend(leads_to_use)[0]
+
+    @cached_property
+    def unlocated(self) -> set[int]:
+        """The uses below which no output shows where the samples are, before the data."""
+        _, above = self._descend(set())
+        shows_nothing: set[Node] = set()
+        for node in self._order:
+            if node in above and self.has_samples(node):
+                operands = [n for n in _operands(node) if self.has_samples(n)]
+                operands = [n for n in operands if leaf_of(n) is None or self._shows_samples(n)]
+                if not operands or not shows_nothing.isdisjoint(operands):
+                    shows_nothing.add(node)
+        return {use.number for use in self.uses if self.nodes[use.number] in shows_nothing}
 
     @cached_property
     def last_uses(self) -> list[Use]:
         """The uses below which a backward comes to no other use."""
         used = {self.nodes[use.number] for use in self.uses}
-        above: dict[Node, bool] = {}  # whether a use is below
-        waiting = list(used)
-        while waiting:
-            node = waiting[-1]
-            operands = [following for following, _ in node.next_functions if following is not None]
-            unknown = [n for n in operands if n not in above]
-            if unknown:
-                waiting += unknown
-                continue
-            above[waiting.pop()] = any(n in used or above[n] for n in operands)
-        return [use for use in self.uses if not above[self.nodes[use.number]]]
+        leads_to_use: set[Node] = set()  # of the operands
+        for node in self._order:
+            if any(n in used or n in leads_to_use for n in _operands(node)):
+                leads_to_use.add(node)
+        return [use for use in self.uses if self.nodes[use.number] not in leads_to_use]
 
-    def has_samples(self, node: Node) -> bool:
-        """Whether the output of a function depends on samples, and not on parameters alone."""
-        waiting = [node]
+    def _descend(self, flattened: set[Node]) -> tuple[list[FrontierOutput], set[Node]]:
+        """The first outputs that show where the samples are, and the nodes above them.
+
+        Args:
+            flattened: nodes that also do with samples flattened into rows.
+        """
+        # below the node of DDP that would begin to reduce
+        sinks = [node for node in self.nodes if node.name() == "_DDPSinkBackward"]
+        below = [edge for sink in sinks for edge in sink.next_functions if edge[0] is not None]
+        waiting, visited, above = below or list(self._roots), set[Edge](), set[Node]()
+        reached: list[FrontierOutput] = []
+        while waiting:
+            edge = node, output = waiting.pop()
+            if edge in visited or leaf_of(node) is not None:
+                continue
+            visited.add(edge)
+            shape = shape_of(node, output)
+            places = self._exact_places(shape) if self.has_samples(node) else []
+            if not places and node in flattened and shape and shape[0] % self._samples == 0:
+                places = list(_FLATTENED)
+            if places:
+                reached.append(FrontierOutput(self._numbers[node], output, places))
+            else:
+                above.add(node)
+                waiting += [edge for edge in node.next_functions if edge[0] is not None]
+        return reached, above
+
+    def _operands_first(self) -> list[Node]:
+        """The nodes, each after its operands."""
+        waiting, order, done = list(self.nodes), list[Node](), set[Node]()
         while waiting:
             node = waiting[-1]
-            operands = [following for following, _ in node.next_functions if following is not None]
-            unknown = [n for n in operands if n not in self._has_samples]
+            unknown = [] if node in done else [n for n in _operands(node) if n not in done]
             if unknown:
                 waiting += unknown
                 continue
-            self._has_samples[waiting.pop()] = self._decide_samples(node, operands)
-        return self._has_samples[node]
+            waiting.pop()
+            if node not in done:
+                done.add(node)
+                order.append(node)
+        return order
 
     def is_ambiguous(self, use: Use) -> bool:
         """Whether only its shape makes the output of a use depend on samples.
@@ -219,50 +267,82 @@ class ParameterUses:
         A constant may be samples, unless it is the model's or has the numbers of positions.
         """
         node = self.nodes[use.number]
-        operands = [following for following, _ in node.next_functions]
-        if any(self.has_samples(operand) for operand in operands if operand is not None):
+        if any(map(self.has_samples, _operands(node))):
             return False
-        constants = constants_of(node)
-        if None in operands and not constants:
-            return False
-        return all(self._is_of_model(c) or _are_positions(c) for c in constants)
+        has_constants = any(following is None for following, _ in node.next_functions)
+        return not (has_constants and not constants_of(node)) and not self._has_data(node)
 
-    def _decide_samples(self, node: Node, operands: list[Node]) -> bool:
-        leaf = leaf_of(node)
+    def moves_samples(self, number: int) -> bool:
+        """Whether samples are among the operands of a function."""
+        return any(map(self.has_samples, _operands(self.nodes[number])))
+
+    def _has_data(self, node: Node) -> bool:
+        """Whether a constant of a function may be samples."""
+        return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))
+
+    def _decide_samples(self, node: Node) -> bool:
+        leaf, operands = leaf_of(node), _operands(node)
         if leaf is not None:
             return self._parameter_of(leaf) is None
         if not operands or any(self._has_samples[operand] for operand in operands):
             return True
         if node.name() in _VIEWS_OF_PARAMETERS or self._numbers[node] in self._without_samples:
             return False
-        return bool(self._places_of_samples(node, range(len(node.next_functions))))
+        if self._places_of_samples(node, range(len(node.next_functions))):
+            return True
+        # samples in another number: of a shape that the parameters do not have
+        shapes = [shape_of(*edge) for edge in node.next_functions if edge[0] is not None]
+        return shape_of(node) not in shapes and self._has_data(node)
 
     def _find(self) -> Iterator[Use]:
         for number, node in enumerate(self.nodes):
             if leaf_of(node) is not None or not self.has_samples(node):
                 continue
-            use = Use(number, node.name(), uncovered_option=refusal_of(node))
-            for operand, edge in enumerate(node.next_functions):
-                if edge[0] is not None and not self.has_samples(edge[0]):
-                    use.routes[operand] = list(self._routes(edge, (), ()))
-            if use.routes:
-                use.places = self._places_of_samples(node, use.routes)
-                yield use
+            routes = {
+                operand: self._route(edge)
+                for operand, edge in enumerate(node.next_functions)
+                if edge[0] is not None and not self.has_samples(edge[0])
+            }
+            routes = {operand: route for operand, route in routes.items() if route.parameters}
+            if routes:
+                places = self._places_of_samples(node, routes)
+                refusal = refusal_of(node) or next((r.refusal for r in routes.values()), "")
+                if not refusal and not places:
+                    refusal = (
+                        f"used in {node.name()}, whose output has no dimension of the batch's size"
+                    )
+                yield Use(number, node.name(), routes, places, refusal)
 
-    def _routes(
-        self, edge: Edge, path: tuple[tuple[int, int, int], ...], names: tuple[str, ...]
-    ) -> Iterator[Route]:
-        node, output = edge
+    def _route(self, edge: Edge) -> Route:
+        waiting, below = [edge[0]], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in below:
+                below.add(node)
+                waiting += _operands(node)
+        order = sorted(below, key=self._positions.__getitem__, reverse=True)
+        steps = tuple(map(self._step, order))
+        inner = [self.nodes[step.number] for step in steps if step.parameter is None]
+        names = [node.name() for node in inner]
+        turns = sum(n.name() in _TRANSPOSES and len(shape_of(n)) == 2 for n in inner)
+        return Route(
+            tuple(step.parameter for step in steps if step.parameter is not None),
+            (self._numbers[edge[0]], edge[1]),
+            steps,
+            is_matrix=all(name in _TRANSPOSES | _CASTS for name in names),
+            is_transposed=turns % 2 == 1,
+            refusal=next((refusal for n in inner if (refusal := refusal_of_path(n))), ""),
+        )
+
+    def _step(self, node: Node) -> Step:
         leaf = leaf_of(node)
-        if leaf is not None:
-            parameter = self._parameter_of(leaf)
-            if parameter is not None:
-                yield Route(parameter, path, names)
-            return
-        for operand, following in enumerate(node.next_functions):
-            if following[0] is not None:
-                step = (self._numbers[node], output, operand)
-                yield from self._routes(following, (*path, step), (*names, node.name()))
+        edges = (
+            None if following is None else (self._numbers[following], output)
+            for following, output in node.next_functions
+        )
+        return Step(
+            self._numbers[node], tuple(edges), None if leaf is None else self._parameter_of(leaf)
+        )
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
         """Where the samples may be in the output of a function, the likeliest first.
@@ -289,7 +369,7 @@ class ParameterUses:
         if name == "BmmBackward0" and shape[0] == 1 < self._samples:
             shape = shape[1:]  # torch.einsum
         elif name not in _ROWS or len(shape) != 2:
-            if exact or not shape or shape[0] % self._samples or name == "ConvolutionBackward0":
+            if exact or not shape or shape[0] % self._samples:
                 return exact
             return list(_FLATTENED)
         columns = [Place(place.dim, is_certain=False) for place in exact if place.dim]
@@ -305,8 +385,16 @@ class ParameterUses:
             places = list(_FLATTENED)
         return places + columns
 
+    def _shows_samples(self, node: Node) -> bool:
+        return bool(self._exact_places(shape_of(node)))
+
     def _exact_places(self, shape: torch.Size) -> list[Place]:
         return [Place(dim) for dim, size in enumerate(shape) if size == self._samples]
+
+
+def _operands(node: Node) -> list[Node]:
+    """The nodes whose outputs a function takes."""
+    return [following for following, _ in node.next_functions if following is not None]
 
 
 def _has_place(shape: torch.Size, place: Place, output: torch.Size) -> bool:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.groups.backward_graph import (
@@ -14,6 +13,7 @@ from bigbatch.gradients.groups.backward_graph import (
     gradients_of_operands,
     saved_tensor,
     shape_of,
+    written_in_python,
 )
 from bigbatch.gradients.groups.contributions import (
     Contribution,
@@ -245,10 +245,10 @@ def _bmm(call: Call) -> Contributions:
 
 def _of_each_group(call: Call) -> Contributions:
     """Any function: its own gradient, of the samples of one group after the other."""
-    by_group = []
+    by_group, others = [], [None] * (len(call.node._input_metadata) - 1)
     for members in call.grouping.members(call.gradient.device):
         gradient = torch.where(call.place.mask(members, call.gradient), call.gradient, 0)
-        by_group.append(gradients_of_operands(call.node, gradient))
+        by_group.append(gradients_of_operands(call.node, [gradient, *others]))
     sums: dict[int, Contribution] = {}
     for operand in call.operands:
         stacked = torch.stack([g for groups in by_group if (g := groups[operand]) is not None])
@@ -261,24 +261,40 @@ def refusal_of(node: Node) -> str:
     name = node.name()
     if name == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
         return "used in an embedding with scale_grad_by_freq"
-    if isinstance(node, BackwardCFunction) or (len(node._input_metadata) > 1 and name not in RULES):
+    if len(node._input_metadata) > 1 and name not in RULES:
         return f"used in {name}"
+    return refusal_of_path(node, "used in")
+
+
+def refusal_of_path(node: Node, relation: str = "computed by") -> str:
+    """Why no backward of a function alone can be computed; empty if it can."""
+    name = node.name()
+    if written_in_python([node]):
+        return f"{relation} {name}, a function written in Python"
+    if any(output.dtype.is_complex for output in node._input_metadata):
+        return f"{relation} {name}, whose values are complex numbers"
     return ""
 
 
 def rule_of(node: Node, place: Place, operands: Collection[int]) -> Rule:
     """The rule for these operands of a function, where the samples are in this place."""
-    rule, covered = RULES.get(node.name(), (_of_each_group, ()))
     name = node.name()
+    rule, covered = RULES.get(name, (_of_each_group, ()))
     if (
         not set(operands) <= set(covered)
         or (name == "ConvolutionBackward0" and place.dim != 0)
-        or (name in ("AddmmBackward0", "MmBackward0") and place.dim)
-        or (name == "AddmmBackward0" and (node._saved_alpha, node._saved_beta) != (1, 1))
+        or (name == "AddmmBackward0" and not _is_linear_layer(node, operands))
         or (name == "BmmBackward0" and len(saved_tensor(node, "self")) != 1)
     ):
         return _of_each_group
     return rule
+
+
+def _is_linear_layer(node: Node, operands: Collection[int]) -> bool:
+    """Whether an addmm adds one bias to each row, without factors."""
+    if (node._saved_alpha, node._saved_beta) != (1, 1):
+        return False
+    return 0 not in operands or shape_of(*node.next_functions[0]) == shape_of(node)[1:]
 
 
 def can_project(node: Node, operand: int) -> bool:

@@ -1,0 +1,217 @@
+"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import GradientEdge
+
+from bigbatch.gradients.groups.backward_graph import Node, saved_by_python, written_in_python
+from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.gradients.groups.parameter_uses import FrontierOutput, ParameterUses, Use
+from bigbatch.gradients.groups.rules import Place
+
+_FEW = 8  # samples that one half may not tell apart
+_HALVES_OF_FEW = 4
+
+_INDEXED = {
+    "EmbeddingBackward0",
+    "GatherBackward0",
+    "IndexAddBackward0",
+    "IndexBackward0",
+    "IndexCopyBackward0",
+    "IndexPutBackward0",
+    "IndexSelectBackward0",
+    "MaskedScatterBackward0",
+    "MaskedSelectBackward0",
+    "RepeatInterleaveBackward0",
+    "ScatterAddBackward0",
+    "ScatterBackward0",
+    "ScatterReduceBackward0",
+    "SortBackward0",
+    "TakeAlongDimBackward0",
+    "TakeBackward0",
+    "TopkBackward0",
+}
+"""Functions of samples that may take them elsewhere in another batch."""
+
+
+@dataclass
+class SampleCheck:
+    """What was found.
+
+    Args:
+        places: by the number of each use: where its samples are; None if they are not as those of a
+            group are.
+        is_conclusive: whether another batch gives the same: no function got a gradient of zeros,
+            which shows nothing, and none moves samples by indices.
+        overwriting: the name of a function whose backward changed what its forward had saved, which
+            was put back; empty if there is none.
+    """
+
+    places: dict[int, Place | None]
+    is_conclusive: bool = True
+    overwriting: str = ""
+
+
+def check_samples(found: ParameterUses, grouping: Grouping, number: int) -> SampleCheck:
+    """Looks where gradients of some samples arrive, from the first places in which all uses agree.
+
+    Args:
+        found: the uses.
+        grouping: the groups of the samples.
+        number: how many checks of such graphs there were; chooses the samples.
+    """
+    attempts = max((len(output.places) for output in found.frontier), default=1)
+    first: SampleCheck | None = None
+    for attempt in range(attempts):
+        check = _Attempt(found, grouping, attempt).run(_halves(grouping.samples, number))
+        wrong = [use for use in found.uses if check.places[use.number] is None]
+        if check.overwriting or all(map(found.is_ambiguous, wrong)):
+            return check
+        first = first or check
+    assert first is not None
+    return first
+
+
+class _Attempt:
+    """Backwards of halves of the samples, if these are in certain places of the frontier.
+
+    Args:
+        found: the uses.
+        grouping: the groups of the samples.
+        attempt: the number of each output's place; the last one if it has fewer.
+    """
+
+    def __init__(self, found: ParameterUses, grouping: Grouping, attempt: int) -> None:
+        self._found, self._grouping = found, grouping
+        self._places = [
+            (output, output.places[min(attempt, len(output.places) - 1)])
+            for output in found.frontier
+        ]
+        self._possible = {use.number: list(use.places) for use in found.uses}
+        self._arrived: dict[int, list[Tensor]] = defaultdict(list)  # whether it was not zero
+
+    def run(self, halves: Sequence[Tensor]) -> SampleCheck:
+        """Runs a backward of each half."""
+        found = self._found
+        with _restored_functions(found.nodes, self._places) as overwriting:
+            for members in halves:
+                self._run_backward(members)
+        places = {
+            number: next(iter(places if number in self._arrived else ()), None)
+            for number, places in self._possible.items()
+        }
+        moves = any(
+            found.nodes[number].name() in _INDEXED and found.moves_samples(number)
+            for number in self._arrived
+        )
+        is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
+        return SampleCheck(places, is_seen and not moves, next(iter(overwriting), ""))
+
+    def _run_backward(self, members: Tensor) -> None:
+        """A backward of random gradients, which ends before the leaves and their hooks."""
+        found, uses = self._found, {use.number: use for use in self._found.uses}
+        ends = {use.number for use in found.last_uses}
+        handles = [
+            node.register_prehook(lambda g, n=number: self._note(n, uses.get(n), g, members))
+            for number, node in enumerate(found.nodes)
+            if number not in ends and found.has_samples(node)
+        ]
+        try:
+            for use, gradient in zip(found.last_uses, self._gradients(members), strict=True):
+                self._note(use.number, use, (gradient,), members)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _gradients(self, members: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the last uses."""
+        found, edges, gradients = self._found, [], []
+        generator = torch.Generator().manual_seed(0)
+        for (number, output, _), place in self._places:
+            metadata = found.nodes[number]._input_metadata[output]
+            gradient = torch.randn(tuple(metadata.shape), generator=generator)
+            gradient *= place.mask(members, gradient)
+            edges.append(GradientEdge(found.nodes[number], output))
+            gradients.append(gradient.to(metadata.device, metadata.dtype))
+        ends = [GradientEdge(found.nodes[use.number], 0) for use in found.last_uses]
+        if not edges or not ends:
+            return [None] * len(ends)
+        return torch.autograd.grad(edges, ends, gradients, retain_graph=True, allow_unused=True)
+
+    def _note(
+        self, number: int, use: Use | None, gradients: tuple[Tensor | None, ...], members: Tensor
+    ) -> None:
+        """Gradients have arrived: leaves the places in which all of them are of these samples."""
+        present = [g.detach().any() for g in gradients if g is not None and g.numel()]
+        if present:
+            self._arrived[number] += present
+        first = gradients[0]
+        if use is not None and first is not None:
+            self._possible[number] = [
+                place for place in self._possible[number] if self._is_of(first, place, members)
+            ]
+
+    def _is_of(self, gradient: Tensor, place: Place, members: Tensor) -> bool:
+        """Whether a gradient is one of these samples alone."""
+        by_sample = place.by_sample(gradient.detach(), self._grouping)
+        nonzero = (by_sample != 0).reshape(self._grouping.samples, -1).any(1).cpu()
+        return not bool((nonzero & ~members).any())
+
+
+def _halves(samples: int, number: int) -> list[Tensor]:
+    """Halves of the samples, (B,) each, with their complements.
+
+    The first of all has sample 1 and not the last but one, that half a batch on, or sample 0: its
+    partners where samples are mirrored, the batch is doubled, or they are neighbours. Groups of
+    other sizes may part any two samples, so no half is a group.
+    """
+    generator = torch.Generator().manual_seed(samples + 7919 * number)
+    halves = list[Tensor]()
+    for half in range(_HALVES_OF_FEW if samples < _FEW else 1):
+        members = torch.zeros(samples, dtype=torch.bool)
+        members[torch.randperm(samples, generator=generator)[: samples // 2]] = True
+        if number == half == 0:
+            members[[0, (1 + samples // 2) % samples, -2]] = False
+            members[1] = True
+        halves += members, ~members
+    return halves
+
+
+@contextmanager
+def _restored_functions(
+    nodes: Sequence[Node], frontier: Sequence[tuple[FrontierOutput, Place]]
+) -> Iterator[set[str]]:
+    """Puts back what functions written in Python saved, and the random states.
+
+    Returns:
+        The names of the functions that had changed what they saved.
+    """
+    kept = [
+        (node.name(), tensor, tensor.detach().clone())
+        for node in written_in_python(nodes)
+        for tensor in saved_by_python(node)
+    ]
+    devices = {nodes[o.number]._input_metadata[o.output].device for o, _ in frontier}
+    indices = [device.index for device in devices if device.type == "cuda"]
+    overwriting = set[str]()
+    preserved = _unsafe_preserve_version_counter(tuple(tensor for _, tensor, _ in kept))
+    with torch.random.fork_rng(indices), preserved, torch.no_grad():
+        try:
+            with torch.enable_grad():
+                yield overwriting
+        finally:
+            for name, tensor, before in kept:
+                if not _are_equal(tensor.detach(), before):
+                    overwriting.add(name)
+                    tensor.detach().copy_(before)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether they have the same values, nan too."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
