@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge
 
-from bigbatch.gradients.groups.backward_graph import Node, saved_by_python, written_in_python
+from bigbatch.gradients.groups.backward_graph import saved_by_python, written_in_python
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.parameter_uses import FrontierOutput, ParameterUses, Use
+from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
 
 _FEW = 8  # samples that one half may not tell apart
@@ -95,12 +95,13 @@ class _Attempt:
         ]
         self._possible = {use.number: list(use.places) for use in found.uses}
         self._arrived: dict[int, list[Tensor]] = defaultdict(list)  # whether it was not zero
+        self._overwriting = ""  # the name of a function that did so
 
     def run(self, halves: Sequence[Tensor]) -> SampleCheck:
         """Runs a backward of each half."""
         found = self._found
-        with _restored_functions(found.nodes, self._places) as overwriting:
-            for members in halves:
+        for members in halves:
+            with self._restored_functions():
                 self._run_backward(members)
         places = {
             number: next(iter(places if number in self._arrived else ()), None)
@@ -111,7 +112,7 @@ class _Attempt:
             for number in self._arrived
         )
         is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
-        return SampleCheck(places, is_seen and not moves, next(iter(overwriting), ""))
+        return SampleCheck(places, is_seen and not moves, self._overwriting)
 
     def _run_backward(self, members: Tensor) -> None:
         """A backward of random gradients, which ends before the leaves and their hooks."""
@@ -143,6 +144,25 @@ class _Attempt:
         if not edges or not ends:
             return [None] * len(ends)
         return torch.autograd.grad(edges, ends, gradients, retain_graph=True, allow_unused=True)
+
+    @contextmanager
+    def _restored_functions(self) -> Iterator[None]:
+        """Puts back what functions written in Python saved, and the random states."""
+        nodes = self._found.nodes
+        kept = [
+            (node.name(), tensor, tensor.detach().clone())
+            for node in written_in_python(nodes)
+            for tensor in saved_by_python(node)
+        ]
+        metadata = [nodes[number]._input_metadata[n] for (number, n, _), _ in self._places]
+        gpus = {m.device.index for m in metadata if m.device.type == "cuda"}
+        versions = _unsafe_preserve_version_counter(tuple(tensor for _, tensor, _ in kept))
+        with torch.random.fork_rng(gpus), versions:
+            yield
+            for name, tensor, before in kept:
+                if not _are_equal(tensor.detach(), before):
+                    self._overwriting = name
+                    tensor.detach().copy_(before)
 
     def _note(
         self, number: int, use: Use | None, gradients: tuple[Tensor | None, ...], members: Tensor
@@ -181,35 +201,6 @@ def _halves(samples: int, number: int) -> list[Tensor]:
             members[1] = True
         halves += members, ~members
     return halves
-
-
-@contextmanager
-def _restored_functions(
-    nodes: Sequence[Node], frontier: Sequence[tuple[FrontierOutput, Place]]
-) -> Iterator[set[str]]:
-    """Puts back what functions written in Python saved, and the random states.
-
-    Returns:
-        The names of the functions that had changed what they saved.
-    """
-    kept = [
-        (node.name(), tensor, tensor.detach().clone())
-        for node in written_in_python(nodes)
-        for tensor in saved_by_python(node)
-    ]
-    devices = {nodes[o.number]._input_metadata[o.output].device for o, _ in frontier}
-    indices = [device.index for device in devices if device.type == "cuda"]
-    overwriting = set[str]()
-    preserved = _unsafe_preserve_version_counter(tuple(tensor for _, tensor, _ in kept))
-    with torch.random.fork_rng(indices), preserved, torch.no_grad():
-        try:
-            with torch.enable_grad():
-                yield overwriting
-        finally:
-            for name, tensor, before in kept:
-                if not _are_equal(tensor.detach(), before):
-                    overwriting.add(name)
-                    tensor.detach().copy_(before)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
