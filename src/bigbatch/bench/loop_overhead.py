@@ -28,8 +28,7 @@ from bigbatch.training.loop_options import LoopOptions
 
 BATCHES = (32, 128)  # by default
 
-_WARM_UP = 2  # steps
-_TIMING = 16  # steps of a warm-up in which the default times what measuring costs
+_WARM_UP = 16  # steps, in which the default times what measuring costs, and groups are checked
 _MAX_STEPS = 256  # of a way, in all rounds
 
 
@@ -138,7 +137,7 @@ def _warm_loop(
         model, optimizer, batches, policy=Fixed(samples), **options | {"micro_batch": samples}
     )
     try:
-        while train.steps < (_WARM_UP if "budget" in options else _TIMING):
+        while train.steps < _WARM_UP:
             _run(train)
     except GradientError:
         return None

@@ -90,13 +90,13 @@ def positions_looked_up(s, x):
     return s.m(torch.tanh(hidden))
 
 
-def low_rank_beside_time(s, x):
+def low_rank_with_time_first(s, x):
     x = x.transpose(0, 1)
     return s.m(torch.tanh(s.l(x) + s.b(s.a(x))).mean(0))
 
 
 @pytest.mark.parametrize(
-    ("function", "zero"), [(positions_looked_up, "m"), (low_rank_beside_time, "b")]
+    ("function", "zero"), [(positions_looked_up, "m"), (low_rank_with_time_first, "b")]
 )
 def test_a_layer_that_starts_at_zero_hides_no_place(function, zero):
     parts = {
