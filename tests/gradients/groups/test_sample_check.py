@@ -7,7 +7,9 @@ from torch.nn import functional as F
 
 from bigbatch import GradientMeter
 from bigbatch.errors import GradientError
-from group_gradients import Function, Scaled, error, expected_noise, mean_loss, measured
+from bigbatch.gradients import GroupTap
+from group_gradients import Function, Scaled, error, expected_noise, loop, mean_loss, measured
+from tensors import difference
 
 torch.set_num_threads(1)
 K = 4
@@ -299,6 +301,73 @@ def test_outputs_whose_samples_nothing_shows_are_refused():
         meter.source.prepare_groups([total], 8)
         with pytest.raises(GradientError, match="no value from the loss down to AddmmBackward0"):
             total.backward()
+
+
+# without a check, as under fully_shard
+
+
+def unchecked(net, x):
+    """The groups' gradients of a tap that cannot run a backward of its own, by parameter."""
+    parameters, loss = dict.fromkeys(net.parameters()), mean_loss(net, x)
+    tap = GroupTap(
+        K, lambda leaf: leaf if leaf in parameters else None, {}, net, checks_samples=False
+    )
+    tap.exact = True
+    tap.prepare([loss], len(x))
+    gradients = torch.autograd.grad(loss, list(parameters))
+    found = [tap.take(p, g) for p, g in zip(parameters, gradients, strict=True)]
+    return [None if groups is None else groups.gradients for groups in found]
+
+
+FUNCTIONS_OF_PARAMETERS = {
+    "t": lambda w: w.t(),
+    "transpose": lambda w: w.transpose(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "squeeze": lambda w: w[None].squeeze(0),
+    "squeeze-all": lambda w: w[None].squeeze(),
+    "stack": lambda w: torch.stack([w, w])[1],
+    "unbind": lambda w: w[None].unbind(0)[0],
+    "cat": lambda w: torch.cat([w[:4], w[4:]]),
+    "split": lambda w: w.split(8)[0],
+    "clone": lambda w: w.clone(),
+    "cast": lambda w: w.float().double(),
+    "view": lambda w: w.view(64).view(8, 8),
+    "view-as": lambda w: w.view_as(w),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS_OF_PARAMETERS)
+def test_views_of_a_parameter_as_large_as_the_batch_are_no_samples(kind):
+    net = model(
+        lambda s, x: torch.tanh(x @ FUNCTIONS_OF_PARAMETERS[kind](s.w)), w=batches(1, 8, 8)[0]
+    )
+    (x,) = batches(1, 8, 8)
+    assert difference(loop(net, [x], K), unchecked(net, x)) < 1e-6  # of a cast
+
+
+ELEMENTWISE = {
+    "addcmul": lambda h, p: torch.addcmul(h, p, p),
+    "divided": lambda h, p: h / p,
+    "power": lambda h, p: (1.5 + h) ** p,
+    "where": lambda h, p: torch.where(torch.arange(8)[:, None] % 2 == 0, h, p),
+    "expanded": lambda h, p: torch.cat([h, p.expand(len(h), -1, -1)], 2),
+}
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_samples_are_where_a_parameter_of_all_positions_is_broadcast(kind):
+    """With as many positions as samples."""
+    net = model(
+        lambda s, x: ELEMENTWISE[kind](torch.tanh(x), s.p).sum(1), p=1 + batches(1, 8, 5)[0].abs()
+    )
+    (x,) = batches(1, 8, 8, 5)
+    assert difference(loop(net, [x], K), unchecked(net, x)) < CLOSE
+
+
+def test_samples_that_two_dimensions_may_have_are_refused():
+    net = model(lambda s, x: s.m(torch.tanh(s.e(x))), e=nn.Embedding(9, 8), m=nn.Linear(8, 9))
+    tokens = torch.arange(64).view(8, 8) % 9
+    assert all(groups is None for groups in unchecked(net, tokens))
 
 
 # the training

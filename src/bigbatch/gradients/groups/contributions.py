@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
+from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype, to_device
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.projection import Projection
 
@@ -107,14 +107,11 @@ class EmbeddingRows(Contribution):
     def exact(self) -> Tensor:
         """(k, rows of the table, b)."""
         values, grouping = self.right.values, self.right.grouping
-        table = values.new_zeros(grouping.groups, self.table_rows, values.shape[1])
         sizes = [len(values) // grouping.samples * size for size in grouping.sizes]
-        parts = zip(
-            table, torch.split(self.indices, sizes), torch.split(values, sizes), strict=True
-        )
-        for group, indices, rows in parts:
-            group.index_add_(0, indices, rows)
-        return table
+        tables = torch.arange(grouping.groups).repeat_interleave(torch.tensor(sizes))
+        rows = self.indices + self.table_rows * to_device(tables, values.device)
+        table = values.new_zeros(grouping.groups * self.table_rows, values.shape[1])
+        return table.index_add_(0, rows, values).view(grouping.groups, self.table_rows, -1)
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m, b)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -129,35 +130,35 @@ def _embedding(call: Call) -> Contributions:
 
 
 def _convolution(call: Call) -> Contributions:
-    node, grouping = call.node, call.grouping
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
-        weight = saved_tensor(node, "weight")
-        options = (
-            [0],
-            node._saved_stride,
-            node._saved_padding,
-            node._saved_dilation,
-            node._saved_transposed,
-            node._saved_output_padding,
-            node._saved_groups,
-            (False, True, False),
-        )
-
-        def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-            channels = gradient.shape[1], x.shape[1]
-            like = weight
-            if channels != (call.gradient.shape[1], inputs.shape[1]):  # projected
-                like = weight[:1, :1].expand(*channels, *weight.shape[2:])
-            result: Tensor = torch.ops.aten.convolution_backward(gradient, x, like, *options)[1]
-            return result
-
-        inputs = saved_tensor(node, "input")
-        gradients[1] = Convolutions(call.gradient, inputs, grouping, weight_gradient)
+        inputs, weight_gradient = saved_tensor(call.node, "input"), partial(_of_weight, call.node)
+        gradients[1] = Convolutions(call.gradient, inputs, call.grouping, weight_gradient)
     if 2 in call.operands:
-        sums = call.gradient.flatten(2).sum(2)
-        gradients[2] = call.sums(sums, 2)
+        gradients[2] = call.sums(call.gradient.flatten(2).sum(2), 2)
     return gradients
+
+
+def _of_weight(node: Node, gradient: Tensor, inputs: Tensor) -> Tensor:
+    """The weight's gradient, of the convolution or of a projected one with fewer channels."""
+    weight, channels = saved_tensor(node, "weight"), (gradient.shape[1], inputs.shape[1])
+    has_all = weight.shape[:2] == channels or node._saved_groups > 1 or node._saved_transposed
+    if not has_all:
+        weight = weight[:1, :1].expand(*channels, *weight.shape[2:])
+    result: Tensor = torch.ops.aten.convolution_backward(
+        gradient,
+        inputs,
+        weight,
+        [0],
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+        (False, True, False),
+    )[1]
+    return result
 
 
 def _layer_norm(call: Call) -> Contributions:
@@ -215,21 +216,15 @@ def _multiply(call: Call) -> Contributions:
     }
 
 
-def _add(call: Call) -> Contributions:
-    factors = {0: 1, 1: call.node._saved_alpha}
+def _add(call: Call, sign: int = 1) -> Contributions:
+    factors = {0: 1, 1: sign * call.node._saved_alpha}
     return {
-        operand: call.sums(
-            call.gradient if factors[operand] == 1 else call.gradient * factors[operand], operand
-        )
-        for operand in call.operands
+        operand: call.sums(call.gradient * factors[operand], operand) for operand in call.operands
     }
 
 
 def _subtract(call: Call) -> Contributions:
-    factors = {0: 1, 1: -call.node._saved_alpha}
-    return {
-        operand: call.sums(call.gradient * factors[operand], operand) for operand in call.operands
-    }
+    return _add(call, -1)
 
 
 def _expand(call: Call) -> Contributions:
