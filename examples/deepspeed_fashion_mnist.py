@@ -1,4 +1,4 @@
-"""Fashion-MNIST on DeepSpeed with a batch size that follows gradient similarity at every step.
+"""Fashion-MNIST on DeepSpeed with a batch size that follows gradient similarity.
 
 torchrun --nproc_per_node 2 examples/deepspeed_fashion_mnist.py --data ../shared/data/fashion-mnist
 deepspeed --num_accelerators 2 examples/deepspeed_fashion_mnist.py --data digits

@@ -1,4 +1,4 @@
-"""Fashion-MNIST with Lightning and a batch size that follows the gradient noise at every step.
+"""Fashion-MNIST with Lightning and a batch size that follows the gradient noise.
 
 python examples/lightning_fashion_mnist.py --data ../shared/data/fashion-mnist
 python examples/lightning_fashion_mnist.py --data digits --devices 2

@@ -5,7 +5,6 @@ import shutil
 import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ def pytest_configure(config):
     keep_compiled()
     with warnings.catch_warnings(action="ignore"):
         native.fits(torch.zeros(1))  # warns once where kernels are missing; not within a test
-    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # ninja, for DeepSpeed
     if f"not {THOROUGH}" in config.option.markexpr:
         try_fewer()
 

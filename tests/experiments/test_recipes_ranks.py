@@ -62,7 +62,7 @@ def test_other_groups_of_samples_are_noted_once_a_process(ranks):
 
 
 def curve(rank, ranks, settings):
-    """Everything measured of a whole training on this rank."""
+    """A whole training on this rank: the batch and the loss of each step, and what was measured."""
     training, rows = Training(DIGITS, settings), []
     for _ in training.train.epochs(settings.epochs):
         for step in training.train:
@@ -70,7 +70,8 @@ def curve(rank, ranks, settings):
                 step.backward(training.loss_of(training.wrapped_model, batch))
             record = step.update()
             noise = record.statistics
-            rows.append((record.batch_size, record.loss, noise.grad_sqnorm, noise.grad_variance))
+            measured = (noise.grad_sqnorm, noise.grad_variance) if noise else ()
+            rows.append((record.batch_size, record.loss, *measured))
     return rows, training.scores()
 
 
@@ -80,6 +81,7 @@ def test_the_curve_of_25_epochs_is_that_of_one_process(ranks, arm):
     """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of an arm part."""
     settings = DIGITS.settings().with_changes(DIGITS.arms[arm])
     rows, accuracy = curve(0, 1, settings)
+    assert (len(rows) + 1) // 2 == sum(len(row) == 4 for row in rows)  # every=2
     for others, test in ranks(2)(curve, settings):
         assert accuracy == test
         assert len(rows) == len(others)

@@ -6,8 +6,12 @@ from pathlib import Path
 
 
 def keep_compiled() -> None:
-    """Caches them in this environment: two with one cache would replace each other's."""
+    """Caches them in this environment: two with one cache would replace each other's.
+
+    Another ninja than the last would compile again, so the environment's own is always taken last.
+    """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
 
 
 def compile_deepspeed() -> None:

@@ -8,6 +8,7 @@ def row(step, *, batch=32, accuracy=None, **changes):
         "epoch": 0,
         "samples": step * batch,
         "batch_size": batch,
+        "target_batch_size": batch,
         "micro_batches": 4,
         "loss": 2.0 / step,
         "lr": [0.1],
@@ -16,9 +17,11 @@ def row(step, *, batch=32, accuracy=None, **changes):
         "similarity": 0.14,
         "noise_scale": 96.0,
         "skipped": False,
-        "next_batch": batch,
+        "next_batch_size": batch,
+        "next_lr_factor": 1.0,
         "decision_reason": "fixed",
         "metrics": accuracy and {"test accuracy, %": 100 * accuracy},
+        "every": 1,
         "elapsed_seconds": step / 10,
     }
     return {**values, **changes}

@@ -35,6 +35,7 @@ ADAPTIVE = f"""
 +            ),
 +        ],
 """
+EVERY_STEP = ADAPTIVE.replace(str(RULE), f"{RULE}, every=1")
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})").replace(
     f"batch_size={LOWEST}", "lr_scaling=None"
 )
@@ -83,7 +84,7 @@ def test_a_fixed_batch_trains_as_accumulation_does(tmp_path):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_it_learns_with_batches_that_follow_the_policy(tmp_path, devices):
-    logged = train(tmp_path / "run", edited(SCRIPT, ADAPTIVE, tmp_path), devices=devices)
+    logged = train(tmp_path / "run", edited(SCRIPT, EVERY_STEP, tmp_path), devices=devices)
     sizes = [int(size) for size in column(logged, "bigbatch/batch_size")]
     similar = [row.get("bigbatch/similarity", nan) for row in logged if "bigbatch/loss" in row]
     rows = list(zip(sizes, accumulate(sizes), similar, strict=True))
@@ -95,7 +96,7 @@ def test_it_learns_with_batches_that_follow_the_policy(tmp_path, devices):
 
 
 def test_a_resumed_training_ends_as_if_never_interrupted(tmp_path):
-    script = edited(SCRIPT, ADAPTIVE, tmp_path)
+    script = edited(SCRIPT, EVERY_STEP, tmp_path)
     train(tmp_path / "whole", script)
     saved = tmp_path / "whole" / "saved" / "epoch=0.ckpt"
     train(tmp_path / "resumed", script, f"--ckpt_path={saved}")

@@ -22,8 +22,7 @@ ADAPTIVE = f"""
 ...
 +    policy = {RULE}
 +    train = adaptive_batch(
-+        accelerator, model, optimizer, train_dataloader, scheduler=lr_scheduler,
-+        policy=policy, every=1
++        accelerator, model, optimizer, train_dataloader, scheduler=lr_scheduler, policy=policy
 +    )
      for epoch in range(num_epochs):
          model.train()
@@ -35,6 +34,7 @@ ADAPTIVE = f"""
 -            lr_scheduler.step()
 -            optimizer.zero_grad()
 {STEPS.replace("print", "accelerator.print")}"""
+EVERY_STEP = ADAPTIVE.replace("policy=policy", "policy=policy, every=1")
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({MICRO})")
 
 
@@ -53,7 +53,7 @@ def test_the_edit_is_twelve_lines():
 
 
 def test_a_fixed_batch_trains_as_the_script_does(tmp_path):
-    """Two micro-batches of 4 for one of 8, in float32: rounding, and what Adam makes of it."""
+    """A measured step has micro-batches for one of 8: rounding, and what Adam makes of it."""
     expected, _, _ = train(SCRIPT, tmp_path / "plain")
     actual, _, _ = train(edited(SCRIPT, FIXED, tmp_path), tmp_path / "fixed")
     assert expected == pytest.approx(actual, abs=0.02)
@@ -65,7 +65,7 @@ def test_a_fixed_batch_trains_as_the_script_does(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_learns_with_batches_that_follow_the_policy(tmp_path, ranks):
     """The schedule, of as many steps as the loader had before `prepare`, ends at its end."""
-    script = edited(SCRIPT, ADAPTIVE, tmp_path)
+    script = edited(SCRIPT, EVERY_STEP, tmp_path)
     accuracies, updates, rate = train(script, tmp_path / "weights", ranks)
     rows = [row[:3] for row in updates]
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=MICRO, sizes=3)

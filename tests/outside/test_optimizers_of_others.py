@@ -169,7 +169,7 @@ def in_the_loop(name, wrap, **settings):
     model = network()
     loader = DataLoader(TensorDataset(*data()), batch_size=8)
     policy = bb.SimiGrad(target=0.3, min_batch=16, max_batch=32)
-    settings = {"policy": policy, "batch_size": 32, "micro_batch": 4} | settings
+    settings = {"policy": policy, "batch_size": 32, "micro_batch": 4, "every": 1} | settings
     trained = bb.AdaptiveBatch(model, wrap(base_of(name, model)), loader, **settings)
     losses = []
     for _ in trained.epochs(6):

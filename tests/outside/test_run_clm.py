@@ -31,10 +31,10 @@ ADAPTIVE = f"""
 ...
          preprocess_logits_for_metrics=preprocess_logits_for_metrics,
 +        policy={RULE},
-+        every=1,
 +        batch_size={LOWEST},
      )
 """
+EVERY_STEP = ADAPTIVE.replace(str(RULE), f"{RULE}, every=1")
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})")
 
 
@@ -102,7 +102,7 @@ def test_a_fixed_batch_trains_as_the_script_does(language):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_learns_with_batches_that_follow_the_policy(language, ranks):
-    found = train(language, edited(SCRIPT, ADAPTIVE, language), "adaptive", ranks=ranks)
+    found = train(language, edited(SCRIPT, EVERY_STEP, language), "adaptive", ranks=ranks)
     rows, grid = rows_of(found), MICRO * ranks
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=4)
     assert 0 == pytest.approx(found[-1]["learning_rate"], abs=1e-3)  # of a last base batch
@@ -111,7 +111,7 @@ def test_it_learns_with_batches_that_follow_the_policy(language, ranks):
 
 def test_a_resumed_training_ends_as_if_never_interrupted(language):
     """With evaluation in between, and as many updates as the user says."""
-    script = edited(SCRIPT, ADAPTIVE, language)
+    script = edited(SCRIPT, EVERY_STEP, language)
     steps = ["--max_steps=24", "--eval_strategy=steps", "--eval_steps=6"]
     saved = ["--save_strategy=steps", "--save_steps=9"]
     expected = train(language, script, "whole", *steps)

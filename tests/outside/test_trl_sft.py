@@ -36,10 +36,10 @@ ADAPTIVE = f"""
 ...
          peft_config=get_peft_config(model_args),
 +        policy={RULE},
-+        every=1,
 +        batch_size={LOWEST},
      )
 """
+EVERY_STEP = ADAPTIVE.replace(str(RULE), f"{RULE}, every=1")
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})")
 LORA = [
     "--use_peft",
@@ -112,7 +112,7 @@ def test_a_fixed_batch_trains_as_the_script_does(sums, lora):
 @pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_learns_with_batches_that_follow_the_policy(sums, ranks, lora):
-    logged = train(sums, edited(SCRIPT, ADAPTIVE, sums), "adaptive", *lora, ranks=ranks)
+    logged = train(sums, edited(SCRIPT, EVERY_STEP, sums), "adaptive", *lora, ranks=ranks)
     updates = [row for row in logged if "loss" in row]
     rows, grid = rows_of(updates), MICRO * ranks
     assert_followed(rows, RULE, samples=SAMPLES, passes=EPOCHS, grid=grid, sizes=3)

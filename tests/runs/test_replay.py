@@ -77,6 +77,11 @@ def test_a_step_without_a_measurement_has_that_of_the_next_and_the_end_that_of_t
     ]
 
 
+def test_a_whole_number_that_no_integer_of_numpy_holds_is_a_number(logged):
+    rows = log([100] * 4, lambda samples: (10**30, 10**31))
+    assert [100] * 4 == only(logged(rows), Fixed(100)).batch_sizes
+
+
 def test_a_run_in_which_nothing_was_measured_cannot_be_replayed(logged):
     rows = log([100] * 4)
     for row in rows:

@@ -41,7 +41,9 @@ class Trace:
         measured = measured_rows(rows)
         ends = [row["samples"] for row in measured]
         self._ends = numpy.array([0, *ends[:-1], self.samples])
-        values = numpy.array([[row["grad_sqnorm"], row["grad_variance"]] for row in measured])
+        values = numpy.array(
+            [[row["grad_sqnorm"], row["grad_variance"]] for row in measured], dtype=float
+        )
         integrals = values * numpy.diff(self._ends)[:, None]
         self._integrals = numpy.vstack([numpy.zeros(2), integrals.cumsum(0)])
 

@@ -51,6 +51,7 @@ OPTIONAL_STEP = {  # values that a line may lack
     "next_lr_factor": Kind(_OptionalNumber),
     "decision_reason": Kind(str),
     "every": Kind(_Count | None),
+    "way": Kind(str),
     "gsnr": Kind(dict[str, _LayerNumbers]),
 }
 SETTINGS = {  # settings of config.yaml that are read with a log
