@@ -352,11 +352,18 @@ class GradientSource:
         self.group_norms[-1] = tap.end()
         if unseen:
             gradients = {p: self.guard.local_grad(p) for p in self._reached}
-            refusal = refusal_message(unseen, gradients, tap.model)
-            if self.must_see_groups:
-                self.restart()
-                raise GradientError(f"{refusal}; measure by micro-batches instead, groups=None")
-            self.groups_refusal = refusal
+            self.refuse_groups(refusal_message(unseen, gradients, tap.model))
+
+    def refuse_groups(self, reason: str) -> None:
+        """The groups of the step cannot be used, which may be an error; not if there is no reason.
+
+        Raises:
+            GradientError: groups have to be seen.
+        """
+        if reason and self.must_see_groups:
+            self.restart()
+            raise GradientError(f"{reason}; measure by micro-batches instead, groups=None")
+        self.groups_refusal = reason or self.groups_refusal
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""

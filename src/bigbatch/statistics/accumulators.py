@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
-from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
@@ -92,12 +91,15 @@ class StepAccumulators:
 
     @torch.no_grad()
     def measure_grad(self, extra: Tensor | None) -> Tensor:
-        """[*extra, sum of the gradients' norms], summed over the ranks."""
+        """As `GradientMeter.measure` in a step that is not due."""
         shards = map(self._source.local_grad, self._source.parameters)
         grads = [grad for grad in shards if grad is not None]
         norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
         total = sum_scalars(norms)
-        totals = total if extra is None else torch.cat([extra, to_device(total, extra.device)])
+        parts = [] if extra is None else [extra]
+        if self._source.group_tap is not None:
+            parts.append(self._group_error(total))
+        totals = torch.cat([to_device(part, self._device) for part in (*parts, total)])
         self._source.reducer.all_reduce(totals)
         return totals
 
@@ -155,7 +157,7 @@ class StepAccumulators:
             "scale": scale if scaler is None else scaler.scale(scale),
         }
         if self._source.group_tap is not None:
-            parts["group_error"] = self._group_error(grouped, scale)
+            parts["group_error"] = self._group_error(scale)
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots()
         replicas = self._source.reducer.replicas
@@ -164,10 +166,14 @@ class StepAccumulators:
             parts |= {name: parts[name] / replicas for name in of_grad}
         return parts
 
-    def _group_error(self, grouped: Sequence[GroupNorms], like: Tensor) -> Tensor:
-        """The largest relative error of a sum of groups in the step."""
-        errors = [to_device(n.relative_error(), like.device, like.dtype) for n in grouped]
-        return torch.stack(errors).max() if errors else like.new_zeros(())
+    def _group_error(self, like: Tensor) -> Tensor:
+        """The largest relative error of a sum of groups in the step, (1,)."""
+        errors = [
+            to_device(norms.relative_error(), like.device, like.dtype)
+            for norms in self._source.group_norms
+            if norms is not None
+        ]
+        return torch.stack(errors).max().reshape(1) if errors else like.new_zeros(1)
 
     def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
         """n_d of every group of the step that counts; a micro-batch without groups is one."""

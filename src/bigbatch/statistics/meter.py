@@ -16,6 +16,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients import GradientSource, find_source
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import prepare_after_forward
+from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
@@ -244,8 +245,8 @@ class GradientMeter:
             extra: further values to sum over the ranks; they come first.
         Returns:
             One vector on the parameters' device, for `totals` once the host has read it; only
-            [*extra, x] in a step that is not due: x is 0 if every gradient is zero, and not
-            finite if one is not.
+            [*extra, e, x] in a step that is not due: e is the error of the sums of groups, if any
+            are read; x is 0 if every gradient is zero, and not finite if one is not.
         """
         if not self.due:
             return self._sums.measure_grad(extra)
@@ -256,7 +257,7 @@ class GradientMeter:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
         totals.require_all_took_part()
-        totals.require_whole_groups()
+        self.source.refuse_groups(refusal_of_sums(totals.group_error))
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
 
@@ -377,14 +378,22 @@ class GradientMeter:
 
 def sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
     """n_d of a micro-batch; tells the source those of its groups, if each sample has a weight."""
-    if not isinstance(samples, Tensor) or samples.dim() != 1:
-        return samples
+    weights = samples if isinstance(samples, Tensor) and samples.dim() == 1 else None
+    total = samples if weights is None else float(weights.sum())
     norms = source.group_norms[number] if number < len(source.group_norms) else None
-    if norms is not None:
-        grouping = Grouping(round(sum(norms.weights)), len(norms.weights))
-        if len(samples) == grouping.samples:
-            norms.weights = tuple(grouping.sums(samples))
-    return float(samples.sum())
+    if norms is None:
+        return total
+    grouping = Grouping(round(sum(norms.weights)), len(norms.weights))
+    if (total if weights is None else len(weights)) != grouping.samples:
+        stated = total if weights is None else f"{len(weights)} weights"
+        raise GradientError(
+            f"samples= states {stated} for a backward whose model got {grouping.samples} samples "
+            f"in dimension 0 of its first tensor; pass {grouping.samples}, or the weight of each, "
+            "(labels != -100).sum(1) for example"
+        )
+    if weights is not None:
+        norms.weights = tuple(grouping.sums(weights))
+    return total
 
 
 def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:

@@ -93,16 +93,6 @@ class StepTotals:
                 f"rank {_join_numbers(failed_ranks)} could not read its step: see its error"
             )
 
-    def require_whole_groups(self) -> None:
-        """Raises GradientError if the groups of a backward do not add up to its gradient."""
-        if self.group_error and self.is_finite:
-            raise GradientError(
-                "the gradients of the groups of one backward do not add up to a parameter's "
-                f"gradient (they differ by {self.group_error:.2g} of their length): it is used in "
-                "a way that was not seen, in a second forward for example, or a hook changes it; "
-                "measure by micro-batches instead, groups=None"
-            )
-
     def reduction(self, eps: float, replicated: bool) -> float:
         """c with `.grad` = c * (sum of h_d over all ranks): 1/W for a mean over ranks, 1 for a sum.
 

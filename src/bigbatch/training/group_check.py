@@ -175,7 +175,7 @@ def check_groups(
     with _restored(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
-        grouped = _GroupedGradients(names, grouping, weight)
+        grouped = _GroupedGradients(model, names, grouping, weight)
         grouped.backward(_loss(model, loss_fn, x, y))
         loop = _Loop(grouped)
         for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
@@ -193,20 +193,27 @@ class _GroupedGradients:
     """The groups' gradients of one backward.
 
     Args:
+        model: the model.
         names: the parameters.
         grouping: the groups of samples.
         weight: the weights of the samples; None if they are equal.
     """
 
     def __init__(
-        self, names: Mapping[Tensor, str], grouping: Grouping, weight: Tensor | None
+        self,
+        model: nn.Module,
+        names: Mapping[Tensor, str],
+        grouping: Grouping,
+        weight: Tensor | None,
     ) -> None:
         self.weights = [*(grouping.sizes if weight is None else grouping.sums(weight))]
         self.whole: dict[Tensor, Tensor] = {}  # G
         self.refusals: dict[Tensor, str] = {}
         self.gradients: dict[Tensor, Tensor] = {}  # h_d, (k, *shape)
         self._parameters, self._samples, self._weight = list(names), grouping.samples, weight
-        self._tap = GroupTap(grouping.groups, lambda leaf: leaf if leaf in names else None, {})
+        self._tap = GroupTap(
+            grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model
+        )
         self._tap.exact = True
 
     def backward(self, loss: Tensor) -> None:

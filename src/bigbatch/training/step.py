@@ -17,6 +17,7 @@ from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
+from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -392,11 +393,15 @@ class Step:
         seconds, refused, *messages = rest
         if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
-        statistics, finite, vanishes = None, math.isfinite(values[-1]), values[-1] == 0
-        if self._meter.due:
+        statistics = None
+        if not self._meter.due:
+            finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
+            if self._source.group_tap is not None:
+                self._source.refuse_groups(refusal_of_sums(values[-2]))
+        else:
             totals = self._meter.totals(values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
-            if refused:
+            if refused or self._source.groups_refusal:
                 reason = self._source.groups_refusal or "another rank cannot see its groups"
                 self._update.way.refuse(reason)
             elif finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor

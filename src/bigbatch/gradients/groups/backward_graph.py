@@ -40,7 +40,7 @@ def trace(
         roots: where the backward starts.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
     Returns:
-        The nodes, and a key that graphs of one structure share: the names of their functions, how
+        The nodes, and a key that graphs of one structure share: the kinds of their functions, how
         they are connected, and the parameters.
     """
     nodes: list[Node] = []
@@ -62,10 +62,10 @@ def trace(
         node = nodes[upcoming]
         upcoming += 1
         edges = node.next_functions
-        name = node.name()
+        kind = type(node)
         leaf = None if edges else leaf_of(node)
-        key.append(name if leaf is None else id(parameter_of(leaf)))
-        if name in _WITH_MODES:
+        key.append(kind if leaf is None else id(parameter_of(leaf)))
+        if kind.__name__ in _WITH_MODES:
             key.append(node._saved_training)
 
 

@@ -1,8 +1,9 @@
 """Squared norms of the groups' gradients in one backward, and whether they add up to it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from bigbatch.gradients.dtypes import to_device, widest_float
 
 _MAX_GATHERED = 1 << 17  # elements that are gathered, few enough to stay in cache
+_ROUNDINGS = 64  # of the length of all gradients, that the error of one may have
 
 
 @dataclass
@@ -20,16 +22,16 @@ class GroupNorms:
         weights: n_d of the groups.
         squares: |h_d|^2, by layer (k,).
         totals: |sum of h_d|^2, by layer.
-        error: the squared length of (sum of h_d) - h, over all parameters.
-        length: sum |h_d|^2, over all parameters.
+        errors: the squared length of (sum of h_d) - h, by part: a layer, or a parameter.
+        lengths: sum |h_d|^2, by part.
         eps: relative rounding of the coarsest dtype in which the backward computed them.
     """
 
     weights: tuple[float, ...]
     squares: dict[int, Tensor] = field(default_factory=dict)
     totals: dict[int, Tensor] = field(default_factory=dict)
-    error: Tensor | float = 0.0
-    length: Tensor | float = 0.0
+    errors: dict[int, Tensor] = field(default_factory=dict)
+    lengths: dict[int, Tensor] = field(default_factory=dict)
     eps: float = 0.0
 
     def scatter(self, layers: int, device: torch.device) -> Tensor:
@@ -46,11 +48,37 @@ class GroupNorms:
     def relative_error(self) -> Tensor:
         """The length of (sum of h_d) - h over that of all h_d; 0 if it is not more than rounding.
 
+        The largest over the parts and all of them together. A part may be nothing but rounding, as
+        the key's bias of attention: only an error that all parts together would show counts there.
         It is also 0 if they were not compared.
         """
-        length = torch.as_tensor(self.length)
-        error = (self.error / length.clamp_min(torch.finfo(length.dtype).tiny)).sqrt()
+        if not self.errors:
+            return torch.zeros(())
+        device = next(iter(self.errors.values())).device
+        errors, lengths = (
+            torch.stack([to_device(x, device) for x in parts.values()])
+            for parts in (self.errors, self.lengths)
+        )
+        tiny = torch.finfo(lengths.dtype).tiny
+        total = lengths.sum().clamp_min(tiny)
+        is_large = errors > (_ROUNDINGS * self.eps) ** 2 * total
+        relative = torch.where(is_large, errors / lengths.clamp_min(tiny), 0.0)
+        error = torch.maximum(relative.max(), errors.sum() / total).sqrt()
         return torch.where(error > math.sqrt(self.eps), error, 0.0)
+
+
+def refusal_of_sums(error: float) -> str:
+    """What a relative error of the sums of groups means; empty if there is none.
+
+    An error that is not finite is that of a gradient, which skips the step.
+    """
+    if not error or not math.isfinite(error):
+        return ""
+    return (
+        "the gradients of the groups of one backward do not add up to a parameter's gradient (they "
+        f"differ by {error:.2g} of their length): it is used in a way that was not seen, in a "
+        "second forward for example, or a hook changes it"
+    )
 
 
 class NormsOfGroups:
@@ -60,15 +88,20 @@ class NormsOfGroups:
         weights: n_d of the groups.
         layers: the number of each parameter's layer; empty if all are one layer.
         eps: relative rounding of the backward.
+        by_parameter: whether sums are compared for each parameter, and not for each layer.
     """
 
     def __init__(
-        self, weights: tuple[float, ...], layers: Mapping[Tensor, int], eps: float
+        self,
+        weights: tuple[float, ...],
+        layers: Mapping[Tensor, int],
+        eps: float,
+        *,
+        by_parameter: bool,
     ) -> None:
         self.norms = GroupNorms(weights, eps=eps)
-        self._layers = layers
-        self._gathered: dict[tuple[int, int], list[Tensor]] = {}
-        self._gathered_sums: dict[tuple[int, int], list[Tensor]] = {}
+        self._layers, self._by_parameter = layers, by_parameter
+        self._gathered: dict[tuple[int, int], list[_Images]] = {}
         self._elements = 0
 
     def add(
@@ -82,44 +115,75 @@ class NormsOfGroups:
             scale: c, with |h_d|^2 = E |image of h_d|^2 / c.
             expected: the image of their sum, if it is compared: for all parameters or for none.
         """
-        key, size = (self._layers.get(parameter, 0) if self._layers else 0, scale), images.numel()
+        layer = self._layers.get(parameter, 0) if self._layers else 0
         if images.dim() != 2:
             images = images.reshape(len(images), -1)  # (k,) of a parameter that is one number
-        if size > _MAX_GATHERED:
-            self._read(key, images, None if expected is None else expected.flatten())
-            return
-        self._gathered.setdefault(key, []).append(images)
         if expected is not None:
-            self._gathered_sums.setdefault(key, []).append(expected.flatten())
-        self._elements += size
+            expected = expected.flatten()
+        added = _Images(id(parameter) if self._by_parameter else layer, images, expected)
+        if images.numel() > _MAX_GATHERED:
+            self._read(layer, scale, [added])
+            return
+        self._gathered.setdefault((layer, scale), []).append(added)
+        self._elements += images.numel()
         if self._elements > _MAX_GATHERED:
             self.end()
 
     def end(self) -> GroupNorms:
         """Reads what is gathered; the sums so far."""
-        for key, images in self._gathered.items():
-            sums = self._gathered_sums.get(key)
-            self._read(key, torch.cat(images, 1), None if sums is None else torch.cat(sums))
+        for key, gathered in self._gathered.items():
+            self._read(*key, gathered)
         self._gathered.clear()
-        self._gathered_sums.clear()
         self._elements = 0
         return self.norms
 
-    def _read(self, key: tuple[int, int], images: Tensor, expected: Tensor | None) -> None:
-        (layer, scale), norms = key, self.norms
+    def _read(self, layer: int, scale: int, gathered: "Sequence[_Images]") -> None:
+        norms, images = self.norms, _joined([one.images for one in gathered])
         total = images.sum(0)
         if images.numel() > 2 * _MAX_GATHERED:  # where vector_norm is inexact
             squares = torch.stack([torch.dot(image, image) for image in images])
         else:
             squares = torch.linalg.vector_norm(images, dim=1).square()
         squared_total = torch.dot(total, total)
-        if expected is not None:
-            difference = total.sub_(expected)
-            norms.error = norms.error + torch.dot(difference, difference)
-            norms.length = norms.length + squares.sum()
+        self._compare(gathered, total, squares.sum())
         if scale > 1:
             squares, squared_total = squares / scale, squared_total / scale
-        if layer in norms.squares:
-            squares = squares + norms.squares[layer]
-            squared_total = squared_total + norms.totals[layer]
-        norms.squares[layer], norms.totals[layer] = squares, squared_total
+        _add(norms.squares, layer, squares)
+        _add(norms.totals, layer, squared_total)
+
+    def _compare(self, gathered: "Sequence[_Images]", total: Tensor, length: Tensor) -> None:
+        """Compares the sums of groups that were read together, each part by itself."""
+        expected = [one.expected for one in gathered if one.expected is not None]
+        if not expected:
+            return
+        difference = total.sub_(_joined(expected))
+        if len({one.part for one in gathered}) == 1:
+            _add(self.norms.errors, gathered[0].part, torch.dot(difference, difference))
+            _add(self.norms.lengths, gathered[0].part, length)
+            return
+        errors = torch.split(difference, [one.images.shape[1] for one in gathered])
+        for one, error in zip(gathered, errors, strict=True):
+            _add(self.norms.errors, one.part, torch.dot(error, error))
+            _add(self.norms.lengths, one.part, torch.linalg.vector_norm(one.images).square())
+
+
+class _Images(NamedTuple):
+    """Images that wait to be read.
+
+    Args:
+        part: the layer or the parameter whose sums are compared.
+        images: those of the groups, (k, n).
+        expected: the image of their sum, (n,); None if it is not compared.
+    """
+
+    part: int
+    images: Tensor
+    expected: Tensor | None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+
+
+def _add(sums: dict[int, Tensor], key: int, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value

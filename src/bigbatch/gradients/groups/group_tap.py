@@ -80,6 +80,7 @@ class GroupTap:
         self._compares = True  # whether the sums of groups are compared in it
         self._nodes: list[Node] = []  # of the prepared backward; hooks do not hold them
         self._images: dict[Tensor, Tensor] = {}
+        self._backward = -1  # torch's number of the backward that they are of
         self._norms: NormsOfGroups | None = None  # of the prepared backward
         self._signs = SignPool()
         self._projections: dict[tuple[int, torch.Size], Projection] = {}  # likewise
@@ -112,7 +113,7 @@ class GroupTap:
         counting = [number for number, weight in enumerate(sums) if weight]
         self._counting = None if len(counting) == len(sums) else counting
         self.grouping, self.weights = grouping, tuple(sums[number] for number in counting)
-        self._norms = NormsOfGroups(self.weights, self._layers, plan.eps)
+        self._norms = NormsOfGroups(self.weights, self._layers, plan.eps, by_parameter=self.exact)
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
         self._prepared += 1
@@ -169,6 +170,10 @@ class GroupTap:
                 "a backward with create_graph=True cannot be cut into groups; measure by "
                 "micro-batches, groups=None"
             )
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # an earlier one through this graph, of something else
+            self._images.clear()
+            self._backward = backward
         node = self._nodes[use.number]
         with without_autocast(gradient.device):
             call = Call(node, gradient, use.place, grouping, use.operands)

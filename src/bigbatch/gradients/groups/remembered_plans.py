@@ -9,6 +9,7 @@ from bigbatch.gradients.groups.backward_plan import BackwardPlan, plan_backward
 from bigbatch.gradients.groups.grouping import Grouping
 
 _MAX_STRUCTURES = 32
+_CHECKED = {4**n for n in range(32)}  # numbers of the backwards of a structure
 
 Shapes = tuple[tuple[object, ...], ...]
 """Shapes of the outputs of uses, as far as they say where samples are."""
@@ -17,7 +18,7 @@ Shapes = tuple[tuple[object, ...], ...]
 class RememberedPlans:
     """Plans backwards, once for all graphs of one structure.
 
-    A plan is checked again at the second, fourth, eighth backward and so on, since a check may have
+    A plan is checked again at the fourth, 16th, 64th backward and so on, since a check may have
     missed what random numbers or the data of one batch hid; and at every backward while its check
     was not conclusive.
 
@@ -49,7 +50,7 @@ class RememberedPlans:
         shapes = structure.shapes_of(nodes, grouping.samples)
         plan = structure.plans.get(shapes)
         structure.backwards += 1
-        is_due = structure.backwards & (structure.backwards - 1) == 0
+        is_due = structure.backwards in _CHECKED
         if plan is None or is_due or not plan.is_conclusive:
             plan = plan_backward(
                 nodes,
