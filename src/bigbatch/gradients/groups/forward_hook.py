@@ -17,7 +17,7 @@ class PrepareAfterForward:
     Its copies, in copied and in saved models, do nothing.
 
     Args:
-        source: is told of each forward; None for nothing.
+        source: prepares the backward; None for nothing.
     """
 
     def __init__(self, source: GradientSource | None = None) -> None:
