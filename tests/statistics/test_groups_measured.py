@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import math
 import weakref
 
@@ -22,6 +23,7 @@ from group_gradients import (
     loop,
     mean_loss,
     measured,
+    of_samples,
     sizes_of,
 )
 from oracles import noise as oracle
@@ -335,19 +337,32 @@ def test_a_closed_meter_leaves_no_hook():
 
 
 @pytest.mark.parametrize("levels", [0, 1])
-@pytest.mark.parametrize("runs_backward", [True, False])
-def test_no_activation_outlives_its_step(runs_backward, levels):
+@pytest.mark.parametrize("end", ["read", "failed", "closed", "next forward"])
+def test_no_activation_outlives_its_step(end, levels):
+    """Nor a backward that fails, a forward without one until the next, or the meter."""
     model, alive = checkpointed(levels), []
-    model.conv.register_forward_hook(lambda *args: alive.append(weakref.ref(args[-1])))
+
+    def fail(_):
+        raise RuntimeError("in the backward")
+
     with GradientMeter(model, groups=K) as meter:
+        handle = model.conv.register_forward_hook(lambda *a: alive.append(weakref.ref(a[-1])))
         loss = mean_loss(model, samples(8))
-        if runs_backward:
+        handle.remove()
+        if end == "read":
             loss.backward()
             meter.read(samples=[8])
+        elif end == "failed":
+            model.conv.weight.register_hook(fail)
+            with pytest.raises(RuntimeError, match="in the backward"):
+                loss.backward()
+        elif end == "closed":
+            meter.close()
         else:
-            meter.source.restart()
+            model(samples(8))
         del loss
         gc.collect()
+        assert alive
         assert not any(reference() is not None for reference in alive)
 
 
@@ -365,10 +380,67 @@ def test_the_sums_of_a_step_hold_no_graph():
 def test_a_copied_model_does_not_report_to_the_meter_of_the_first():
     model = network()
     with GradientMeter(model, groups=K, per_layer=True) as meter:
-        mean_loss(model, samples(8)).backward()
-        copied = copy.deepcopy(model)
-        mean_loss(copied, samples(6)).backward()
+        copied, file = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loss = mean_loss(model, samples(8))
+        for other in (copied, torch.load(file, weights_only=False)):
+            mean_loss(other, samples(6)).backward()
+        loss.backward()
         assert same(expected_noise(model, [samples(8)], K), meter.read(samples=[8]))
+
+
+@pytest.mark.parametrize("stated", [48, torch.tensor(48), torch.full((7,), 6), 7])
+def test_samples_that_are_not_those_of_the_backward_are_refused(stated):
+    """Tokens for samples would mix their units; the weight of each sample does not."""
+    model = network()
+    with GradientMeter(model, groups=K) as meter:
+        mean_loss(model, samples(8)).backward()
+        with pytest.raises(GradientError, match="model got 8 samples in dimension 0"):
+            meter.read(samples=[stated])
+
+
+def test_another_backward_through_the_graph_is_not_part_of_the_step():
+    """As for the importance of activations: some uses run in it, in any of the steps."""
+    model = network()
+    expected = expected_noise(model, [samples(8)], K)
+    with GradientMeter(model, groups=K, per_layer=True) as meter:
+        for _ in range(4):
+            model.zero_grad()
+            hidden = model[1](model[0](samples(8)))
+            meter.source.prepare_groups([output := model[3](model[2](hidden))], 8)
+            torch.autograd.grad(output.max(1).values.sum(), hidden, retain_graph=True)
+            of_samples(output).mean().backward()
+            assert same(expected, meter.read(samples=[8]))
+
+
+def test_two_meters_measure_one_model():
+    model = network()
+    expected = expected_noise(model, [samples(8)], K)
+    with GradientMeter(model, groups=K, per_layer=True) as one:
+        with GradientMeter(model, groups=2, per_layer=True) as other:
+            for _ in range(4):
+                model.zero_grad()
+                mean_loss(model, samples(8)).backward()
+                assert same(expected, one.read(samples=[8]))
+                assert 2 == other.read(samples=[8]).micro_batches
+
+
+def test_the_sums_of_a_small_layer_are_compared_too():
+    """A second call outside the forward, of a layer whose gradient is a millionth."""
+    model = Function(
+        lambda s, x: (s.net(x), s.aux(x)), net=network(torch.float32), aux=nn.Linear(5, 1)
+    )
+
+    def loss(model, x):
+        output, small = model(x)
+        consistency = (small - model.aux(x + 5)).square().mean()
+        return of_samples(output).mean() + 1e-6 * consistency
+
+    with GradientMeter(model, groups=K, per_layer=True) as meter:
+        loss(model, samples(8, torch.float32)).backward()
+        with pytest.raises(GradientError, match="do not add up"):
+            meter.read(samples=[8])
 
 
 def test_signs_depend_on_the_number_of_the_step_alone():

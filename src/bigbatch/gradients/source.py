@@ -168,6 +168,7 @@ class GradientSource:
     def close(self) -> None:
         """Removes every hook for good."""
         self._closed = True
+        self._forget_groups()
         self._remove_hooks()
 
     def _attach_hooks(self) -> None:
@@ -191,9 +192,13 @@ class GradientSource:
 
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
+        self._forget_groups()
+        self._restart()
+
+    def _forget_groups(self) -> None:
+        """Forgets the backward that is prepared, whose graph it holds."""
         if self.group_tap is not None:
             self.group_tap.forget()
-        self._restart()
 
     def _restart(self) -> None:
         """The same in a backward, which keeps what it prepared."""
@@ -420,7 +425,8 @@ class GradientSource:
         """
         ended = self._backward_ended if self._implicit else self._foreign_backward_ended
         last = functools.partial(ended)  # an object of this backward alone
-        self._end_callback = weakref.ref(last)
+        gone = weak_method(self._backward_gone)
+        self._end_callback = weakref.ref(last, lambda _: gone())
         queue = Variable._execution_engine.queue_callback
         queue(functools.partial(queue, last))
 
@@ -430,6 +436,11 @@ class GradientSource:
         if self.guard.stamps_before == stamps and not self.guard.grad_may_wait:
             self._refuse_autograd_grad()
         self._close(stamps)
+
+    def _backward_gone(self) -> None:
+        """A backward has ended, or failed in the micro-batch that it opened."""
+        if self._implicit:
+            self._forget_groups()
 
     @_disable_dynamo
     def _foreign_backward_ended(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients import GradientSource, find_source
 from bigbatch.gradients.dtypes import widest_float
-from bigbatch.gradients.groups.forward_hook import prepare_after_forward
+from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
@@ -109,7 +109,7 @@ class GradientMeter:
                 raise SettingError("groups= needs the model, whose forwards it prepares")
             self.cut_backwards(groups, model)
             self._forward_hook = model.register_forward_hook(
-                prepare_after_forward(self.source), with_kwargs=True
+                PrepareAfterForward(self.source), with_kwargs=True
             )
         self._sums = StepAccumulators(
             self.source,

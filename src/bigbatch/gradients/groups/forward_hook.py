@@ -1,7 +1,6 @@
 """Prepares the groups of a backward after each forward of a model."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +11,24 @@ from torch.utils._pytree import tree_leaves
 from bigbatch.gradients.source import GradientSource
 
 
-def prepare_after_forward(source: GradientSource) -> Callable[..., None]:
-    """A forward hook with keyword arguments; the samples are in the first tensor's dimension 0."""
-    reference = weakref.ref(source)
+class PrepareAfterForward:
+    """A forward hook with keyword arguments; the samples are in the first tensor's dimension 0.
+
+    Its copies, in copied and in saved models, do nothing.
+
+    Args:
+        source: is told of each forward; None for nothing.
+    """
+
+    def __init__(self, source: GradientSource | None = None) -> None:
+        self._source = None if source is None else weakref.ref(source)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return PrepareAfterForward, ()
 
     @_disable_dynamo
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        source = reference()
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        source = None if self._source is None else self._source()
         if source is None or not torch.is_grad_enabled():
             return
         inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
@@ -26,5 +36,3 @@ def prepare_after_forward(source: GradientSource) -> Callable[..., None]:
         roots = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
         if first is not None and roots:
             source.prepare_groups(roots, len(first))
-
-    return hook
