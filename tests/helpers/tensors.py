@@ -26,6 +26,7 @@ def difference(
 ) -> float:
     """Largest difference of any element over the largest element of its tensor; nan stays nan."""
     both = [[x.cpu().double() for x in values(either)] for either in (expected, actual)]
+    assert [a.shape for a in both[0]] == [b.shape for b in both[1]]
     errors = [
         (b - a).abs().max() / a.abs().max().clamp_min(1e-300)
         for a, b in zip(*both, strict=True)
