@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from bigbatch import GradientMeter
 from bigbatch.gradients import Subscriber
 from oracles import noise as oracle
-from tensors import difference
 
 
 class Scaled(torch.autograd.Function):
@@ -86,7 +85,10 @@ def measured(model, inputs, k, loss=mean_loss, **options):
 
 
 def error(model, inputs, k, loss=mean_loss) -> float:
-    """The largest error of a group's gradient in one backward, relative to its parameter's."""
+    """The largest error of a group's gradient in one backward, relative to its parameter's.
+
+    Relative to the largest gradient of all parameters, if its parameter's is zero.
+    """
     expected, model = loop(model, inputs, k, loss), copy.deepcopy(model)
     recorder = Recorder()
     with GradientMeter(model, groups=k) as meter:
@@ -95,8 +97,14 @@ def error(model, inputs, k, loss=mean_loss) -> float:
         meter.read(samples=[len(inputs[0])])
     (groups,) = recorder.backwards
     trained = [p for p in model.parameters() if p.requires_grad]
-    reached = [number for number, row in enumerate(expected) if row.any()]
-    return difference((expected[i] for i in reached), (groups[trained[i]] for i in reached))
+    largest, errors = max(row.abs().max() for row in expected), []
+    for parameter, row in zip(trained, expected, strict=True):
+        actual = torch.zeros_like(row)
+        if row.any() or parameter in groups:  # the loss may not reach it
+            actual = groups[parameter].to(row.dtype)
+        assert row.shape == actual.shape
+        errors.append((actual - row).abs().max() / (row.abs().max() if row.any() else largest))
+    return torch.stack(errors).max().item()
 
 
 def scatter_of_sketches(model, inputs, k, draws, loss=mean_loss, read=lambda s: s.grad_variance):

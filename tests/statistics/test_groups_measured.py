@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -428,7 +429,24 @@ def test_two_meters_measure_one_model():
             assert 2 == other.read(samples=[8]).micro_batches
 
 
-def test_the_sums_of_a_small_layer_are_compared_too():
+def test_parameters_that_are_measured_later_have_groups():
+    """The graph is the same with and without them."""
+    model, x = network(), samples(8)
+    head = list(model[3].parameters())
+    expected = expected_noise(model, [x], K)
+    with GradientMeter(model, groups=K, per_layer=True) as meter:
+        for selected, every_layer in ((head, False), (model.parameters(), True), (head, False)):
+            meter.select(selected)
+            for _ in range(3):
+                model.zero_grad()
+                mean_loss(model, x).backward()
+                statistics = meter.read(samples=[8])
+                assert every_layer == same(expected, statistics)
+                assert every_layer == bool(statistics.layers["0"].grad_variance)
+
+
+@pytest.mark.parametrize("part", ["layer", "parameter"])
+def test_the_sums_of_a_small_part_are_compared_too(part):
     """A second call outside the forward, of a layer whose gradient is a millionth."""
     model = Function(
         lambda s, x: (s.net(x), s.aux(x)), net=network(torch.float32), aux=nn.Linear(5, 1)
@@ -439,10 +457,27 @@ def test_the_sums_of_a_small_layer_are_compared_too():
         consistency = (small - model.aux(x + 5)).square().mean()
         return of_samples(output).mean() + 1e-6 * consistency
 
-    with GradientMeter(model, groups=K, per_layer=True) as meter:
+    with GradientMeter(model, groups=K, per_layer=part == "layer") as meter:
+        if part == "parameter":
+            meter.source.subscribe(Recorder())
         loss(model, samples(8, torch.float32)).backward()
         with pytest.raises(GradientError, match="do not add up"):
             meter.read(samples=[8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_only_rounding_is_no_error(dtype):
+    """That of the keys' bias, as large as all of its error."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).to(dtype)
+    model = Function(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+    with GradientMeter(model, groups=K) as meter:
+        meter.source.subscribe(Recorder())
+        for _ in range(17):  # three of them are compared
+            model.zero_grad()
+            x = torch.randn(8, 6, 16).to(dtype)
+            model(x).float().square().flatten(1).sum(1).mean().backward()
+            assert meter.read(samples=[8]).micro_batches == K
 
 
 def test_signs_depend_on_the_number_of_the_step_alone():
@@ -472,6 +507,41 @@ def test_mean_losses_cannot_be_cut_into_groups():
 def test_parameters_alone_have_no_forward_to_prepare():
     with pytest.raises(SettingError, match="needs the model"):
         GradientMeter(list(network().parameters()), groups=K)
+
+
+@dataclass
+class Logits:
+    """No tensor, and no container that torch looks into."""
+
+    logits: torch.Tensor
+
+
+FORMS = {  # of a network: what it gets and returns
+    r"inputs .*\(Logits\) have no tensor of samples": (Logits, lambda m, x: m.net(x.logits)),
+    r"outputs .*\(Logits\) have no tensor with a gradient": (
+        lambda x: x,
+        lambda m, x: Logits(m.net(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FORMS)
+def test_a_forward_without_samples_says_where_they_were_looked_for(message):
+    packed, forward = FORMS[message]
+    model = Function(forward, net=network())
+
+    def run(model, x):
+        output = model(packed(x))
+        return of_samples(getattr(output, "logits", output)).mean()
+
+    with GradientMeter(model, groups=K) as meter:
+        run(model, samples(8)).backward()
+        with pytest.raises(GradientError, match=message):
+            meter.read(samples=[8])
+        model.zero_grad()
+        for part in samples(8).split(4):  # micro-batches need no samples to be found
+            (run(model, part) / 2).backward()
+        assert 2 == meter.read(samples=[4, 4]).micro_batches
 
 
 def test_one_group_is_refused():

@@ -136,6 +136,24 @@ def test_a_compiled_model_is_refused_by_name():
     assert all("torch.compile" in p.refusal for p in checked.parameters)
 
 
+class Grid(nn.Module):
+    """A buffer of as many rows as the batch has samples, in a layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("grid", torch.randn(8, 3))
+        self.layer, self.of_grid = nn.Linear(5, 10), nn.Linear(3, 10)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) @ torch.tanh(self.of_grid(self.grid)).t()
+
+
+def test_a_buffer_as_long_as_the_batch_is_no_samples():
+    checked = bb.check_groups(Grid(), cross_entropy, *classes(8), groups=4)
+    assert checked.ok, checked
+
+
 class PartlyByHand(nn.Module):
     """A parameter in a function of its own, and one that the loss does not reach."""
 

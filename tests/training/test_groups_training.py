@@ -141,10 +141,11 @@ def test_a_loop_takes_the_groups_of_its_meter():
     assert [r.statistics for r in expected] == [r.statistics for r in actual]
 
 
-def test_two_numbers_of_groups_are_refused():
+@pytest.mark.parametrize(("groups", "stated"), [(8, "8"), ("auto", '"auto"')])
+def test_two_numbers_of_groups_are_refused(groups, stated):
     model = network()
-    with pytest.raises(SettingError, match=r"groups=8, and groups=4 of the meter"):
-        built(model, groups=8, meter=bb.GradientMeter(model, groups=4))
+    with pytest.raises(SettingError, match=f"groups={stated}, and groups=4 of the meter"):
+        built(model, groups=groups, meter=bb.GradientMeter(model, groups=4))
 
 
 # weights of samples

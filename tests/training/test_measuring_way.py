@@ -100,6 +100,15 @@ def test_what_has_no_groups_is_cut_and_the_log_says_why(weight):
     assert ("BatchNorm" if weight is None else "weight of each sample") in done[1].way
 
 
+def test_sums_of_groups_that_do_not_add_up_are_cut_and_the_log_says_why():
+    model = nn.Linear(6, 3)
+    model.weight.register_hook(lambda gradient: 0.5 * gradient)
+    done = records(training(model))
+    assert done[0].statistics is None
+    assert all(record.statistics.micro_batches == 4 for record in done[1:])
+    assert "do not add up" in done[1].way
+
+
 def test_optimizers_that_read_every_step_choose_themselves():
     with pytest.raises(SettingError, match=r"pass groups=8, or leave groups out"):
         training(nn.Linear(6, 3), VRSGD)

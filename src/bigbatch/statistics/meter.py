@@ -189,8 +189,12 @@ class GradientMeter:
         if failure is not None:
             raise failure  # after the other ranks got their part of the sums
         totals = self.totals(values)
+        tap = self.source.group_tap
+        missing = tap.missing if tap is not None and totals.micro_batches < 2 else ""
         self.source.restart()
         self.next_step()
+        if missing:
+            raise GradientError(missing)
         statistics = self.statistics(totals)
         if not values[0]:
             raise GradientError(NO_GRADIENT)
@@ -203,14 +207,12 @@ class GradientMeter:
             groups: k; None for the meter's own, if it has any.
             model: the model that they are of.
         Raises:
-            SettingError: the meter has another k, or its loss is not "weighted".
+            SettingError: the meter's loss is not "weighted".
         """
         if self._forward_hook is not None:
             self._forward_hook.remove()
         if groups is None or groups == self.groups:
             return
-        if self.groups is not None:
-            raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
         if self.loss != "weighted":
             raise SettingError(
                 'the groups of one backward share its mean loss: groups= needs loss="weighted"'

@@ -111,6 +111,7 @@ class AdaptiveBatch:
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
         way = MeasuringWay(options.get("groups") or self.meter.groups)
+        way.require_same_groups(self.meter.groups)
         self.meter.cut_backwards(way.groups, model)
         self.meter.source.must_see_groups = not way.is_auto
         self._reader = micro_batch_optimizer(optimizer)

@@ -81,6 +81,12 @@ class MeasuringWay:
         """Groups are not taken any more."""
         self.refusal = reason
 
+    def require_same_groups(self, groups: int | None) -> None:
+        """Raises SettingError if the meter has groups of its own, and another number."""
+        if groups not in (None, self.groups):
+            stated = '"auto"' if self.is_auto else self.groups
+            raise SettingError(f"groups={stated}, and groups={groups} of the meter: pass one")
+
     def require_no_reader(self, optimizer: str) -> None:
         """Raises SettingError with "auto", for an optimizer that reads every step."""
         if self.is_auto:

@@ -17,7 +17,7 @@ class PrepareAfterForward:
     Its copies, in copied and in saved models, do nothing.
 
     Args:
-        source: prepares the backward; None for nothing.
+        source: prepares its backward after each forward; None for nothing.
     """
 
     def __init__(self, source: GradientSource | None = None) -> None:
@@ -28,12 +28,26 @@ class PrepareAfterForward:
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Prepares the backward of the outputs."""
+        """The model's forward has ended."""
         source = None if self._source is None else self._source()
         if source is None or not torch.is_grad_enabled():
             return
-        inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
-        first = next(inputs, None)
+        leaves = tree_leaves((args, kwargs))
+        first = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
         roots = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
-        if first is not None and roots:
+        if first is None:
+            source.leave_out_groups(_message("no tensor of samples", "inputs", leaves))
+        elif not roots:
+            found = _message("no tensor with a gradient", "outputs", tree_leaves(output))
+            source.leave_out_groups(found)
+        else:
             source.prepare_groups(roots, len(first))
+
+
+def _message(lacks: str, where: str, leaves: list[Any]) -> str:
+    kinds = ", ".join(type(x).__name__ for x in leaves) or "nothing"
+    return (
+        f"the groups of the backward could not be prepared: the {where} of the model's forward "
+        f"({kinds}) have {lacks}; pass and return tensors, or tuples, lists or dictionaries of "
+        "them, or measure by micro-batches, groups=None"
+    )

@@ -68,6 +68,7 @@ class GroupTap:
         self._layers, self.model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
         self.refusals: dict[Tensor, str] = {}  # of the present backward
+        self.missing = ""  # why no backward could be prepared after the last forward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups that have any weight
         self._plans = RememberedPlans(parameter_of, model, checks_samples=checks_samples)
@@ -150,7 +151,7 @@ class GroupTap:
     def forget(self) -> None:
         """Forgets the prepared backward."""
         self._nodes, self._plan, self.grouping = [], None, None
-        self._norms = None
+        self._norms, self.missing = None, ""
         self._images.clear()
         self._projections.clear()
 
