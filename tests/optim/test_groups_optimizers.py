@@ -100,25 +100,6 @@ def _run(step, model):
         yield batch
 
 
-def test_sums_of_groups_are_compared_in_steps_that_are_not_measured():
-    """The optimizer reads the groups of every step."""
-    model = network()
-    model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
-    settings = {"groups": K, "micro_batch": 16, "budget": 0, "lr_scaling": None}
-    train = bb.AdaptiveBatch(
-        model,
-        VRAdam(model.parameters(), lr=0.02),
-        DataLoader(data(), 16),
-        policy=bb.Fixed(16),
-        **settings,
-    )
-    step = next(iter(train))
-    for batch in _run(step, model):
-        assert len(batch[0]) == 16
-    with pytest.raises(GradientError, match="do not add up"):
-        step.update()
-
-
 def test_groups_do_not_reach_an_optimizer_without_adaptive_batch():
     """Its own loop sees backwards, so it says how many it saw."""
     model = network()

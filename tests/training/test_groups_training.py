@@ -100,28 +100,14 @@ def test_weights_and_gradients_are_the_same_to_the_bit_as_without_groups():
     assert same_tensors(*models)
 
 
-def changing(parameter):
-    """A gradient that a hook of the user changes is not the sum of its groups."""
-    parameter.register_hook(lambda gradient: 1.5 * gradient)
-
-
 @pytest.mark.parametrize("options", [{"every": 1}, {"every": None, "budget": 0}], ids=str)
 def test_sums_of_groups_are_compared_in_every_step_that_an_optimizer_reads(options):
+    """A gradient that a hook of the user changes is not the sum of its groups."""
     model = network()
-    changing(model[0].weight)
+    model[0].weight.register_hook(lambda gradient: 1.5 * gradient)
     train = built(model, VRSGD(model.parameters(), lr=0.1), groups=K, **options)
     with pytest.raises(GradientError, match=r"do not add up .*groups=None"):
         trained(train, 1)
-
-
-def test_auto_takes_micro_batches_where_sums_of_groups_do_not_add_up():
-    model = network()
-    changing(model[0].weight)
-    refused, *later = trained(built(model, groups="auto"), 5)
-    assert refused.statistics is None
-    for record in later:
-        assert "do not add up" in record.way
-        assert record.micro_batches == record.statistics.micro_batches
 
 
 def test_a_step_needs_no_more_backwards_than_its_memory_does():

@@ -168,7 +168,9 @@ def test_samples_that_only_a_later_batch_moves_are_refused(function):
 def test_more_views_of_a_sample_are_found_where_they_are():
     """Stacked view after view; one view alone shows no order."""
     net = model(
-        lambda s, x: sum(s.m(torch.tanh(s.l(torch.cat(x.unbind(1))))).chunk(x.shape[1])),
+        lambda s, x: (
+            s.m(torch.tanh(s.l(torch.cat(x.unbind(1))))).view(x.shape[1], len(x), -1).mean(0)
+        ),
         l=nn.Linear(5, 10),
         m=nn.Linear(10, 9),
     )
@@ -184,15 +186,16 @@ def test_more_views_of_a_sample_are_found_where_they_are():
 
 def test_graphs_of_the_same_functions_may_be_connected_in_other_ways():
     def function(s, x):
-        hidden = torch.tanh(s.l(x))
-        scaled = hidden * s.g
-        return s.m(torch.sin(hidden if s.takes_hidden else scaled) + torch.cos(scaled))
+        scales = one, other = s.g[0], s.g[1]
+        hidden = torch.tanh(s.l(x) * scales[s.scale])
+        return s.m(torch.tanh(torch.tanh(hidden * other) * one))
 
-    net = model(function, l=nn.Linear(5, 10), m=nn.Linear(10, 9), g=torch.full((10,), 0.3))
+    (g,) = batches(1, 2, 10)
+    net = model(function, l=nn.Linear(5, 10), m=nn.Linear(10, 9), g=g)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with GradientMeter(net, groups=K, per_layer=True) as meter:
         for number, x in enumerate(batches(6, 8, 5)):
-            net.takes_hidden = number % 2 == 0
+            net.scale = number % 2
             expected = expected_noise(net, [x], K).grad_variance
             optimizer.zero_grad()
             mean_loss(net, x).backward()
@@ -448,7 +451,7 @@ def test_a_function_of_the_user_computes_the_gradients_that_it_did_without_group
 
 REFUSED_ROUTES = {
     "straight-through": (
-        lambda s, x: F.linear(x, Scaled.apply(s.w, s.g)),
+        lambda s, x: F.linear(x, Scaled.apply(s.w, s.g), s.b),
         "computed by ScaledBackward, a function written in Python",
     ),
     "filter": (
@@ -465,9 +468,9 @@ REFUSED_ROUTES = {
 @pytest.mark.parametrize("kind", REFUSED_ROUTES)
 def test_a_parameter_is_refused_by_the_function_between(kind):
     function, reason = REFUSED_ROUTES[kind]
-    w, c, g = batches(1, 9, 5) + batches(1, 3, 2) + batches(1, 5)
+    w, c, g, b = batches(1, 9, 5) + batches(1, 3, 2) + batches(1, 5) + batches(1, 9)
     with pytest.raises(GradientError, match=reason):
-        measured(model(function, w=w, c=c, g=g), batches(1, 8, 5), K)
+        measured(model(function, w=w, c=c, g=g, b=b), batches(1, 8, 5), K)
 
 
 SMALL_OPERANDS = {

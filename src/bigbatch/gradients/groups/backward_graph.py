@@ -69,6 +69,11 @@ def trace(
             key.append(node._saved_training)
 
 
+def operands_of(node: Node) -> list[Node]:
+    """The nodes whose outputs a function takes."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
 def leaf_of(node: Node) -> Tensor | None:
     """The tensor that a node accumulates into; None for any other node."""
     return getattr(node, "variable", None)

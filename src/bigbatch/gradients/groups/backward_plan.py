@@ -87,10 +87,8 @@ def plan_backward(
     without_samples: frozenset[int] = frozenset()
     is_of_model = _constants(model)
     while True:
-        found = ParameterUses(
-            nodes, roots, parameter_of, grouping.samples, is_of_model, without_samples
-        )
-        checked = _find_places(found, grouping, check)
+        found = ParameterUses(nodes, parameter_of, grouping.samples, is_of_model, without_samples)
+        checked = _find_places(found, roots, grouping, check)
         wrong = {number for number, place in checked.places.items() if place is None}
         parameters_only = {
             use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
@@ -103,7 +101,7 @@ def plan_backward(
         return BackwardPlan([], {}, {}, refusal=refusal)
     refusals: dict[Tensor, str] = {}
     for use in found.uses:
-        reason = use.refusal or _refusal_of_place(found, use, checked.places[use.number])
+        reason = use.refusal or _refusal_of_place(use, checked)
         if reason:
             refusals.update(dict.fromkeys(use.parameters, reason))
     uses = [
@@ -121,14 +119,14 @@ def plan_backward(
     )
 
 
-def _find_places(found: ParameterUses, grouping: Grouping, check: int | None) -> SampleCheck:
+def _find_places(
+    found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, check: int | None
+) -> SampleCheck:
     """By the number of each use: where its samples are; None if it is not known."""
     if grouping.samples == 1:
         return SampleCheck({use.number: next(iter(use.places), None) for use in found.uses})
     if check is not None:
-        result = check_samples(found, grouping, check)
-        result.places |= dict.fromkeys(found.unlocated)
-        return result
+        return check_samples(found, roots, grouping, check)
     places: dict[int, Place | None] = {}
     for use in found.uses:
         certain = [place for place in use.places if place.is_certain]
@@ -136,11 +134,11 @@ def _find_places(found: ParameterUses, grouping: Grouping, check: int | None) ->
     return SampleCheck(places)
 
 
-def _refusal_of_place(found: ParameterUses, use: Use, place: Place | None) -> str:
+def _refusal_of_place(use: Use, checked: SampleCheck) -> str:
     """Why it is not known where the samples of a use are; empty if it is."""
-    if place is not None:
+    if checked.places[use.number] is not None:
         return ""
-    if use.number in found.unlocated:
+    if use.number in checked.unlocated:
         return f"no value from the loss down to {use.name} has a dimension of the batch's size"
     return f"a group's samples influence others in {use.name}, or are not together"
 
@@ -215,7 +213,7 @@ def _rounding(found: ParameterUses) -> float:
     """Relative rounding of the coarsest dtype of the uses, and of what leads to parameters."""
     dtypes = {p.dtype for use in found.uses for p in use.parameters}
     for use in found.uses:
-        steps = (step for route in use.routes.values() for step in route.steps)
-        numbers = {use.number, *(step.number for step in steps if step.parameter is None)}
+        on_routes = (node for route in use.routes.values() for node in route.nodes)
+        numbers = {use.number, *(node.number for node in on_routes if node.parameter is None)}
         dtypes |= {m.dtype for n in numbers for m in found.nodes[n]._input_metadata}
     return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)

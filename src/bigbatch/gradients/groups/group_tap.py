@@ -50,7 +50,7 @@ class GroupTap:
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
         model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether an extra backward may check, once for each structure of graph, that
+        checks_samples: whether extra backwards may check that
             the samples of a group do not influence others and are where they are looked for.
     """
 
@@ -204,7 +204,7 @@ class GroupTap:
         """The gradients of the parameters, from that of the operand computed from them."""
         gradients = {route.start: gradient}
         by_parameter: dict[Tensor, Tensor] = {}
-        for number, operands, parameter in route.steps:
+        for number, operands, parameter in route.nodes:
             node = self._nodes[number]
             arrived = [gradients.get((number, n)) for n in range(len(node._input_metadata))]
             if parameter is not None:

@@ -7,13 +7,19 @@ they lie on the route from a use to its parameter.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.groups.backward_graph import Edge, Node, constants_of, leaf_of, shape_of
+from bigbatch.gradients.groups.backward_graph import (
+    Edge,
+    Node,
+    constants_of,
+    leaf_of,
+    operands_of,
+    shape_of,
+)
 from bigbatch.gradients.groups.rules import Place, refusal_of, refusal_of_path
 
 _ROWS = {
@@ -59,14 +65,14 @@ _VIEWS_OF_PARAMETERS = (
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
-_FLATTENED = (
+FLATTENED = (
     Place(None, "sample-major", is_certain=False),
     Place(None, "sample-minor", is_certain=False),
 )
 """Where the samples may be in dimension 0 with others, the likeliest first."""
 
 
-class Step(NamedTuple):
+class RouteNode(NamedTuple):
     """A node on the way from an operand to the parameters that it was computed from.
 
     Args:
@@ -87,7 +93,7 @@ class Route:
     Args:
         parameters: the parameters.
         start: the operand: the number of its node, and of the node's output.
-        steps: the nodes from there to the parameters, each before its operands.
+        nodes: the nodes from there to the parameters, each before its operands.
         is_matrix: whether the operand is one parameter, cast or transposed.
         is_transposed: whether it is transposed, if `is_matrix`.
         refusal: why its gradient cannot be computed; empty if it can.
@@ -95,7 +101,7 @@ class Route:
 
     parameters: tuple[Tensor, ...]
     start: tuple[int, int]
-    steps: tuple[Step, ...]
+    nodes: tuple[RouteNode, ...]
     is_matrix: bool
     is_transposed: bool
     refusal: str
@@ -125,26 +131,11 @@ class Use:
         return (parameter for route in self.routes.values() for parameter in route.parameters)
 
 
-class FrontierOutput(NamedTuple):
-    """An output with samples from which a backward of some samples can start.
-
-    Args:
-        number: the number of its node.
-        output: the number of the output.
-        places: where the samples may be in it, the likeliest first.
-    """
-
-    number: int
-    output: int
-    places: list[Place]
-
-
 class ParameterUses:
     """All uses of the watched parameters in a graph.
 
     Args:
         nodes: the nodes of the graph.
-        roots: the edges that its backward starts from.
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         samples: B.
         is_of_model: whether a constant is in the memory of a tensor of the model.
@@ -155,24 +146,23 @@ class ParameterUses:
     def __init__(
         self,
         nodes: Sequence[Node],
-        roots: Sequence[Edge],
         parameter_of: Callable[[Tensor], Tensor | None],
         samples: int,
         is_of_model: Callable[[Tensor], bool],
         without_samples: frozenset[int] = frozenset(),
     ) -> None:
-        self.nodes, self._roots, self._samples = nodes, roots, samples
-        self._numbers = {node: number for number, node in enumerate(nodes)}
+        self.nodes, self.samples = nodes, samples
+        self.numbers = {node: number for number, node in enumerate(nodes)}
         self._parameter_of, self._is_of_model = parameter_of, is_of_model
         self._without_samples = without_samples
         self._consumers: dict[Node, list[Node]] = defaultdict(list)
         for node in nodes:
-            for following in _operands(node):
+            for following in operands_of(node):
                 self._consumers[following].append(node)
-        self._order = self._operands_first()
-        self._positions = {node: position for position, node in enumerate(self._order)}
+        self.operands_first = self._sorted()
+        self._positions = {node: position for position, node in enumerate(self.operands_first)}
         self._has_samples: dict[Node, bool] = {}
-        for node in self._order:
+        for node in self.operands_first:
             self._has_samples[node] = self._decide_samples(node)
         self.uses = list(self._find())
 
@@ -180,78 +170,12 @@ class ParameterUses:
         """Whether the output of a function depends on samples, and not on parameters alone."""
         return self._has_samples[node]
 
-    @cached_property
-    def frontier(self) -> list[FrontierOutput]:
-        """The outputs with samples that are nearest to the loss.
-
-        One of them has a dimension of size B, except above a use that lies above all those.
-        """
-        uses = {self.nodes[use.number] for use in self.uses}
-        frontier, above = self._descend(set())
-        if not uses & above:
-            return frontier
-        leads_to_use: set[Node] = set()
-        for node in self._order:
-            if node in above and (node in uses or not leads_to_use.isdisjoint(_operands(node))):
-                leads_to_use.add(node)
-        return self._descend(leads_to_use)[0]
-
-    @cached_property
-    def unlocated(self) -> set[int]:
-        """The uses below which no output shows where the samples are, before the data."""
-        _, above = self._descend(set())
-        shows_nothing: set[Node] = set()
-        for node in self._order:
-            if node in above and self.has_samples(node):
-                operands = [n for n in _operands(node) if self.has_samples(n)]
-                operands = [n for n in operands if leaf_of(n) is None or self._shows_samples(n)]
-                if not operands or not shows_nothing.isdisjoint(operands):
-                    shows_nothing.add(node)
-        return {use.number for use in self.uses if self.nodes[use.number] in shows_nothing}
-
-    @cached_property
-    def last_uses(self) -> list[Use]:
-        """The uses below which a backward comes to no other use."""
-        used = {self.nodes[use.number] for use in self.uses}
-        leads_to_use: set[Node] = set()  # of the operands
-        for node in self._order:
-            if any(n in used or n in leads_to_use for n in _operands(node)):
-                leads_to_use.add(node)
-        return [use for use in self.uses if self.nodes[use.number] not in leads_to_use]
-
-    def _descend(self, flattened: set[Node]) -> tuple[list[FrontierOutput], set[Node]]:
-        """The first outputs that show where the samples are, and the nodes above them.
-
-        Args:
-            flattened: nodes that also do with samples flattened into rows.
-        """
-        # below the node of DDP that would begin to reduce
-        sinks = [node for node in self.nodes if node.name() == "_DDPSinkBackward"]
-        below = [edge for sink in sinks for edge in sink.next_functions if edge[0] is not None]
-        waiting, visited, above = below or list(self._roots), set[Edge](), set[Node]()
-        reached: list[FrontierOutput] = []
-        while waiting:
-            edge = node, output = waiting.pop()
-            if edge in visited or leaf_of(node) is not None:
-                continue
-            visited.add(edge)
-            shape = shape_of(node, output)
-            places = self._exact_places(shape) if self.has_samples(node) else []
-            if not places and node in flattened and shape and shape[0] % self._samples == 0:
-                places = list(_FLATTENED)
-            if places:
-                reached.append(FrontierOutput(self._numbers[node], output, places))
-            else:
-                above.add(node)
-                waiting += [edge for edge in node.next_functions if edge[0] is not None]
-        return reached, above
-
-    def _operands_first(self) -> list[Node]:
+    def _sorted(self) -> list[Node]:
         """The nodes, each after its operands."""
         waiting, order, done = list(self.nodes), list[Node](), set[Node]()
         while waiting:
             node = waiting[-1]
-            unknown = [] if node in done else [n for n in _operands(node) if n not in done]
+            unknown = [] if node in done else [n for n in operands_of(node) if n not in done]
             if unknown:
                 waiting += unknown
                 continue
@@ -267,26 +191,26 @@ class ParameterUses:
         A constant may be samples, unless it is the model's or has the numbers of positions.
         """
         node = self.nodes[use.number]
-        if any(map(self.has_samples, _operands(node))):
+        if any(map(self.has_samples, operands_of(node))):
             return False
         has_constants = any(following is None for following, _ in node.next_functions)
         return not (has_constants and not constants_of(node)) and not self._has_data(node)
 
     def moves_samples(self, number: int) -> bool:
         """Whether samples are among the operands of a function."""
-        return any(map(self.has_samples, _operands(self.nodes[number])))
+        return any(map(self.has_samples, operands_of(self.nodes[number])))
 
     def _has_data(self, node: Node) -> bool:
         """Whether a constant of a function may be samples."""
         return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))
 
     def _decide_samples(self, node: Node) -> bool:
-        leaf, operands = leaf_of(node), _operands(node)
+        leaf, operands = leaf_of(node), operands_of(node)
         if leaf is not None:
             return self._parameter_of(leaf) is None
         if not operands or any(self._has_samples[operand] for operand in operands):
             return True
-        if node.name() in _VIEWS_OF_PARAMETERS or self._numbers[node] in self._without_samples:
+        if node.name() in _VIEWS_OF_PARAMETERS or self.numbers[node] in self._without_samples:
             return False
         if self._places_of_samples(node, range(len(node.next_functions))):
             return True
@@ -306,7 +230,8 @@ class ParameterUses:
             routes = {operand: route for operand, route in routes.items() if route.parameters}
             if routes:
                 places = self._places_of_samples(node, routes)
-                refusal = refusal_of(node) or next((r.refusal for r in routes.values()), "")
+                refusals = (refusal_of(node), *(route.refusal for route in routes.values()))
+                refusal = next(filter(None, refusals), "")
                 if not refusal and not places:
                     refusal = (
                         f"used in {node.name()}, whose output has no dimension of the batch's size"
@@ -319,29 +244,29 @@ class ParameterUses:
             node = waiting.pop()
             if node not in below:
                 below.add(node)
-                waiting += _operands(node)
+                waiting += operands_of(node)
         order = sorted(below, key=self._positions.__getitem__, reverse=True)
-        steps = tuple(map(self._step, order))
-        inner = [self.nodes[step.number] for step in steps if step.parameter is None]
+        nodes = tuple(map(self._route_node, order))
+        inner = [self.nodes[n.number] for n in nodes if n.parameter is None]
         names = [node.name() for node in inner]
         turns = sum(n.name() in _TRANSPOSES and len(shape_of(n)) == 2 for n in inner)
         return Route(
-            tuple(step.parameter for step in steps if step.parameter is not None),
-            (self._numbers[edge[0]], edge[1]),
-            steps,
+            tuple(n.parameter for n in nodes if n.parameter is not None),
+            (self.numbers[edge[0]], edge[1]),
+            nodes,
             is_matrix=all(name in _TRANSPOSES | _CASTS for name in names),
             is_transposed=turns % 2 == 1,
             refusal=next((refusal for n in inner if (refusal := refusal_of_path(n))), ""),
         )
 
-    def _step(self, node: Node) -> Step:
+    def _route_node(self, node: Node) -> RouteNode:
         leaf = leaf_of(node)
         edges = (
-            None if following is None else (self._numbers[following], output)
+            None if following is None else (self.numbers[following], output)
             for following, output in node.next_functions
         )
-        return Step(
-            self._numbers[node], tuple(edges), None if leaf is None else self._parameter_of(leaf)
+        return RouteNode(
+            self.numbers[node], tuple(edges), None if leaf is None else self._parameter_of(leaf)
         )
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
@@ -365,36 +290,29 @@ class ParameterUses:
 
     def _places(self, node: Node) -> list[Place]:
         shape, name = shape_of(node), node.name()
-        exact = self._exact_places(shape)
-        if name == "BmmBackward0" and shape[0] == 1 < self._samples:
+        exact = self.exact_places(shape)
+        if name == "BmmBackward0" and shape[0] == 1 < self.samples:
             shape = shape[1:]  # torch.einsum
         elif name not in _ROWS or len(shape) != 2:
-            if exact or not shape or shape[0] % self._samples:
+            if exact or not shape or shape[0] % self.samples:
                 return exact
-            return list(_FLATTENED)
+            return list(FLATTENED)
         columns = [Place(place.dim, is_certain=False) for place in exact if place.dim]
-        if shape[0] == self._samples:
+        if shape[0] == self.samples:
             return [Place(None), *columns]
         places = []
         for consumer in self._consumers[node]:
             rows = _leading(shape_of(consumer), shape[0]) if consumer.name() in _VIEWS else ()
             if len(rows) > 1:
-                places += [Place(None)] * (rows[0] == self._samples)
-                places += [Place(None, "sample-minor")] * (rows[-1] == self._samples)
-        if not places and shape[0] % self._samples == 0 and shape[0]:
-            places = list(_FLATTENED)
+                places += [Place(None)] * (rows[0] == self.samples)
+                places += [Place(None, "sample-minor")] * (rows[-1] == self.samples)
+        if not places and shape[0] % self.samples == 0 and shape[0]:
+            places = list(FLATTENED)
         return places + columns
 
-    def _shows_samples(self, node: Node) -> bool:
-        return bool(self._exact_places(shape_of(node)))
-
-    def _exact_places(self, shape: torch.Size) -> list[Place]:
-        return [Place(dim) for dim, size in enumerate(shape) if size == self._samples]
-
-
-def _operands(node: Node) -> list[Node]:
-    """The nodes whose outputs a function takes."""
-    return [following for following, _ in node.next_functions if following is not None]
+    def exact_places(self, shape: torch.Size) -> list[Place]:
+        """The dimensions of size B."""
+        return [Place(dim) for dim, size in enumerate(shape) if size == self.samples]
 
 
 def _has_place(shape: torch.Size, place: Place, output: torch.Size) -> bool:

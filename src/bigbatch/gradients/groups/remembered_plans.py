@@ -25,7 +25,7 @@ class RememberedPlans:
     Args:
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether an extra backward may check where the samples are.
+        checks_samples: whether extra backwards may check where the samples are.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RememberedPlans:
         shapes = structure.shapes_of(nodes, grouping.samples)
         plan = structure.plans.get(shapes)
         structure.backwards += 1
-        is_due = structure.backwards in _CHECKED
+        is_due = self._checks_samples and structure.backwards in _CHECKED
         if plan is None or is_due or not plan.is_conclusive:
             plan = plan_backward(
                 nodes,

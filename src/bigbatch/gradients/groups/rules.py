@@ -219,7 +219,8 @@ def _multiply(call: Call) -> Contributions:
 def _add(call: Call, sign: int = 1) -> Contributions:
     factors = {0: 1, 1: sign * call.node._saved_alpha}
     return {
-        operand: call.sums(call.gradient * factors[operand], operand) for operand in call.operands
+        operand: GroupSums(factors[operand] * call.sums(call.gradient, operand).exact())
+        for operand in call.operands
     }
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge
 
-from bigbatch.gradients.groups.backward_graph import saved_by_python, written_in_python
+from bigbatch.gradients.groups.backward_graph import Edge, saved_by_python, written_in_python
+from bigbatch.gradients.groups.frontier import Frontier
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
@@ -51,25 +52,31 @@ class SampleCheck:
             which shows nothing, and none moves samples by indices.
         overwriting: the name of a function whose backward changed what its forward had saved, which
             was put back; empty if there is none.
+        unlocated: the uses that no output shows the samples of, which have no place.
     """
 
     places: dict[int, Place | None]
     is_conclusive: bool = True
     overwriting: str = ""
+    unlocated: frozenset[int] = frozenset()
 
 
-def check_samples(found: ParameterUses, grouping: Grouping, number: int) -> SampleCheck:
+def check_samples(
+    found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, number: int
+) -> SampleCheck:
     """Looks where gradients of some samples arrive, from the first places in which all uses agree.
 
     Args:
         found: the uses.
+        roots: where the backward of the loss starts.
         grouping: the groups of the samples.
         number: how many checks of such graphs there were; chooses the samples.
     """
-    attempts = max((len(output.places) for output in found.frontier), default=1)
+    frontier = Frontier(found, roots)
+    attempts = max((len(output.places) for output in frontier.outputs), default=1)
     first: SampleCheck | None = None
     for attempt in range(attempts):
-        check = _Attempt(found, grouping, attempt).run(_halves(grouping.samples, number))
+        check = _Attempt(found, frontier, grouping, attempt).run(_halves(grouping.samples, number))
         wrong = [use for use in found.uses if check.places[use.number] is None]
         if check.overwriting or all(map(found.is_ambiguous, wrong)):
             return check
@@ -83,15 +90,18 @@ class _Attempt:
 
     Args:
         found: the uses.
+        frontier: where backwards start and end.
         grouping: the groups of the samples.
         attempt: the number of each output's place; the last one if it has fewer.
     """
 
-    def __init__(self, found: ParameterUses, grouping: Grouping, attempt: int) -> None:
-        self._found, self._grouping = found, grouping
+    def __init__(
+        self, found: ParameterUses, frontier: Frontier, grouping: Grouping, attempt: int
+    ) -> None:
+        self._found, self._frontier, self._grouping = found, frontier, grouping
         self._places = [
             (output, output.places[min(attempt, len(output.places) - 1)])
-            for output in found.frontier
+            for output in frontier.outputs
         ]
         self._possible = {use.number: list(use.places) for use in found.uses}
         self._arrived: dict[int, list[Tensor]] = defaultdict(list)  # whether it was not zero
@@ -103,8 +113,9 @@ class _Attempt:
         for members in halves:
             with self._restored_functions():
                 self._run_backward(members)
+        located = self._arrived.keys() - self._frontier.unlocated
         places = {
-            number: next(iter(places if number in self._arrived else ()), None)
+            number: next(iter(places if number in located else ()), None)
             for number, places in self._possible.items()
         }
         moves = any(
@@ -112,19 +123,21 @@ class _Attempt:
             for number in self._arrived
         )
         is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
-        return SampleCheck(places, is_seen and not moves, self._overwriting)
+        unlocated = self._frontier.unlocated
+        return SampleCheck(places, is_seen and not moves, self._overwriting, unlocated)
 
     def _run_backward(self, members: Tensor) -> None:
         """A backward of random gradients, which ends before the leaves and their hooks."""
         found, uses = self._found, {use.number: use for use in self._found.uses}
-        ends = {use.number for use in found.last_uses}
+        last = self._frontier.last_uses
+        ends = {use.number for use in last}
         handles = [
             node.register_prehook(lambda g, n=number: self._note(n, uses.get(n), g, members))
             for number, node in enumerate(found.nodes)
             if number not in ends and found.has_samples(node)
         ]
         try:
-            for use, gradient in zip(found.last_uses, self._gradients(members), strict=True):
+            for use, gradient in zip(last, self._gradients(members), strict=True):
                 self._note(use.number, use, (gradient,), members)
         finally:
             for handle in handles:
@@ -140,7 +153,7 @@ class _Attempt:
             gradient *= place.mask(members, gradient)
             edges.append(GradientEdge(found.nodes[number], output))
             gradients.append(gradient.to(metadata.device, metadata.dtype))
-        ends = [GradientEdge(found.nodes[use.number], 0) for use in found.last_uses]
+        ends = [GradientEdge(found.nodes[use.number], 0) for use in self._frontier.last_uses]
         if not edges or not ends:
             return [None] * len(ends)
         return torch.autograd.grad(edges, ends, gradients, retain_graph=True, allow_unused=True)
