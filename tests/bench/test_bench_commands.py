@@ -18,6 +18,7 @@ from bigbatch.bench import (
 )
 from bigbatch.bench.gloo_processes import count_bytes_sent
 from bigbatch.bench.timing import Cost, interleaved, median_and_range
+from bigbatch.data.collate import count_samples
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
 
 
@@ -130,7 +131,7 @@ def test_the_networks_of_the_loops_bench_take_their_images(name, build, shape):
 def test_the_networks_of_the_overhead_learn_from_their_batches(name):
     network = loop_overhead.NETWORKS[name]
     model, (x, y) = network.build(), network.batch(4)
-    assert 4 == len(x)
+    assert 4 == count_samples((x, y))  # so that the loop can cut it
     loss = sized_networks.mean_loss(model, x, y)
     loss.backward()
     assert torch.isfinite(loss)
@@ -145,9 +146,8 @@ def test_group_norms_take_the_place_of_all_batch_norms():
 
 
 def test_the_overhead_has_a_row_for_each_batch_with_both_times_of_each_way():
-    names = ["digits network", "transformer, 6 x 64"]
-    rows = list(loop_overhead.rows(names, [4, 8], rounds=1))
-    assert [(name, batch) for name in names for batch in ("4", "8")] == [
+    rows = list(loop_overhead.rows(["digits network"], [4, 8], rounds=1))
+    assert [("digits network", "4"), ("digits network", "8")] == [
         (row["network"], row["batch"]) for row in rows
     ]
     for way in loop_overhead.WAYS:
