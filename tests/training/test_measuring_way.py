@@ -1,5 +1,7 @@
 """groups="auto": both ways of measuring are timed, and the faster is taken."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -72,23 +74,27 @@ def training(model, optimizer=torch.optim.SGD, **options):
     return bb.AdaptiveBatch(model, optimizer, data, policy=bb.Fixed(B), **options)
 
 
-def records(train, **backward):
+def records(train, seconds_of=lambda x: 0.0, **backward):
     found = []
     for step in train:
         for x, y in step:
+            time.sleep(seconds_of(x))
             step.backward(functional.cross_entropy(train.model(x), y), **backward)
         found.append(step.update())
     return found
 
 
-def test_a_loop_measures_both_ways_and_then_one():
-    done = records(training(nn.Linear(6, 3)))
+@pytest.mark.parametrize("seconds_of_whole_batch", [0.01, 0.08])
+def test_a_loop_measures_both_ways_and_then_the_faster(seconds_of_whole_batch):
+    """A quarter takes 10 ms; the time of a step is known after the next one, so step 13 is open."""
+    seconds = {B: seconds_of_whole_batch, B // 4: 0.01}
+    done = records(training(nn.Linear(6, 3)), lambda x: seconds[len(x)])
     backwards = [record.micro_batches for record in done]
     assert [1] * 6 + [4] * 6 == sorted(backwards[:12])
-    assert 1 == len(set(backwards[12:]))
+    assert {1 if seconds_of_whole_batch < 0.04 else 4} == set(backwards[13:])
     assert [8 if k == 1 else 4 for k in backwards] == [r.statistics.micro_batches for r in done]
-    assert {"measuring by micro-batches and by groups is timed"} == {r.way for r in done[:11]}
-    assert "faster way" in done[-1].way
+    assert {"measuring by micro-batches and by groups is timed"} == {r.way for r in done[:12]}
+    assert all("faster way" in r.way for r in done[12:])
 
 
 @pytest.mark.parametrize("weight", [None, 5.0])
