@@ -41,9 +41,9 @@ $(COMPILED): $(READY)
 run: $(RUN)  ## train the digits study and write its report
 	$(BIN)/bigbatch train --runs-dir $(RUNS)
 
-# two test processes on two cores, each with ranks of its own
+# three test processes on two cores, since ranks and commands also wait
 test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
-TESTS = -m pytest -n 2 --dist worksteal
+TESTS = -m pytest -n 3 --dist worksteal
 FOLDER = $(if $(AREA),tests/$(AREA))
 
 test: $(COMPILED)  ## every promise once, in five minutes; AREA=optim for one folder of tests

@@ -60,9 +60,9 @@ def test_the_version_is_said_without_torch():
     [
         "typer",
         "torch",
-        pytest.param("bigbatch.experiments.study", marks=pytest.mark.thorough),
+        pytest.param("bigbatch.experiments.study", marks=pytest.mark.release),
         pytest.param("bigbatch.cli.train_command", marks=pytest.mark.thorough),
-        pytest.param("sklearn", marks=pytest.mark.thorough),
+        pytest.param("sklearn", marks=pytest.mark.release),
     ],
 )
 def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):

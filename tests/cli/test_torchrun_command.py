@@ -92,6 +92,7 @@ def test_three_ranks_share_the_samples_of_twelve(tmp_path):
     assert_same_curve(rows_of(tmp_path / "one"), rows_of(tmp_path / "three"))
 
 
+@pytest.mark.release
 def test_after_a_kill_the_other_workers_continue_as_if_there_was_none(tmp_path):
     settings = [*TESTED, NAME, "--policy", "simigrad", *LENGTH, "--quiet"]
     whole = tmp_path / "whole"
@@ -143,6 +144,7 @@ def test_help_is_printed_once():
     assert (0, 1) == (result.returncode, result.stdout.count("Usage: "))
 
 
+@pytest.mark.release
 def test_a_run_of_two_ranks_continues_alone_with_the_same_samples(one_process, tmp_path):
     place = tmp_path / "run"
     settings = [*TESTED, "digits", "--policy", "simigrad", *LENGTH, "--run-dir", place]

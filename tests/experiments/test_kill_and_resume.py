@@ -21,7 +21,7 @@ pytestmark = pytest.mark.thorough
 
 TRAIN = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "dropout_digits.py"), "train"]
 SETTINGS = [NAME, "--policy", "simigrad", "--optimizer", "vr-momentum", "--target", "0.2"]
-LENGTH = ["--epochs", "6", "--max-batch", "96", "--checkpoint-every", "9 steps", "--quiet"]
+LENGTH = ["--epochs", "3", "--max-batch", "96", "--checkpoint-every", "9 steps", "--quiet"]
 
 
 def rows_of(run):

@@ -74,7 +74,7 @@ def test_a_control_is_one_option_of_the_command(bigbatch, tmp_path, vr_arm, monk
     assert pytest.approx(0.5 * scaling * mean_r(vr_arm)) == rows_of(run)[0]["lr"][0]
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_study_takes_the_mean_r_of_the_same_seed(bigbatch, tmp_path, monkeypatch):
     fixed = {"policy": "fixed", "batch_size": 64, "micro_batch": 16}
     arms = {

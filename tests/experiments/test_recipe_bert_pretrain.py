@@ -388,7 +388,7 @@ def test_scores_are_shares_of_hidden_tokens_and_of_pairs():
     } == scores_of(predicting_4_and_random, held_out, BERT_PRETRAIN.settings(), "here")
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_it_learns_the_words_of_a_small_forest(bigbatch, forest):
     changes = {**TINY, "samples": 0, "draws": 6, "batch_size": 16, "base_batch": 16, "lr": 0.02}
     train = ["train", "bert-pretrain", "--data", forest, "--quiet", "--policy", "fixed"]

@@ -158,7 +158,9 @@ def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(paper_scale):
 @pytest.mark.thorough
 @needs("cifar10")
 @pytest.mark.parametrize(
-    ("recipe", "arm"), [(RESNET18, "simigrad"), (RESNET56, "vr-lamb-10")], ids=NAMES[:2]
+    ("recipe", "arm"),
+    [(RESNET18, "simigrad"), pytest.param(RESNET56, "vr-lamb-10", marks=pytest.mark.release)],
+    ids=NAMES[:2],
 )
 def test_a_tiny_training_learns(bigbatch, few, tmp_path, recipe, arm):
     place = tmp_path / "run"

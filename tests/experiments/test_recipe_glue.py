@@ -122,7 +122,7 @@ def test_the_score_that_counts_is_the_tasks_official_one(tmp_path, name, first, 
     assert (f"{first} ({name} dev)", pytest.approx(expected)) == next(iter(scores.items()))
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_training_tells_good_films_from_bad_ones(bigbatch, reviews):
     options = [text for name, value in TINY.items() for text in ("--set", f"{name}={value}")]
     run = reviews / "run"

@@ -265,8 +265,8 @@ def test_an_engine_that_there_is_not_is_refused(changes, said):
         settings(**changes)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_trains_and_resumes_on_deepspeed(tmp_path, ranks):
     """One rank is plain python, which DeepSpeed is given a group of one for."""
     start = partial(torchrun, ranks) if ranks > 1 else alone

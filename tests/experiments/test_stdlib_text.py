@@ -29,7 +29,7 @@ def test_no_document_is_empty_or_of_a_package_installed_later():
     assert not any("pytest.fixture" in text for text in stdlib_text())
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_another_process_reads_the_same_and_imports_none_of_it():
     code = (
         "import sys\n"

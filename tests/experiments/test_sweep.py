@@ -451,7 +451,7 @@ def rows_of(study):
     }
 
 
-EPOCHS = ("--set", "epochs=6")
+EPOCHS = ("--set", "epochs=4")
 GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "2")
 
 

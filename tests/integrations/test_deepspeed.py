@@ -929,7 +929,7 @@ def test_training_data_of_any_form_is_read_once_an_epoch(deepspeed_ranks, form):
     assert_read_once(*deepspeed_ranks(1)(epoch_of, form)[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_data_set_is_loaded_as_deepspeed_loads_it_by_two_workers(deepspeed_ranks):
     """In a process of its own, which may have others."""
     read, write = multiprocessing.Pipe(duplex=False)

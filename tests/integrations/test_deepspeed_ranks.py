@@ -67,7 +67,6 @@ def assert_as_in_one_process(answers, dtype, weighted=False):
         assert (sum(expected["batch_size"]), STEPS) == counted
 
 
-@pytest.mark.early
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize(("layout", "dtype"), CELLS)
 def test_a_cell_of_the_table(deepspeed_ranks, layout, dtype, count):

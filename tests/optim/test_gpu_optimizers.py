@@ -180,13 +180,15 @@ def test_a_compiled_step_is_the_step_and_is_compiled_once(name, own):
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("factor", ["shrinkage", "positive-part"])
+@pytest.mark.parametrize(
+    "factor", ["shrinkage", pytest.param("positive-part", marks=pytest.mark.release)]
+)
 def test_every_factor_can_be_compiled(factor):
     plain, compiled = compiled_and_not(partial(VR["VRAdam"], factor=factor), torch.float64)
     assert difference(plain, compiled) < CLOSE[torch.float64]
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @pytest.mark.usefixtures("compiler")
 def test_bfloat16_weights_can_be_compiled():
     plain, compiled = compiled_and_not(VR["VRAdam"], torch.bfloat16)
@@ -213,7 +215,7 @@ MANY = [
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", ["VRSGD", "VRAdam"])
+@pytest.mark.parametrize("name", ["VRAdam", pytest.param("VRSGD", marks=pytest.mark.release)])
 def test_layers_of_many_shapes_are_compiled(name):
     plain, compiled = compiled_and_not(VR[name], torch.float64, shapes=MANY)
     assert difference(plain, compiled) < CLOSE[torch.float64]

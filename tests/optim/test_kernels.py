@@ -58,7 +58,7 @@ def installed(folder, compiler):
     return result.stdout.splitlines()
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_without_a_compiler_it_installs_trains_and_says_so(tmp_path):
     *lines, path, weights = installed(tmp_path / "without", "false")
     assert "no kernels were built" in lines[0]

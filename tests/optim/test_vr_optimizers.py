@@ -188,7 +188,7 @@ def expected_step(gradients: Tensor, gamma: float = 0.1, r_max: float = 1.0) -> 
 
 @every_rule
 @pytest.mark.parametrize("r_max", [1.0, 10.0], ids=["r_max=1", "r_max=1/gamma"])
-@pytest.mark.parametrize("k", [2, 3, 8, pytest.param(64, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("k", [2, 3, 8, pytest.param(64, marks=pytest.mark.release)])
 def test_twenty_steps_equal_the_oracle(rule: str, k: int, r_max: float) -> None:
     model = network()
     optimizer, oracle = pair(rule, model, gamma=0.1, r_max=r_max)

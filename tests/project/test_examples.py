@@ -31,7 +31,10 @@ def run(name, folder, tmp_path, *arguments):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    ["accelerate_fashion_mnist", pytest.param("transformers_wikitext", marks=pytest.mark.release)],
+)
 def test_an_example_learns_without_its_data_set(name, tmp_path):
     few = ("--samples", "500", "--epochs", "1" if name.startswith("transformers") else "4")
     assert run(name, tmp_path / "nothing", tmp_path, *few) < EXAMPLES[name][2]

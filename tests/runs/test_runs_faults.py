@@ -45,7 +45,7 @@ def bigbatch(code, *arguments, **options):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_disk_that_fills_up_stops_neither_training_nor_a_resumption(tmp_path):
     """No file may be longer than 6,000 bytes: nothing else fails of itself on a full disk."""
     run = tmp_path / "run"

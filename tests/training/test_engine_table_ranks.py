@@ -133,7 +133,6 @@ def apart(one, other):
     )
 
 
-@pytest.mark.early
 @pytest.mark.parametrize("precision", CLOSE)
 @pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("engine", ENGINES)
