@@ -83,7 +83,7 @@ class GroupCheck:
     def __str__(self) -> str:
         result = "ok" if self.ok else f"{len(self.failures)} parameters are not"
         lines = [
-            f"{self.groups} groups of {self.samples} samples in one backward, against "
+            f"{self.groups} groups of one backward of {self.samples} samples, against "
             f"{self.groups} backwards, in {self.mode} mode: {result}",
             f"similarity {self.one_backward.similarity:.4g} against {self.loop.similarity:.4g}, "
             f"noise scale {self.one_backward.noise_scale:.4g} against {self.loop.noise_scale:.4g}",
