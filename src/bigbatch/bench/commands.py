@@ -160,7 +160,7 @@ def projection_accuracy_(
     steps: Annotated[int, typer.Option(min=2, help="Steps of each.")] = projection_accuracy.STEPS,
 ) -> None:
     """Noise and similarity of groups by random projections, against their exact gradients."""
-    _show("8 groups of 64 samples, digits", projection_accuracy.run(seeds, steps))
+    _show("8 groups of one backward of 64 samples, digits", projection_accuracy.run(seeds, steps))
 
 
 @bench.command("similarity-accuracy")
