@@ -13,28 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.optim import VRSGD
+from clock import Clock
 from numbered_samples import build, steps_of
 
 torch.set_num_threads(1)
 BACKWARD, SAMPLE = 1.0, 0.125  # seconds of a backward, and of each of its samples
 
 
-class Clock:
-    """Takes the place of time.perf_counter; a forward moves it."""
-
-    def __init__(self, backward=BACKWARD, sample=SAMPLE):
-        self.now, self.backward, self.sample = 0.0, backward, sample
-
-    def __call__(self):
-        return self.now
-
-    def spend(self, _, arguments):
-        self.now += self.backward + self.sample * len(arguments[0])
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    made_up = Clock()
+    made_up = Clock(BACKWARD, SAMPLE)
     monkeypatch.setattr(time, "perf_counter", made_up)
     return made_up
 
@@ -300,7 +288,7 @@ def test_a_resumed_run_names_another_budget(clock):
 
 def on_ranks(rank, ranks, engine):
     """Records of a loop whose ranks are unequally fast, and its state."""
-    clock = Clock(backward=1.0 + 3.0 * rank)
+    clock = Clock(BACKWARD + 3.0 * rank, SAMPLE)
     time.perf_counter = clock  # in this process, which ends with the test
     policy = bb.SimiGrad(0.3, min_batch=64, max_batch=64)
     train = build(

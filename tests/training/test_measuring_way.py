@@ -11,6 +11,7 @@ import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.optim import VRSGD
 from bigbatch.training.measuring_way import MeasuringWay
+from clock import Clock
 
 B = 16
 
@@ -74,24 +75,26 @@ def training(model, optimizer=torch.optim.SGD, **options):
     return bb.AdaptiveBatch(model, optimizer, data, policy=bb.Fixed(B), **options)
 
 
-def records(train, seconds_of=lambda x: 0.0, **backward):
+def records(train, **backward):
     found = []
     for step in train:
         for x, y in step:
-            time.sleep(seconds_of(x))
             step.backward(functional.cross_entropy(train.model(x), y), **backward)
         found.append(step.update())
     return found
 
 
-@pytest.mark.parametrize("seconds_of_whole_batch", [0.01, 0.08])
-def test_a_loop_measures_both_ways_and_then_the_faster(seconds_of_whole_batch):
-    """A quarter takes 10 ms; the time of a step is known after the next one, so step 13 is open."""
-    seconds = {B: seconds_of_whole_batch, B // 4: 0.01}
-    done = records(training(nn.Linear(6, 3)), lambda x: seconds[len(x)])
+@pytest.mark.parametrize("seconds_of_a_backward", [1.0, -1.0])
+def test_a_loop_measures_both_ways_and_then_the_faster(monkeypatch, seconds_of_a_backward):
+    """Four small backwards are slower than one, or faster, as if they fitted in a cache."""
+    clock, model = Clock(seconds_of_a_backward, sample=1.0), nn.Linear(6, 3)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    model.register_forward_pre_hook(clock.spend)
+    done = records(training(model))
     backwards = [record.micro_batches for record in done]
     assert [1] * 6 + [4] * 6 == sorted(backwards[:12])
-    assert {1 if seconds_of_whole_batch < 0.04 else 4} == set(backwards[13:])
+    # the time of a step is known after the next one, so the 13th is of either way
+    assert {1 if seconds_of_a_backward > 0 else 4} == set(backwards[13:])
     assert [8 if k == 1 else 4 for k in backwards] == [r.statistics.micro_batches for r in done]
     assert {"measuring by micro-batches and by groups is timed"} == {r.way for r in done[:12]}
     assert all("faster way" in r.way for r in done[12:])

@@ -50,8 +50,8 @@ class GroupTap:
         parameter_of: leaf -> the watched parameter that it is; None for another leaf.
         layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
         model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether extra backwards may check that
-            the samples of a group do not influence others and are where they are looked for.
+        checks_samples: whether extra backwards may check that the samples of a group do not
+            influence others and are where they are looked for.
     """
 
     def __init__(
