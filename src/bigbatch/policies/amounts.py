@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Literal
 
 from bigbatch.errors import SettingError
 
@@ -116,5 +116,6 @@ class AmountIn:
 
 
 SmoothingWindow = Annotated[str, AmountIn("step", "sample")]
+Smoothing = Literal["auto"] | SmoothingWindow | None
 WarmupLength = Annotated[str, AmountIn("step", "sample", "epoch")]
 Period = Annotated[str, AmountIn("step", "sample", "epoch", whole_epochs=False)]

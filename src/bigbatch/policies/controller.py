@@ -7,12 +7,12 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.amounts import Amount, SmoothingWindow, WarmupLength
+from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
 from bigbatch.policies.plan import clamp, require_bounds
 from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
 from bigbatch.setting_types import Count, Coverage, Growth, checked
-from bigbatch.statistics.averages import NoiseAverage
+from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 
@@ -29,10 +29,14 @@ class Controller:
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
         min_batch: lower bound of the batch size, in samples; the policy's own holds too.
         max_batch: upper bound; the policy's own holds too. None for no bound.
-        decide_every: the policy is asked after each n-th measured step only; one that needs no
-            statistics, after each n-th step.
-        smoothing: window over which signal and noise are averaged before the policy sees them, in
-            steps or samples: "16 steps", "4K samples"; None for none.
+        decide_every: the policy is asked after each n-th step only; without `smoothing`, one that
+            needs statistics is asked after each n-th measured step.
+        smoothing: window over which signal and noise of measured steps are averaged before the
+            policy sees them: "16 steps", "4K samples", or "auto", the longest of 4 to 64 steps that
+            shows no change if the policy wants an average, else none. None for none, as in
+            SimiGrad's paper. The batch keeps its size until a quarter of the window is filled, 4
+            steps with "auto". Then the policy decides after every step, measured or not, as an
+            average holds at any batch size.
         dead_band: 0.1 holds changes that the policy would not make if the batch were 10 % nearer
             to the size that it decides; `Hysteresis` has the rule.
         max_change: f lets one decision multiply or divide the batch by f at most, yet change it
@@ -60,7 +64,7 @@ class Controller:
         min_batch: Count = 1,
         max_batch: Count | None = None,
         decide_every: Count = 1,
-        smoothing: SmoothingWindow | None = None,
+        smoothing: Smoothing = "auto",
         dead_band: DeadBand = 0.0,
         max_change: Growth | None = None,
         confidence: Coverage | None = None,
@@ -69,25 +73,16 @@ class Controller:
         base_batch = batch_size if base_batch is None else base_batch
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
-        window = Amount.parse(smoothing) if smoothing else None
-        self._average: NoiseAverage | None = None
-        if window is not None:
-            unit: Literal["steps", "samples"] = "steps" if window.unit == "step" else "samples"
-            self._average = NoiseAverage(float(window.count), unit, confidence=confidence)
+        wants_average = getattr(policy, "wants_average", False)
+        self._average = _average(smoothing, confidence, wants_average=wants_average)
         self._warmup = Amount.parse(warmup) if warmup else None
-        if smoothing is None and getattr(policy, "wants_average", False):
-            warnings.warn(
-                f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
-                'set smoothing="4K samples", say, and warmup="4K samples" to let that fill',
-                stacklevel=3,
-            )
         settings = {
             "policy": policy,
             "base_batch": base_batch,
             "min_batch": min_batch,
             "max_batch": max_batch,
             "decide_every": decide_every,
-            "smoothing": window and str(window),
+            "smoothing": smoothing if smoothing in (None, "auto") else str(Amount.parse(smoothing)),
             "dead_band": dead_band,
             "max_change": max_change,
             "confidence": confidence,
@@ -107,8 +102,13 @@ class Controller:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the policy decides only after measured steps."""
+        """Whether the policy cannot decide without measured steps."""
         return getattr(self.policy, "needs_statistics", True)
+
+    @property
+    def needs_measurement(self) -> bool:
+        """Whether it cannot decide now unless the step was measured: no average is filled."""
+        return self.needs_statistics and (self._average is None or not self._average.filled)
 
     def next(
         self, statistics: GradientStatistics | None, now: TrainingState | None = None
@@ -116,17 +116,35 @@ class Controller:
         """The decision after a step that measured `statistics`.
 
         Args:
-            statistics: statistics of the last step, over all ranks; None if it was not measured,
-                for a policy that needs none.
+            statistics: statistics of the last step, over all ranks; None if it was not measured.
+                A policy that needs them then gets the average, at the batch size of the step.
             now: state of the training; the controller sets `target_batch_size` and the bounds.
                 Default: the samples and steps that the controller itself has counted.
         Raises:
-            SettingError: the policy did not return a Decision, or it needs statistics, or the
-                interval that `confidence` needs was not measured.
+            SettingError: the policy did not return a Decision, or it needs statistics that neither
+                the step nor an average has, or the interval that `confidence` needs was not
+                measured.
         """
-        if statistics is None and self.needs_statistics:
+        if statistics is None and self.needs_measurement:
             name = type(self.policy).__name__
             raise SettingError(f"{name} needs the statistics of the step, which has none")
+        now = self._count_step(statistics, now)
+        statistics = self._averaged(statistics, now)
+        warmup = self._warmup
+        if warmup is not None and warmup.times(now.samples, now.steps, now.epoch) < 1:
+            self.decision = self._keep(f"held: warm-up of {warmup}")
+        elif self._average is not None and self.needs_measurement:
+            self.decision = self._keep("held: the average fills")
+        elif self._steps % self._decide_every:
+            self.decision = self._keep(f"held: decides every {self._decide_every} steps")
+        else:
+            self.decision = self._decide(statistics, now)
+        return self.decision
+
+    def _count_step(
+        self, statistics: GradientStatistics | None, now: TrainingState | None
+    ) -> TrainingState:
+        """Counts a step; returns the state of the training with the controller's own sizes."""
         self._steps += 1
         if statistics is not None:
             self._samples += statistics.samples
@@ -136,24 +154,25 @@ class Controller:
             self._samples += now.batch_size
         else:
             raise SettingError("a step without statistics needs now=, the state of the training")
-        now = replace(
+        return replace(
             now,
             target_batch_size=self.decision.batch_size,
             min_batch=self.min_batch,
             max_batch=self.max_batch,
         )
-        if statistics is not None:
-            if self._average is not None:
-                statistics = self._average.update(statistics)
-            self._hysteresis.require_interval(self._ask_policy, statistics, now)
-        warmup = self._warmup
-        if warmup is not None and warmup.times(now.samples, now.steps, now.epoch) < 1:
-            self.decision = self._keep(f"held: warm-up of {warmup}")
-        elif self._steps % self._decide_every:
-            self.decision = self._keep(f"held: decides every {self._decide_every} steps")
-        else:
-            self.decision = self._decide(statistics, now)
-        return self.decision
+
+    def _averaged(
+        self, statistics: GradientStatistics | None, now: TrainingState
+    ) -> GradientStatistics | None:
+        """What the policy sees: the average, if there is one; it includes a measured step."""
+        if statistics is None:
+            if not self.needs_statistics or self._average is None:
+                return None
+            return self._average.at(GradientStatistics(math.nan, math.nan, now.batch_size, 0))
+        if self._average is not None:
+            statistics = self._average.update(statistics)
+        self._hysteresis.require_interval(self._ask_policy, statistics, now)
+        return statistics
 
     def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
         """Narrows the bounds, and moves the batch size into them.
@@ -236,6 +255,18 @@ class Controller:
         if batch_size == decision.batch_size:
             return decision
         return replace(decision, batch_size=batch_size)
+
+
+def _average(
+    smoothing: str | None, confidence: float | None, *, wants_average: bool
+) -> NoiseAverage | AdaptiveAverage | None:
+    if smoothing == "auto":
+        return AdaptiveAverage(confidence=confidence) if wants_average else None
+    if smoothing is None:
+        return None
+    window = Amount.parse(smoothing)
+    unit: Literal["steps", "samples"] = "steps" if window.unit == "step" else "samples"
+    return NoiseAverage(float(window.count), unit, confidence=confidence)
 
 
 def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> None:

@@ -69,9 +69,10 @@ class Policy(Protocol):
     """Anything with this method, a pure function: a controller may call it for other cases.
 
     Optional attributes: `min_batch` and `max_batch`, bounds of the batch size; `batch_size`, the
-    first batch size; `wants_average = True` if the noise of a single step is not enough;
-    `needs_statistics = False` if it decides without them, as a schedule does: then it is asked
-    after every step, with None for the statistics of a step that was not measured.
+    first batch size; `wants_average = True` if the noise of a single step is not enough, so that a
+    controller averages it; `needs_statistics = False` if it decides without them, as a schedule
+    does: then it is asked after every step, with None for the statistics of one that was not
+    measured.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -124,6 +125,8 @@ class SimiGrad:
     grow: Growth = 1.1
     shrink: Shrinkage = 0.9
 
+    wants_average: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
 
@@ -157,7 +160,7 @@ class NoiseScale:
 
     If the noise scale is +inf (no signal was measured), B is max_batch, the policy's or the
     controller's; without any it does not change, nor if the noise scale is nan. The noise scale of
-    one step is often +inf, so use the average of `Controller(smoothing=...)`.
+    one step is often +inf, so leave the average of `Controller(smoothing=...)` on.
 
     Args:
         multiple: B over the noise scale, positive; 1 costs twice the fewest steps and samples.
@@ -219,6 +222,8 @@ class NormTest:
     theta: RelativeError
     min_batch: Count = 1
     max_batch: Count | None = None
+
+    wants_average: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)

@@ -1,4 +1,4 @@
-"""Bias-corrected running averages of gradient statistics."""
+"""Bias-corrected running averages of gradient statistics, over a window that is set or chosen."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,13 @@ from typing import Any, Literal
 from bigbatch.setting_types import Coverage, Positive, checked
 from bigbatch.statistics.confidence import Scatter
 from bigbatch.statistics.noise_scale import GradientStatistics
+
+_FILLED = 0.25  # windows after which an average is filled
+_WINDOWS = (4, 8, 16, 32, 64)  # steps that an adaptive window may have
+_SCATTER = 2  # index of the window that the variance of a step is taken from
+_MAX_DEVIATION = 2.0  # standard errors by which two windows may differ
+_MAX_CHANGE = 0.1  # share by which their noise may differ too
+_MIN_VARIANCE_SHARE = 0.2  # of a short window's variance, in the variance of a difference
 
 
 class NoiseAverage:
@@ -63,12 +70,31 @@ class NoiseAverage:
         self._grad_variance = decay * self._grad_variance + share * noise.grad_variance
         self._weight = decay * self._weight + share
         self._scatter.update(noise.grad_sqnorm, noise.grad_variance, decay, share)
+        return self.at(noise)
+
+    def at(self, noise: GradientStatistics) -> GradientStatistics:
+        """`noise` with signal, noise and interval of the window, to which it is not added."""
         signal, variance, interval = self.grad_sqnorm, self.grad_variance, None
         if self.confidence is not None:
             interval = self._scatter.interval(
                 signal, variance, noise.samples, self._weight, self.confidence
             )
         return replace(noise, grad_sqnorm=signal, grad_variance=variance, interval=interval)
+
+    @property
+    def filled(self) -> bool:
+        """Whether the window is filled to a quarter, so that one step does not decide alone."""
+        return self._weight > -math.expm1(-_FILLED) * (1 - 1e-9)
+
+    @property
+    def step_variances(self) -> tuple[float, float]:
+        """Variances of one step's signal and noise; infinite before the second step."""
+        return self._scatter.step_variances
+
+    @property
+    def variance_share(self) -> float:
+        """Variance of the averages over that of a step; nan before the first."""
+        return self._scatter.variance_share(self._weight)
 
     @property
     def grad_sqnorm(self) -> float:
@@ -94,3 +120,94 @@ class NoiseAverage:
         self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
         self._weight = state["weight"]
         self._scatter.load(state["scatter"])
+
+
+class AdaptiveAverage:
+    """Running averages over the longest window that agrees with all shorter ones.
+
+    There is a `NoiseAverage` over each of 4, 8, 16, 32 and 64 steps. From the shortest on, the next
+    one is taken while it differs from none of the shorter ones by more than chance:
+
+        |x_long - x_short| <= 2 se,   se^2 = max(v_short - v_long, v_short / 5)
+
+    for the signal, and for the noise unless they differ by less than 10 %. v_w is the variance of a
+    step's value, from the differences of successive steps, times sum w^2 / (sum w)^2. So the window
+    is long while nothing changes, and short soon after a change.
+
+    Args:
+        confidence: coverage of an interval for the average; None for no interval.
+    Raises:
+        SettingError: the coverage is not in (0, 1).
+    Source:
+        Lepski 1991 (the choice of a window by comparison with all shorter ones); docs/policies.md.
+    Example:
+        >>> average = AdaptiveAverage()
+        >>> for signal in [1.0, 3.0, 2.0, 2.0] * 8:
+        ...     mean = average.update(GradientStatistics(signal, 50.0, samples=8, micro_batches=4))
+        >>> average.window, round(mean.noise_scale)
+        (64, 25)
+    """
+
+    @checked
+    def __init__(self, *, confidence: Coverage | None = None) -> None:
+        self._averages = [NoiseAverage(w, "steps", confidence=confidence) for w in _WINDOWS]
+        self._chosen = 0
+
+    @property
+    def window(self) -> int:
+        """Steps of the chosen window."""
+        return _WINDOWS[self._chosen]
+
+    @property
+    def filled(self) -> bool:
+        """Whether there are enough steps for the shortest windows: a quarter of the third."""
+        return self._averages[_SCATTER].filled
+
+    def update(self, noise: GradientStatistics) -> GradientStatistics:
+        """Adds one step, and chooses the window; returns the step with the window's averages.
+
+        A step that is not finite is returned unchanged and not added.
+        """
+        results = [average.update(noise) for average in self._averages]
+        self._chosen = self._longest()
+        return results[self._chosen]
+
+    def at(self, noise: GradientStatistics) -> GradientStatistics:
+        """`noise` with signal, noise and interval of the window, to which it is not added."""
+        return self._averages[self._chosen].at(noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that `load_state_dict` takes."""
+        return {
+            "averages": [average.state_dict() for average in self._averages],
+            "chosen": self._chosen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a saved state."""
+        for average, saved in zip(self._averages, state["averages"], strict=True):
+            average.load_state_dict(saved)
+        self._chosen = state["chosen"]
+
+    def _longest(self) -> int:
+        """Index of the longest window that agrees with all shorter ones."""
+        step = self._averages[_SCATTER].step_variances
+        for long in range(1, len(_WINDOWS)):
+            shorter = self._averages[:long]
+            if not all(_agree(short, self._averages[long], step) for short in shorter):
+                return long - 1
+        return len(_WINDOWS) - 1
+
+
+def _agree(short: NoiseAverage, long: NoiseAverage, step: tuple[float, float]) -> bool:
+    """Whether two averages differ by no more than chance, given the variances of one step."""
+    differences = (
+        abs(long.grad_sqnorm - short.grad_sqnorm),
+        abs(long.grad_variance - short.grad_variance),
+    )
+    share = max(
+        short.variance_share - long.variance_share, _MIN_VARIANCE_SHARE * short.variance_share
+    )
+    signal, noise = (_MAX_DEVIATION * math.sqrt(share * variance) for variance in step)
+    slack = max(noise, _MAX_CHANGE * long.grad_variance)
+    return differences[0] <= signal and differences[1] <= slack

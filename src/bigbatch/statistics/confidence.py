@@ -217,6 +217,18 @@ class Scatter:
         half_width = student_t(level, round(freedom, 1)) * math.sqrt(max(0.0, variance))
         return Interval(x - half_width, x + half_width, level, "window")
 
+    @property
+    def step_variances(self) -> tuple[float, float]:
+        """Variances of one step's signal and noise; infinite before the second step."""
+        if not self._difference_squares:
+            return math.inf, math.inf
+        ss, _, nn = self._products
+        return ss / self._difference_squares, nn / self._difference_squares
+
+    def variance_share(self, weight: float) -> float:
+        """Variance of an average over that of one step, sum w^2 / (sum w)^2; nan without steps."""
+        return self._squares / weight**2 if weight else math.nan
+
     def state(self) -> list[float]:
         """The state that `load` takes."""
         sums = [self._squares, self._difference_squares, self._fourths]

@@ -27,9 +27,10 @@ class MeasuringInterval:
 
     So measuring takes at most the share `budget` of the time. c is timed once for each situation,
     over 5 pairs of a step that is not measured and one that is, between which no policy that needs
-    statistics changes the batch. Until c is known, n is that of the situation before, and at least
-    2; the first situation has n = 2. The batch moves if the last decision differs by more than a
-    factor of 1.5 from the one 8 measured decisions ago, or if there were fewer.
+    statistics may change the batch (`times_next`). Until c is known, n is that of the situation
+    before, and at least 2; the first situation has n = 2. The batch moves if the last decision
+    differs by more than a factor of 1.5 from the one 8 measured decisions ago, or if there were
+    fewer.
 
     A measured step that cannot decide (the end of an epoch, a gradient that is not finite) is
     followed by another one, which the next interval makes up for.
@@ -63,6 +64,12 @@ class MeasuringInterval:
     def due(self) -> bool:
         """Whether the next step is measured."""
         return self.measures and self.wait == 0
+
+    @property
+    def times_next(self) -> bool:
+        """Whether the present step and the next one are a timed pair, of one batch size."""
+        timed = self._budget and self._situation not in self._costs
+        return bool(timed) and self.wait == 1
 
     @property
     def every(self) -> int | None:

@@ -241,8 +241,10 @@ class Update:
             reason = "skipped: the gradient is not finite"
         elif not complete:
             reason = "the end of an epoch does not decide"
-        elif step.statistics is None and self._controller.needs_statistics:
+        elif step.statistics is None and self._controller.needs_measurement:
             reason = f"not measured{'' if self.interval.due else f'; {self.interval.reason}'}"
+        elif self._controller.needs_statistics and self.interval.times_next:
+            reason = "held: the next step is timed"
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
