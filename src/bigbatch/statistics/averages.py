@@ -62,15 +62,19 @@ class NoiseAverage:
 
         A step that is not finite is returned unchanged and not added.
         """
+        return self.at(noise) if self.add(noise) else noise
+
+    def add(self, noise: GradientStatistics) -> bool:
+        """Adds one step if it is finite, and returns whether it is."""
         if not (math.isfinite(noise.grad_sqnorm) and math.isfinite(noise.grad_variance)):
-            return noise
+            return False
         windows = (noise.samples if self.unit == "samples" else 1) / self.window
         decay, share = math.exp(-windows), -math.expm1(-windows)
         self._grad_sqnorm = decay * self._grad_sqnorm + share * noise.grad_sqnorm
         self._grad_variance = decay * self._grad_variance + share * noise.grad_variance
         self._weight = decay * self._weight + share
         self._scatter.update(noise.grad_sqnorm, noise.grad_variance, decay, share)
-        return self.at(noise)
+        return True
 
     def at(self, noise: GradientStatistics) -> GradientStatistics:
         """`noise` with signal, noise and interval of the window, to which it is not added."""
@@ -168,9 +172,10 @@ class AdaptiveAverage:
 
         A step that is not finite is returned unchanged and not added.
         """
-        results = [average.update(noise) for average in self._averages]
+        if not all([average.add(noise) for average in self._averages]):
+            return noise
         self._chosen = self._longest()
-        return results[self._chosen]
+        return self.at(noise)
 
     def at(self, noise: GradientStatistics) -> GradientStatistics:
         """`noise` with signal, noise and interval of the window, to which it is not added."""
