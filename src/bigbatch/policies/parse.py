@@ -5,6 +5,7 @@ from typing import Any
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
 from bigbatch.setting_types import parse_setting
 
@@ -13,6 +14,7 @@ POLICIES: dict[str, type[Any]] = {
     "simigrad": SimiGrad,
     "noise-scale": NoiseScale,
     "norm-test": NormTest,
+    "goodput": Goodput,
     "schedule": Schedule,
 }
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Protocol
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan import clamp, require_bounds
+from bigbatch.policies.step_time import TimedSize
 from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -50,6 +51,9 @@ class TrainingState:
         elapsed_seconds: time spent training so far.
         min_batch: the controller's lower bound.
         max_batch: the controller's upper bound, None for none.
+        step_times: times of steps so far, by batch size; empty if none were timed.
+        loss_trend: standard errors by which the loss has fallen lately, as in `LossTrend`; None if
+            that is not known yet.
     """
 
     target_batch_size: int
@@ -63,6 +67,8 @@ class TrainingState:
     elapsed_seconds: float = 0.0
     min_batch: int = 1
     max_batch: int | None = None
+    step_times: tuple[TimedSize, ...] = ()
+    loss_trend: float | None = None
 
 
 class Policy(Protocol):

@@ -13,9 +13,11 @@ from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, 
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, has_state
+from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
@@ -67,6 +69,7 @@ class Update:
         self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
         self.loss_check = LossCheck(warns=warns, has_scaler=self.scaler is not None)
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
+        self._step_times, self._loss_trend = StepTimes(collectives.ranks), LossTrend()
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
             "micro_batch": repr(constraints.micro_batch),
@@ -236,7 +239,11 @@ class Update:
 
     def _decide(self, step: StepStatistics, rates: list[float], *, complete: bool) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide."""
-        present = self._controller.decision
+        present, previous = self._controller.decision, self.record
+        if previous is not None:
+            is_measured = previous.statistics is not None
+            self._step_times.add(previous.batch_size, step.previous_seconds, measured=is_measured)
+        self._loss_trend.add(step.samples, step.loss)
         if not step.finite:
             reason = "skipped: the gradient is not finite"
         elif not complete:
@@ -256,6 +263,8 @@ class Update:
                 ranks=self._batches.virtual_ranks,
                 lr=tuple(rates),
                 elapsed_seconds=step.elapsed_seconds,
+                step_times=self._step_times.sizes,
+                loss_trend=self._loss_trend.trend,
             )
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
@@ -334,6 +343,8 @@ class Update:
             "weight_per_sample": self.weight_per_sample,
             "interval": self.interval.state_dict(),
             "way": self.way.state_dict(),
+            "step_times": self._step_times.state(),
+            "loss_trend": self._loss_trend.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -358,4 +369,6 @@ class Update:
         self._zero_grad()
         self.interval.load_state_dict(state["interval"])
         self.way.load_state_dict(state["way"])
+        self._step_times.load(state["step_times"])
+        self._loss_trend.load(state["loss_trend"])
         self.meter.at_step(self.steps + self.skipped, due=self.interval.due)

@@ -1,0 +1,138 @@
+"""The time of a step as a function of its batch size, from timed steps."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+_BINS = 4  # bins of batch sizes per factor of two
+_KEPT = 16  # latest steps of a bin that count
+_MIN_STEPS = 5  # of a bin that counts
+_MIN_RATIO = 1.5  # of the largest to the smallest bin, from which the two terms can be told apart
+
+
+@dataclass(frozen=True)
+class TimedSize:
+    """Steps of nearly one batch size.
+
+    Args:
+        batch_size: their mean batch size, in samples.
+        seconds: median of their times.
+        steps: how many of the latest steps these are.
+    """
+
+    batch_size: float
+    seconds: float
+    steps: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are enough steps for a median."""
+        return self.steps >= _MIN_STEPS
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of B samples: fixed + per_sample B.
+
+    Args:
+        fixed: seconds that a step takes whatever its size is: launches, optimizer, all-reduce.
+        per_sample: seconds of one sample more.
+        smallest, largest: the timed batch sizes.
+    Example:
+        >>> StepTime(fixed=0.02, per_sample=0.0001, smallest=64, largest=128).overhead
+        200.0
+    """
+
+    fixed: float
+    per_sample: float
+    smallest: float
+    largest: float
+
+    @property
+    def overhead(self) -> float:
+        """B_0 = fixed / per_sample: the samples that take as long as the fixed part of a step."""
+        return self.fixed / self.per_sample if self.per_sample > 0 else math.inf
+
+    def seconds(self, batch_sizes: Sequence[int]) -> float:
+        """Seconds of steps of these batch sizes."""
+        return self.fixed * len(batch_sizes) + self.per_sample * sum(batch_sizes)
+
+    @classmethod
+    def fit(cls, sizes: Iterable[TimedSize]) -> "StepTime | None":
+        """Fits both terms by least squares of relative errors, each at least 0.
+
+        None unless sizes of 5 steps or more differ by a factor of at least 1.5.
+        """
+        timed = [size for size in sizes if size.counts]
+        batch_sizes = [size.batch_size for size in timed]
+        if not timed or max(batch_sizes) < _MIN_RATIO * min(batch_sizes):
+            return None
+        weights = [size.steps / size.seconds**2 for size in timed]
+        seconds = [size.seconds for size in timed]
+        fixed, per_sample = _non_negative_line(batch_sizes, seconds, weights)
+        return cls(fixed, per_sample, min(batch_sizes), max(batch_sizes))
+
+
+class StepTimes:
+    """Times of steps by batch size, in bins of a quarter of a factor of two.
+
+    A bin keeps its 16 latest steps, of which the median counts, so that a step with an evaluation,
+    a checkpoint or a compilation in it changes nothing. Measured steps have bins of their own,
+    which count if every step is measured; so have the steps of each number of ranks.
+
+    Args:
+        ranks: processes that share a step.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
+        self._bins: dict[tuple[int, bool, int], list[tuple[int, float]]] = {}
+        self._sizes: dict[tuple[int, bool, int], TimedSize] = {}
+
+    def add(self, batch_size: int, seconds: float, *, measured: bool = False) -> None:
+        """Adds a step; a time of 0 is unknown and left out."""
+        if seconds > 0:
+            key = self._ranks, measured, round(_BINS * math.log2(batch_size))
+            steps = self._bins.setdefault(key, [])
+            steps.append((batch_size, seconds))
+            del steps[:-_KEPT]
+            self._sizes[key] = _timed_size(steps)
+
+    @property
+    def sizes(self) -> tuple[TimedSize, ...]:
+        """The timed sizes, from the smallest."""
+        of_ranks = sorted(key for key in self._sizes if key[0] == self._ranks)
+        kind = of_ranks[0][1] if of_ranks else False  # measured only if there is nothing else
+        return tuple(self._sizes[key] for key in of_ranks if key[1] == kind)
+
+    def state(self) -> list[tuple[int, bool, int, list[tuple[int, float]]]]:
+        """The state that `load` takes."""
+        return [(*key, [*steps]) for key, steps in self._bins.items()]
+
+    def load(self, state: list[tuple[int, bool, int, list[tuple[int, float]]]]) -> None:
+        """Continues from a saved state."""
+        self._bins = {(ranks, kind, key): [*steps] for ranks, kind, key, steps in state}
+        self._sizes = {key: _timed_size(steps) for key, steps in self._bins.items()}
+
+
+def _timed_size(steps: Sequence[tuple[int, float]]) -> TimedSize:
+    sizes, seconds = zip(*steps, strict=True)
+    return TimedSize(sum(sizes) / len(sizes), median(seconds), len(steps))
+
+
+def _non_negative_line(
+    x: Sequence[float], y: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
+    """(a, b), each at least 0, with the least sum of weights (y - a - b x)^2."""
+    total = sum(weights)
+    x_mean, y_mean = (sum(w * v for w, v in zip(weights, vs, strict=True)) / total for vs in (x, y))
+    xy = sum(w * (u - x_mean) * (v - y_mean) for w, u, v in zip(weights, x, y, strict=True))
+    xx = sum(w * (u - x_mean) ** 2 for w, u in zip(weights, x, strict=True))
+    slope = xy / xx
+    if slope <= 0:
+        return y_mean, 0.0
+    if (fixed := y_mean - slope * x_mean) >= 0:
+        return fixed, slope
+    xy = sum(w * u * v for w, u, v in zip(weights, x, y, strict=True))
+    return 0.0, xy / sum(w * u * u for w, u in zip(weights, x, strict=True))
