@@ -5,9 +5,9 @@ from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistribute
 from bigbatch.errors import BigbatchError as BigbatchError
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.controller import Controller as Controller
+from bigbatch.policies.goodput import Goodput as Goodput
 from bigbatch.policies.plan import BatchPlan as BatchPlan
 from bigbatch.policies.policy import Decision as Decision
-from bigbatch.policies.goodput import Goodput as Goodput
 from bigbatch.policies.policy import Fixed as Fixed
 from bigbatch.policies.policy import NoiseScale as NoiseScale
 from bigbatch.policies.policy import NormTest as NormTest

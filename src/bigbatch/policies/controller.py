@@ -40,7 +40,8 @@ class Controller:
         dead_band: 0.1 holds changes that the policy would not make if the batch were 10 % nearer
             to the size that it decides; `Hysteresis` has the rule.
         max_change: f lets one decision multiply or divide the batch by f at most, yet change it
-            by one sample at least; None for no limit.
+            by one sample at least; None for no limit. "auto" is the policy's own `max_change`, 1.1
+            for one that goes to a multiple of the noise scale, and no limit if it has none.
         confidence: holds changes unless the policy makes them at both ends of an interval of this
             coverage: the window's with `smoothing`, else the meter's.
         warmup: how long the batch keeps its first size: "500 steps", "8K samples" or "1 epoch";
@@ -66,13 +67,15 @@ class Controller:
         decide_every: Count = 1,
         smoothing: Smoothing = "auto",
         dead_band: DeadBand = 0.0,
-        max_change: Growth | None = None,
+        max_change: Growth | Literal["auto"] | None = "auto",
         confidence: Coverage | None = None,
         warmup: WarmupLength | None = None,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
+        if max_change == "auto":
+            max_change = getattr(policy, "max_change", None)
         wants_average = getattr(policy, "wants_average", False)
         self._average = _average(smoothing, confidence, wants_average=wants_average)
         self._warmup = Amount.parse(warmup) if warmup else None

@@ -1,13 +1,12 @@
 """The batch size that takes the least time for its progress."""
 
 import math
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from bigbatch.policies.plan import clamp, require_bounds
-from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.policies.step_time import StepTime, TimedSize
+from bigbatch.policies.policy import MAX_CHANGE, Decision, TrainingState
+from bigbatch.policies.step_time import StepTime
 from bigbatch.setting_types import Count, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -23,7 +22,7 @@ class Goodput:
         B = sqrt(B_0 B_simple),   B_0 = a / b
 
     A step of B samples takes a + b B seconds and makes 1 / (1 + B_simple / B) of the progress of a
-    step without noise, so the time of a given progress, (a + b B)(1 + B_simple / B), is least there.
+    step without noise. There the time of a given progress, (a + b B)(1 + B_simple / B), is least.
     The training fits a and b to its own step times. Until they are known, the policy tries two
     batch sizes, the present one and twice that; the reason says so.
 
@@ -51,6 +50,7 @@ class Goodput:
     max_batch: Count | None = None
 
     wants_average: ClassVar[bool] = True
+    max_change: ClassVar[float] = MAX_CHANGE
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
@@ -61,11 +61,11 @@ class Goodput:
         if overhead is None:
             time = StepTime.fit(now.step_times)
             if time is None:
-                return self._probe(now)
+                return self._trial(now)
             overhead, low, high = time.overhead, time.smallest / _REACH, _REACH * time.largest
         scale = statistics.noise_scale
         reason = f"sqrt({overhead:.0f} x noise scale {scale:.0f})"
-        best = math.sqrt(overhead * scale) if overhead and scale else overhead * 0 + scale * 0
+        best = math.sqrt(max(overhead, 1.0) * scale)  # a step takes some time in any case
         if math.isnan(best):
             return self._bounded(now.target_batch_size, reason, now)
         size = min(max(best, low), high)
@@ -86,15 +86,19 @@ class Goodput:
             size = now.target_batch_size if high is None else high
         return Decision(clamp(round(size), self.min_batch, high), reason)
 
-    def _probe(self, now: TrainingState) -> Decision:
+    def _trial(self, now: TrainingState) -> Decision:
         """The next size to time, until two sizes are known."""
-        timed = [size.batch_size for size in now.step_times if size.counts]
-        present = now.target_batch_size
+        timed = [round(size.batch_size) for size in now.step_times if size.counts]
         if not timed:
-            return self._bounded(present, f"times steps of {present}", now)
-        first = round(timed[0])
+            return self._time(now.target_batch_size, "no size is known", now)
+        first = timed[0]
         for size in (_REACH * first, first // _REACH):
-            decision = self._bounded(size, f"times steps of {size}, {first} is known", now)
-            if decision.batch_size == size:
+            decision = self._time(size, f"that of {first} is known", now)
+            if max(now.min_batch, decision.batch_size) == size:
                 return decision
-        return self._bounded(present, "the bounds are too near each other to time two sizes", now)
+        reason = f"{first} is known, and the bounds allow no other size"
+        return self._time(now.target_batch_size, reason, now)
+
+    def _time(self, size: int, reason: str, now: TrainingState) -> Decision:
+        reason = f"the time of a step of {size} is needed, {reason}; or pass overhead="
+        return replace(self._bounded(size, reason, now), trial=True)

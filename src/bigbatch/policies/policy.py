@@ -11,6 +11,8 @@ from bigbatch.policies.step_time import TimedSize
 from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
+MAX_CHANGE = 1.1  # of one decision, for policies that go to a multiple of the noise scale at once
+
 Shrinkage = Annotated[float, In("(0, 1)")]
 RelativeError = Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
 
@@ -25,6 +27,7 @@ class Decision:
         reason: the reason, in words for a log.
         lr_factor: multiplies the learning rate on top of what the batch size asks for.
         advice: batch size that `Shadow` advises; no step takes it.
+        trial: whether the size is only tried, to learn something from its steps.
     Raises:
         SettingError: a size below 1, or a factor that is negative or not finite.
     """
@@ -33,6 +36,7 @@ class Decision:
     reason: str
     lr_factor: NotNegative = 1.0
     advice: Count | None = field(default=None, kw_only=True, repr=False)  # the reason says it too
+    trial: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,13 @@ class TrainingState:
 class Policy(Protocol):
     """Anything with this method, a pure function: a controller may call it for other cases.
 
-    Optional attributes: `min_batch` and `max_batch`, bounds of the batch size; `batch_size`, the
-    first batch size; `wants_average = True` if the noise of a single step is not enough, so that a
-    controller averages it; `needs_statistics = False` if it decides without them, as a schedule
-    does: then it is asked after every step, with None for the statistics of one that was not
-    measured.
+    Optional attributes:
+        min_batch, max_batch: bounds of the batch size.
+        batch_size: the first batch size.
+        wants_average: True if the noise of a single step is not enough; a controller averages it.
+        max_change: the largest factor of one change.
+        needs_statistics: False if it decides without them, as a schedule does: then it is asked
+            after every step, with None for the statistics of one that was not measured.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -187,6 +193,7 @@ class NoiseScale:
     max_batch: Count | None = None
 
     wants_average: ClassVar[bool] = True
+    max_change: ClassVar[float] = MAX_CHANGE
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
@@ -230,6 +237,7 @@ class NormTest:
     max_batch: Count | None = None
 
     wants_average: ClassVar[bool] = True
+    max_change: ClassVar[float] = MAX_CHANGE
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
@@ -293,13 +301,20 @@ class Shadow:
         return getattr(self.policy, "wants_average", False)
 
     @property
+    def max_change(self) -> float | None:
+        """The largest factor of one change of the policy, None without one."""
+        return getattr(self.policy, "max_change", None)
+
+    @property
     def needs_statistics(self) -> bool:
         """Whether the policy decides only after measured steps."""
         return getattr(self.policy, "needs_statistics", True)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """Keeps the batch size, with the policy's decision as advice."""
+        """Keeps the batch size, with the policy's decision as advice unless it is a trial."""
         decision = self.policy.decide(statistics, now)
+        if decision.trial:
+            return Decision(now.target_batch_size, f"no advice: {decision.reason}")
         advice = clamp(decision.batch_size, now.min_batch, now.max_batch)
         reason = f"advice: {advice} ({decision.reason})"
         return Decision(now.target_batch_size, reason, advice=advice)

@@ -16,7 +16,7 @@ class TimedSize:
     """Steps of nearly one batch size.
 
     Args:
-        batch_size: their mean batch size, in samples.
+        batch_size: median of their batch sizes, in samples.
         seconds: median of their times.
         steps: how many of the latest steps these are.
     """
@@ -118,7 +118,7 @@ class StepTimes:
 
 def _timed_size(steps: Sequence[tuple[int, float]]) -> TimedSize:
     sizes, seconds = zip(*steps, strict=True)
-    return TimedSize(sum(sizes) / len(sizes), median(seconds), len(steps))
+    return TimedSize(median(sizes), median(seconds), len(steps))
 
 
 def _non_negative_line(

@@ -8,15 +8,16 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate, chain, cycle, groupby, pairwise
 from pathlib import Path
-from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
 import numpy
 from matplotlib.figure import Figure
 
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.controller import Controller
+from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.policy import Policy, TrainingState
+from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
 from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, format_axes, require_writable, write_figure
 from bigbatch.runs.metrics import History, Table, measured_rows
 from bigbatch.runs.run_directory import Row
@@ -74,49 +75,28 @@ class Trace:
         return max(high - low for low, high in pairwise(ends))
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step of B samples: fixed + per_sample B.
+def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
+    """Times of a log's steps by batch size.
 
-    Args:
-        fixed, per_sample: the coefficients.
-        sizes_vary: whether batch sizes varied enough to tell the two apart.
+    The time of an evaluation is logged with the step after it, so that step is left out; so is a
+    step during which the clock went back.
     """
+    times = StepTimes()
+    for previous, row in pairwise(rows):
+        if previous["metrics"] is None:
+            seconds = row["elapsed_seconds"] - previous["elapsed_seconds"]
+            times.add(row["batch_size"], seconds, measured=row["grad_sqnorm"] is not None)
+    return times.sizes
 
-    fixed: float
-    per_sample: float
-    sizes_vary: bool = True
 
-    @classmethod
-    def fit(cls, rows: list[Row]) -> "StepTime":
-        """Fits non-negative coefficients to a log by least squares.
-
-        All time counts as per sample where batch sizes vary by less than a tenth.
-
-        The time of an evaluation is logged with the step after it, so that step is left out; so is
-        a step during which the clock went back.
-        """
-        points = [
-            (row["batch_size"], row["elapsed_seconds"] - previous["elapsed_seconds"])
-            for previous, row in pairwise(rows)
-            if previous["metrics"] is None and row["elapsed_seconds"] > previous["elapsed_seconds"]
-        ]
-        if not points:
-            return cls(0.0, rows[-1]["elapsed_seconds"] / rows[-1]["samples"], sizes_vary=False)
-        sizes, seconds = zip(*points, strict=True)
-        sizes_vary = pstdev(sizes) > fmean(sizes) / 10
-        if sizes_vary:
-            slope, fixed = linear_regression(sizes, seconds)
-            if slope < 0:
-                return cls(fmean(seconds), 0.0)
-            if fixed >= 0:
-                return cls(fixed, slope)
-        slope = linear_regression(sizes, seconds, proportional=True).slope
-        return cls(0.0, slope, sizes_vary)
-
-    def seconds(self, batch_sizes: list[int]) -> float:
-        """Seconds of steps of these batch sizes."""
-        return self.fixed * len(batch_sizes) + self.per_sample * sum(batch_sizes)
+def fit_time(rows: list[Row]) -> StepTime:
+    """The time of a step; all of it counts as per sample if the batch sizes are nearly equal."""
+    time = StepTime.fit(time_steps(rows))
+    if time is not None:
+        return time
+    samples = rows[-1]["samples"]
+    mean = samples / len(rows)
+    return StepTime(0.0, rows[-1]["elapsed_seconds"] / samples, mean, mean)
 
 
 @dataclass(frozen=True)
@@ -170,7 +150,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
         options: options of `Controller`, the same for all policies.
     Raises:
         RunError: no step of the run was measured.
-        SettingError: an option out of range.
+        SettingError: an option out of range, or a policy needs step times that the log has not.
     """
     if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
@@ -179,18 +159,23 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     ends = list(accumulate(batch_sizes))  # without the samples of skipped steps
     trace = Trace([row | {"samples": end} for row, end in zip(rows, ends, strict=True)])
     logged = Trajectory(_LOGGED, ends, batch_sizes)
-    replayed = [_replay_policy(name, policy, trace, options) for name, policy in policies.items()]
-    return Replay(history, trace, StepTime.fit(history.rows), logged, replayed)
+    times = time_steps(history.rows)
+    replayed = [
+        _replay_policy(name, policy, trace, times, options) for name, policy in policies.items()
+    ]
+    return Replay(history, trace, fit_time(history.rows), logged, replayed)
 
 
-def _replay_policy(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> Trajectory:
+def _replay_policy(
+    name: str, policy: Policy, trace: Trace, times: tuple[TimedSize, ...], options: dict[str, Any]
+) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
     start = getattr(policy, "batch_size", first)
     min_batch: int = min(row["micro_batches"] for row in measured_rows(trace.rows))
     controller = Controller(
         policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
     )
-    trajectory = Trajectory(name, [], [])
+    trajectory, trend = Trajectory(name, [], []), LossTrend()
     samples = 0
     while samples < trace.samples:
         batch_size = min(controller.decision.batch_size, trace.samples - samples)
@@ -198,9 +183,21 @@ def _replay_policy(name: str, policy: Policy, trace: Trace, options: dict[str, A
         samples += batch_size
         trajectory.ends.append(samples)
         trajectory.batch_sizes.append(batch_size)
-        epoch, steps = trace.row(samples)["epoch"], len(trajectory.ends)
-        state = TrainingState(0, batch_size, controller.base_batch, samples, steps, epoch)
-        controller.next(statistics, state)
+        row = trace.row(samples)
+        trend.add(batch_size, row["loss"])
+        state = TrainingState(
+            target_batch_size=0,
+            batch_size=batch_size,
+            base_batch=controller.base_batch,
+            samples=samples,
+            steps=len(trajectory.ends),
+            epoch=row["epoch"],
+            step_times=times,
+            loss_trend=trend.trend,
+        )
+        decision = controller.next(statistics, state)
+        if decision.trial:
+            raise SettingError(f"{name} cannot be replayed on this log: {decision.reason}")
     return trajectory
 
 
@@ -227,9 +224,10 @@ def time_in_words(replay: Replay) -> str:
     """The fitted time of a step, and the time that the run took."""
     fixed, per_sample = 1000 * replay.time.fixed, 1000 * replay.time.per_sample
     note = ", whose batch sizes are nearly equal: all time counts as per sample"
+    sizes_vary = replay.time.largest > replay.time.smallest
     return (
         f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
-        f"{'' if replay.time.sizes_vary else note}; the run itself took "
+        f"{'' if sizes_vary else note}; the run itself took "
         f"{replay.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
     )
 

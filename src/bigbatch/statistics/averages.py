@@ -70,6 +70,8 @@ class NoiseAverage:
             return False
         windows = (noise.samples if self.unit == "samples" else 1) / self.window
         decay, share = math.exp(-windows), -math.expm1(-windows)
+        if self.unit == "steps":
+            share *= noise.samples
         self._grad_sqnorm = decay * self._grad_sqnorm + share * noise.grad_sqnorm
         self._grad_variance = decay * self._grad_variance + share * noise.grad_variance
         self._weight = decay * self._weight + share
@@ -172,7 +174,7 @@ class AdaptiveAverage:
 
         A step that is not finite is returned unchanged and not added.
         """
-        if not all([average.add(noise) for average in self._averages]):
+        if not all(average.add(noise) for average in self._averages):
             return noise
         self._chosen = self._longest()
         return self.at(noise)
