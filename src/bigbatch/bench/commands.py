@@ -14,7 +14,9 @@ from rich.progress import track
 from rich.table import Table
 
 from bigbatch.bench import (
+    batch_tracking,
     coverage,
+    decision_regret,
     engine_cost,
     loop_cost,
     loop_overhead,
@@ -27,6 +29,7 @@ from bigbatch.bench import (
     trainer_cost,
     vr_vs_base,
 )
+from bigbatch.bench.noisy_quadratic import RATES, Rate
 from bigbatch.bench.timing import Row
 from bigbatch.runs.console import plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
@@ -43,6 +46,11 @@ Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 Data = Annotated[
     Path | None,
     typer.Option(exists=True, help="Folder with fashion-mnist/, for gradients of a real network."),
+]
+
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Figure to draw, .png or .svg; replaces only what bigbatch wrote."),
 ]
 
 
@@ -120,6 +128,32 @@ def overhead(
     _show(title, rows, total=len(over or names) * len(batches))
 
 
+@bench.command("decisions")
+def decisions(
+    rate: Annotated[
+        list[Rate] | None, typer.Option(help=f"Learning rates: {', '.join(RATES)} [all].")
+    ] = None,
+    beds: Annotated[int | None, typer.Option(min=1, help="Beds of each rate [10].")] = None,
+    seed: Seed = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Trainings of each policy.")
+    ] = decision_regret.SEEDS,
+    out: Out = None,
+) -> None:
+    """How much longer each policy takes than the best schedule, on noisy quadratics."""
+    if out is not None:
+        require_writable(out, FIGURE_FORMATS)
+    tracked = (one.row() for one in batch_tracking.run(seed))
+    _show("the controller's batch against that of the true noise scale", tracked)
+    rates = rate or RATES
+    regrets = list(decision_regret.run(rates, seed, seeds, beds))
+    title = f"over the best schedule; median of {seeds} seeds"
+    _show(title, (one.row() for one in regrets))
+    _show(f"{title}, and over beds", decision_regret.summary(regrets))
+    if out is not None:
+        decision_regret.draw(regrets, out)
+
+
 @bench.command("engines")
 def engines_(
     rounds: Rounds = 5,
@@ -165,13 +199,7 @@ def projection_accuracy_(
 
 @bench.command("similarity-accuracy")
 def similarity_accuracy_(
-    trials: Trials = similarity_accuracy.TRIALS,
-    seed: Seed = 0,
-    data: Data = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Figure to draw, .png or .svg; replaces only what bigbatch wrote."),
-    ] = None,
+    trials: Trials = similarity_accuracy.TRIALS, seed: Seed = 0, data: Data = None, out: Out = None
 ) -> None:
     """Our similarity and SimiGrad's cosine of the same steps, against the truth."""
     if out is not None:

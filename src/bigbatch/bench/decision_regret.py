@@ -8,6 +8,7 @@ from statistics import median
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from bigbatch.bench.noisy_quadratic import (
     BASE_BATCH,
@@ -276,7 +277,7 @@ def simulate(
         samples += batch_size
         before, loss = loss, float(bed.loss(moments)[0])
         if loss <= bed.target:
-            part = float(last_part(np.float64(before), np.float64(loss), bed.target))
+            part = float(last_part(np.array(before), np.array(loss), bed.target))
             total = samples - (1 - part) * batch_size
             return replace(
                 rates, time=total + bed.overhead * (steps + part), samples=total, steps=steps + part
@@ -331,7 +332,7 @@ def _at_knots(bed: Bed, candidate: Candidate, outcome: Outcome) -> Array:
     log_losses: list[float] = []
     log_sizes: list[float] = []
 
-    def rule(scale: Array, log_loss: Array, samples: Array, rows: Array) -> Array:
+    def rule(scale: Array, log_loss: Array, samples: Array, rows: NDArray[np.int64]) -> Array:
         size = np.maximum(candidate.batch_size(scale, samples), 1.0)
         log_losses.append(-float(log_loss[0]))
         log_sizes.append(math.log(float(size[0])))

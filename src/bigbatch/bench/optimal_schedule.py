@@ -55,7 +55,7 @@ def with_best_rate(
     if bed.rate == "greedy":
         return _best(bed.run(rule, np.zeros((1, 2)), limit, max_change), np.zeros((1, 2)))
     if near is None:
-        axes = [np.linspace(*np.log(limits), _GRID) for limits in (_PEAKS, _LENGTHS)]
+        axes = [np.log(np.geomspace(*limits, _GRID)) for limits in (_PEAKS, _LENGTHS)]
         grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], 1)
         near = _best(bed.run(rule, grid, limit, max_change), grid)
     mean, spread = np.log([near.peak, near.length]), np.full(2, _NEAR)
@@ -118,7 +118,7 @@ def knots_rule(bed: Bed, values: Array) -> Rule:
         place = np.clip(log_loss / width, 0, _KNOTS - 1 - 1e-9)
         low = place.astype(np.int64)
         part = place - low
-        return np.exp((1 - part) * values[rows, low] + part * values[rows, low + 1])
+        return np.asarray(np.exp((1 - part) * values[rows, low] + part * values[rows, low + 1]))
 
     return rule
 
