@@ -67,7 +67,7 @@ class Listens:
 
 
 def test_it_starts_where_it_is_asked_and_asks_after_every_step():
-    controller = Controller(SimiGrad(target=0.2), batch_size=128)
+    controller = Controller(SimiGrad(target=0.2), batch_size=128, smoothing=None)
     assert Decision(128, "start") == controller.decision
     assert 140 == controller.next(low(128)).batch_size
     assert 140 == controller.decision.batch_size
@@ -75,7 +75,8 @@ def test_it_starts_where_it_is_asked_and_asks_after_every_step():
 
 
 def test_the_target_is_remembered_as_decided_not_as_cut():
-    controller, wanted, cut = Controller(SimiGrad(target=0.2), batch_size=24), [], []
+    controller = Controller(SimiGrad(target=0.2), batch_size=24, smoothing=None)
+    wanted, cut = [], []
     for _ in range(6):
         plan = BatchPlan.fit(controller.decision.batch_size, ranks=8, max_micro=64)
         wanted.append(controller.decision.batch_size)
@@ -86,7 +87,9 @@ def test_the_target_is_remembered_as_decided_not_as_cut():
 
 
 def test_bounds_clamp_what_is_remembered():
-    controller = Controller(SimiGrad(target=0.2), 128, min_batch=100, max_batch=300)
+    controller = Controller(
+        SimiGrad(target=0.2), 128, min_batch=100, max_batch=300, smoothing=None
+    )
     sizes = [controller.next(low()).batch_size for _ in range(40)]
     assert [300] * 20 == sizes[-20:]
     assert 270 == controller.next(high()).batch_size  # at once: no overshoot has to be undone
@@ -266,20 +269,20 @@ def test_a_policy_is_asked_every_nth_step_only():
 
 def test_a_warm_up_holds_the_batch_and_fills_the_average():
     controller = Controller(
-        SimiGrad(target=0.2), 128, warmup="1000 samples", smoothing="1000000000 samples"
+        SimiGrad(target=0.2), 128, warmup="1000 samples", smoothing="4000 samples"
     )
     reasons = [controller.next(low(samples=128)).reason for _ in range(7)]
     assert {"held: warm-up of 1000 samples"} == set(reasons)
     assert 128 == controller.decision.batch_size
     last = controller.next(GradientStatistics(8.0, 1.0, 104, 4))  # sample 1,000
-    # (7 x 128 x 0 + 104 x 8) / 1,000 of signal; the window is so long that all count alike
-    assert pytest.approx(0.832 / (0.832 + 2 / 104), abs=1e-3) == float(last.reason.split()[1])
+    signal = 8 * math.expm1(-104 / 4000) / math.expm1(-1000 / 4000)  # the seven before have none
+    assert pytest.approx(signal / (signal + 2 / 104), abs=1e-3) == float(last.reason.split()[1])
     assert 115 == last.batch_size
 
 
 def test_smoothing_hands_the_policy_the_average():
-    policy, average = Listens(), NoiseAverage(500)
-    controller = Controller(policy, 128, smoothing="500 samples")
+    policy, average = Listens(), NoiseAverage(250)
+    controller = Controller(policy, 128, smoothing="250 samples")
     for noise in (low(), high(100), low(300)):
         controller.next(noise)
         assert average.update(noise) == policy.heard[-1][0]
@@ -298,10 +301,12 @@ def test_a_step_without_a_number_does_not_enter_the_average():
 @pytest.mark.parametrize("start", [1, 40, 10**6])
 def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, start):
     at_rest = noise_scale * 2 * 0.3 / 0.7
-    late = walk(Controller(SimiGrad(0.3), start, dead_band=0.15), 250, noise_scale)[-50:]
+    held = Controller(SimiGrad(0.3), start, dead_band=0.15, smoothing=None)
+    late = walk(held, 250, noise_scale)[-50:]
     assert 1 == len(set(late))
     assert at_rest / 1.15 <= late[0] <= at_rest * 1.15
-    assert len(set(walk(Controller(SimiGrad(0.3), start), 250, noise_scale)[-50:])) > 1
+    free = Controller(SimiGrad(0.3), start, smoothing=None)
+    assert len(set(walk(free, 250, noise_scale)[-50:])) > 1
 
 
 @given(
@@ -313,7 +318,7 @@ def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, st
 @property_test(50)
 def test_simigrad_comes_to_rest_where_batches_are_cut_too(noise_scale, start, target, quantum):
     assume(noise_scale * 2 * target / (1 - target) > 40 * quantum)  # so whole numbers matter little
-    controller = Controller(SimiGrad(target), start, dead_band=0.25)
+    controller = Controller(SimiGrad(target), start, dead_band=0.25, smoothing=None)
     late = walk(controller, 300, noise_scale, lambda B: -(-B // quantum) * quantum)[-20:]
     assert 1 == len(set(late))
 
@@ -323,7 +328,7 @@ def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, b
     def cut(batch):
         return bb.BatchPlan.fit(batch, 8, max_micro=32, micro=32).batch_size
 
-    controller = Controller(SimiGrad(1 / 3), 256, dead_band=dead_band)
+    controller = Controller(SimiGrad(1 / 3), 256, dead_band=dead_band, smoothing=None)
     assert batches == {cut(target) for target in walk(controller, 250, 400.0, cut)[-50:]}
 
 
@@ -331,7 +336,7 @@ def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, b
     ("present", "expected"), [(870, 870), (869, 1000), (1149, 1149), (1151, 1000)]
 )
 def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, expected):
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="1000 samples")
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="256 samples")
     decision = controller.next(seen(64))
     assert expected == decision.batch_size
     assert ("held: inside the dead band of 0.15" in decision.reason) == (present == expected)
@@ -342,7 +347,7 @@ def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, e
 )
 def test_the_dead_band_is_exact_in_whole_numbers(present, wanted, moves):
     assert moves == (max(wanted / present, present / wanted) > 1.15)
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="1000 samples")
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="256 samples")
     expected = wanted if moves else present
     assert expected == controller.next(seen(64, noise_scale=wanted)).batch_size
 
@@ -367,7 +372,7 @@ def test_a_policy_of_ones_own_that_reads_the_cut_batch_is_held_in_the_dead_band_
 def test_a_dead_band_does_not_keep_the_batch_from_its_bounds(bounds, inner):
     policy = SimiGrad(0.3, **bounds) if inner else SimiGrad(0.3)
     noise_scale, start = (1e6, 8) if "max_batch" in bounds else (1.0, 10**5)
-    controller = Controller(policy, start, dead_band=0.15, **bounds)
+    controller = Controller(policy, start, dead_band=0.15, smoothing=None, **bounds)
     assert 512 == walk(controller, 100, noise_scale)[-1]
 
 
@@ -441,7 +446,7 @@ def with_interval(low, high, level=0.9, noise_scale=1000.0, samples=128):
 def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
     high = math.nextafter(high, 0) if high == 1 else high
     low = math.nextafter(low, 0) if low == -1 else low
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
     decision = controller.next(with_interval(low, high))
     assert expected == decision.batch_size
     assert ("held: not sure at 0.9" in decision.reason) == (expected == 128)
@@ -450,10 +455,11 @@ def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
 def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise_is_sure():
     whole = Interval(-math.inf, math.inf, 0.9, "step")
     for noise in (low(128), high(128)):
-        controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+        controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
         assert 128 == controller.next(replace(noise, interval=whole)).batch_size
     clear = replace(high(128), interval=Interval(20.0, 34.0, 0.9, "step"))
-    assert 115 == Controller(SimiGrad(target=0.2), 128, confidence=0.9).next(clear).batch_size
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
+    assert 115 == controller.next(clear).batch_size
 
 
 def test_with_smoothing_the_interval_is_the_windows():
@@ -461,16 +467,20 @@ def test_with_smoothing_the_interval_is_the_windows():
     average = NoiseAverage(10_000, confidence=0.9)
     generator = torch.Generator().manual_seed(0)
     moved = []
-    for draw in torch.randn(60, generator=generator, dtype=torch.float64).tolist():
+    for draw in torch.randn(80, generator=generator, dtype=torch.float64).tolist():
         noise = GradientStatistics(1.0 + draw, 1000.0, 128, 8)
         low, high = average.update(noise).similarity_interval
         before = controller.decision.batch_size
-        after = controller.next(noise).batch_size
-        assert (after > before) == (high < 0.2)
-        assert (after < before) == (low > 0.2)
-        moved.append(after != before)
-    assert {True, False} == set(moved)
-    assert not moved[0]  # one step of a window has no interval
+        decision = controller.next(noise)
+        filled = average.filled
+        assert ("held: the average fills" == decision.reason) == (not filled)
+        assert (decision.batch_size > before) == (filled and high < 0.2)
+        assert (decision.batch_size < before) == (filled and low > 0.2)
+        moved.append(decision.batch_size != before)
+    assert {True, False} == set(moved[19:])  # 20 steps of 128 samples fill a quarter
+    assert {False} == set(moved[:19])
+    one_step = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing="500 samples")
+    assert "held: not sure at 0.9" in one_step.next(noise).reason  # it has no interval
 
 
 @pytest.mark.parametrize(
@@ -485,16 +495,21 @@ def test_with_smoothing_the_interval_is_the_windows():
 )
 def test_surely_without_its_interval_names_the_remedy_at_the_first_step(noise, words):
     controller = Controller(
-        SimiGrad(target=0.2), 128, confidence=0.9, warmup="1000000 samples", decide_every=100
+        SimiGrad(target=0.2),
+        128,
+        smoothing=None,
+        confidence=0.9,
+        warmup="1000000 samples",
+        decide_every=100,
     )
     with pytest.raises(SettingError, match=words):
         controller.next(noise)
 
 
 def test_a_step_without_a_number_is_no_missing_interval():
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
     decision = controller.next(GradientStatistics(math.nan, math.nan, 128, 8))
-    assert 128 == decision.batch_size
+    assert Decision(128, "similarity nan not finite, target 0.2") == decision
 
 
 @pytest.mark.parametrize(
@@ -518,13 +533,15 @@ def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expect
 @pytest.mark.filterwarnings("ignore:NoiseScale goes by")
 def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
     noise = replace(with_interval(0.05, 0.9), samples=1)
-    assert 1 == Controller(NoiseScale(), 1, confidence=0.9).next(noise).batch_size
-    near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900)
+    sure = Controller(NoiseScale(), 1, confidence=0.9, smoothing=None)
+    assert 1 == sure.next(noise).batch_size
+    near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900, smoothing=None)
     assert 900 == near.next(seen(900)).batch_size
 
 
 def test_advice_leaves_the_batch_alone_and_is_reported():
-    controller = Controller(Shadow(SimiGrad(target=0.2, max_batch=135)), 128, dead_band=0.1)
+    advised = Shadow(SimiGrad(target=0.2, max_batch=135))
+    controller = Controller(advised, 128, dead_band=0.1, smoothing=None)
     decision = controller.next(low(128))
     assert (128, 135, 1.0) == (decision.batch_size, decision.advice, decision.lr_factor)
     assert 64 == Controller(Shadow(Fixed(96)), 64).next(low()).batch_size
@@ -532,14 +549,16 @@ def test_advice_leaves_the_batch_alone_and_is_reported():
 
 
 @pytest.mark.parametrize("policy", [NoiseScale(), Shadow(NoiseScale())])
-def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
-    with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=") as said:
-        controller = Controller(policy, 128)
+def test_a_policy_that_one_steps_noise_scale_decides_is_named_once(policy):
+    with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=\"auto\"") as said:
+        controller = Controller(policy, 128, smoothing=None)
     assert 1 == len(said)
     with warnings.catch_warnings(action="error"):
         walk(controller, 3)
-        Controller(policy, 128, smoothing="10000 samples")
-        Controller(SimiGrad(), 128)
+        for smoothing in ("auto", "10000 samples"):
+            Controller(policy, 128, smoothing=smoothing)
+        for other in (SimiGrad(), NormTest(), Shadow(SimiGrad())):  # a step's are never infinite
+            Controller(other, 128, smoothing=None)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +566,8 @@ def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
     [
         ({"decide_every": 0}, "decide_every=0"),
         ({"decide_every": 1.5}, "decide_every=1.5"),
-        ({"smoothing": "0 samples"}, "smoothing='0 samples' must be text such as \"16 steps\""),
+        ({"smoothing": "0 samples"}, "smoothing='0 samples' must be .*text such as \"16 steps\""),
+        ({"smoothing": "none"}, "smoothing='none' must be .*\"auto\", .* or None"),
         ({"smoothing": 500}, "smoothing=500"),
         ({"smoothing": "2 epochs"}, "smoothing='2 epochs'"),
         ({"dead_band": -0.1}, "dead_band=-0.1"),
@@ -578,7 +598,9 @@ POLICIES = [
 OPTIONS = [
     {},
     {"decide_every": 3},
+    {"smoothing": None},
     {"smoothing": "700 samples"},
+    {"dead_band": 0.1, "confidence": 0.7},
     {"dead_band": 0.2},
     {"max_change": 1.05},
     {"smoothing": "700 samples", "confidence": 0.8},
@@ -662,7 +684,10 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     assert "every was 2, is 1" in message
     assert "dead_band was 0, is 0.1" in message
     assert "base_batch" not in message
-    assert 140 == controller.next(low(128)).batch_size  # decide_every=1
+    for _ in range(3):
+        assert 128 == controller.next(low(128)).batch_size  # the average fills
+    assert 140 == controller.next(low(128)).batch_size
+    assert 154 == controller.next(low(128)).batch_size  # decide_every=1
 
 
 @pytest.mark.parametrize(
@@ -673,6 +698,7 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
         ("max_batch", 256),
         ("decide_every", 2),
         ("smoothing", "500 samples"),
+        ("smoothing", None),
         ("dead_band", 0.1),
         ("max_change", 1.5),
         ("confidence", 0.9),
@@ -693,7 +719,7 @@ def test_an_average_that_is_new_or_gone_begins_or_ends():
     fresh = Controller(SimiGrad(0.2), 128, smoothing="500 samples")
     with pytest.warns(UserWarning, match="smoothing was None, is '500 samples'"):
         fresh.load_state_dict(rough.state_dict())
-    assert "similarity 1.000" in fresh.next(high()).reason
+    assert "similarity 1.000" in fresh.next(high(128)).reason
     with pytest.warns(UserWarning, match="smoothing was '500 samples', is None"):
         rough.load_state_dict(smooth.state_dict())
     assert "similarity 1.000" in rough.next(high()).reason
@@ -797,10 +823,11 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
         (bb.NormTest(0.5), {"max_batch": 300}, 300),
         (bb.NoiseScale(), {}, 64),
     ]:
-        controller = Controller(policy, 64, smoothing="1000 samples", **options)
+        controller = Controller(policy, 64, smoothing="40 samples", **options)
         assert expected == controller.next(noisy).batch_size
 
 
+@pytest.mark.filterwarnings("ignore:NoiseScale goes by")
 def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
     interval = Interval(-0.3, 0.4, 0.9, "step")
     noise = GradientStatistics(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
@@ -809,14 +836,16 @@ def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
 
 
 def test_a_window_far_longer_than_the_training_still_averages():
+    step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
     controller = Controller(SimiGrad(0.2), 128, smoothing="999999999T samples")
-    grown = controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
-    assert 140 == grown.batch_size
-    assert "similarity 0.100" in grown.reason
+    assert Decision(128, "held: the average fills") == controller.next(step)
+    average = NoiseAverage(999_999_999e12)
+    average.load_state_dict(controller.state_dict()["average"])
+    assert pytest.approx(0.1) == average.at(step).similarity
 
 
 def test_without_any_noise_a_window_is_sure():
-    controller = Controller(SimiGrad(0.2), 128, smoothing="1000 samples", confidence=0.9)
+    controller = Controller(SimiGrad(0.2), 128, smoothing="500 samples", confidence=0.9)
     for expected in (115, 103):
         step = GradientStatistics(1.0, 0.0, samples=128, micro_batches=4)
         assert expected == controller.next(step).batch_size
