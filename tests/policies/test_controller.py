@@ -32,6 +32,7 @@ from bigbatch import (
 )
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.statistics.averages import AdaptiveAverage
 from bigbatch.statistics.confidence import Interval
 from property_tests import property_test
 
@@ -430,6 +431,142 @@ def test_a_start_without_noise_runs_away_no_farther_than_it_may():
         assert 64 < walk(slow, 9, noise_scale=0.0)[-1] < 256
 
 
+# averages
+
+
+def after(steps, batch_size=128):
+    """Where a training stands after so many steps of one size."""
+    return TrainingState(0, batch_size, 128, samples=batch_size * steps, steps=steps)
+
+
+class Averages(Listens):
+    """The same, for one that wants averages."""
+
+    wants_average = True
+
+
+def noisy(seed, steps, samples=128):
+    """Steps that scatter around a signal of 1 and a noise of 1,000."""
+    generator = torch.Generator().manual_seed(seed)
+    for s, n in torch.randn(steps, 2, generator=generator, dtype=torch.float64).tolist():
+        yield GradientStatistics(1.0 + 0.5 * s, 1000.0 + 100.0 * n, samples, 8)
+
+
+def test_by_default_a_policy_that_wants_it_hears_an_adaptive_average():
+    controller, average = Controller(Averages(), 128), AdaptiveAverage()
+    wanted = [average.update(noise) for noise in noisy(0, 40)]
+    for noise in noisy(0, 40):
+        controller.next(noise)
+    assert wanted[3:] == [heard for heard, _ in controller.policy.heard]
+    assert 128 + 37 == controller.decision.batch_size
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(Listens(), {}), (Listens(), {"smoothing": None}), (Averages(), {"smoothing": None})],
+)
+def test_any_other_policy_and_one_without_smoothing_hear_single_steps(policy, options):
+    controller = Controller(policy, 128, **options)
+    for noise in noisy(0, 5):
+        controller.next(noise)
+    assert list(noisy(0, 5)) == [heard for heard, _ in policy.heard]
+    assert controller.needs_measurement
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "held"), [("auto", 3), ("16 steps", 3), ("40 steps", 9), ("1024 samples", 1)]
+)
+@pytest.mark.parametrize("policy", [SimiGrad(0.2), NoiseScale(), NormTest(0.5)], ids=str)
+def test_the_batch_keeps_its_size_until_a_quarter_of_the_window_is_filled(policy, smoothing, held):
+    controller = Controller(policy, 128, smoothing=smoothing)
+    for number in range(held):
+        assert controller.needs_measurement
+        with pytest.raises(SettingError, match="needs the statistics of the step"):
+            controller.next(None, after(number))
+        assert Decision(128, "held: the average fills") == controller.next(seen(128))
+    assert controller.next(seen(128)).batch_size > 128
+    assert not controller.needs_measurement
+
+
+def test_then_a_step_that_was_not_measured_decides_by_the_average_at_its_own_size():
+    controller = Controller(SimiGrad(target=0.2), 128)
+    for _ in range(4):
+        controller.next(seen(128))  # a noise scale of 1,000
+    average = controller.state_dict()["average"]
+    # phi = N / (N + 2 B_simple)
+    assert Decision(154, "similarity 0.060 < 0.2") == controller.next(None, after(5, 128))
+    assert Decision(138, "similarity 0.714 > 0.2") == controller.next(None, after(6, 5000))
+    assert average == controller.state_dict()["average"]  # it is not a measurement
+
+
+def test_a_step_that_was_not_measured_hears_the_windows_interval_at_its_own_size():
+    controller = Controller(Averages(), 128, confidence=0.8, smoothing="8 steps")
+    average = NoiseAverage(8, "steps", confidence=0.8)
+    for noise in noisy(1, 10):
+        controller.next(noise)
+        average.update(noise)
+    asked = len(controller.policy.heard)
+    controller.next(None, after(11, 500))
+    heard, now = controller.policy.heard[asked]  # then the ends of the interval
+    assert average.at(GradientStatistics(math.nan, math.nan, 500, 0)) == heard
+    assert 500 == heard.samples == now.batch_size
+    assert 0.8 == heard.interval.level
+
+
+def test_steps_that_were_not_measured_count_for_decide_every_once_they_decide():
+    controller = Controller(SimiGrad(target=0.2), 128, decide_every=3)
+    reasons = [controller.next(seen(128)).reason for _ in range(4)]
+    reasons += [controller.next(None, after(n)).reason for n in range(5, 10)]
+    filling, between = ["held: the average fills"] * 3, "held: decides every 3 steps"
+    asked = "similarity 0.060 < 0.2"
+    assert [*filling, between, between, asked, between, between, asked] == reasons
+
+
+def test_a_warm_up_holds_steps_that_were_not_measured_too():
+    controller = Controller(SimiGrad(target=0.2), 128, warmup="7 steps")
+    for _ in range(4):
+        controller.next(seen(128))
+    reasons = [controller.next(None, after(n)).reason for n in (5, 6, 7)]
+    assert [*["held: warm-up of 7 steps"] * 2, "similarity 0.060 < 0.2"] == reasons
+
+
+@pytest.mark.parametrize("policy", [Fixed(96), Schedule("64"), Shadow(Fixed(96))], ids=str)
+@pytest.mark.parametrize("smoothing", ["auto", "16 steps", None])
+def test_what_needs_no_statistics_needs_no_measurement_and_waits_for_no_average(policy, smoothing):
+    controller = Controller(policy, 64, smoothing=smoothing)
+    assert not controller.needs_measurement
+    assert "held" not in controller.next(None, after(1, 64)).reason
+    assert "held" not in controller.next(seen(64)).reason
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 7, 30])
+@pytest.mark.parametrize("smoothing", ["auto", "16 steps", "2K samples"])
+def test_it_resumes_between_steps_that_were_not_measured(smoothing, stop):
+    policy = SimiGrad(0.1)
+    noises = [noise if n < 4 or n % 3 == 0 else None for n, noise in enumerate(noisy(2, 40))]
+    steps = [(noise, after(n + 1)) for n, noise in enumerate(noises)]
+    unbroken, before, resumed = (Controller(policy, 128, smoothing=smoothing) for _ in range(3))
+    expected = [unbroken.next(*step) for step in steps]
+    assert len({decision.batch_size for decision in expected}) > 5
+    for step in steps[:stop]:
+        before.next(*step)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert before.needs_measurement == resumed.needs_measurement
+    assert expected[stop:] == [resumed.next(*step) for step in steps[stop:]]
+    assert unbroken.digest() == resumed.digest()
+
+
+@pytest.mark.parametrize(("old", "new"), [("auto", "16 steps"), ("4000 samples", "auto")])
+def test_an_average_of_another_kind_starts_anew(old, new):
+    before, resumed = (Controller(SimiGrad(0.2), 128, smoothing=s) for s in (old, new))
+    walk(before, 12)
+    with pytest.warns(UserWarning, match=f"smoothing was '{old}', is '{new}'"):
+        resumed.load_state_dict(before.state_dict())
+    assert before.decision.batch_size == resumed.decision.batch_size > 128
+    reasons = [resumed.next(high(128)).reason for _ in range(4)]
+    assert [*["held: the average fills"] * 3, "similarity 1.000 > 0.2"] == reasons
+
+
 # confidence
 
 
@@ -463,7 +600,7 @@ def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise
 
 
 def test_with_smoothing_the_interval_is_the_windows():
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing="10000 samples")
+    controller = Controller(SimiGrad(target=0.07), 128, confidence=0.9, smoothing="10000 samples")
     average = NoiseAverage(10_000, confidence=0.9)
     generator = torch.Generator().manual_seed(0)
     moved = []
@@ -474,8 +611,8 @@ def test_with_smoothing_the_interval_is_the_windows():
         decision = controller.next(noise)
         filled = average.filled
         assert ("held: the average fills" == decision.reason) == (not filled)
-        assert (decision.batch_size > before) == (filled and high < 0.2)
-        assert (decision.batch_size < before) == (filled and low > 0.2)
+        assert (decision.batch_size > before) == (filled and high < 0.07)
+        assert (decision.batch_size < before) == (filled and low > 0.07)
         moved.append(decision.batch_size != before)
     assert {True, False} == set(moved[19:])  # 20 steps of 128 samples fill a quarter
     assert {False} == set(moved[:19])
@@ -557,7 +694,7 @@ def test_a_policy_that_one_steps_noise_scale_decides_is_named_once(policy):
         walk(controller, 3)
         for smoothing in ("auto", "10000 samples"):
             Controller(policy, 128, smoothing=smoothing)
-        for other in (SimiGrad(), NormTest(), Shadow(SimiGrad())):  # a step's are never infinite
+        for other in (SimiGrad(), NormTest(0.5), Shadow(SimiGrad())):
             Controller(other, 128, smoothing=None)
 
 
