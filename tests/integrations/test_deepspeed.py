@@ -32,6 +32,7 @@ from deepspeed_training import (
     SAMPLES,
     batches_of,
     config_of,
+    controller_of,
     data,
     engine_of,
     loss_of,
@@ -809,8 +810,7 @@ def reused(rank, ranks, layout, how):
             model,
             optimizer,
             batches_of(),
-            policy=bb.SimiGrad(0.55, min_batch=24, max_batch=120),
-            batch_size=BATCH,
+            policy=controller_of(),
             micro_batch=MICRO,
             every=1,
         )
