@@ -374,7 +374,7 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
     ids=str,
 )
 def test_the_controllers_options_are_the_commands(bigbatch, logged, options):
-    history = logged(log([100] * 50, lambda samples: (1.0, 1000.0 if samples < 2500 else 100.0)))
+    history = logged(log([100] * 80, lambda samples: (1.0, 1000.0 if samples < 4000 else 100.0)))
     *others, _ = options.items()
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     status, out, err = bigbatch("replay", history.path, "--policy", "simigrad:0.3", *given)

@@ -57,8 +57,11 @@ class Controller:
     Example:
         >>> from bigbatch import GradientStatistics, SimiGrad
         >>> controller = Controller(SimiGrad(target=0.2), batch_size=128)
-        >>> controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
-        Decision(batch_size=140, reason='similarity 0.100 < 0.2', lr_factor=1.0)
+        >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
+        >>> [controller.next(step).batch_size for _ in range(5)]
+        [128, 128, 128, 140, 154]
+        >>> controller.decision
+        Decision(batch_size=154, reason='similarity 0.100 < 0.2', lr_factor=1.0)
     """
 
     @checked
