@@ -88,9 +88,7 @@ def test_the_target_is_remembered_as_decided_not_as_cut():
 
 
 def test_bounds_clamp_what_is_remembered():
-    controller = Controller(
-        SimiGrad(target=0.2), 128, min_batch=100, max_batch=300, smoothing=None
-    )
+    controller = Controller(SimiGrad(target=0.2), 128, min_batch=100, max_batch=300, smoothing=None)
     sizes = [controller.next(low()).batch_size for _ in range(40)]
     assert [300] * 20 == sizes[-20:]
     assert 270 == controller.next(high()).batch_size  # at once: no overshoot has to be undone

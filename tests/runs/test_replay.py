@@ -404,10 +404,7 @@ def test_a_replay_averages_as_a_controller_does_by_default(bigbatch, run):
         (["--policy", "magic"], "policy 'magic' is unknown"),
         (["--policy", "schedule:64, x2"], "clause 'x2'"),
         (["--policy", "fixed:8", "--decide-every", "0"], "decide_every=0"),
-        (
-            ["--policy", "simigrad", "--confidence", "0.9", "--smoothing", "none"],
-            "set smoothing=",
-        ),
+        (["--policy", "simigrad", "--confidence", "0.9", "--smoothing", "none"], "set smoothing="),
         (["--policy", "simigrad", "--smoothing", "often"], "smoothing='often' must be"),
         (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .png or"),
         (["--policy", "fixed:8", "-o", "no/such/folder.png"], "cannot be written"),

@@ -38,14 +38,7 @@ def samples(n):
 
 
 def adaptive(
-    clock,
-    n=4096,
-    *,
-    policy=None,
-    optimizer=torch.optim.SGD,
-    meter=None,
-    averages=False,
-    **settings,
+    clock, n=4096, *, policy=None, optimizer=torch.optim.SGD, meter=None, averages=False, **settings
 ):
     """A classifier on n samples, 64 a step.
 

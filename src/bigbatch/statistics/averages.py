@@ -173,7 +173,7 @@ class AdaptiveAverage:
 
         A step that is not finite is returned unchanged and not added.
         """
-        if not all([average.add(noise) for average in self._averages]):
+        if not all(average.add(noise) for average in self._averages):
             return noise
         self._chosen = self._longest()
         return self.at(noise)
