@@ -41,7 +41,7 @@ def test_the_rate_follows_the_schedule_over_base_batches():
     assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
 
 
-@pytest.mark.parametrize("window", [None, "16 steps"])
+@pytest.mark.parametrize("window", [None, "16 steps", "auto"])
 def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
     own = {"policy": "simigrad", "confidence": 0.9, "smoothing": window, "epochs": 1}
     training = Training(DIGITS, DIGITS.settings().with_changes(own))

@@ -64,6 +64,7 @@ def test_a_config_file_brings_them_back():
         ("confidence=0.9", "confidence", 0.9),
         ("smoothing=4K samples", "smoothing", "4K samples"),
         ("smoothing=None", "smoothing", None),
+        ("smoothing=auto", "smoothing", "auto"),
         ("decay_all=no", "decay_all", False),
         ("dropout=0.25", "dropout", 0.25),
         ("double=false", "double", False),

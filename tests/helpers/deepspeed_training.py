@@ -94,6 +94,12 @@ def record_values(records):
     return gathered | {"lr": [set(record.lr) for record in records]}  # one for all groups
 
 
+def controller_of():
+    """What `adaptive_batch_params` asks for: the paper's rule, by single steps."""
+    policy = bb.SimiGrad(TARGET, min_batch=LOWEST, max_batch=HIGHEST)
+    return bb.Controller(policy, BATCH, smoothing=None)
+
+
 def train_in_one_process(steps, *, clip=0.0, weighted=False, **settings):
     """(records, weights) of AdaptiveBatch in one process."""
     model = network()
@@ -102,8 +108,7 @@ def train_in_one_process(steps, *, clip=0.0, weighted=False, **settings):
         model,
         optimizer,
         batches_of(),
-        policy=bb.SimiGrad(TARGET, min_batch=LOWEST, max_batch=HIGHEST),
-        batch_size=BATCH,
+        policy=controller_of(),
         micro_batch=MICRO,
         scheduler=decaying_schedule(optimizer),
         **{"every": 1, **settings},

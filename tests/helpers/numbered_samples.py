@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import bigbatch as bb
+from single_steps import by_single_steps
 from training_on_ranks import two_rows
 
 SAMPLES = 1003  # no multiple of anything
@@ -70,7 +71,8 @@ def build(rank, ranks, engine, virtual_ranks, loader=None, **settings):
         if isinstance(loader, bb.Batches)
         else bb.Batches(loader, virtual_ranks=virtual_ranks)
     )
-    return bb.AdaptiveBatch(model, optimizer, batches, **{"every": 1, **settings})
+    settings = by_single_steps({"every": 1, **settings})
+    return bb.AdaptiveBatch(model, optimizer, batches, **settings)
 
 
 def whole(tensor):

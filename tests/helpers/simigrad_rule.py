@@ -11,7 +11,7 @@ Row = tuple[int, int, float]  # batch size, samples so far, similarity
 
 @dataclass(frozen=True)
 class Rule:
-    """SimiGrad's rule; its string is the user's code for it.
+    """SimiGrad's rule; its string is the user's code for it, by averages.
 
         similarity < target: B <- max(B + 1, 11 B // 10);   > target: B <- 9 B // 10
 
@@ -28,6 +28,14 @@ class Rule:
         return (
             f"bb.SimiGrad(target={self.target}, min_batch={self.lowest}, max_batch={self.highest})"
         )
+
+    def controller(self, batch_size: int | str) -> str:
+        """The user's code for the rule by single steps, as it is checked here.
+
+        Args:
+            batch_size: the first batch size, or code for it.
+        """
+        return f"bb.Controller({self}, {batch_size}, smoothing=None)"
 
     def next(self, batch: int, similarity: float) -> int:
         """The batch size after a step."""

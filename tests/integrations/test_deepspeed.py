@@ -32,6 +32,7 @@ from deepspeed_training import (
     SAMPLES,
     batches_of,
     config_of,
+    controller_of,
     data,
     engine_of,
     loss_of,
@@ -371,6 +372,17 @@ def test_every_size_may_be_a_single_sample():
     sizes = dict.fromkeys(README, 1)
     params = AdaptiveBatchParams.of({**PARAMS, **sizes})
     assert sizes == {name: getattr(params, name) for name in sizes}
+
+
+def test_the_papers_parameters_are_by_single_steps_as_in_the_paper():
+    from bigbatch.integrations.deepspeed.simigrad_config import AdaptiveBatchParams
+
+    controller = AdaptiveBatchParams.of(PARAMS).controller(BATCH)
+    expected = controller_of()
+    assert expected.digest() == controller.digest()
+    step = bb.GradientStatistics(1.0, 576.0, samples=BATCH, micro_batches=4)
+    assert expected.next(step) == controller.next(step)
+    assert BATCH < controller.decision.batch_size
 
 
 def test_a_wrong_budget_is_named_before_anything_is_built():
@@ -806,13 +818,7 @@ def reused(rank, ranks, layout, how):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if layout is None:
         train = bb.AdaptiveBatch(
-            model,
-            optimizer,
-            batches_of(),
-            policy=bb.SimiGrad(0.55, min_batch=24, max_batch=120),
-            batch_size=BATCH,
-            micro_batch=MICRO,
-            every=1,
+            model, optimizer, batches_of(), policy=controller_of(), micro_batch=MICRO, every=1
         )
         records = []
         for step in itertools.islice(train, STEPS):

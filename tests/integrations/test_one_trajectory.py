@@ -10,12 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bigbatch as bb
 from deepspeed_training import (
-    BATCH,
-    HIGHEST,
-    LOWEST,
     MICRO,
-    TARGET,
     batches_of,
+    controller_of,
     decaying_schedule,
     endless,
     engine_of,
@@ -59,8 +56,7 @@ def trained(rank, ranks, engine):
         model,
         optimizer,
         batches_of(rank, ranks),
-        policy=bb.SimiGrad(TARGET, min_batch=LOWEST, max_batch=HIGHEST),
-        batch_size=BATCH,
+        policy=controller_of(),
         micro_batch=MICRO,
         scheduler=decaying_schedule(optimizer),
         every=1,

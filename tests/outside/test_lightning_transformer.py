@@ -35,7 +35,9 @@ ADAPTIVE = f"""
 +            ),
 +        ],
 """
-EVERY_STEP = ADAPTIVE.replace(str(RULE), f"{RULE}, every=1")
+EVERY_STEP = ADAPTIVE.replace(str(RULE), RULE.controller(LOWEST)).replace(
+    f"batch_size={LOWEST}", "every=1"
+)
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})").replace(
     f"batch_size={LOWEST}", "lr_scaling=None"
 )

@@ -34,7 +34,9 @@ ADAPTIVE = f"""
 -            lr_scheduler.step()
 -            optimizer.zero_grad()
 {STEPS.replace("print", "accelerator.print")}"""
-EVERY_STEP = ADAPTIVE.replace("policy=policy", "policy=policy, every=1")
+EVERY_STEP = ADAPTIVE.replace("policy=policy", "policy=policy, every=1").replace(
+    str(RULE), RULE.controller(f"{MICRO} * accelerator.num_processes")
+)
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({MICRO})")
 
 

@@ -33,7 +33,9 @@ ADAPTIVE = f"""
 -            optimizer.step()
 -            optimizer.zero_grad()
 {STEPS}"""
-EVERY_STEP = ADAPTIVE.replace("policy=policy", "policy=policy, every=1")
+EVERY_STEP = ADAPTIVE.replace("policy=policy", "policy=policy, every=1").replace(
+    str(RULE), RULE.controller(MICRO)
+)
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({MICRO})")
 OPTIMIZER = """
 -    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)

@@ -34,7 +34,9 @@ ADAPTIVE = f"""
 +        batch_size={LOWEST},
      )
 """
-EVERY_STEP = ADAPTIVE.replace(str(RULE), f"{RULE}, every=1")
+EVERY_STEP = ADAPTIVE.replace(str(RULE), RULE.controller(LOWEST)).replace(
+    f"batch_size={LOWEST}", "every=1"
+)
 FIXED = ADAPTIVE.replace(str(RULE), f"bb.Fixed({LOWEST})")
 
 

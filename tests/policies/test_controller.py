@@ -32,6 +32,7 @@ from bigbatch import (
 )
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.statistics.averages import AdaptiveAverage
 from bigbatch.statistics.confidence import Interval
 from property_tests import property_test
 
@@ -67,7 +68,7 @@ class Listens:
 
 
 def test_it_starts_where_it_is_asked_and_asks_after_every_step():
-    controller = Controller(SimiGrad(target=0.2), batch_size=128)
+    controller = Controller(SimiGrad(target=0.2), batch_size=128, smoothing=None)
     assert Decision(128, "start") == controller.decision
     assert 140 == controller.next(low(128)).batch_size
     assert 140 == controller.decision.batch_size
@@ -75,7 +76,8 @@ def test_it_starts_where_it_is_asked_and_asks_after_every_step():
 
 
 def test_the_target_is_remembered_as_decided_not_as_cut():
-    controller, wanted, cut = Controller(SimiGrad(target=0.2), batch_size=24), [], []
+    controller = Controller(SimiGrad(target=0.2), batch_size=24, smoothing=None)
+    wanted, cut = [], []
     for _ in range(6):
         plan = BatchPlan.fit(controller.decision.batch_size, ranks=8, max_micro=64)
         wanted.append(controller.decision.batch_size)
@@ -86,7 +88,7 @@ def test_the_target_is_remembered_as_decided_not_as_cut():
 
 
 def test_bounds_clamp_what_is_remembered():
-    controller = Controller(SimiGrad(target=0.2), 128, min_batch=100, max_batch=300)
+    controller = Controller(SimiGrad(target=0.2), 128, min_batch=100, max_batch=300, smoothing=None)
     sizes = [controller.next(low()).batch_size for _ in range(40)]
     assert [300] * 20 == sizes[-20:]
     assert 270 == controller.next(high()).batch_size  # at once: no overshoot has to be undone
@@ -266,20 +268,20 @@ def test_a_policy_is_asked_every_nth_step_only():
 
 def test_a_warm_up_holds_the_batch_and_fills_the_average():
     controller = Controller(
-        SimiGrad(target=0.2), 128, warmup="1000 samples", smoothing="1000000000 samples"
+        SimiGrad(target=0.2), 128, warmup="1000 samples", smoothing="4000 samples"
     )
     reasons = [controller.next(low(samples=128)).reason for _ in range(7)]
     assert {"held: warm-up of 1000 samples"} == set(reasons)
     assert 128 == controller.decision.batch_size
     last = controller.next(GradientStatistics(8.0, 1.0, 104, 4))  # sample 1,000
-    # (7 x 128 x 0 + 104 x 8) / 1,000 of signal; the window is so long that all count alike
-    assert pytest.approx(0.832 / (0.832 + 2 / 104), abs=1e-3) == float(last.reason.split()[1])
+    signal = 8 * math.expm1(-104 / 4000) / math.expm1(-1000 / 4000)  # the seven before have none
+    assert pytest.approx(signal / (signal + 2 / 104), abs=1e-3) == float(last.reason.split()[1])
     assert 115 == last.batch_size
 
 
 def test_smoothing_hands_the_policy_the_average():
-    policy, average = Listens(), NoiseAverage(500)
-    controller = Controller(policy, 128, smoothing="500 samples")
+    policy, average = Listens(), NoiseAverage(250)
+    controller = Controller(policy, 128, smoothing="250 samples")
     for noise in (low(), high(100), low(300)):
         controller.next(noise)
         assert average.update(noise) == policy.heard[-1][0]
@@ -298,10 +300,12 @@ def test_a_step_without_a_number_does_not_enter_the_average():
 @pytest.mark.parametrize("start", [1, 40, 10**6])
 def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, start):
     at_rest = noise_scale * 2 * 0.3 / 0.7
-    late = walk(Controller(SimiGrad(0.3), start, dead_band=0.15), 250, noise_scale)[-50:]
+    held = Controller(SimiGrad(0.3), start, dead_band=0.15, smoothing=None)
+    late = walk(held, 250, noise_scale)[-50:]
     assert 1 == len(set(late))
     assert at_rest / 1.15 <= late[0] <= at_rest * 1.15
-    assert len(set(walk(Controller(SimiGrad(0.3), start), 250, noise_scale)[-50:])) > 1
+    free = Controller(SimiGrad(0.3), start, smoothing=None)
+    assert len(set(walk(free, 250, noise_scale)[-50:])) > 1
 
 
 @given(
@@ -313,7 +317,7 @@ def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, st
 @property_test(50)
 def test_simigrad_comes_to_rest_where_batches_are_cut_too(noise_scale, start, target, quantum):
     assume(noise_scale * 2 * target / (1 - target) > 40 * quantum)  # so whole numbers matter little
-    controller = Controller(SimiGrad(target), start, dead_band=0.25)
+    controller = Controller(SimiGrad(target), start, dead_band=0.25, smoothing=None)
     late = walk(controller, 300, noise_scale, lambda B: -(-B // quantum) * quantum)[-20:]
     assert 1 == len(set(late))
 
@@ -323,7 +327,7 @@ def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, b
     def cut(batch):
         return bb.BatchPlan.fit(batch, 8, max_micro=32, micro=32).batch_size
 
-    controller = Controller(SimiGrad(1 / 3), 256, dead_band=dead_band)
+    controller = Controller(SimiGrad(1 / 3), 256, dead_band=dead_band, smoothing=None)
     assert batches == {cut(target) for target in walk(controller, 250, 400.0, cut)[-50:]}
 
 
@@ -331,7 +335,7 @@ def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, b
     ("present", "expected"), [(870, 870), (869, 1000), (1149, 1149), (1151, 1000)]
 )
 def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, expected):
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="1000 samples")
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="256 samples")
     decision = controller.next(seen(64))
     assert expected == decision.batch_size
     assert ("held: inside the dead band of 0.15" in decision.reason) == (present == expected)
@@ -342,7 +346,7 @@ def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, e
 )
 def test_the_dead_band_is_exact_in_whole_numbers(present, wanted, moves):
     assert moves == (max(wanted / present, present / wanted) > 1.15)
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="1000 samples")
+    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="256 samples")
     expected = wanted if moves else present
     assert expected == controller.next(seen(64, noise_scale=wanted)).batch_size
 
@@ -367,7 +371,7 @@ def test_a_policy_of_ones_own_that_reads_the_cut_batch_is_held_in_the_dead_band_
 def test_a_dead_band_does_not_keep_the_batch_from_its_bounds(bounds, inner):
     policy = SimiGrad(0.3, **bounds) if inner else SimiGrad(0.3)
     noise_scale, start = (1e6, 8) if "max_batch" in bounds else (1.0, 10**5)
-    controller = Controller(policy, start, dead_band=0.15, **bounds)
+    controller = Controller(policy, start, dead_band=0.15, smoothing=None, **bounds)
     assert 512 == walk(controller, 100, noise_scale)[-1]
 
 
@@ -425,6 +429,142 @@ def test_a_start_without_noise_runs_away_no_farther_than_it_may():
         assert 64 < walk(slow, 9, noise_scale=0.0)[-1] < 256
 
 
+# averages
+
+
+def after(steps, batch_size=128):
+    """Where a training stands after so many steps of one size."""
+    return TrainingState(0, batch_size, 128, samples=batch_size * steps, steps=steps)
+
+
+class Averages(Listens):
+    """The same, for one that wants averages."""
+
+    wants_average = True
+
+
+def noisy(seed, steps, samples=128):
+    """Steps that scatter around a signal of 1 and a noise of 1,000."""
+    generator = torch.Generator().manual_seed(seed)
+    for s, n in torch.randn(steps, 2, generator=generator, dtype=torch.float64).tolist():
+        yield GradientStatistics(1.0 + 0.5 * s, 1000.0 + 100.0 * n, samples, 8)
+
+
+def test_by_default_a_policy_that_wants_it_hears_an_adaptive_average():
+    controller, average = Controller(Averages(), 128), AdaptiveAverage()
+    wanted = [average.update(noise) for noise in noisy(0, 40)]
+    for noise in noisy(0, 40):
+        controller.next(noise)
+    assert wanted[3:] == [heard for heard, _ in controller.policy.heard]
+    assert 128 + 37 == controller.decision.batch_size
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(Listens(), {}), (Listens(), {"smoothing": None}), (Averages(), {"smoothing": None})],
+)
+def test_any_other_policy_and_one_without_smoothing_hear_single_steps(policy, options):
+    controller = Controller(policy, 128, **options)
+    for noise in noisy(0, 5):
+        controller.next(noise)
+    assert list(noisy(0, 5)) == [heard for heard, _ in policy.heard]
+    assert controller.needs_measurement
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "held"), [("auto", 3), ("16 steps", 3), ("40 steps", 9), ("1024 samples", 1)]
+)
+@pytest.mark.parametrize("policy", [SimiGrad(0.2), NoiseScale(), NormTest(0.5)], ids=str)
+def test_the_batch_keeps_its_size_until_a_quarter_of_the_window_is_filled(policy, smoothing, held):
+    controller = Controller(policy, 128, smoothing=smoothing)
+    for number in range(held):
+        assert controller.needs_measurement
+        with pytest.raises(SettingError, match="needs the statistics of the step"):
+            controller.next(None, after(number))
+        assert Decision(128, "held: the average fills") == controller.next(seen(128))
+    assert controller.next(seen(128)).batch_size > 128
+    assert not controller.needs_measurement
+
+
+def test_then_a_step_that_was_not_measured_decides_by_the_average_at_its_own_size():
+    controller = Controller(SimiGrad(target=0.2), 128)
+    for _ in range(4):
+        controller.next(seen(128))  # a noise scale of 1,000
+    average = controller.state_dict()["average"]
+    # phi = N / (N + 2 B_simple)
+    assert Decision(154, "similarity 0.060 < 0.2") == controller.next(None, after(5, 128))
+    assert Decision(138, "similarity 0.714 > 0.2") == controller.next(None, after(6, 5000))
+    assert average == controller.state_dict()["average"]  # it is not a measurement
+
+
+def test_a_step_that_was_not_measured_hears_the_windows_interval_at_its_own_size():
+    controller = Controller(Averages(), 128, confidence=0.8, smoothing="8 steps")
+    average = NoiseAverage(8, "steps", confidence=0.8)
+    for noise in noisy(1, 10):
+        controller.next(noise)
+        average.update(noise)
+    asked = len(controller.policy.heard)
+    controller.next(None, after(11, 500))
+    heard, now = controller.policy.heard[asked]  # then the ends of the interval
+    assert average.at(GradientStatistics(math.nan, math.nan, 500, 0)) == heard
+    assert 500 == heard.samples == now.batch_size
+    assert 0.8 == heard.interval.level
+
+
+def test_steps_that_were_not_measured_count_for_decide_every_once_they_decide():
+    controller = Controller(SimiGrad(target=0.2), 128, decide_every=3)
+    reasons = [controller.next(seen(128)).reason for _ in range(4)]
+    reasons += [controller.next(None, after(n)).reason for n in range(5, 10)]
+    filling, between = ["held: the average fills"] * 3, "held: decides every 3 steps"
+    asked = "similarity 0.060 < 0.2"
+    assert [*filling, between, between, asked, between, between, asked] == reasons
+
+
+def test_a_warm_up_holds_steps_that_were_not_measured_too():
+    controller = Controller(SimiGrad(target=0.2), 128, warmup="7 steps")
+    for _ in range(4):
+        controller.next(seen(128))
+    reasons = [controller.next(None, after(n)).reason for n in (5, 6, 7)]
+    assert [*["held: warm-up of 7 steps"] * 2, "similarity 0.060 < 0.2"] == reasons
+
+
+@pytest.mark.parametrize("policy", [Fixed(96), Schedule("64"), Shadow(Fixed(96))], ids=str)
+@pytest.mark.parametrize("smoothing", ["auto", "16 steps", None])
+def test_what_needs_no_statistics_needs_no_measurement_and_waits_for_no_average(policy, smoothing):
+    controller = Controller(policy, 64, smoothing=smoothing)
+    assert not controller.needs_measurement
+    assert "held" not in controller.next(None, after(1, 64)).reason
+    assert "held" not in controller.next(seen(64)).reason
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 7, 30])
+@pytest.mark.parametrize("smoothing", ["auto", "16 steps", "2K samples"])
+def test_it_resumes_between_steps_that_were_not_measured(smoothing, stop):
+    policy = SimiGrad(0.1)
+    noises = [noise if n < 4 or n % 3 == 0 else None for n, noise in enumerate(noisy(2, 40))]
+    steps = [(noise, after(n + 1)) for n, noise in enumerate(noises)]
+    unbroken, before, resumed = (Controller(policy, 128, smoothing=smoothing) for _ in range(3))
+    expected = [unbroken.next(*step) for step in steps]
+    assert len({decision.batch_size for decision in expected}) > 5
+    for step in steps[:stop]:
+        before.next(*step)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert before.needs_measurement == resumed.needs_measurement
+    assert expected[stop:] == [resumed.next(*step) for step in steps[stop:]]
+    assert unbroken.digest() == resumed.digest()
+
+
+@pytest.mark.parametrize(("old", "new"), [("auto", "16 steps"), ("4000 samples", "auto")])
+def test_an_average_of_another_kind_starts_anew(old, new):
+    before, resumed = (Controller(SimiGrad(0.2), 128, smoothing=s) for s in (old, new))
+    walk(before, 12)
+    with pytest.warns(UserWarning, match=f"smoothing was '{old}', is '{new}'"):
+        resumed.load_state_dict(before.state_dict())
+    assert before.decision.batch_size == resumed.decision.batch_size > 128
+    reasons = [resumed.next(high(128)).reason for _ in range(4)]
+    assert [*["held: the average fills"] * 3, "similarity 1.000 > 0.2"] == reasons
+
+
 # confidence
 
 
@@ -441,7 +581,7 @@ def with_interval(low, high, level=0.9, noise_scale=1000.0, samples=128):
 def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
     high = math.nextafter(high, 0) if high == 1 else high
     low = math.nextafter(low, 0) if low == -1 else low
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
     decision = controller.next(with_interval(low, high))
     assert expected == decision.batch_size
     assert ("held: not sure at 0.9" in decision.reason) == (expected == 128)
@@ -450,27 +590,32 @@ def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
 def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise_is_sure():
     whole = Interval(-math.inf, math.inf, 0.9, "step")
     for noise in (low(128), high(128)):
-        controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+        controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
         assert 128 == controller.next(replace(noise, interval=whole)).batch_size
     clear = replace(high(128), interval=Interval(20.0, 34.0, 0.9, "step"))
-    assert 115 == Controller(SimiGrad(target=0.2), 128, confidence=0.9).next(clear).batch_size
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
+    assert 115 == controller.next(clear).batch_size
 
 
 def test_with_smoothing_the_interval_is_the_windows():
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing="10000 samples")
+    controller = Controller(SimiGrad(target=0.07), 128, confidence=0.9, smoothing="10000 samples")
     average = NoiseAverage(10_000, confidence=0.9)
     generator = torch.Generator().manual_seed(0)
     moved = []
-    for draw in torch.randn(60, generator=generator, dtype=torch.float64).tolist():
+    for draw in torch.randn(80, generator=generator, dtype=torch.float64).tolist():
         noise = GradientStatistics(1.0 + draw, 1000.0, 128, 8)
         low, high = average.update(noise).similarity_interval
         before = controller.decision.batch_size
-        after = controller.next(noise).batch_size
-        assert (after > before) == (high < 0.2)
-        assert (after < before) == (low > 0.2)
-        moved.append(after != before)
-    assert {True, False} == set(moved)
-    assert not moved[0]  # one step of a window has no interval
+        decision = controller.next(noise)
+        filled = average.filled
+        assert ("held: the average fills" == decision.reason) == (not filled)
+        assert (decision.batch_size > before) == (filled and high < 0.07)
+        assert (decision.batch_size < before) == (filled and low > 0.07)
+        moved.append(decision.batch_size != before)
+    assert {True, False} == set(moved[19:])  # 20 steps of 128 samples fill a quarter
+    assert {False} == set(moved[:19])
+    one_step = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing="500 samples")
+    assert "held: not sure at 0.9" in one_step.next(noise).reason  # it has no interval
 
 
 @pytest.mark.parametrize(
@@ -485,16 +630,21 @@ def test_with_smoothing_the_interval_is_the_windows():
 )
 def test_surely_without_its_interval_names_the_remedy_at_the_first_step(noise, words):
     controller = Controller(
-        SimiGrad(target=0.2), 128, confidence=0.9, warmup="1000000 samples", decide_every=100
+        SimiGrad(target=0.2),
+        128,
+        smoothing=None,
+        confidence=0.9,
+        warmup="1000000 samples",
+        decide_every=100,
     )
     with pytest.raises(SettingError, match=words):
         controller.next(noise)
 
 
 def test_a_step_without_a_number_is_no_missing_interval():
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9)
+    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
     decision = controller.next(GradientStatistics(math.nan, math.nan, 128, 8))
-    assert 128 == decision.batch_size
+    assert Decision(128, "similarity nan not finite, target 0.2") == decision
 
 
 @pytest.mark.parametrize(
@@ -518,13 +668,15 @@ def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expect
 @pytest.mark.filterwarnings("ignore:NoiseScale goes by")
 def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
     noise = replace(with_interval(0.05, 0.9), samples=1)
-    assert 1 == Controller(NoiseScale(), 1, confidence=0.9).next(noise).batch_size
-    near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900)
+    sure = Controller(NoiseScale(), 1, confidence=0.9, smoothing=None)
+    assert 1 == sure.next(noise).batch_size
+    near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900, smoothing=None)
     assert 900 == near.next(seen(900)).batch_size
 
 
 def test_advice_leaves_the_batch_alone_and_is_reported():
-    controller = Controller(Shadow(SimiGrad(target=0.2, max_batch=135)), 128, dead_band=0.1)
+    advised = Shadow(SimiGrad(target=0.2, max_batch=135))
+    controller = Controller(advised, 128, dead_band=0.1, smoothing=None)
     decision = controller.next(low(128))
     assert (128, 135, 1.0) == (decision.batch_size, decision.advice, decision.lr_factor)
     assert 64 == Controller(Shadow(Fixed(96)), 64).next(low()).batch_size
@@ -532,14 +684,16 @@ def test_advice_leaves_the_batch_alone_and_is_reported():
 
 
 @pytest.mark.parametrize("policy", [NoiseScale(), Shadow(NoiseScale())])
-def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
-    with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=") as said:
-        controller = Controller(policy, 128)
+def test_a_policy_that_one_steps_noise_scale_decides_is_named_once(policy):
+    with pytest.warns(UserWarning, match=r"one step's noise scale.*smoothing=\"auto\"") as said:
+        controller = Controller(policy, 128, smoothing=None)
     assert 1 == len(said)
     with warnings.catch_warnings(action="error"):
         walk(controller, 3)
-        Controller(policy, 128, smoothing="10000 samples")
-        Controller(SimiGrad(), 128)
+        for smoothing in ("auto", "10000 samples"):
+            Controller(policy, 128, smoothing=smoothing)
+        for other in (SimiGrad(), NormTest(0.5), Shadow(SimiGrad())):
+            Controller(other, 128, smoothing=None)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +701,8 @@ def test_a_policy_that_wants_an_average_and_gets_none_is_named_once(policy):
     [
         ({"decide_every": 0}, "decide_every=0"),
         ({"decide_every": 1.5}, "decide_every=1.5"),
-        ({"smoothing": "0 samples"}, "smoothing='0 samples' must be text such as \"16 steps\""),
+        ({"smoothing": "0 samples"}, "smoothing='0 samples' must be .*text such as \"16 steps\""),
+        ({"smoothing": "none"}, "smoothing='none' must be .*\"auto\", .* or None"),
         ({"smoothing": 500}, "smoothing=500"),
         ({"smoothing": "2 epochs"}, "smoothing='2 epochs'"),
         ({"dead_band": -0.1}, "dead_band=-0.1"),
@@ -578,7 +733,9 @@ POLICIES = [
 OPTIONS = [
     {},
     {"decide_every": 3},
+    {"smoothing": None},
     {"smoothing": "700 samples"},
+    {"dead_band": 0.1, "confidence": 0.7},
     {"dead_band": 0.2},
     {"max_change": 1.05},
     {"smoothing": "700 samples", "confidence": 0.8},
@@ -662,7 +819,10 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     assert "every was 2, is 1" in message
     assert "dead_band was 0, is 0.1" in message
     assert "base_batch" not in message
-    assert 140 == controller.next(low(128)).batch_size  # decide_every=1
+    for _ in range(3):
+        assert 128 == controller.next(low(128)).batch_size  # the average fills
+    assert 140 == controller.next(low(128)).batch_size
+    assert 154 == controller.next(low(128)).batch_size  # decide_every=1
 
 
 @pytest.mark.parametrize(
@@ -673,6 +833,7 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
         ("max_batch", 256),
         ("decide_every", 2),
         ("smoothing", "500 samples"),
+        ("smoothing", None),
         ("dead_band", 0.1),
         ("max_change", 1.5),
         ("confidence", 0.9),
@@ -693,7 +854,7 @@ def test_an_average_that_is_new_or_gone_begins_or_ends():
     fresh = Controller(SimiGrad(0.2), 128, smoothing="500 samples")
     with pytest.warns(UserWarning, match="smoothing was None, is '500 samples'"):
         fresh.load_state_dict(rough.state_dict())
-    assert "similarity 1.000" in fresh.next(high()).reason
+    assert "similarity 1.000" in fresh.next(high(128)).reason
     with pytest.warns(UserWarning, match="smoothing was '500 samples', is None"):
         rough.load_state_dict(smooth.state_dict())
     assert "similarity 1.000" in rough.next(high()).reason
@@ -797,10 +958,11 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
         (bb.NormTest(0.5), {"max_batch": 300}, 300),
         (bb.NoiseScale(), {}, 64),
     ]:
-        controller = Controller(policy, 64, smoothing="1000 samples", **options)
+        controller = Controller(policy, 64, smoothing="40 samples", **options)
         assert expected == controller.next(noisy).batch_size
 
 
+@pytest.mark.filterwarnings("ignore:NoiseScale goes by")
 def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
     interval = Interval(-0.3, 0.4, 0.9, "step")
     noise = GradientStatistics(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
@@ -809,14 +971,16 @@ def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
 
 
 def test_a_window_far_longer_than_the_training_still_averages():
+    step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
     controller = Controller(SimiGrad(0.2), 128, smoothing="999999999T samples")
-    grown = controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
-    assert 140 == grown.batch_size
-    assert "similarity 0.100" in grown.reason
+    assert Decision(128, "held: the average fills") == controller.next(step)
+    average = NoiseAverage(999_999_999e12)
+    average.load_state_dict(controller.state_dict()["average"])
+    assert pytest.approx(0.1) == average.at(step).similarity
 
 
 def test_without_any_noise_a_window_is_sure():
-    controller = Controller(SimiGrad(0.2), 128, smoothing="1000 samples", confidence=0.9)
+    controller = Controller(SimiGrad(0.2), 128, smoothing="500 samples", confidence=0.9)
     for expected in (115, 103):
         step = GradientStatistics(1.0, 0.0, samples=128, micro_batches=4)
         assert expected == controller.next(step).batch_size

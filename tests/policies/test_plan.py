@@ -153,7 +153,7 @@ def test_sizes_that_make_no_sense_are_refused_by_name(wrong, words):
 
 def batches_under(noise, start, ranks, max_micro, steps, micro=None, **bounds):
     """Batch sizes that are really used while every step measures the same."""
-    controller = Controller(SimiGrad(target=0.2, **bounds), start, **bounds)
+    controller = Controller(SimiGrad(target=0.2, **bounds), start, smoothing=None, **bounds)
     sizes = []
     for _ in range(steps + 1):
         target = controller.decision.batch_size

@@ -136,7 +136,8 @@ PUBLIC = {
         bb.Controller,
         {"policy": bb.SimiGrad(), "batch_size": 8},
         {"policy": lambda value: False, "batch_size": is_count, "base_batch": count, **bounds}
-        | {"decide_every": is_count, "smoothing": amount("step|sample"), "confidence": coverage}
+        | {"decide_every": is_count, "confidence": coverage}
+        | {"smoothing": either(one_of("auto"), amount("step|sample"))}
         | {"dead_band": number(0, 1e9, open_high=False), "warmup": amount("step|sample|epoch")}
         | {"max_change": either(is_none, factor)},
     ),

@@ -364,6 +364,7 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
     "options",
     [
         {"smoothing": "500 samples"},
+        {"smoothing": None},
         {"decide_every": 2},
         {"dead_band": 0.5},
         {"max_change": 1.05},
@@ -373,7 +374,7 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
     ids=str,
 )
 def test_the_controllers_options_are_the_commands(bigbatch, logged, options):
-    history = logged(log([100] * 50, lambda samples: (1.0, 1000.0 if samples < 2500 else 100.0)))
+    history = logged(log([100] * 80, lambda samples: (1.0, 1000.0 if samples < 4000 else 100.0)))
     *others, _ = options.items()
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     status, out, err = bigbatch("replay", history.path, "--policy", "simigrad:0.3", *given)
@@ -385,9 +386,16 @@ def test_the_controllers_options_are_the_commands(bigbatch, logged, options):
 
 
 def test_what_takes_effect_badly_is_a_note(bigbatch, run):
-    status, _, err = bigbatch("replay", run, "--policy", "noise-scale")
+    status, _, err = bigbatch("replay", run, "--policy", "noise-scale", "--smoothing", "none")
     assert (0, 1) == (status, err.count("\n"))
     assert err.startswith("bigbatch: note: NoiseScale goes by one step's noise scale")
+
+
+def test_a_replay_averages_as_a_controller_does_by_default(bigbatch, run):
+    given = ["replay", run, "--policy", "noise-scale", "--policy", "simigrad"]
+    default, auto = bigbatch(*given), bigbatch(*given, "--smoothing", "auto")
+    assert (0, "") == (default[0], default[2])
+    assert default == auto != bigbatch(*given, "--smoothing", "none")
 
 
 @pytest.mark.parametrize(
@@ -396,7 +404,8 @@ def test_what_takes_effect_badly_is_a_note(bigbatch, run):
         (["--policy", "magic"], "policy 'magic' is unknown"),
         (["--policy", "schedule:64, x2"], "clause 'x2'"),
         (["--policy", "fixed:8", "--decide-every", "0"], "decide_every=0"),
-        (["--policy", "simigrad", "--confidence", "0.9"], "set smoothing="),
+        (["--policy", "simigrad", "--confidence", "0.9", "--smoothing", "none"], "set smoothing="),
+        (["--policy", "simigrad", "--smoothing", "often"], "smoothing='often' must be"),
         (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .png or"),
         (["--policy", "fixed:8", "-o", "no/such/folder.png"], "cannot be written"),
         ([], "--policy"),

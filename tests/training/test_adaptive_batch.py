@@ -26,6 +26,7 @@ import bigbatch as bb
 from bigbatch.errors import GradientError, LoopError, SettingError, StateError
 from bigbatch.optim import VRSGD, VRAdam
 from property_tests import property_test
+from single_steps import by_single_steps
 
 torch.set_num_threads(1)
 SEED = 7
@@ -57,7 +58,9 @@ def adaptive(
     model = classifier(dtype)
     opt = optimizer(model.parameters(), lr=0.1)
     loader = DataLoader(data(n, dtype), 16) if loader is None else loader
-    return bb.AdaptiveBatch(model, opt, loader, **{"policy": GROW, "every": 1, **more})
+    settings = {"policy": GROW, "every": 1, **more}
+    settings = by_single_steps(settings, getattr(loader, "batch_size", None))
+    return bb.AdaptiveBatch(model, opt, loader, **settings)
 
 
 def loss_of(train: bb.AdaptiveBatch, batch: Any) -> Tensor:

@@ -1,6 +1,8 @@
 """A budget for measuring, in the loop: a made-up clock says what each backward costs."""
 
 import io
+import itertools
+import math
 import time
 from dataclasses import replace
 
@@ -13,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.optim import VRSGD
+from bigbatch.statistics.averages import AdaptiveAverage
 from clock import Clock
 from numbered_samples import build, steps_of
+from single_steps import by_single_steps
 
 torch.set_num_threads(1)
 BACKWARD, SAMPLE = 1.0, 0.125  # seconds of a backward, and of each of its samples
@@ -33,16 +37,30 @@ def samples(n):
     return TensorDataset(x, torch.randint(3, (n,), generator=own))
 
 
-def adaptive(clock, n=4096, *, policy=None, optimizer=torch.optim.SGD, meter=None, **settings):
-    """A classifier on n samples, 64 a step; `meter` has options of a meter of one's own."""
+def adaptive(
+    clock, n=4096, *, policy=None, optimizer=torch.optim.SGD, meter=None, averages=False, **settings
+):
+    """A classifier on n samples, 64 a step.
+
+    Args:
+        clock: the made-up clock.
+        n: samples.
+        policy: the policy, or a controller; None for a batch of 64.
+        optimizer: makes an optimizer of the parameters.
+        meter: options of a meter of one's own.
+        averages: whether a policy sees averages, as by default, or single steps.
+        settings: other settings of AdaptiveBatch.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     model.register_forward_pre_hook(clock.spend)
+    settings["policy"] = bb.Fixed(64) if policy is None else policy
+    if not averages:
+        settings = by_single_steps(settings, 64)
     return bb.AdaptiveBatch(
         model,
         optimizer(model.parameters(), lr=0.1),
         DataLoader(samples(n), 64),
-        policy=bb.Fixed(64) if policy is None else policy,
         meter=None if meter is None else bb.GradientMeter(model, **meter),
         **settings,
     )
@@ -102,7 +120,8 @@ def test_a_meter_that_measures_every_third_step_fixes_it_too(clock):
 
 
 def test_a_meter_with_options_is_under_the_budget(clock):
-    policy = bb.Controller(bb.SimiGrad(0.3), 64, min_batch=48, max_batch=80, confidence=0.9)
+    bounds = {"min_batch": 48, "max_batch": 80}
+    policy = bb.Controller(bb.SimiGrad(0.3), 64, smoothing=None, confidence=0.9, **bounds)
     train = adaptive(clock, policy=policy, meter={"confidence": 0.9, "per_layer": True})
     records = trained(train)
     assert 8 < len(measured(records)) < len(records) / 2
@@ -188,9 +207,49 @@ def test_a_policy_of_ones_own_may_declare_that_it_needs_none(clock):
     assert [1, 5, 9] == measured(records)
 
 
-def test_a_measuring_policy_decides_at_measured_steps_only(clock):
+def test_a_measuring_policy_without_averages_decides_at_measured_steps_only(clock):
     records = trained(adaptive(clock, policy=bb.SimiGrad(0.9, max_batch=4096), every=4), 13)
     assert [64] + [70] * 4 + [77] * 4 + [84] * 4 == [r.target_batch_size for r in records]
+
+
+def test_with_averages_it_decides_at_every_step_once_four_are_measured(clock):
+    policy = bb.SimiGrad(0.9, max_batch=4096)
+    records = trained(adaptive(clock, policy=policy, every=8, averages=True), 30)
+    assert [1, 9, 17, 25] == measured(records)
+    assert [64] * 25 + [70, 77, 84, 92, 101] == [r.target_batch_size for r in records]
+    reasons = [record.decision.reason for record in records]
+    filling = ["held: the average fills", *["not measured; every=8"] * 7] * 3
+    assert filling == reasons[:24]
+    assert all(reason.startswith("similarity") for reason in reasons[24:])
+
+
+def test_an_unmeasured_step_decides_by_the_average_at_its_own_size(clock):
+    policy = bb.SimiGrad(0.9, max_batch=4096)
+    records = trained(adaptive(clock, policy=policy, every=8, averages=True), 32)
+    average = AdaptiveAverage()
+    for record in records:
+        if record.statistics is not None:
+            average.update(record.statistics)
+    for record in records[25:]:
+        sized = bb.GradientStatistics(math.nan, math.nan, record.batch_size, 0)
+        similarity = average.at(sized).similarity
+        assert f"similarity {similarity:.3f} < 0.9" == record.decision.reason
+
+
+def test_a_pair_of_steps_that_is_timed_keeps_its_batch(clock):
+    train = adaptive(clock, 64 * 120, policy=bb.SimiGrad(0.9, max_batch=110), averages=True)
+    records = trained(train, 60)
+    held = [r.step for r in records if r.decision.reason == "held: the next step is timed"]
+    assert held
+    after = {record.step: record for record in records}
+    for number in held:
+        before, timed = after[number], after[number + 1]
+        assert before.statistics is None
+        assert timed.statistics is not None
+        assert before.target_batch_size == timed.target_batch_size
+    moved = {r.decision.reason.split()[0] for r in records if r.statistics is None}
+    assert {"not", "held:", "similarity"} == moved  # while filling, while timing, and then
+    assert train.every > 2
 
 
 def test_the_end_of_an_epoch_and_a_skipped_step_are_measured_again(clock):
@@ -248,7 +307,17 @@ def state_of(train):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 6, 11, 14, 15, 16, 20, 33])  # while timing and later
-@pytest.mark.parametrize("options", [{}, {"budget": 0.2}, {"every": 4}, {"budget": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"budget": 0.2},
+        {"every": 4},
+        {"budget": 0},
+        {"averages": True},
+        {"every": 4, "averages": True},
+    ],
+)
 def test_a_killed_run_continues_with_the_same_steps(clock, cut, options):
     def start():
         policy = bb.Fixed(64) if options.get("budget") == 0 else bb.SimiGrad(0.4, max_batch=500)
@@ -284,6 +353,24 @@ def test_a_resumed_run_names_another_budget(clock):
 
 
 # ranks
+
+
+def with_averages(rank, ranks):
+    """Records of a loop that decides at every step by averages."""
+    policy = bb.Controller(bb.SimiGrad(0.5, min_batch=32, max_batch=300), 64)
+    train = build(rank, ranks, "ddp", 2, policy=policy, batch_size=None, every=4)
+    records = [record for _, record in steps_of(train, 10**9, 40)]
+    found = [(record.target_batch_size, record.decision, record.similarity) for record in records]
+    return found, train.controller.digest()
+
+
+def test_ranks_decide_alike_by_averages_at_steps_that_are_not_measured(ranks):
+    answers = ranks(2)(with_averages)
+    (found, digest), (other, other_digest) = answers
+    assert repr(found) == repr(other)  # nan where a step was not measured
+    assert digest == other_digest
+    sizes = [size for size, *_ in found]
+    assert sum(a != b for a, b in itertools.pairwise(sizes[14:])) > 20
 
 
 def on_ranks(rank, ranks, engine):

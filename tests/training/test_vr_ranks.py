@@ -20,6 +20,7 @@ from numbered_samples import (
     wrapped,
 )
 from optimizer_table import MAKE, VR
+from single_steps import by_single_steps
 
 pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 
@@ -38,7 +39,8 @@ def build(rank, ranks, engine, name, virtual_ranks=4, **settings):
         "batch_size": 64,
         "micro_batch": 12,
     } | settings
-    return bb.AdaptiveBatch(model, optimizer, batches, **{"every": 1, **settings})
+    settings = by_single_steps({"every": 1, **settings})
+    return bb.AdaptiveBatch(model, optimizer, batches, **settings)
 
 
 def run(rank, ranks, engine, name, updates, clip=None):

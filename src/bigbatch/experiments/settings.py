@@ -10,7 +10,7 @@ from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Gamma, RMax
-from bigbatch.policies.amounts import Period, SmoothingWindow, WarmupLength
+from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.parse import arguments_of
 from bigbatch.policies.plan_constraints import MinMicroBatches
@@ -73,7 +73,8 @@ class Settings:
             their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
         decide_every: steps between two decisions.
-        smoothing: window that noise is averaged over: "16 steps" or "4K samples".
+        smoothing: window that noise is averaged over: "16 steps", "4K samples", or "auto" for one
+            that adapts; None for none.
         dead_band: relative change that is too small to follow: 0.1 for 10 %.
         max_change: largest factor by which one decision changes the batch.
         confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
@@ -130,7 +131,7 @@ class Settings:
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
     decide_every: Count = 1
-    smoothing: SmoothingWindow | None = None
+    smoothing: Smoothing = None
     dead_band: DeadBand = 0.0
     max_change: Growth | None = None
     confidence: Coverage | None = None

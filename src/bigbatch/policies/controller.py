@@ -10,7 +10,14 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
 from bigbatch.policies.plan import clamp, require_bounds
-from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
+from bigbatch.policies.policy import (
+    Decision,
+    NoiseScale,
+    Policy,
+    Shadow,
+    TrainingState,
+    require_policy,
+)
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -51,8 +58,11 @@ class Controller:
     Example:
         >>> from bigbatch import GradientStatistics, SimiGrad
         >>> controller = Controller(SimiGrad(target=0.2), batch_size=128)
-        >>> controller.next(GradientStatistics(1.0, 576.0, samples=128, micro_batches=4))
-        Decision(batch_size=140, reason='similarity 0.100 < 0.2', lr_factor=1.0)
+        >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
+        >>> [controller.next(step).batch_size for _ in range(5)]
+        [128, 128, 128, 140, 154]
+        >>> controller.decision
+        Decision(batch_size=154, reason='similarity 0.100 < 0.2', lr_factor=1.0)
     """
 
     @checked
@@ -79,6 +89,12 @@ class Controller:
         wants_average = getattr(policy, "wants_average", False)
         self._average = _average(smoothing, confidence, wants_average=wants_average)
         self._warmup = Amount.parse(warmup) if warmup else None
+        if smoothing is None and isinstance(_innermost(policy), NoiseScale):
+            warnings.warn(
+                f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
+                'set smoothing="auto", the default, or a window: "4K samples", say',
+                stacklevel=3,
+            )
         settings = {
             "policy": policy,
             "base_batch": base_batch,
@@ -219,8 +235,9 @@ class Controller:
             Decision(state["target_batch_size"], "resumed", state["lr_factor"])
         )
         self._samples, self._steps = state["samples"], state["steps"]
-        if self._average is not None and state["average"] is not None:
-            self._average.load_state_dict(state["average"])
+        saved = state["average"] or {}
+        if self._average is not None and saved.keys() == self._average.state_dict().keys():
+            self._average.load_state_dict(saved)  # else there was none, or one of another kind
         if self._stateful_policy is not None and state["policy"] is not None:
             self._stateful_policy.load_state_dict(state["policy"])
         warn_of_changes(state["settings"], self._settings)
@@ -291,8 +308,7 @@ def has_state(value: object) -> bool:
 def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
     """The policy, or the one inside `Shadow`, if it has a state to save; else None."""
     require_policy(policy)
-    while isinstance(policy, Shadow):
-        policy = policy.policy
+    policy = _innermost(policy)
     if not has_state(policy):
         return None
     if has_hysteresis:
@@ -300,6 +316,13 @@ def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
             "dead_band and confidence ask a policy about other cases, which one that remembers "
             "(it has state_dict) would take for steps; leave them out"
         )
+    return policy
+
+
+def _innermost(policy: Any) -> Any:
+    """The policy, or the one inside `Shadow`."""
+    while isinstance(policy, Shadow):
+        policy = policy.policy
     return policy
 
 

@@ -14,6 +14,7 @@ _SCATTER = 2  # index of the window that the variance of a step is taken from
 _MAX_DEVIATION = 2.0  # standard errors by which two windows may differ
 _MAX_CHANGE = 0.1  # share by which their noise may differ too
 _MIN_VARIANCE_SHARE = 0.2  # of a short window's variance, in the variance of a difference
+_ROUNDING = 1e-12  # share by which averages of equal values may differ
 
 
 class NoiseAverage:
@@ -217,4 +218,5 @@ def _agree(short: NoiseAverage, long: NoiseAverage, step: tuple[float, float]) -
     )
     signal, noise = (_MAX_DEVIATION * math.sqrt(share * variance) for variance in step)
     slack = max(noise, _MAX_CHANGE * long.grad_variance)
-    return differences[0] <= signal and differences[1] <= slack
+    rounding = _ROUNDING * abs(long.grad_sqnorm)
+    return differences[0] <= signal + rounding and differences[1] <= slack

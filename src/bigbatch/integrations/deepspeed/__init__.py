@@ -136,11 +136,13 @@ def initialize(
     own_loop = training_data is None
     loader = ExternalBatches(micro_batch) if own_loop else _loader(engine, training_data)
     stepped: Any = engine.basic_optimizer if vr_optimizer is None else optimizer
+    if policy is None:
+        policy = params.controller(batch_size) if params.enable_adjust else Fixed(batch_size)
     train = AdaptiveBatch(
         engine,
         stepped,
         loader,
-        policy=policy or (params.policy() if params.enable_adjust else Fixed(batch_size)),
+        policy=policy,
         batch_size=None if isinstance(policy, Controller) else batch_size,
         micro_batch=params.max_micro_batch_size or micro_batch,
         fixed_micro_batch=own_loop and params.max_micro_batch_size is None,

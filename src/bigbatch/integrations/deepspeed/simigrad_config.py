@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 
 from bigbatch.errors import SettingError
+from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import SimiGrad
 from bigbatch.setting_types import Count, In, Number, check_setting, checked
 
@@ -60,8 +61,15 @@ class AdaptiveBatchParams:
             values["verbose"] = int(values["verbose"])
         return cls(**values)
 
-    def policy(self) -> SimiGrad:
-        """The policy of these parameters."""
+    def controller(self, batch_size: int) -> Controller:
+        """A controller that keeps to the paper: it decides by single steps, without averages.
+
+        Args:
+            batch_size: the first batch size.
+        """
+        return Controller(self._policy(), batch_size, smoothing=None)
+
+    def _policy(self) -> SimiGrad:
         assert self.similarity_target is not None
         return SimiGrad(
             float(self.similarity_target),
@@ -73,7 +81,7 @@ class AdaptiveBatchParams:
         if self.enable_adjust:
             if self.similarity_target is None:
                 raise SettingError("enable_adjust needs a similarity_target, a number from -1 to 1")
-            self.policy()  # refuses crossed bounds
+            self._policy()  # refuses crossed bounds
 
 
 def warn_of_number(params: Mapping[str, Any] | None) -> None:
