@@ -124,7 +124,12 @@ def test_a_policy_hears_the_target_and_the_counts():
     assert Decision(129, "one more", lr_factor=0.5) == controller.next(noise)
     controller.next(noise)
     expected = TrainingState(
-        target_batch_size=129, batch_size=96, base_batch=32, samples=192, steps=2
+        target_batch_size=129,
+        batch_size=96,
+        base_batch=32,
+        samples=192,
+        steps=2,
+        first_batch_size=128,
     )
     assert [(noise, expected)] == policy.heard[1:]
 
@@ -574,6 +579,8 @@ POLICIES = [
     NormTest(0.5),
     Schedule("64, x2 every 500 samples up to 300, then decay"),
     Shadow(SimiGrad(0.3)),
+    Seesaw(Schedule("64, x2 every 500 samples"), cap=NoiseScale(0.5), max_batch=300),
+    LateSwitch("900 samples", SimiGrad(0.3)),
 ]
 OPTIONS = [
     {},

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
+from bigbatch.policies.late_switch import LateSwitch
 from bigbatch.policies.plan import clamp, require_bounds
 from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
+from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -118,7 +120,8 @@ class Controller:
         Args:
             statistics: statistics of the last step, over all ranks; None if it was not measured,
                 for a policy that needs none.
-            now: state of the training; the controller sets `target_batch_size` and the bounds.
+            now: state of the training; the controller sets the target, the bounds and the first
+                batch size.
                 Default: the samples and steps that the controller itself has counted.
         Raises:
             SettingError: the policy did not return a Decision, or it needs statistics, or the
@@ -141,6 +144,7 @@ class Controller:
             target_batch_size=self.decision.batch_size,
             min_batch=self.min_batch,
             max_batch=self.max_batch,
+            first_batch_size=self.first_batch_size,
         )
         if statistics is not None:
             if self._average is not None:
@@ -181,6 +185,7 @@ class Controller:
         return {
             "target_batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
+            "first_batch_size": self.first_batch_size,
             "samples": self._samples,
             "steps": self._steps,
             "average": None if self._average is None else self._average.state_dict(),
@@ -196,6 +201,7 @@ class Controller:
         self.decision = self._within_bounds(
             Decision(state["target_batch_size"], "resumed", state["lr_factor"])
         )
+        self.first_batch_size = state["first_batch_size"]
         self._samples, self._steps = state["samples"], state["steps"]
         if self._average is not None and state["average"] is not None:
             self._average.load_state_dict(state["average"])
@@ -255,10 +261,10 @@ def has_state(value: object) -> bool:
 
 
 def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
-    """The policy, or the one inside `Shadow`, if it has a state to save; else None."""
+    """The policy, or the one inside a wrapper, if it has a state to save; else None."""
     require_policy(policy)
-    while isinstance(policy, Shadow):
-        policy = policy.policy
+    while isinstance(policy, Shadow | LateSwitch | Seesaw):
+        policy = policy.cap if isinstance(policy, Seesaw) else policy.policy
     if not has_state(policy):
         return None
     if has_hysteresis:

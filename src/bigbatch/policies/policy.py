@@ -47,9 +47,12 @@ class TrainingState:
         epoch: passes over the data completed.
         ranks: processes that share a step.
         lr: learning rates of the present step, one per parameter group.
+        lr_decay: scheduled learning rate of the next step over the largest so far, of all groups:
+            1 until it is cut. None unless the policy has `needs_lr_decay = True`.
         elapsed_seconds: time spent training so far.
         min_batch: the controller's lower bound.
         max_batch: the controller's upper bound, None for none.
+        first_batch_size: the controller's first batch size.
     """
 
     target_batch_size: int
@@ -63,6 +66,8 @@ class TrainingState:
     elapsed_seconds: float = 0.0
     min_batch: int = 1
     max_batch: int | None = None
+    first_batch_size: int = 1
+    lr_decay: float | None = None
 
 
 class Policy(Protocol):
@@ -71,7 +76,9 @@ class Policy(Protocol):
     Optional attributes: `min_batch` and `max_batch`, bounds of the batch size; `batch_size`, the
     first batch size; `wants_average = True` if the noise of a single step is not enough;
     `needs_statistics = False` if it decides without them, as a schedule does: then it is asked
-    after every step, with None for the statistics of a step that was not measured.
+    after every step, with None for the statistics of a step that was not measured;
+    `needs_lr_decay = True` if it reads `now.lr_decay`; `needs_lr_scaling`, the only `lr_scaling`
+    that it works with.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -185,7 +192,7 @@ class NoiseScale:
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the multiple of the measured noise scale."""
         scale = statistics.noise_scale
-        target = _to_int(round, self.multiple * scale, now, self.max_batch)
+        target = rounded_size(round, self.multiple * scale, now, self.max_batch)
         batch_size = clamp(target, self.min_batch, self.max_batch)
         return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
 
@@ -230,12 +237,12 @@ class NormTest:
             needed = statistics.grad_variance / squared_norm / self.theta / self.theta
         else:
             needed = math.inf if statistics.grad_variance > 0 else math.nan
-        target = max(now.target_batch_size, _to_int(math.ceil, needed, now, self.max_batch))
+        target = max(now.target_batch_size, rounded_size(math.ceil, needed, now, self.max_batch))
         batch_size = clamp(target, self.min_batch, self.max_batch)
         return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
 
 
-def _to_int(
+def rounded_size(
     rounding: Callable[[float], int], size: float, now: TrainingState, max_batch: int | None
 ) -> int:
     """A batch size as an int. +inf becomes the upper bound; nan, and +inf unbounded, no change."""
@@ -285,6 +292,11 @@ class Shadow:
     def needs_statistics(self) -> bool:
         """Whether the policy decides only after measured steps."""
         return getattr(self.policy, "needs_statistics", True)
+
+    @property
+    def needs_lr_decay(self) -> bool:
+        """Whether the policy follows the scheduler."""
+        return getattr(self.policy, "needs_lr_decay", False)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Keeps the batch size, with the policy's decision as advice."""
