@@ -5,7 +5,7 @@ batch size would have led to other weights is neglected; docs/policies.md discus
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, cycle, groupby, pairwise
 from pathlib import Path
 from statistics import fmean, linear_regression, pstdev
@@ -21,10 +21,12 @@ from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, format_axes, require_wr
 from bigbatch.runs.metrics import History, Table, measured_rows
 from bigbatch.runs.run_directory import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.lr_scaling import Scaling, linear, square_root, unscaled
 
 _LOGGED = "the run itself"
 _COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")
 _EQUAL_COLUMNS = ("steps at equal progress", "samples at equal progress")
+_SCALINGS: dict[Any, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
 _BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
 
 
@@ -169,12 +171,24 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
         policies: the policies, by the names in the table.
         options: options of `Controller`, the same for all policies.
     Raises:
-        RunError: no step of the run was measured.
+        RunError: no step of the run was measured, or a policy follows the scheduled learning rate
+            and the log does not tell it.
         SettingError: an option out of range.
     """
     if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    rows = [row for row in history.rows if not row["skipped"]]
+    decays = lr_decays(history)
+    for name, policy in policies.items():
+        if decays is None and getattr(policy, "needs_lr_decay", False):
+            raise RunError(
+                f"{history.path}: {name} follows the scheduled learning rate, which a log tells "
+                "for lr_scaling of sqrt, linear or none alone, and of bigbatch train; leave it out"
+            )
+    rows = [
+        row | {"lr_decay": decay}
+        for row, decay in zip(history.rows, decays or [None] * len(history.rows), strict=True)
+        if not row["skipped"]
+    ]
     batch_sizes = [row["batch_size"] for row in rows]
     ends = list(accumulate(batch_sizes))  # without the samples of skipped steps
     trace = Trace([row | {"samples": end} for row, end in zip(rows, ends, strict=True)])
@@ -183,9 +197,28 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     return Replay(history, trace, StepTime.fit(history.rows), logged, replayed)
 
 
+def lr_decays(history: History) -> list[float] | None:
+    """The scheduled learning rate of each step over the largest so far; None if it is unknown.
+
+    The log has the rates in force: the scheduled ones times the factors that follow from the batch
+    size and from the decision before.
+    """
+    settings = history.settings
+    scaling = _SCALINGS.get(settings.get("lr_scaling"))
+    factors = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
+    if scaling is None or "base_batch" not in settings or not all(factors):
+        return None
+    rates = [
+        max(row["lr"]) / (scaling(row["batch_size"], settings["base_batch"]) * factor)
+        for row, factor in zip(history.rows, factors, strict=True)
+    ]
+    peaks = accumulate(rates, max)
+    return [rate / peak if peak else 1.0 for rate, peak in zip(rates, peaks, strict=True)]
+
+
 def _replay_policy(name: str, policy: Policy, trace: Trace, options: dict[str, Any]) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
-    start = getattr(policy, "batch_size", first)
+    start = getattr(policy, "batch_size", None) or first
     min_batch: int = min(row["micro_batches"] for row in measured_rows(trace.rows))
     controller = Controller(
         policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
@@ -200,6 +233,7 @@ def _replay_policy(name: str, policy: Policy, trace: Trace, options: dict[str, A
         trajectory.batch_sizes.append(batch_size)
         epoch, steps = trace.row(samples)["epoch"], len(trajectory.ends)
         state = TrainingState(0, batch_size, controller.base_batch, samples, steps, epoch)
+        state = replace(state, lr_decay=trace.row(samples + 1)["lr_decay"])
         controller.next(statistics, state)
     return trajectory
 
