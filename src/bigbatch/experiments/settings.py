@@ -94,6 +94,7 @@ class Settings:
         gamma: lower clip of GSNR.
         r_max: upper clip of GSNR.
         lr_scaling: how the learning rate follows the batch size.
+        transport: whether the betas and the weight decay of adam keep their half-lives in samples.
         lr_schedule: schedule of the learning rate: "warm-up 5 epochs; cosine" for example.
         device: device to train on; each rank takes its own GPU.
         precision: precision of the forward pass, by autocast.
@@ -156,6 +157,7 @@ class Settings:
     gamma: Gamma = 0.1
     r_max: RMax = 1.0
     lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
+    transport: bool = False
     lr_schedule: str = "constant"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -178,6 +180,11 @@ class Settings:
             raise SettingError(
                 f"groups={self.groups} with engine=deepspeed, which compares micro-batches; leave "
                 "groups out, or engine"
+            )
+        if self.transport and self.engine == "deepspeed":
+            raise SettingError(
+                "transport=True with engine=deepspeed, whose optimizers were not tried with it; "
+                "leave transport out, or engine"
             )
         if self.every is not None and self.budget is not None:
             raise SettingError(

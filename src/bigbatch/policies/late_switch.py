@@ -92,4 +92,4 @@ lr_factor=1.0)
                 f"LateSwitch(at={self.at:g}) follows the scheduled learning rate, and now.lr_decay "
                 'is None; pass TrainingState(lr_decay=), or an amount such as at="60 epochs"'
             )
-        return now.lr_decay <= self.at
+        return now.lr_decay <= self.at * (1 + 1e-9)  # 0.1 x 0.3 / 0.1 is not 0.3

@@ -306,9 +306,9 @@ class Shadow:
         return Decision(now.target_batch_size, reason, advice=advice)
 
 
-def require_policy(policy: Policy) -> None:
-    """Raises SettingError for an object that is not a policy."""
+def require_policy(policy: Policy, name: str = "policy") -> None:
+    """Raises SettingError for an object that is not a policy, given as an argument `name`."""
     if isinstance(policy, type):
-        raise SettingError(f"policy={policy.__name__} is a class; pass {policy.__name__}(...)")
+        raise SettingError(f"{name}={policy.__name__} is a class; pass {policy.__name__}(...)")
     if not callable(getattr(policy, "decide", None)):
-        raise SettingError(f"policy={policy!r} has no method decide(statistics, now)")
+        raise SettingError(f"{name}={policy!r} has no method decide(statistics, now)")

@@ -60,7 +60,7 @@ class Seesaw:
 
     def __post_init__(self) -> None:
         if self.cap is not None:
-            require_policy(self.cap)
+            require_policy(self.cap, "cap")
 
     @property
     def batch_size(self) -> int | None:
