@@ -167,6 +167,19 @@ def test_the_schedule_counts_base_batches(tmp_path):
     assert expected == pytest.approx(rates)
 
 
+def test_seesaw_follows_the_schedule_of_the_trainer(tmp_path):
+    trainer = adaptive(tmp_path, bb.Seesaw(max_batch=32), batch_size=8, num_train_epochs=3)
+    trainer.train()
+    rows = logged(trainer, "batch_size", "learning_rate")
+    assert 20 <= max(batch for batch, _ in rows)
+    for batch, rate in rows[:7] + rows[8:11]:  # the others come near the end of an epoch
+        scheduled = rate / (batch / 8) ** 0.5
+        assert abs(batch - 8 * 1e-2 / scheduled) <= 2.5  # cut into at least 4 micro-batches
+    trainer = adaptive(tmp_path, bb.Fixed(8), batch_size=8, transport=True)
+    with pytest.raises(SettingError, match="transport=True: batch sizes from"):
+        trainer.train()
+
+
 def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):
     policy = bb.Fixed(4)
     trainer = adaptive(tmp_path, policy, every=3, num_train_epochs=1, logging_steps=2)

@@ -68,10 +68,7 @@ def test_the_cap_limits_the_growth_and_never_shrinks_the_first_batch():
     seesaw = Seesaw(cap=NoiseScale())
     assert 256 == seesaw.decide(NOISE, at(0.25)).batch_size
     capped = seesaw.decide(NOISE, at(0.125))
-    assert (300, "capped: 1 x noise scale 300") == (
-        capped.batch_size,
-        capped.reason.split("; ")[1],
-    )
+    assert (300, "capped: 1 x noise scale 300") == (capped.batch_size, capped.reason.split("; ")[1])
     little = GradientStatistics(1.0, 10.0, samples=64, micro_batches=4)
     assert 64 == seesaw.decide(little, at(0.25)).batch_size
     shrinks = Seesaw(Schedule("64, 32 from 5 epochs"), cap=NoiseScale())

@@ -61,7 +61,11 @@ def by_hand(name, steps, first=BASE, most=math.inf):
     """Seesaw in a plain loop: (batch, rates) of each step, and the weights after the last."""
     model, optimizer = parts()
     optimizer.step()  # torch's schedulers want one before theirs
-    scheduler, data, last_tick = SCHEDULES[name](optimizer), samples(), LAST_TICK.get(name, math.inf)
+    scheduler, data, last_tick = (
+        SCHEDULES[name](optimizer),
+        samples(),
+        LAST_TICK.get(name, math.inf),
+    )
     batch, seen, ticks, rows = first, 0, 0, []
     peak = max(group["lr"] for group in optimizer.param_groups)
     for _ in range(steps):
@@ -241,11 +245,11 @@ def test_without_a_scheduler_it_is_said_once_and_a_rate_set_by_hand_is_followed(
 
     with pytest.warns(UserWarning, match=r"Seesaw follows .* pass AdaptiveBatch\(scheduler="):
         one()
+    for group in train.optimizer.param_groups:
+        group["lr"] /= 4
     with pytest.warns(UserWarning, match="was changed"):  # of the loop, as ever
-        for group in train.optimizer.param_groups:
-            group["lr"] /= 4
         one()
-        one()
+    one()
     assert [8, 8, 32] == batches
 
 

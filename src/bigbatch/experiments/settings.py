@@ -117,9 +117,9 @@ class Settings:
     samples: Whole = 0
     init_from: str = ""
     epochs: Count
-    policy: Literal["fixed", "simigrad", "noise-scale", "norm-test", "schedule", "seesaw", "late-switch"] = (
-        "simigrad"
-    )
+    policy: Literal[
+        "fixed", "simigrad", "noise-scale", "norm-test", "schedule", "seesaw", "late-switch"
+    ] = "simigrad"
     target: Cosine = 0.2
     grow: Growth = SimiGrad.grow
     shrink: Shrinkage = SimiGrad.shrink

@@ -7,13 +7,7 @@ from typing import ClassVar
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import clamp
-from bigbatch.policies.policy import (
-    Decision,
-    Policy,
-    TrainingState,
-    require_policy,
-    rounded_size,
-)
+from bigbatch.policies.policy import Decision, Policy, TrainingState, require_policy, rounded_size
 from bigbatch.setting_types import Count, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 

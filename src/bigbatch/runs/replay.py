@@ -6,7 +6,7 @@ batch size would have led to other weights is neglected; docs/policies.md discus
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, cycle, groupby, pairwise
+from itertools import accumulate, chain, cycle, groupby, pairwise, repeat
 from pathlib import Path
 from statistics import fmean, linear_regression, pstdev
 from typing import Any
@@ -177,7 +177,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     """
     if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    decays = lr_decays(history)
+    decays: list[float] | None = lr_decays(history)
     for name, policy in policies.items():
         if decays is None and getattr(policy, "needs_lr_decay", False):
             raise RunError(
@@ -186,7 +186,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
             )
     rows = [
         row | {"lr_decay": decay}
-        for row, decay in zip(history.rows, decays or [None] * len(history.rows), strict=True)
+        for row, decay in zip(history.rows, decays or repeat(None), strict=False)
         if not row["skipped"]
     ]
     batch_sizes = [row["batch_size"] for row in rows]
@@ -205,11 +205,12 @@ def lr_decays(history: History) -> list[float] | None:
     """
     settings = history.settings
     scaling = _SCALINGS.get(settings.get("lr_scaling"))
-    factors = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
-    if scaling is None or "base_batch" not in settings or not all(factors):
+    base_batch = settings.get("base_batch")
+    factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
+    if scaling is None or base_batch is None or not all(factors):
         return None
     rates = [
-        max(row["lr"]) / (scaling(row["batch_size"], settings["base_batch"]) * factor)
+        max(row["lr"]) / (scaling(row["batch_size"], base_batch, None) * factor)
         for row, factor in zip(history.rows, factors, strict=True)
     ]
     peaks = accumulate(rates, max)
