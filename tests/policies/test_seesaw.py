@@ -39,9 +39,9 @@ def test_a_cut_by_x_grows_the_batch_by_x(first, cuts):
 
 @pytest.mark.parametrize("bounds", [(1000, None), (None, 1000), (1000, 3000)])
 def test_a_rate_of_zero_grows_the_batch_to_its_bound(bounds):
-    mine, controllers = bounds
+    of_policy, controllers = bounds
     now = at(0.0, max_batch=controllers)
-    assert 1000 == Seesaw(max_batch=mine).decide(None, now).batch_size
+    assert 1000 == Seesaw(max_batch=of_policy).decide(None, now).batch_size
     assert 64 == Seesaw().decide(None, at(0.0)).batch_size  # without a bound it stays
 
 

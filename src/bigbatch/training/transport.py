@@ -68,8 +68,9 @@ def require_transportable(
     if min_batch < low or max_batch is None or max_batch > high:
         raise SettingError(
             f"transport=True: batch sizes from {min_batch} to {max_batch} around base_batch="
-            f"{base_batch}; it is measured within a factor of {_RANGE}, and at 16 it was worse "
-            f"than none; pass a policy, or a Controller, with min_batch={low} and max_batch={high}"
+            f"{base_batch}; it helps within a factor of {_RANGE}, and at 16 it was worse than none "
+            "in one of two measurements (.0718 for .0538, docs/policies.md); pass a policy, or a "
+            f"Controller, with min_batch={low} and max_batch={high}"
         )
 
 
