@@ -48,6 +48,7 @@ def adaptive(folder, policy, model=None, data=None, kind=AdaptiveTrainer, **sett
             "compute_loss_func",
             "budget",
             "every",
+            "transport",
         )
         if name in settings
     }
@@ -175,9 +176,19 @@ def test_seesaw_follows_the_schedule_of_the_trainer(tmp_path):
     for batch, rate in rows[:7] + rows[8:11]:  # the others come near the end of an epoch
         scheduled = rate / (batch / 8) ** 0.5
         assert abs(batch - 8 * 1e-2 / scheduled) <= 2.5  # cut into at least 4 micro-batches
-    trainer = adaptive(tmp_path, bb.Fixed(8), batch_size=8, transport=True)
-    with pytest.raises(SettingError, match="transport=True: batch sizes from"):
-        trainer.train()
+
+
+def test_transported_betas_are_in_force_in_the_optimizers_step_alone(tmp_path):
+    model, seen = gpt(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    group = optimizer.param_groups[0]
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append((group["betas"], group["weight_decay"]))
+    )
+    settings = {"model": model, "optimizers": (optimizer, None), "transport": True}
+    adaptive(tmp_path, bb.Fixed(16), base_batch=4, **settings).train()
+    assert {((0.9**4, 0.999**4), 0.1 * 4 / 2)} == set(seen)
+    assert ((0.9, 0.999), 0.1) == (group["betas"], group["weight_decay"])
 
 
 def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):

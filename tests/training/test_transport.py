@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -168,7 +168,13 @@ def test_a_factor_of_zero_leaves_the_decay():
 )
 def test_a_range_that_was_not_measured_is_refused(bounds, words):
     with pytest.raises(SettingError, match=words):
-        adaptive(bb.Controller(bb.Fixed(BASE), BASE, BASE, **bounds), min_micro_batches=2)
+        adaptive(bb.Controller(bb.Schedule("16"), BASE, BASE, **bounds), min_micro_batches=2)
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(64, True), (4, True), (65, False)])
+def test_a_fixed_batch_needs_no_bounds(size, allowed):
+    with nullcontext() if allowed else pytest.raises(SettingError, match="from 65 to 65"):
+        adaptive(bb.Fixed(size), batch_size=None, base_batch=BASE)
 
 
 @pytest.mark.parametrize(

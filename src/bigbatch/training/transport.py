@@ -28,7 +28,7 @@ def ema_decay(decay: Share, batch_size: Count, base_batch: Count) -> float:
     Raises:
         SettingError: a decay outside [0, 1), or a size below 1.
     Source:
-        Marek et al. 2025 (arXiv 2507.07101), for the betas of Adam.
+        Marek et al. 2025 (arXiv 2507.07101), for Adam's beta2.
     Example:
         >>> ema_decay(0.5, batch_size=512, base_batch=128)
         0.0625

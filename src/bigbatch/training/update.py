@@ -16,7 +16,7 @@ from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, has_state
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.policies.policy import Decision, Fixed, TrainingState
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
@@ -110,7 +110,8 @@ class Update:
         self._warns_without_scheduler = warns and self.clock.follows_rates
         self._transports = transport
         if transport:
-            bounds = controller.min_batch, controller.max_batch
+            is_fixed, size = isinstance(controller.policy, Fixed), controller.decision.batch_size
+            bounds = (size, size) if is_fixed else (controller.min_batch, controller.max_batch)
             is_vr = self.reader is not None
             require_transportable(optimizer, controller.base_batch, *bounds, is_vr=is_vr)
 
