@@ -181,14 +181,16 @@ def test_seesaw_follows_the_schedule_of_the_trainer(tmp_path):
 def test_transported_betas_are_in_force_in_the_optimizers_step_alone(tmp_path):
     model, seen = gpt(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    group = optimizer.param_groups[0]
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.append((group["betas"], group["weight_decay"]))
-    )
+
+    def values():
+        (group,) = optimizer.param_groups
+        return group["betas"], group["weight_decay"]
+
+    optimizer.register_step_pre_hook(lambda *_: seen.append(values()))
     settings = {"model": model, "optimizers": (optimizer, None), "transport": True}
     adaptive(tmp_path, bb.Fixed(16), base_batch=4, **settings).train()
     assert {((0.9**4, 0.999**4), 0.1 * 4 / 2)} == set(seen)
-    assert ((0.9, 0.999), 0.1) == (group["betas"], group["weight_decay"])
+    assert ((0.9, 0.999), 0.1) == values()
 
 
 def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):
