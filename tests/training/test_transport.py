@@ -51,9 +51,9 @@ def loss_of(model, x):
     return (model(x) - x.sum(1, keepdim=True).sin()).square().mean()
 
 
-def adaptive(policy=None, **options):
+def adaptive(policy=None, kernel=None, **options):
     model = model_of()
-    optimizer = AdamW(groups_of(model))
+    optimizer = AdamW(groups_of(model), **(kernel or {}))
     loader = torch.utils.data.DataLoader(samples(), BASE)
     options = {"transport": True, "budget": 0, "micro_batch": 64} | options
     if not isinstance(policy, bb.Controller):
@@ -70,10 +70,18 @@ def walk(train, steps):
             break
 
 
-@pytest.mark.parametrize("lr_scaling", ["sqrt", "linear", None])
-def test_the_loop_is_a_plain_one_with_betas_and_decay_set_by_hand(lr_scaling):
+@pytest.mark.parametrize(
+    ("lr_scaling", "kernel"),
+    [
+        ("sqrt", {}),
+        ("linear", {"foreach": True}),
+        (None, {"foreach": False}),
+        (None, {"fused": True}),
+    ],
+)
+def test_the_loop_is_a_plain_one_with_betas_and_decay_set_by_hand(lr_scaling, kernel):
     model, data, seen = model_of(), samples(), 0
-    optimizer = AdamW(groups_of(model))
+    optimizer = AdamW(groups_of(model), foreach=False)
     own = [dict(group) for group in optimizer.param_groups]
     for size in SIZES:
         optimizer.zero_grad()
@@ -85,7 +93,7 @@ def test_the_loop_is_a_plain_one_with_betas_and_decay_set_by_hand(lr_scaling):
             group["betas"] = tuple(beta**ratio for beta in base["betas"])
             group["weight_decay"] = base["weight_decay"] * ratio / factor
         optimizer.step()
-    train = adaptive(lr_scaling=lr_scaling)
+    train = adaptive(lr_scaling=lr_scaling, kernel=kernel)
     assert list(SIZES) == [record.batch_size for record in walk(train, len(SIZES))]
     for expected, actual in zip(model.parameters(), train.model.parameters(), strict=True):
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=0)  # orders of sums
@@ -219,6 +227,19 @@ def test_a_weight_average_forgets_as_much_per_sample():
 
     assert pytest.approx(-(0.9**4), rel=1e-5) == average(16)
     assert pytest.approx(-(0.9**4), rel=1e-5) == average(64) == pytest.approx(average(32))
+
+
+def test_the_average_that_docs_policies_shows_follows_every_step():
+    train, expected = adaptive(), None
+    averaged = AveragedModel(
+        train.model,
+        avg_fn=lambda a, p, n: p + bb.ema_decay(0.9, train.record.batch_size, BASE) * (a - p),
+    )
+    for record in walk(train, len(SIZES)):
+        averaged.update_parameters(train.model)
+        weight, decay = train.model.weight.detach().clone(), 0.9 ** (record.batch_size / BASE)
+        expected = weight if expected is None else weight + decay * (expected - weight)
+    torch.testing.assert_close(expected, averaged.module.weight.detach(), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("wrong", [{"decay": 1.0}, {"batch_size": 0}, {"base_batch": 1.5}])
