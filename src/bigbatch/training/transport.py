@@ -69,7 +69,7 @@ def require_transportable(
         raise SettingError(
             f"transport=True: batch sizes from {min_batch} to {max_batch} around base_batch="
             f"{base_batch}; it helps within a factor of {_RANGE}, and at 16 it was worse than none "
-            "in one of two measurements (.0718 for .0538, docs/policies.md); pass a policy, or a "
+            "in some trainings (.0718 for .0538, docs/policies.md); pass a policy, or a "
             f"Controller, with min_batch={low} and max_batch={high}"
         )
 
