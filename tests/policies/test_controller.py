@@ -522,7 +522,7 @@ def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expect
         assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
 
 
-@pytest.mark.filterwarnings("ignore:NoiseScale goes by")
+@pytest.mark.filterwarnings("ignore:.* goes by one step")
 def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
     noise = replace(with_interval(0.05, 0.9), samples=1)
     assert 1 == Controller(NoiseScale(), 1, confidence=0.9).next(noise).batch_size
@@ -603,7 +603,7 @@ OPTIONS = [
 every_pair = [
     pytest.mark.parametrize("policy", POLICIES, ids=str),
     pytest.mark.parametrize("options", OPTIONS, ids=str),
-    pytest.mark.filterwarnings("ignore:NoiseScale goes by"),
+    pytest.mark.filterwarnings("ignore:.* goes by one step"),
 ]
 steps_seen = st.lists(
     st.builds(
