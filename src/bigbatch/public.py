@@ -6,6 +6,7 @@ from bigbatch.errors import BigbatchError as BigbatchError
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.controller import Controller as Controller
 from bigbatch.policies.goodput import Goodput as Goodput
+from bigbatch.policies.late_switch import LateSwitch as LateSwitch
 from bigbatch.policies.plan import BatchPlan as BatchPlan
 from bigbatch.policies.policy import Decision as Decision
 from bigbatch.policies.policy import Fixed as Fixed
@@ -15,6 +16,7 @@ from bigbatch.policies.policy import Policy as Policy
 from bigbatch.policies.policy import Shadow as Shadow
 from bigbatch.policies.policy import SimiGrad as SimiGrad
 from bigbatch.policies.policy import TrainingState as TrainingState
+from bigbatch.policies.seesaw import Seesaw as Seesaw
 from bigbatch.statistics.averages import NoiseAverage as NoiseAverage
 from bigbatch.statistics.meter import GradientMeter as GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics as GradientStatistics
@@ -24,3 +26,4 @@ from bigbatch.training.find_micro_batch import largest_micro_batch as largest_mi
 from bigbatch.training.group_check import check_groups as check_groups
 from bigbatch.training.step import Step as Step
 from bigbatch.training.step_record import StepRecord as StepRecord
+from bigbatch.training.transport import ema_decay as ema_decay

@@ -32,6 +32,19 @@ def test_a_step_scheduler_advances_once_per_base_batch():
     assert 7 == watch.trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
+def test_seesaw_follows_the_scheduler_that_the_trainer_has():
+    watch = fit(
+        adaptive(bb.Seesaw(max_batch=32), batch_size=8, min_micro_batches=2),
+        loader(136),
+        Training(scheduler=by_steps(lambda optimizer: StepLR(optimizer, 4, gamma=0.25))),
+    )
+
+    # 4 base batches, one cut by 4; then 4 more in one step, and a cut that the cap leaves
+    assert [8, 8, 8, 8, 32, 32, 32] == [record["batch_size"] for record in watch.records][:7]
+    rates = [record["lr"] / 0.05 for record in watch.records]
+    assert [1, 1, 1, 1, 1 / 2, 1 / 8, 1 / 32] == pytest.approx(rates[:7])
+
+
 def test_a_fixed_batch_keeps_the_schedule_that_lightning_has():
     training = by_steps(lambda optimizer: StepLR(optimizer, 2, gamma=0.5))
 

@@ -48,6 +48,7 @@ def adaptive(folder, policy, model=None, data=None, kind=AdaptiveTrainer, **sett
             "compute_loss_func",
             "budget",
             "every",
+            "transport",
         )
         if name in settings
     }
@@ -165,6 +166,31 @@ def test_the_schedule_counts_base_batches(tmp_path):
     rates = [rate for (rate,) in logged(trainer, "learning_rate")]
     expected = [2 * 0.01 * (1 - 4 * step / 32) for step in range(8)]  # 32 base batches; sqrt(16/4)
     assert expected == pytest.approx(rates)
+
+
+def test_seesaw_follows_the_schedule_of_the_trainer(tmp_path):
+    trainer = adaptive(tmp_path, bb.Seesaw(max_batch=32), batch_size=8, num_train_epochs=3)
+    trainer.train()
+    rows = logged(trainer, "batch_size", "learning_rate")
+    assert 20 <= max(batch for batch, _ in rows)
+    for batch, rate in rows[:7] + rows[8:11]:  # the others come near the end of an epoch
+        scheduled = rate / (batch / 8) ** 0.5
+        assert abs(batch - 8 * 1e-2 / scheduled) <= 2.5  # cut into at least 4 micro-batches
+
+
+def test_transported_betas_are_in_force_in_the_optimizers_step_alone(tmp_path):
+    model, seen = gpt(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def values():
+        (group,) = optimizer.param_groups
+        return group["betas"], group["weight_decay"]
+
+    optimizer.register_step_pre_hook(lambda *_: seen.append(values()))
+    settings = {"model": model, "optimizers": (optimizer, None), "transport": True}
+    adaptive(tmp_path, bb.Fixed(16), base_batch=4, **settings).train()
+    assert {((0.9**4, 0.999**4), 0.1 * 4 / 2)} == set(seen)
+    assert ((0.9, 0.999), 0.1) == values()
 
 
 def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):

@@ -22,10 +22,12 @@ from bigbatch import (
     Decision,
     Fixed,
     GradientStatistics,
+    LateSwitch,
     NoiseAverage,
     NoiseScale,
     NormTest,
     Schedule,
+    Seesaw,
     Shadow,
     SimiGrad,
     TrainingState,
@@ -126,7 +128,12 @@ def test_a_policy_hears_the_target_and_the_counts():
     assert Decision(129, "one more", lr_factor=0.5) == controller.next(noise)
     controller.next(noise)
     expected = TrainingState(
-        target_batch_size=129, batch_size=96, base_batch=32, samples=192, steps=2
+        target_batch_size=129,
+        batch_size=96,
+        base_batch=32,
+        samples=192,
+        steps=2,
+        first_batch_size=128,
     )
     assert [(noise, expected)] == policy.heard[1:]
 
@@ -665,7 +672,7 @@ def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expect
         assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
 
 
-@pytest.mark.filterwarnings("ignore:NoiseScale goes by")
+@pytest.mark.filterwarnings("ignore:.* goes by one step")
 def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
     noise = replace(with_interval(0.05, 0.9), samples=1)
     sure = Controller(NoiseScale(), 1, confidence=0.9, smoothing=None)
@@ -729,6 +736,8 @@ POLICIES = [
     NormTest(0.5),
     Schedule("64, x2 every 500 samples up to 300, then decay"),
     Shadow(SimiGrad(0.3)),
+    Seesaw(Schedule("64, x2 every 500 samples"), cap=NoiseScale(0.5), max_batch=300),
+    LateSwitch("900 samples", SimiGrad(0.3)),
 ]
 OPTIONS = [
     {},
@@ -751,7 +760,7 @@ OPTIONS = [
 every_pair = [
     pytest.mark.parametrize("policy", POLICIES, ids=str),
     pytest.mark.parametrize("options", OPTIONS, ids=str),
-    pytest.mark.filterwarnings("ignore:NoiseScale goes by"),
+    pytest.mark.filterwarnings("ignore:.* goes by one step"),
 ]
 steps_seen = st.lists(
     st.builds(

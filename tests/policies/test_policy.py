@@ -12,9 +12,11 @@ from bigbatch import (
     Decision,
     Fixed,
     GradientStatistics,
+    LateSwitch,
     NoiseScale,
     NormTest,
     Schedule,
+    Seesaw,
     Shadow,
     SimiGrad,
     TrainingState,
@@ -307,6 +309,10 @@ EVERY_POLICY = [
     Schedule("900 to 30 over 5 epochs in steps of 30, 40 from 9 epochs, x1.1 at 70 steps"),
     Shadow(SimiGrad(0.3, **BOUNDS)),
     Shadow(Schedule("64, x3 every 1K samples")),
+    Seesaw(max_batch=500),
+    Seesaw(Schedule("64, x3 every 1K samples up to 2000, then decay"), NormTest(0.5), 900),
+    LateSwitch(0.5, SimiGrad(0.3, max_batch=900)),
+    LateSwitch("40 epochs", Seesaw(cap=NoiseScale())),
 ]
 noises = st.builds(
     GradientStatistics,
@@ -323,6 +329,8 @@ moments = st.builds(
     samples=st.integers(0, 10**12),
     steps=st.integers(0, 10**9),
     epoch=st.integers(0, 10**4),
+    first_batch_size=st.integers(1, 400),
+    lr_decay=st.floats(0, 1),
 )
 
 

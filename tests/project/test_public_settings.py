@@ -80,6 +80,10 @@ share, positive = number(0, 1), number(0, math.inf, open_low=True)
 not_negative = number(0, math.inf)
 factor = number(1, 1e9, open_low=True, open_high=False)
 rate = either(not_negative, lambda value: torch.is_tensor(value) and value.numel() == 1)
+moment = either(
+    lambda value: value is not None and amount("step|sample|epoch")(value),
+    number(0, 1, open_low=True),
+)
 bounds = {"min_batch": is_count, "max_batch": count}
 VR = {
     "gamma": number(0, 1, open_low=True, open_high=False),
@@ -126,6 +130,17 @@ PUBLIC = {
         {"tokens_per_sample": positive},
     ),
     "Shadow": (bb.Shadow, {"policy": bb.Fixed(8)}, {"policy": lambda value: False}),
+    "Seesaw": (bb.Seesaw, {}, {"max_batch": count, "schedule": is_none, "cap": is_none}),
+    "LateSwitch": (
+        bb.LateSwitch,
+        {"at": "2 epochs", "policy": bb.Fixed(8)},
+        {"at": moment, "policy": lambda value: False},
+    ),
+    "ema_decay": (
+        bb.ema_decay,
+        {"decay": 0.9, "batch_size": 8, "base_batch": 8},
+        {"decay": share, "batch_size": is_count, "base_batch": is_count},
+    ),
     "Decision": (
         bb.Decision,
         {"batch_size": 8, "reason": "said"},
@@ -179,6 +194,7 @@ PUBLIC = {
         | {"min_micro_batches": groups, "groups": groups}
         | {"lr_scaling": either(is_none, one_of("sqrt", "linear", "adascale"), is_function)}
         | {name: (lambda value: False) for name in ("optimizer", "loader", "policy")}
+        | {"transport": lambda value: value is False}  # SGD has no betas
         | {"meter": is_none, "every": count, "budget": either(is_none, share)},
     ),
     "VarianceReduced": (

@@ -2,7 +2,16 @@
 
 import pytest
 
-from bigbatch import Controller, Fixed, GradientStatistics, NormTest, Schedule, SimiGrad
+from bigbatch import (
+    Controller,
+    Fixed,
+    GradientStatistics,
+    LateSwitch,
+    NormTest,
+    Schedule,
+    Seesaw,
+    SimiGrad,
+)
 from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.parse import parse_policy
 from bigbatch.runs.metrics import history_of
@@ -40,8 +49,9 @@ def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0
 def logged(tmp_path):
     """Writes rows as a run and reads its history."""
 
-    def write(rows, name="run"):
-        run = RunDirectory.create(tmp_path / name, {"policy": "fixed", "epochs": 1})
+    def write(rows, name="run", settings=None):
+        settings = {"policy": "fixed", "epochs": 1} | (settings or {})
+        run = RunDirectory.create(tmp_path / name, settings)
         for row in rows:
             run.append(row)
         return history_of(run)
@@ -244,6 +254,39 @@ def test_progress_uses_averages_since_one_step_is_often_without_signal(logged):
 
     result = replay(logged(log([100] * 800, noise)), {"it": Fixed(100)})
     assert pytest.approx(800 / 11) == result.replayed[0].progress(result.trace)
+
+
+# the scheduled learning rate
+
+
+def cut_log(batches, scaled):
+    """A run whose scheduled rate is halved after every 400 samples."""
+    rows = log(batches, seconds=lambda B: 1.0)
+    for previous, row in zip([None, *rows], rows, strict=False):
+        seen = previous["samples"] if previous else 0
+        row["lr"] = [0.1 * 0.5 ** (seen // 400) * scaled(row["batch_size"]) * (0.5 if seen else 1)]
+        row["next_lr_factor"] = 0.5
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rule", "scaled"),
+    [("sqrt", lambda B: (B / 50) ** 0.5), ("linear", lambda B: B / 50), ("none", lambda B: 1.0)],
+)
+def test_seesaw_follows_the_scheduled_rate_that_the_log_tells(logged, rule, scaled):
+    settings = {"lr_scaling": rule, "base_batch": 50}
+    history = logged(cut_log([100] * 10 + [50] * 4, scaled), settings=settings)
+    walk = only(history, Seesaw(max_batch=200))
+    assert [100] * 4 + [200] * 4 == walk.batch_sizes
+    assert [100] * 8 + [300, 100] == only(history, LateSwitch(0.25, Fixed(300))).batch_sizes
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr_scaling": "adascale", "base_batch": 50}])
+def test_a_log_that_does_not_tell_the_scheduled_rate_is_refused(logged, settings):
+    history = logged(log([100] * 4), settings=settings)
+    with pytest.raises(RunError, match="it follows the scheduled learning rate"):
+        only(history, Seesaw())
+    assert [100, 200, 100] == only(history, Seesaw(Schedule("100, x2 at 1 step"))).batch_sizes
 
 
 # names

@@ -41,7 +41,9 @@ from bigbatch.runs.curves import COLORS, add_grid, write_figure
 SEEDS = 3
 
 _MICRO_BATCHES = 8  # k
-_MAX_BATCH = 2**20
+_FIRST_SHARE = 8  # of the best fixed batch size, that of the first batch size
+_MAX_GROWTH = 64  # of a doubling schedule
+_MAX_BATCH = 2**24
 _MAX_STEPS = 20_000
 _DIVERGED = 1e6  # relative loss
 _WORSE = 2  # candidates worse than the best one, after which the next ones are not tried
@@ -55,11 +57,11 @@ _BEDS: tuple[tuple[str, Optimizer, float, float, float, float], ...] = (
     ("1/i", "sgd", 10_000, 0.1, 40, 320),
     ("1/i", "momentum", 1000, 0.1, 40, 640),
     ("1/i", "preconditioned", 1000, 0.03, 1000, 4000),
-    ("flat", "sgd", 1000, 0.03, 1e5, 2e5),  # preconditioned it is the same
-    ("flat", "momentum", 1000, 0.03, 1e5, 4e5),
+    ("flat", "sgd", 1000, 0.03, 1e5, 8e5),  # preconditioned it is the same
+    ("flat", "momentum", 1000, 0.03, 1e5, 1.6e6),
     ("two-scale", "sgd", 1000, 0.03, 100, 800),
     ("two-scale", "momentum", 1000, 0.03, 300, 2400),
-    ("two-scale", "preconditioned", 1000, 0.02, 1000, 4000),
+    ("two-scale", "preconditioned", 1000, 0.02, 4000, 16_000),
 )
 
 
@@ -100,12 +102,12 @@ class Arm:
 
     Args:
         name: the name in tables.
-        candidates: as a function of the overhead.
+        candidates: as a function of the overhead and the first batch size.
         is_timed: whether the policy is given times of steps.
     """
 
     name: str
-    candidates: Callable[[float], list[Candidate]]
+    candidates: Callable[[float, int], list[Candidate]]
     is_timed: bool = False
 
 
@@ -113,11 +115,11 @@ def _fixed(size: int) -> Candidate:
     return Candidate(Fixed(size), lambda scale, samples: np.full_like(scale, size))
 
 
-def _doubling(every: int, largest: int) -> Candidate:
-    schedule = Schedule(f"{BASE_BATCH}, x2 every {every} samples up to {largest}")
+def _doubling(start: int, every: int) -> Candidate:
+    schedule = Schedule(f"{start}, x2 every {every} samples up to {_MAX_GROWTH * start}")
 
     def batch_size(scale: Array, samples: Array) -> Array:
-        return np.minimum(BASE_BATCH * 2.0 ** np.floor(np.minimum(samples / every, 60)), largest)
+        return start * np.minimum(2.0 ** np.floor(np.minimum(samples / every, 60)), _MAX_GROWTH)
 
     return Candidate(schedule, batch_size)
 
@@ -140,25 +142,25 @@ def _goodput(overhead: float, given: float | None) -> Candidate:
     return Candidate(Goodput(given), lambda scale, samples: np.sqrt(overhead * scale))
 
 
+FIXED = Arm("Fixed, best in hindsight", lambda *_: [_fixed(2**n) for n in range(22, 5, -1)])
 ARMS = (
-    Arm("Fixed, best in hindsight", lambda _: [_fixed(2**n) for n in range(18, 5, -1)]),
     Arm(
         "doubling, best in hindsight",
-        lambda _: [_doubling(4**n * 10, 2**18) for n in range(9, 3, -1)],
+        lambda _, start: [_doubling(start, 4**n * start) for n in range(5, -1, -1)],
     ),
-    Arm("SimiGrad(0.2)", lambda _: [_similarity(0.2)]),
+    Arm("SimiGrad(0.2)", lambda *_: [_similarity(0.2)]),
     Arm(
         "SimiGrad, best in hindsight",
-        lambda _: [_similarity(phi) for phi in (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)],
+        lambda *_: [_similarity(phi) for phi in (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)],
     ),
-    Arm("NoiseScale(1)", lambda _: [_multiple(1.0)]),
+    Arm("NoiseScale(1)", lambda *_: [_multiple(1.0)]),
     Arm(
         "NoiseScale, best in hindsight",
-        lambda _: [_multiple(m) for m in (2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)],
+        lambda *_: [_multiple(m) for m in (2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)],
     ),
-    Arm("NormTest(0.7)", lambda _: [_norm_test(0.7)]),
-    Arm("Goodput, overhead given", lambda overhead: [_goodput(overhead, overhead)]),
-    Arm("Goodput", lambda overhead: [_goodput(overhead, None)], is_timed=True),
+    Arm("NormTest(0.7)", lambda *_: [_norm_test(0.7)]),
+    Arm("Goodput, overhead given", lambda overhead, _: [_goodput(overhead, overhead)]),
+    Arm("Goodput", lambda overhead, _: [_goodput(overhead, None)], is_timed=True),
 )
 
 
@@ -207,18 +209,25 @@ def run(
 
 
 def compare(bed: Bed, seed: int = 0, seeds: int = SEEDS) -> list[Regret]:
-    """Every policy on one bed, each at the learning rate that suits it best."""
-    arms: list[tuple[Arm, Candidate, Outcome]] = []
-    for arm in ARMS:
-        arms.append((arm, *_best_candidate(bed, arm, arms[0][2] if arms else None)))
+    """Every policy on one bed, each at the learning rate that suits it best.
+
+    All but `Fixed` start at an eighth of the best fixed batch size.
+    """
+    fixed, outcome = _best_candidate(bed, FIXED, BASE_BATCH, None)
+    assert isinstance(fixed.policy, Fixed)
+    start = max(_MICRO_BATCHES, fixed.policy.batch_size // _FIRST_SHARE)
+    arms = [(FIXED, fixed, outcome)]
+    arms += [(arm, *_best_candidate(bed, arm, start, outcome)) for arm in ARMS]
     _, first, outcome = min(arms, key=lambda one: one[2].time)
-    best = optimal_schedule(bed, _at_knots(bed, first, outcome), outcome, seed)
+    best = optimal_schedule(bed, _at_knots(bed, first, start, outcome), outcome, seed)
     regrets = []
     for arm, candidate, outcome in arms:
         runs = [outcome]  # of a policy that measures nothing
         if getattr(candidate.policy, "needs_statistics", True):
-            rates = _tuned(bed, arm, candidate, outcome, seed + _TUNING)
-            runs = [simulate(bed, arm, candidate, rates, s) for s in range(seed, seed + seeds)]
+            rates = _tuned(bed, arm, candidate, start, outcome, seed + _TUNING)
+            runs = [
+                simulate(bed, arm, candidate, start, rates, s) for s in range(seed, seed + seeds)
+            ]
         regrets.append(
             Regret(
                 arm.name,
@@ -233,7 +242,9 @@ def compare(bed: Bed, seed: int = 0, seeds: int = SEEDS) -> list[Regret]:
     return regrets
 
 
-def _tuned(bed: Bed, arm: Arm, candidate: Candidate, outcome: Outcome, seed: int) -> Outcome:
+def _tuned(
+    bed: Bed, arm: Arm, candidate: Candidate, start: int, outcome: Outcome, seed: int
+) -> Outcome:
     """The rate that suits a measuring policy best, on a seed that is not shown.
 
     The best rate without measurement error may be too near the largest stable one.
@@ -241,7 +252,7 @@ def _tuned(bed: Bed, arm: Arm, candidate: Candidate, outcome: Outcome, seed: int
     best = outcome = replace(outcome, time=math.inf)
     for peak, length in _TRIED if bed.rate != "greedy" else ():
         rates = replace(outcome, peak=peak * outcome.peak, length=length * outcome.length)
-        run = simulate(bed, arm, candidate, rates, seed, limit=best.time)
+        run = simulate(bed, arm, candidate, start, rates, seed, limit=best.time)
         best = run if run.time < best.time else best
     return best
 
@@ -255,14 +266,14 @@ def simulate(
         bed: the training.
         arm: says whether steps are timed.
         candidate: has the policy.
+        start: the first batch size.
         rates: has the peak rate and the length of a decay.
         seed: of the measurements, losses and times.
         limit: time after which the training is given up.
     """
     generator = np.random.default_rng(seed)
-    controller = Controller(
-        candidate.policy, BASE_BATCH, min_batch=_MICRO_BATCHES, max_batch=_MAX_BATCH
-    )
+    policy = candidate.policy
+    controller = Controller(policy, start, min_batch=_MICRO_BATCHES, max_batch=_MAX_BATCH)
     moments, samples, times, trend = bed.start(1), 0, StepTimes(), LossTrend()
     peak, length, loss = np.array([rates.peak]), np.array([rates.length]), 1.0
     for steps in range(_MAX_STEPS):
@@ -307,17 +318,20 @@ def _step_seconds(bed: Bed, batch_size: int, generator: np.random.Generator) -> 
     return (bed.overhead + batch_size) * scatter * pause
 
 
-def _best_candidate(bed: Bed, arm: Arm, near: Outcome | None) -> tuple[Candidate, Outcome]:
+def _best_candidate(
+    bed: Bed, arm: Arm, start: int, near: Outcome | None
+) -> tuple[Candidate, Outcome]:
     """The candidate with the least time, each at its best rate.
 
     Candidates are in order, and time has one minimum along it: the search ends two beyond it.
     """
     best: tuple[Candidate, Outcome] | None = None
     worse = 0
-    for candidate in arm.candidates(bed.overhead):
+    for candidate in arm.candidates(bed.overhead, start):
         limit = math.inf if best is None else best[1].time
-        max_change = candidate.max_change
-        outcome = with_best_rate(bed, candidate.rule, near, limit=limit, max_change=max_change)
+        outcome = with_best_rate(
+            bed, candidate.rule, near, limit=limit, max_change=candidate.max_change, start=start
+        )
         if best is None or outcome.time < best[1].time:
             best, worse = (candidate, outcome), 0
             near = outcome if math.isfinite(outcome.time) else near
@@ -327,7 +341,7 @@ def _best_candidate(bed: Bed, arm: Arm, near: Outcome | None) -> tuple[Candidate
     return best
 
 
-def _at_knots(bed: Bed, candidate: Candidate, outcome: Outcome) -> Array:
+def _at_knots(bed: Bed, candidate: Candidate, start: int, outcome: Outcome) -> Array:
     """ln B of a candidate at the knots of a schedule, where its training passes them."""
     log_losses: list[float] = []
     log_sizes: list[float] = []
@@ -339,7 +353,7 @@ def _at_knots(bed: Bed, candidate: Candidate, outcome: Outcome) -> Array:
         return size
 
     log_rates = np.log([[outcome.peak, outcome.length]])
-    bed.run(rule, log_rates, max_change=candidate.max_change)
+    bed.run(rule, log_rates, max_change=candidate.max_change, start=start)
     return np.interp(-knots(bed), np.maximum.accumulate(log_losses), log_sizes)
 
 

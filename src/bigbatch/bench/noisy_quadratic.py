@@ -24,7 +24,7 @@ Rule = Callable[[Array, Array, Array, NDArray[np.int64]], Array]
 
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "momentum", "preconditioned")
 RATES: tuple[Rate, ...] = ("greedy", "decaying", "constant")
-BASE_BATCH = 64  # at which a rate that is scaled by the square root is as it was tuned
+BASE_BATCH = 64  # at which a rate that is scaled by the square root is as it is set
 
 _MOMENTUM = 0.9
 _BINS = 24  # groups of a spectrum
@@ -177,10 +177,11 @@ class Bed:
             rule: the batch sizes.
             log_rates: ln of the peak rate and of the length of the decay, (trainings, 2).
             limit: time after which a training is given up.
-            max_change: largest factor between the batch sizes of two steps, from 64 on.
+            max_change: largest factor between the batch sizes of two steps.
+            start: the batch size before the first step, for that factor.
         """
         peak, length = np.exp(log_rates.T)
-        batch_size = np.full(len(peak), float(BASE_BATCH))
+        batch_size = np.full(len(peak), float(start))
         trainings = np.arange(len(peak))
         results = np.full((3, len(peak)), np.inf)
         moments, samples = self.start(len(peak)), np.zeros(len(peak))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bigbatch.bench.noisy_quadratic import Array, Bed, Rule
+from bigbatch.bench.noisy_quadratic import BASE_BATCH, Array, Bed, Rule
 
 _KNOTS = 6
 _POPULATION, _GENERATIONS, _ELITE = 48, 25, 10
@@ -42,6 +42,7 @@ def with_best_rate(
     *,
     limit: float = math.inf,
     max_change: float = math.inf,
+    start: float = BASE_BATCH,
 ) -> Outcome:
     """The outcome of a rule at the peak rate, and length of the decay, that suit it best.
 
@@ -51,20 +52,21 @@ def with_best_rate(
         near: an outcome of the bed, near whose rate and length the search begins.
         limit: time after which a training is given up.
         max_change: largest factor between the batch sizes of two steps.
+        start: the batch size before the first step, for that factor.
     """
     if bed.rate == "greedy":
-        return _best(bed.run(rule, np.zeros((1, 2)), limit, max_change), np.zeros((1, 2)))
+        return _best(bed.run(rule, np.zeros((1, 2)), limit, max_change, start), np.zeros((1, 2)))
     if near is None:
         axes = [np.log(np.geomspace(*limits, _GRID)) for limits in (_PEAKS, _LENGTHS)]
         grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], 1)
-        near = _best(bed.run(rule, grid, limit, max_change), grid)
+        near = _best(bed.run(rule, grid, limit, max_change, start), grid)
     mean, spread = np.log([near.peak, near.length]), np.full(2, _NEAR)
     best = replace(near, time=math.inf)
     generator = np.random.default_rng(0)
     for _ in range(_REFINEMENTS):
         points = mean + spread * generator.standard_normal((_POPULATION, 2))
         points[0] = np.log([best.peak, best.length])
-        results = bed.run(rule, points, limit, max_change)
+        results = bed.run(rule, points, limit, max_change, start)
         best = min(best, _best(results, points), key=lambda one: one.time)
         order = np.argsort(results[0])[:_ELITE]
         if np.isfinite(results[0, order]).sum() > 1:

@@ -45,6 +45,7 @@ def build_loop(
         min_micro_batches=settings.min_micro_batches,
         groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),
+        transport=settings.transport,
         **interval_of(settings),
         meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
         scaler=scaler,

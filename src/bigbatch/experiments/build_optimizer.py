@@ -16,7 +16,7 @@ from bigbatch.experiments.settings import (
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.parse import POLICIES
+from bigbatch.policies.parse import build_policy
 
 Named = tuple[str, Tensor]
 
@@ -30,12 +30,11 @@ def build_controller(settings: Settings) -> Controller:
     if settings.policy == "schedule" and not settings.batch_schedule:
         raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
     names = policy_settings(settings.policy)
-    policy = POLICIES[settings.policy](
-        **{argument: getattr(settings, name) for argument, name in names.items()}
-    )
+    values = {argument: getattr(settings, name) for argument, name in names.items()}
+    policy = build_policy(settings.policy, values)
     return Controller(
         policy,
-        getattr(policy, "batch_size", settings.batch_size),
+        getattr(policy, "batch_size", None) or settings.batch_size,
         settings.base_batch,
         **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
     )

@@ -12,6 +12,7 @@ from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
+from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
@@ -57,7 +58,12 @@ class Settings:
         shrink: factor by which simigrad shrinks the batch.
         multiple: batch size of noise-scale, in noise scales.
         theta: relative error of the gradient that norm-test allows.
-        batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example.
+        batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example; with seesaw,
+            its growth in place of the cuts of lr_schedule.
+        cap: policy that limits the growth of seesaw: noise-scale:multiple=1 for example.
+        late_from: moment from which late-switch lets late_policy decide: "60 epochs", or 0.3 for
+            the learning rate at 0.3 of its peak.
+        late_policy: policy of late-switch after that: simigrad:target=0.2 for example.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         min_batch: smallest batch size, in samples of a step.
         max_batch: largest batch size, in samples of a step.
@@ -89,6 +95,7 @@ class Settings:
         gamma: lower clip of GSNR.
         r_max: upper clip of GSNR.
         lr_scaling: how the learning rate follows the batch size.
+        transport: whether the betas and the weight decay of adam keep their half-lives in samples.
         lr_schedule: schedule of the learning rate: "warm-up 5 epochs; cosine" for example.
         device: device to train on; each rank takes its own GPU.
         precision: precision of the forward pass, by autocast.
@@ -111,13 +118,18 @@ class Settings:
     samples: Whole = 0
     init_from: str = ""
     epochs: Count
-    policy: Literal["fixed", "simigrad", "noise-scale", "norm-test", "schedule"] = "simigrad"
+    policy: Literal[
+        "fixed", "simigrad", "noise-scale", "norm-test", "schedule", "seesaw", "late-switch"
+    ] = "simigrad"
     target: Cosine = 0.2
     grow: Growth = SimiGrad.grow
     shrink: Shrinkage = SimiGrad.shrink
     multiple: Positive = NoiseScale.multiple
     theta: RelativeError = 0.5
     batch_schedule: str = ""
+    cap: str = ""
+    late_from: SwitchMoment = 0.3
+    late_policy: str = "simigrad"
     tokens_per_sample: Positive | None = None
     min_batch: Count
     max_batch: Count
@@ -146,6 +158,7 @@ class Settings:
     gamma: Gamma = 0.1
     r_max: RMax = 1.0
     lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
+    transport: bool = False
     lr_schedule: str = "constant"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -168,6 +181,11 @@ class Settings:
             raise SettingError(
                 f"groups={self.groups} with engine=deepspeed, which compares micro-batches; leave "
                 "groups out, or engine"
+            )
+        if self.transport and self.engine == "deepspeed":
+            raise SettingError(
+                "transport=True with engine=deepspeed, whose optimizers were not tried with it; "
+                "leave transport out, or engine"
             )
         if self.every is not None and self.budget is not None:
             raise SettingError(
@@ -265,6 +283,12 @@ CONTROLLER_SETTINGS = (
     "confidence",
     "warmup",
 )
+_OF_ARGUMENTS = {  # settings of arguments with other names
+    "text": "batch_schedule",
+    "schedule": "batch_schedule",
+    "at": "late_from",
+    "policy": "late_policy",
+}
 SETTING_TYPES: Mapping[str, Any] = {field.name: field.type for field in fields(Settings)}
 HELP: Mapping[str, str] = {  # from the docstring
     name: text[0].upper() + " ".join(text[1:].split())
@@ -274,7 +298,7 @@ HELP: Mapping[str, str] = {  # from the docstring
 
 def policy_settings(policy: str) -> dict[str, str]:
     """The setting of each argument of the policy of that name."""
-    return {name: "batch_schedule" if name == "text" else name for name in arguments_of(policy)}
+    return {name: _OF_ARGUMENTS.get(name, name) for name in arguments_of(policy)}
 
 
 def _type_of(value: Value) -> Any:

@@ -14,10 +14,11 @@ from bigbatch.policies.policy import (
     Decision,
     NoiseScale,
     Policy,
-    Shadow,
     TrainingState,
+    Wrapper,
     require_policy,
 )
+from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -137,7 +138,8 @@ class Controller:
         Args:
             statistics: statistics of the last step, over all ranks; None if it was not measured.
                 A policy that needs them then gets the average, at the batch size of the step.
-            now: state of the training; the controller sets `target_batch_size` and the bounds.
+            now: state of the training; the controller sets the target, the bounds and the first
+                batch size.
                 Default: the samples and steps that the controller itself has counted.
         Raises:
             SettingError: the policy did not return a Decision, or it needs statistics that neither
@@ -178,6 +180,7 @@ class Controller:
             target_batch_size=self.decision.batch_size,
             min_batch=self.min_batch,
             max_batch=self.max_batch,
+            first_batch_size=self.first_batch_size,
         )
 
     def _averaged(
@@ -219,6 +222,7 @@ class Controller:
         return {
             "target_batch_size": self.decision.batch_size,
             "lr_factor": self.decision.lr_factor,
+            "first_batch_size": self.first_batch_size,
             "samples": self._samples,
             "steps": self._steps,
             "average": None if self._average is None else self._average.state_dict(),
@@ -234,6 +238,7 @@ class Controller:
         self.decision = self._within_bounds(
             Decision(state["target_batch_size"], "resumed", state["lr_factor"])
         )
+        self.first_batch_size = state["first_batch_size"]
         self._samples, self._steps = state["samples"], state["steps"]
         saved = state["average"] or {}
         if self._average is not None and saved.keys() == self._average.state_dict().keys():
@@ -306,7 +311,7 @@ def has_state(value: object) -> bool:
 
 
 def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
-    """The policy, or the one inside `Shadow`, if it has a state to save; else None."""
+    """The policy, or the one inside a wrapper, if it has a state to save; else None."""
     require_policy(policy)
     policy = _innermost(policy)
     if not has_state(policy):
@@ -320,9 +325,9 @@ def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
 
 
 def _innermost(policy: Any) -> Any:
-    """The policy, or the one inside `Shadow`."""
-    while isinstance(policy, Shadow):
-        policy = policy.policy
+    """The policy, or the one inside a wrapper."""
+    while isinstance(policy, Wrapper | Seesaw):
+        policy = policy.cap if isinstance(policy, Seesaw) else policy.policy
     return policy
 
 

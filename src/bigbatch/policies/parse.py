@@ -1,12 +1,15 @@
 """Policies by name, as a command line has them."""
 
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.goodput import Goodput
+from bigbatch.policies.late_switch import LateSwitch
 from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
+from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import parse_setting
 
 POLICIES: dict[str, type[Any]] = {
@@ -16,14 +19,17 @@ POLICIES: dict[str, type[Any]] = {
     "norm-test": NormTest,
     "goodput": Goodput,
     "schedule": Schedule,
+    "seesaw": Seesaw,
+    "late-switch": LateSwitch,
 }
+_SEMICOLONS = ("schedule", "seesaw", "late-switch")  # their arguments contain commas
 
 
 def parse_policy(text: str) -> Policy:
     """Parses a policy: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
-    A value without a key is the first argument's. The text of a schedule contains commas; its other
-    arguments follow a semicolon.
+    A value without a key is the first argument's. Arguments that are schedules or policies contain
+    commas: semicolons separate the arguments of schedule, seesaw and late-switch.
 
     Raises:
         SettingError: the name or a key is unknown, or a value is missing, out of range, not of its
@@ -33,11 +39,13 @@ def parse_policy(text: str) -> Policy:
         SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
         >>> parse_policy("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
+        >>> parse_policy("late-switch:60 epochs; policy=simigrad:0.3,max_batch=512").policy.target
+        0.3
     """
     name, _, rest = (part.strip() for part in text.partition(":"))
     arguments = arguments_of(name)
     values: dict[str, Any] = {}
-    for part in rest.split(";" if name == "schedule" else ",") if rest else []:
+    for part in rest.split(";" if name in _SEMICOLONS else ",") if rest else []:
         key, equals, value = (text.strip() for text in part.partition("="))
         if not equals and not values:
             key, value = next(iter(arguments)), key
@@ -45,10 +53,22 @@ def parse_policy(text: str) -> Policy:
             raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
-        values[key] = parse_setting(key, value, arguments[key].type)
+        nested = key in _NESTED
+        values[key] = value if nested else parse_setting(key, value, arguments[key].type)
     if any(field.default is MISSING and key not in values for key, field in arguments.items()):
         raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
-    policy: Policy = POLICIES[name](**values)
+    return build_policy(name, values)
+
+
+def build_policy(name: str, values: dict[str, Any]) -> Policy:
+    """The policy of that name with these arguments; schedules and policies in them are texts.
+
+    Raises:
+        SettingError: a value is out of range, or a text is invalid.
+    """
+    nested = {key: build(values[key]) for key, build in _NESTED.items() if values.get(key)}
+    absent: dict[str, None] = {key: None for key in _NESTED if values.get(key) == ""}
+    policy: Policy = POLICIES[name](**values | absent | nested)
     return policy
 
 
@@ -76,4 +96,13 @@ def _usage(name: str) -> str:
     keys = list(arguments_of(name))
     if name == "schedule":
         return f"{name}:TEXT; {keys[1]}=..."
+    if name in _SEMICOLONS:
+        return f"{name}:{'; '.join(f'{key}=...' for key in keys)}"
     return f"{name}:{','.join(f'{key}=...' for key in keys)}"
+
+
+_NESTED: dict[str, Callable[[str], Policy]] = {  # arguments that are schedules or policies
+    "schedule": Schedule,
+    "cap": parse_policy,
+    "policy": parse_policy,
+}

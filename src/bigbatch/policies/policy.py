@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan import clamp, require_bounds
@@ -12,6 +12,16 @@ from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Posit
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 MAX_CHANGE = 1.1  # of one decision, for policies that go to a multiple of the noise scale at once
+
+_SHARED = (  # optional attributes that a wrapper has from the policy inside it
+    "min_batch",
+    "max_batch",
+    "wants_average",
+    "max_change",
+    "needs_statistics",
+    "needs_lr_decay",
+    "needs_lr_scaling",
+)
 
 Shrinkage = Annotated[float, In("(0, 1)")]
 RelativeError = Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
@@ -52,12 +62,15 @@ class TrainingState:
         epoch: passes over the data completed.
         ranks: processes that share a step.
         lr: learning rates of the present step, one per parameter group.
+        lr_decay: scheduled learning rate of the next step over the largest so far, of all groups:
+            1 until it is cut. None unless the policy has `needs_lr_decay = True`.
         elapsed_seconds: time spent training so far.
         min_batch: the controller's lower bound.
         max_batch: the controller's upper bound, None for none.
         step_times: times of steps so far, by batch size; empty if none were timed.
         loss_trend: standard errors by which the loss has fallen lately, as in `LossTrend`; None if
             that is not known yet.
+        first_batch_size: the controller's first batch size.
     """
 
     target_batch_size: int
@@ -73,6 +86,8 @@ class TrainingState:
     max_batch: int | None = None
     step_times: tuple[TimedSize, ...] = ()
     loss_trend: float | None = None
+    first_batch_size: int = 1
+    lr_decay: float | None = None
 
 
 class Policy(Protocol):
@@ -85,6 +100,8 @@ class Policy(Protocol):
         max_change: the largest factor of one change.
         needs_statistics: False if it decides without them, as a schedule does: then it is asked
             after every step, with None for the statistics of one that was not measured.
+        needs_lr_decay: True if it reads `now.lr_decay`.
+        needs_lr_scaling: the only `lr_scaling` that it works with.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -201,7 +218,7 @@ class NoiseScale:
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the multiple of the measured noise scale."""
         scale = statistics.noise_scale
-        target = _to_int(round, self.multiple * scale, now, self.max_batch)
+        target = rounded_size(round, self.multiple * scale, now, self.max_batch)
         batch_size = clamp(target, self.min_batch, self.max_batch)
         return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
 
@@ -249,12 +266,12 @@ class NormTest:
             needed = statistics.grad_variance / squared_norm / self.theta / self.theta
         else:
             needed = math.inf if statistics.grad_variance > 0 else math.nan
-        target = max(now.target_batch_size, _to_int(math.ceil, needed, now, self.max_batch))
+        target = max(now.target_batch_size, rounded_size(math.ceil, needed, now, self.max_batch))
         batch_size = clamp(target, self.min_batch, self.max_batch)
         return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
 
 
-def _to_int(
+def rounded_size(
     rounding: Callable[[float], int], size: float, now: TrainingState, max_batch: int | None
 ) -> int:
     """A batch size as an int. +inf becomes the upper bound; nan, and +inf unbounded, no change."""
@@ -264,8 +281,19 @@ def _to_int(
     return min(bounds) if bounds and not math.isnan(size) else now.target_batch_size
 
 
+class Wrapper:
+    """A policy around another one, whose optional attributes it shares."""
+
+    policy: Policy
+
+    def __getattr__(self, name: str) -> Any:  # only for what the wrapper itself does not have
+        if name not in _SHARED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.policy, name)
+
+
 @dataclass(frozen=True)
-class Shadow:
+class Shadow(Wrapper):
     """Reports what another policy would decide, and changes nothing.
 
     The advised size is in the reason and in `Decision.advice`.
@@ -285,31 +313,6 @@ class Shadow:
     def __post_init__(self) -> None:
         require_policy(self.policy)
 
-    @property
-    def min_batch(self) -> int:
-        """The lower bound of the policy, 1 without one."""
-        return getattr(self.policy, "min_batch", 1)
-
-    @property
-    def max_batch(self) -> int | None:
-        """The upper bound of the policy, None without one."""
-        return getattr(self.policy, "max_batch", None)
-
-    @property
-    def wants_average(self) -> bool:
-        """Whether the policy wants averaged statistics."""
-        return getattr(self.policy, "wants_average", False)
-
-    @property
-    def max_change(self) -> float | None:
-        """The largest factor of one change of the policy, None without one."""
-        return getattr(self.policy, "max_change", None)
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether the policy decides only after measured steps."""
-        return getattr(self.policy, "needs_statistics", True)
-
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Keeps the batch size, with the policy's decision as advice unless it is a trial."""
         decision = self.policy.decide(statistics, now)
@@ -320,9 +323,9 @@ class Shadow:
         return Decision(now.target_batch_size, reason, advice=advice)
 
 
-def require_policy(policy: Policy) -> None:
-    """Raises SettingError for an object that is not a policy."""
+def require_policy(policy: Policy, name: str = "policy") -> None:
+    """Raises SettingError for an object that is not a policy, given as an argument `name`."""
     if isinstance(policy, type):
-        raise SettingError(f"policy={policy.__name__} is a class; pass {policy.__name__}(...)")
+        raise SettingError(f"{name}={policy.__name__} is a class; pass {policy.__name__}(...)")
     if not callable(getattr(policy, "decide", None)):
-        raise SettingError(f"policy={policy!r} has no method decide(statistics, now)")
+        raise SettingError(f"{name}={policy!r} has no method decide(statistics, now)")

@@ -6,7 +6,7 @@ batch size would have led to other weights is neglected; docs/policies.md discus
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, chain, cycle, groupby, pairwise
+from itertools import accumulate, chain, cycle, groupby, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, format_axes, require_wr
 from bigbatch.runs.metrics import History, Table, measured_rows
 from bigbatch.runs.run_directory import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.lr_scaling import Scaling, linear, square_root, unscaled
 
 _LOGGED = "the run itself"
 _COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")
 _EQUAL_COLUMNS = ("steps at equal progress", "samples at equal progress")
+_SCALINGS: dict[Any, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
 _BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
 
 
@@ -149,12 +151,24 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
         policies: the policies, by the names in the table.
         options: options of `Controller`, the same for all policies.
     Raises:
-        RunError: no step of the run was measured.
+        RunError: no step of the run was measured, or a policy follows the scheduled learning rate
+            and the log does not tell it.
         SettingError: an option out of range, or a policy needs step times that the log has not.
     """
     if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    rows = [row for row in history.rows if not row["skipped"]]
+    decays: list[float] | None = lr_decays(history)
+    for name, policy in policies.items():
+        if decays is None and getattr(policy, "needs_lr_decay", False):
+            raise RunError(
+                f"{history.path}: {name} follows the scheduled learning rate, which a log tells "
+                "for lr_scaling of sqrt, linear or none alone, and of bigbatch train; leave it out"
+            )
+    rows = [
+        row | {"lr_decay": decay}
+        for row, decay in zip(history.rows, decays or repeat(None), strict=False)
+        if not row["skipped"]
+    ]
     batch_sizes = [row["batch_size"] for row in rows]
     ends = list(accumulate(batch_sizes))  # without the samples of skipped steps
     trace = Trace([row | {"samples": end} for row, end in zip(rows, ends, strict=True)])
@@ -166,11 +180,31 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     return Replay(history, trace, fit_time(history.rows), logged, replayed)
 
 
+def lr_decays(history: History) -> list[float] | None:
+    """The scheduled learning rate of each step over the largest so far; None if it is unknown.
+
+    The log has the rates in force: the scheduled ones times the factors that follow from the batch
+    size and from the decision before.
+    """
+    settings = history.settings
+    scaling = _SCALINGS.get(settings.get("lr_scaling"))
+    base_batch = settings.get("base_batch")
+    factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
+    if scaling is None or base_batch is None or not all(factors):
+        return None
+    rates = [
+        max(row["lr"]) / (scaling(row["batch_size"], base_batch, None) * factor)
+        for row, factor in zip(history.rows, factors, strict=True)
+    ]
+    peaks = accumulate(rates, max)
+    return [rate / peak if peak else 1.0 for rate, peak in zip(rates, peaks, strict=True)]
+
+
 def _replay_policy(
     name: str, policy: Policy, trace: Trace, times: tuple[TimedSize, ...], options: dict[str, Any]
 ) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
-    start = getattr(policy, "batch_size", first)
+    start = getattr(policy, "batch_size", None) or first
     min_batch: int = min(row["micro_batches"] for row in measured_rows(trace.rows))
     controller = Controller(
         policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
@@ -192,6 +226,7 @@ def _replay_policy(
             samples=samples,
             steps=len(trajectory.ends),
             epoch=row["epoch"],
+            lr_decay=trace.row(samples + 1)["lr_decay"],
             step_times=times,
             loss_trend=trend.trend,
         )

@@ -20,12 +20,10 @@ _ROUNDING = 1e-12  # share by which averages of equal values may differ
 class NoiseAverage:
     """Running averages of signal and noise; the noise scale is the ratio of the averages.
 
-    The noise scale of one step is often +inf, so its own average would be useless. With a window in
-    samples, a step of N samples multiplies the weight of earlier steps by exp(-N / window), so the
-    window is the same number of samples at any batch size.
-
-        x <- w x + (1 - w) x_step,  divided by 1 - product of all w
-        w = exp(-N / window) for a window in samples, exp(-1 / window) for one in steps
+    The noise scale of one step is often +inf, so its own average would be useless. A step weighs
+    as much as it has samples. With a window in samples, a step of N samples multiplies the weight
+    of earlier steps by w = exp(-N / window), so the window is the same number of samples at any
+    batch size; with one in steps, each step multiplies it by w = exp(-1 / window).
 
     Args:
         window: length of the window; positive.
@@ -56,7 +54,8 @@ class NoiseAverage:
         self._scatter = Scatter()
         self._grad_sqnorm = 0.0
         self._grad_variance = 0.0
-        self._weight = 0.0  # 1 - product of all w
+        self._weight = 0.0  # sum of the weights of all steps
+        self._filling = 0.0  # 1 - product of all w
 
     def update(self, noise: GradientStatistics) -> GradientStatistics:
         """Adds one step; returns it with signal, noise and interval of the window.
@@ -71,6 +70,7 @@ class NoiseAverage:
             return False
         windows = (noise.samples if self.unit == "samples" else 1) / self.window
         decay, share = math.exp(-windows), -math.expm1(-windows)
+        self._filling = decay * self._filling + share
         if self.unit == "steps":
             share *= noise.samples
         self._grad_sqnorm = decay * self._grad_sqnorm + share * noise.grad_sqnorm
@@ -91,7 +91,7 @@ class NoiseAverage:
     @property
     def filled(self) -> bool:
         """Whether the window is filled to a quarter, so that one step does not decide alone."""
-        return self._weight > -math.expm1(-_FILLED) * (1 - 1e-9)
+        return self._filling > -math.expm1(-_FILLED) * (1 - 1e-9)
 
     @property
     def step_variances(self) -> tuple[float, float]:
@@ -119,13 +119,14 @@ class NoiseAverage:
             "grad_sqnorm": self._grad_sqnorm,
             "grad_variance": self._grad_variance,
             "weight": self._weight,
+            "filling": self._filling,
             "scatter": self._scatter.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
-        self._weight = state["weight"]
+        self._weight, self._filling = state["weight"], state["filling"]
         self._scatter.load(state["scatter"])
 
 

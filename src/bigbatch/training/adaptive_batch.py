@@ -75,6 +75,8 @@ class AdaptiveBatch:
             with a `VarianceReduced` optimizer (under fully_shard, 8 per rank).
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
+        transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
+            sizes within a factor of 4 of the base batch: betas^(B / B_base). See docs/policies.md.
         groups: k, to measure that many groups of samples in every backward, so that a step need
             not be cut into micro-batches; None to cut it; "auto" to time both and take the faster.
             No sample may influence another, so BatchNorm is refused. See docs/groups.md.
@@ -139,6 +141,7 @@ class AdaptiveBatch:
             lr_scaling,
             self._build_interval(options),
             way,
+            transport=options.get("transport", False),
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)

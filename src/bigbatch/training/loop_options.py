@@ -19,6 +19,7 @@ class LoopOptions(TypedDict, total=False):
     fixed_micro_batch: bool
     min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
+    transport: bool
     groups: GroupsSetting
     budget: Share | None
     every: Count | None

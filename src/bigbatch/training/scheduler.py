@@ -43,8 +43,10 @@ class BaseBatchScheduler:
         self.base_batch = base_batch
         self.scheduler_batch: float = base_batch  # samples per tick
         self._optimizer = optimizer
+        self.follows_rates = False  # whether `lr_decay` is kept; a rate on a GPU is waited for
         self._scheduler: LRScheduler | None = None
         self._samples: float = 0  # since the last tick
+        self._rate = self._peak_rate = 0.0  # scheduled: the present one, and the largest so far
         self._last_count: int | None = None  # the scheduler's own count after its last tick here
         self._ticks_after_end = 0
         self._pending_state: dict[str, Any] | None = None  # of a scheduler that is not set yet
@@ -63,6 +65,7 @@ class BaseBatchScheduler:
     def scheduler(self, scheduler: LRScheduler | None) -> None:
         if scheduler is None:
             self._pending_state = None
+            self._rate = self._peak_rate = 0.0
         else:
             _require_advanceable(scheduler, self._optimizer)
         self._scheduler = scheduler
@@ -75,12 +78,31 @@ class BaseBatchScheduler:
             LoopError: as `require_ready`.
         """
         self.require_ready()
+        self._note_rate()
         self._samples += samples
         ticks, self._samples = divmod(self._samples, self.scheduler_batch)
         if self._scheduler is not None:
             for _ in range(int(ticks)):
                 self._tick(self._scheduler)
+                self._note_rate()
             self._last_count = _count(self._scheduler)
+
+    @property
+    def lr_decay(self) -> float | None:
+        """Scheduled rate now over its largest so far, 1 if there is none; None if not kept.
+
+        Of several groups the largest rates count. A tick counts even if no step had its rate.
+        """
+        if not self.follows_rates:
+            return None
+        return self._rate / self._peak_rate if self._peak_rate else 1.0
+
+    def _note_rate(self) -> None:
+        """Reads the rates between two steps, when no factor is in force."""
+        if self.follows_rates:
+            rates = [group.get("lr") for group in self._optimizer.param_groups]
+            self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
+            self._peak_rate = max(self._peak_rate, self._rate)
 
     def require_ready(self) -> None:
         """Checks that `advance` can be called, before anything is changed.
@@ -128,6 +150,7 @@ class BaseBatchScheduler:
         return {
             "samples": self._samples,
             "base_batch": self.scheduler_batch,
+            "peak_rate": self._peak_rate,
             "scheduler": scheduler,
         }
 
@@ -148,7 +171,7 @@ class BaseBatchScheduler:
                 f"the saved schedule has counted base batches of {saved} samples, these are of "
                 f"{self.scheduler_batch}; {remedy}"
             )
-        self._samples = state["samples"]
+        self._samples, self._peak_rate = state["samples"], state["peak_rate"]
         self._pending_state = state["scheduler"]
         self._resume()
 

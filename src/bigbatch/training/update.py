@@ -1,8 +1,9 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from bigbatch.policies.controller import Controller, has_state
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.policies.policy import Decision, Fixed, TrainingState
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -27,6 +28,7 @@ from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
 from bigbatch.training.step_record import StepRecord, StepStatistics
+from bigbatch.training.transport import require_transportable, transported
 
 
 class Update:
@@ -41,9 +43,10 @@ class Update:
         lr_scaling: how the learning rate follows the batch.
         interval: chooses the steps that are measured.
         way: chooses how they get their micro-batches.
+        transport: whether betas and weight decay follow the batch.
     Raises:
-        SettingError: an unknown rule, or one that counteracts a schedule with decays; or no step
-            is measured, and something needs statistics.
+        SettingError: an unknown rule, or one that counteracts the policy; or no step is measured,
+            and something needs statistics; or transport does not go with optimizer or bounds.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Update:
         lr_scaling: LRScaling,
         interval: MeasuringInterval,
         way: MeasuringWay,
+        *,
+        transport: bool = False,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
@@ -80,6 +85,7 @@ class Update:
             "order": batches.order,
             "virtual_ranks": repr(batches.virtual_ranks),
             "lr_scaling": rule,
+            "transport": repr(transport),
             **interval.settings,
         }
         self.interval, self.way = interval, way
@@ -102,12 +108,15 @@ class Update:
             interval.require_statistics(f"policy={type(controller.policy).__name__}")
         if lr_scaling == "adascale":
             interval.require_statistics('lr_scaling="adascale"')
-        if lr_scaling is not None and getattr(controller.policy, "decays", False):
-            raise SettingError(
-                "the schedule grows the batch instead of lowering the learning rate, which "
-                f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None (a command's "
-                "--lr-scaling none)"
-            )
+        _require_lr_scaling(controller.policy, lr_scaling)
+        self.clock.follows_rates = getattr(controller.policy, "needs_lr_decay", False)
+        self._warns_without_scheduler = warns and self.clock.follows_rates
+        self._transports = transport
+        if transport:
+            is_fixed, size = isinstance(controller.policy, Fixed), controller.decision.batch_size
+            bounds = (size, size) if is_fixed else (controller.min_batch, controller.max_batch)
+            is_vr = self.reader is not None
+            require_transportable(optimizer, controller.base_batch, *bounds, is_vr=is_vr)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -136,8 +145,12 @@ class Update:
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The factor of the learning rate in a step of so many samples."""
+        return self._scale(batch_size, statistics) * self._controller.decision.lr_factor
+
+    def _scale(self, batch_size: int, statistics: GradientStatistics | None) -> float:
+        """The part of the factor that follows from the batch size."""
         scale: float = self._scaling(batch_size, self.clock.base_batch, statistics)
-        return scale * self._controller.decision.lr_factor
+        return scale
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
@@ -179,19 +192,23 @@ class Update:
             self._lr_changes.examine(self.epoch)
         if self._half_done:
             raise LoopError("update() failed half way; load an earlier checkpoint")
+        self._warn_without_scheduler()
         target_batch_size = self._controller.decision.batch_size
-        lr_factor = self.factor(step.samples, step.statistics)
+        scale = self._scale(step.samples, step.statistics)
+        lr_factor = scale * self._controller.decision.lr_factor
         complete = self._batches.is_complete(step.samples, self.plan)
-        with scale_lr(self.optimizer, lr_factor) as rates:
+        with scale_lr(self.optimizer, lr_factor) as rates, self._transport(step.samples, scale):
             self._half_done = True
-            decision = self._decide(step, rates, complete=complete)
+            follows_rates = self.clock.follows_rates  # then it decides by the next step's rate
+            decision = None if follows_rates else self._decide(step, rates, complete=complete)
             yield
-        self.samples += step.samples
         if step.finite:
-            self.steps += 1
             self.clock.advance(step.samples)
-        else:
-            self.skipped += 1
+        if decision is None:
+            decision = self._decide(step, rates, complete=complete)
+        self.samples += step.samples
+        self.steps += step.finite
+        self.skipped += not step.finite
         self._half_done = False
         self._choose_next(step, complete=complete)
         self.record = StepRecord(
@@ -222,7 +239,11 @@ class Update:
 
     def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
         """Chooses whether the next step is measured, and plans it."""
-        measured, situation = self.interval.due, self._situation
+        measured, situation, previous = self.interval.due, self._situation, self.record
+        self._loss_trend.add(step.samples, step.loss)
+        if previous is not None:
+            is_measured = previous.statistics is not None
+            self._step_times.add(previous.batch_size, step.previous_seconds, measured=is_measured)
         self.interval.add_seconds(step.previous_seconds)
         self.way.add_seconds(step.previous_seconds)
         counts = measured and complete and self._must_cut and step.statistics is not None
@@ -239,11 +260,7 @@ class Update:
 
     def _decide(self, step: StepStatistics, rates: list[float], *, complete: bool) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide."""
-        present, previous = self._controller.decision, self.record
-        if previous is not None:
-            is_measured = previous.statistics is not None
-            self._step_times.add(previous.batch_size, step.previous_seconds, measured=is_measured)
-        self._loss_trend.add(step.samples, step.loss)
+        present = self._controller.decision
         if not step.finite:
             reason = "skipped: the gradient is not finite"
         elif not complete:
@@ -265,9 +282,26 @@ class Update:
                 elapsed_seconds=step.elapsed_seconds,
                 step_times=self._step_times.sizes,
                 loss_trend=self._loss_trend.trend,
+                lr_decay=self.clock.lr_decay,
             )
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
+
+    def _transport(self, batch_size: int, scale: float) -> AbstractContextManager[None]:
+        if not self._transports:
+            return nullcontext()
+        return transported(self.optimizer, batch_size / self.clock.base_batch, scale)
+
+    def _warn_without_scheduler(self) -> None:
+        """Warns before the first step if the policy follows a scheduler and there is none."""
+        if self._warns_without_scheduler and self.clock.scheduler is None:
+            warnings.warn(
+                f"{type(self._controller.policy).__name__} follows the scheduled learning rate, "
+                "and no scheduler is known: the batch changes only where you change the rate "
+                "yourself; pass AdaptiveBatch(scheduler=scheduler)",
+                stacklevel=4,
+            )
+        self._warns_without_scheduler = False
 
     def _zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
@@ -372,3 +406,19 @@ class Update:
         self._step_times.load(state["step_times"])
         self._loss_trend.load(state["loss_trend"])
         self.meter.at_step(self.steps + self.skipped, due=self.interval.due)
+
+
+def _require_lr_scaling(policy: Any, lr_scaling: LRScaling) -> None:
+    """Raises SettingError if the learning rate would follow the batch against the policy."""
+    if lr_scaling is not None and getattr(policy, "decays", False):
+        raise SettingError(
+            "the schedule grows the batch instead of lowering the learning rate, which "
+            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None (a command's "
+            "--lr-scaling none)"
+        )
+    needed = getattr(policy, "needs_lr_scaling", None)
+    if needed not in (None, lr_scaling):
+        raise SettingError(
+            f"lr_scaling={lr_scaling!r} with {type(policy).__name__}, whose cuts of the learning "
+            f"rate are right with lr_scaling={needed!r} alone; pass that"
+        )

@@ -108,6 +108,10 @@ def initialize(
             f"groups={options['groups']}: DeepSpeed reduces in every backward, and so in the one "
             "that finds where samples are; leave groups out, micro-batches are compared"
         )
+    if options.pop("transport", False):
+        raise SettingError(
+            "transport=True was not tried with DeepSpeed's optimizers; leave transport out"
+        )
     params = AdaptiveBatchParams.of(adaptive_batch_params)
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base

@@ -1,0 +1,105 @@
+"""Seesaw: a batch that grows where the learning rate is cut."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.plan import clamp
+from bigbatch.policies.policy import Decision, Policy, TrainingState, require_policy, rounded_size
+from bigbatch.setting_types import Count, checked
+from bigbatch.statistics.noise_scale import GradientStatistics
+
+
+@checked
+@dataclass(frozen=True)
+class Seesaw:
+    """Shares each cut of the learning rate between the rate and the batch.
+
+    Where a schedule cuts the rate by x, the rate falls by sqrt(x) and the batch grows by x:
+
+        B = B_first / d,    d = scheduled rate / its largest so far
+
+    The rate in force is scheduled rate x sqrt(B / B_base) by `lr_scaling="sqrt"`, which this policy
+    needs, so it falls by sqrt(x). A batch that cannot grow leaves the rest of the cut in the rate.
+    A rate that rises, as in a warm-up, leaves the batch at its first size.
+
+    With a `Schedule` of batch sizes, whose growth by x stands for a cut by x, the batch is as
+    written, d = first size / size, and d multiplies the rate too. No scheduler is needed then.
+
+    Args:
+        schedule: growth of the batch, written in words; None to follow the loop's scheduler.
+        cap: a policy that limits the growth, `NoiseScale()` for example. It never takes the batch
+            below its first size. If it needs statistics, both decide after measured steps only.
+        max_batch: upper bound in samples; None for none.
+    Raises:
+        SettingError: `cap` is not a policy; by `AdaptiveBatch`, another `lr_scaling`.
+    Source:
+        Seesaw (arXiv 2510.14717); with a schedule, of the growth of arXiv 1711.00489.
+    Example:
+        >>> now = TrainingState(128, 128, 128, first_batch_size=128, lr_decay=0.25)
+        >>> Seesaw().decide(None, now)
+        Decision(batch_size=512, reason='learning rate at 0.25 of its peak', lr_factor=1.0)
+        >>> decision = Seesaw(Schedule("64, x4 at 60 epochs")).decide(None, replace(now, epoch=60))
+        >>> decision.batch_size, decision.lr_factor
+        (256, 0.25)
+    """
+
+    schedule: Schedule | None = None
+    cap: Policy | None = None
+    max_batch: Count | None = None
+
+    needs_lr_scaling: ClassVar[str] = "sqrt"
+
+    def __post_init__(self) -> None:
+        if self.cap is not None:
+            require_policy(self.cap, "cap")
+
+    @property
+    def batch_size(self) -> int | None:
+        """The first batch size of the schedule; None without one."""
+        return self.schedule.batch_size if self.schedule else None
+
+    @property
+    def wants_average(self) -> bool:
+        """Whether the cap wants averaged statistics."""
+        return getattr(self.cap, "wants_average", False)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the cap decides only after measured steps."""
+        return self.cap is not None and getattr(self.cap, "needs_statistics", True)
+
+    @property
+    def needs_lr_decay(self) -> bool:
+        """Whether it follows the scheduler."""
+        return self.schedule is None or getattr(self.cap, "needs_lr_decay", False)
+
+    def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
+        """The batch that the rate or the schedule asks for, within the cap."""
+        first = now.first_batch_size if self.schedule is None else self.schedule.batch_size
+        size, reason, lr_factor = self._uncapped(now)
+        if self.cap is not None:
+            # None only for a cap that needs none
+            limit = self.cap.decide(statistics, now)  # type: ignore[arg-type]
+            if limit.batch_size < size:
+                size = max(min(first, size), limit.batch_size)
+                reason += f"; capped: {limit.reason}"
+        return Decision(clamp(size, 1, self.max_batch), reason, lr_factor)
+
+    def _uncapped(self, now: TrainingState) -> tuple[int, str, float]:
+        """Batch size, reason and factor of the rate, without the caps."""
+        if self.schedule is not None:
+            decision = self.schedule.decide(None, replace(now, max_batch=None))
+            # "then decay": the growth beyond the schedule's own cap is in its factor
+            growth = decision.batch_size / decision.lr_factor / self.schedule.batch_size
+            return decision.batch_size, decision.reason, 1 / growth
+        if now.lr_decay is None:
+            raise SettingError(
+                "Seesaw follows the scheduled learning rate, and now.lr_decay is None; pass "
+                "TrainingState(lr_decay=), or Seesaw(Schedule(...)), which needs none"
+            )
+        size = now.first_batch_size / now.lr_decay if now.lr_decay else math.inf
+        reason = f"learning rate at {now.lr_decay:.3g} of its peak"
+        return rounded_size(round, size, now, self.max_batch), reason, 1.0

@@ -1,0 +1,165 @@
+"""Policies that follow the scheduled learning rate: Seesaw, and a late switch."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigbatch import (
+    Controller,
+    Fixed,
+    GradientStatistics,
+    LateSwitch,
+    NoiseScale,
+    Schedule,
+    Seesaw,
+    Shadow,
+    SimiGrad,
+    TrainingState,
+)
+from bigbatch.errors import SettingError
+from bigbatch.policies.parse import parse_policy
+from property_tests import property_test
+from stateful_policy import Patient
+
+NOISE = GradientStatistics(1.0, 300.0, samples=64, micro_batches=4)
+
+
+def at(decay, **more):
+    return TrainingState(64, 64, 64, first_batch_size=64, lr_decay=decay, **more)
+
+
+@property_test(100)
+@given(first=st.integers(1, 5000), cuts=st.integers(0, 40))
+def test_a_cut_by_x_grows_the_batch_by_x(first, cuts):
+    now = TrainingState(7, 7, 7, first_batch_size=first, lr_decay=2.0**-cuts)
+    assert first * 2**cuts == Seesaw().decide(None, now).batch_size
+
+
+@pytest.mark.parametrize("bounds", [(1000, None), (None, 1000), (1000, 3000)])
+def test_a_rate_of_zero_grows_the_batch_to_its_bound(bounds):
+    of_policy, controllers = bounds
+    now = at(0.0, max_batch=controllers)
+    assert 1000 == Seesaw(max_batch=of_policy).decide(None, now).batch_size
+    assert 64 == Seesaw().decide(None, at(0.0)).batch_size  # without a bound it stays
+
+
+def test_a_schedule_grows_as_written_and_the_rate_keeps_the_square_root():
+    text = "64, x2 at 10 epochs, x3 at 20 epochs"
+    written, seesaw = Schedule(text), Seesaw(Schedule(text))
+    for epoch in (0, 9, 10, 19, 20, 99):
+        now = TrainingState(64, 64, 64, epoch=epoch)
+        decision, size = seesaw.decide(None, now), written.decide(None, now).batch_size
+        assert size == decision.batch_size
+        # times sqrt(B / B_base), the loop's own factor
+        in_force = decision.lr_factor * math.sqrt(size / 64)
+        assert pytest.approx(1 / math.sqrt(size / 64), rel=1e-15) == in_force
+
+
+def test_growth_beyond_a_cap_then_decay_is_a_cut_that_stays_in_the_rate():
+    seesaw = Seesaw(Schedule("64, x4 every 10 epochs up to 256, then decay"))
+    decision = seesaw.decide(None, TrainingState(64, 64, 64, epoch=20, max_batch=100))
+    assert (256, 1 / 16) == (decision.batch_size, decision.lr_factor)
+    assert not hasattr(seesaw, "decays")  # which would need lr_scaling=None
+
+
+def test_the_cap_limits_the_growth_and_never_shrinks_the_first_batch():
+    seesaw = Seesaw(cap=NoiseScale())
+    assert 256 == seesaw.decide(NOISE, at(0.25)).batch_size
+    capped = seesaw.decide(NOISE, at(0.125))
+    assert (300, "capped: 1 x noise scale 300") == (capped.batch_size, capped.reason.split("; ")[1])
+    little = GradientStatistics(1.0, 10.0, samples=64, micro_batches=4)
+    assert 64 == seesaw.decide(little, at(0.25)).batch_size
+    shrinks = Seesaw(Schedule("64, 32 from 5 epochs"), cap=NoiseScale())
+    assert 32 == shrinks.decide(little, TrainingState(64, 64, 64, epoch=5)).batch_size
+
+
+def test_statistics_are_needed_by_the_cap_alone():
+    assert not Seesaw().needs_statistics
+    assert not Seesaw(cap=Fixed(300)).needs_statistics
+    assert Seesaw(cap=NoiseScale()).needs_statistics
+    assert (False, True) == (Seesaw().wants_average, Seesaw(cap=NoiseScale()).wants_average)
+    with pytest.warns(UserWarning, match="set smoothing="):
+        Controller(Seesaw(cap=NoiseScale()), 64)
+
+
+@pytest.mark.parametrize(("moment", "late"), [("60 epochs", {"epoch": 60}), ("4K samples", {})])
+def test_before_an_amount_the_batch_keeps_its_first_size(moment, late):
+    policy = LateSwitch(moment, SimiGrad(0.9))
+    before = policy.decide(NOISE, at(None, samples=3999, epoch=59))
+    assert (64, f"before the switch at {moment}") == (before.batch_size, before.reason)
+    now = at(None, samples=4000, **late)
+    assert SimiGrad(0.9).decide(NOISE, now) == policy.decide(NOISE, now)
+
+
+def test_the_switch_is_at_a_share_of_the_largest_rate():
+    policy = LateSwitch(0.3, Fixed(1024))
+    decays = [1.0, 0.31, 0.1 * 0.3 / 0.1, 0.01, 0.5]
+    sizes = [policy.decide(None, at(decay)).batch_size for decay in decays]
+    assert [64, 64, 1024, 1024, 64] == sizes
+
+
+def test_a_late_switch_needs_what_its_policy_needs():
+    assert not LateSwitch("1 epoch", Fixed(8)).needs_statistics
+    assert LateSwitch("1 epoch", NoiseScale(max_batch=9)).wants_average
+    assert 9 == LateSwitch("1 epoch", NoiseScale(max_batch=9)).max_batch
+    assert (False, True) == tuple(
+        LateSwitch(moment, Fixed(8)).needs_lr_decay for moment in ("1 epoch", 0.5)
+    )
+    assert LateSwitch("1 epoch", Seesaw()).needs_lr_decay
+    assert "sqrt" == LateSwitch("1 epoch", Seesaw()).needs_lr_scaling
+    assert LateSwitch("1 epoch", Schedule("8, x2 at 9 steps up to 12, then decay")).decays
+    assert Shadow(Seesaw()).needs_lr_decay
+
+
+@pytest.mark.parametrize("policy", [Seesaw(), LateSwitch(0.3, Fixed(8))], ids=str)
+def test_without_a_scheduled_rate_the_remedy_is_named(policy):
+    with pytest.raises(SettingError, match=r"lr_decay is None.*TrainingState\(lr_decay=\)"):
+        policy.decide(None, at(None))
+
+
+@pytest.mark.parametrize("build", [lambda p: Seesaw(cap=p), lambda p: LateSwitch("1 step", p)])
+def test_the_state_of_an_inner_policy_is_saved(build):
+    controller = Controller(build(Patient()), 64)
+    assert controller.state_dict()["policy"] is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Seesaw(cap=8), "cap=8 has no method decide"),
+        (lambda: Seesaw(schedule="64, x2 at 9 steps"), "schedule='64, x2 at 9 steps' must be"),
+        (lambda: LateSwitch(0.5, SimiGrad), r"SimiGrad is a class; pass SimiGrad\(\.\.\.\)"),
+        (lambda: LateSwitch(1.5, Fixed(8)), "at=1.5 must be"),
+        (lambda: LateSwitch("2 tokens", Fixed(8)), "at='2 tokens' must be"),
+        (lambda: parse_policy("late-switch:0.3"), "write late-switch:at=...; policy=..."),
+        (lambda: parse_policy("late-switch:0.3; policy=magic"), "policy 'magic' is unknown"),
+        (lambda: parse_policy("seesaw:x2"), "clause 'x2'"),
+        (lambda: parse_policy("seesaw:cap=simigrad:goal=1"), "'goal=1' is none of simigrad"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(make, words):
+    with pytest.raises(SettingError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("seesaw", Seesaw()),
+        ("seesaw:max_batch=512", Seesaw(max_batch=512)),
+        ("seesaw:64, x2 at 9 steps", Seesaw(Schedule("64, x2 at 9 steps"))),
+        (
+            "seesaw:cap=noise-scale:multiple=2,max_batch=99; max_batch=512",
+            Seesaw(cap=NoiseScale(2, max_batch=99), max_batch=512),
+        ),
+        (
+            "late-switch:60 epochs; policy=simigrad:target=0.3,max_batch=512",
+            LateSwitch("60 epochs", SimiGrad(0.3, max_batch=512)),
+        ),
+        ("late-switch:at=0.3; policy=fixed:512", LateSwitch(0.3, Fixed(512))),
+    ],
+)
+def test_a_text_names_them(text, policy):
+    assert policy == parse_policy(text)
