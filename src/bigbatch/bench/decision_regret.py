@@ -258,7 +258,14 @@ def _tuned(
 
 
 def simulate(
-    bed: Bed, arm: Arm, candidate: Candidate, rates: Outcome, seed: int, *, limit: float = math.inf
+    bed: Bed,
+    arm: Arm,
+    candidate: Candidate,
+    start: int,
+    rates: Outcome,
+    seed: int,
+    *,
+    limit: float = math.inf,
 ) -> Outcome:
     """A training whose controller sees measured statistics, as a real one does.
 

@@ -166,7 +166,12 @@ class Bed:
         moments[1], moments[2] = product - step * velocity, velocity
 
     def run(
-        self, rule: Rule, log_rates: Array, limit: float = math.inf, max_change: float = math.inf
+        self,
+        rule: Rule,
+        log_rates: Array,
+        limit: float = math.inf,
+        max_change: float = math.inf,
+        start: float = BASE_BATCH,
     ) -> Array:
         """Trains every column until the target; (time, samples, steps), infinite where it failed.
 

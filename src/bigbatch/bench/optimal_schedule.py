@@ -1,7 +1,7 @@
 """The schedule of batch sizes that reaches a noisy quadratic's target first, and best rates."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,9 @@ from bigbatch.bench.noisy_quadratic import BASE_BATCH, Array, Bed, Rule
 _KNOTS = 6
 _POPULATION, _GENERATIONS, _ELITE = 48, 25, 10
 _FIRST_SPREAD, _LEAST_SPREAD = 0.8, 0.01  # of the natural logarithms
-_PEAKS, _LENGTHS = (1e-5, 4.0), (1e3, 1e9)
-_GRID = 14  # points of each axis of a search from nothing
-_NEAR = 1.4  # spread of a search near something, of the natural logarithms
-_REFINEMENTS = 5
+_PEAKS, _LENGTHS = (1e-5, 4.0, 40), (3e3, 3e8, 10)  # of a grid: from, to, points
+_NEAR = 0.5  # spread of the search that follows, of the natural logarithms
+_REFINEMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ def with_best_rate(
     """
     if bed.rate == "greedy":
         return _best(bed.run(rule, np.zeros((1, 2)), limit, max_change, start), np.zeros((1, 2)))
-    if near is None:
-        axes = [np.log(np.geomspace(*limits, _GRID)) for limits in (_PEAKS, _LENGTHS)]
-        grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], 1)
-        near = _best(bed.run(rule, grid, limit, max_change, start), grid)
-    mean, spread = np.log([near.peak, near.length]), np.full(2, _NEAR)
-    best = replace(near, time=math.inf)
+    axes = [np.log(np.geomspace(*limits)) for limits in (_PEAKS, _LENGTHS)]
+    grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], 1)
+    if near is not None:
+        grid = np.concatenate([grid, np.log([[near.peak, near.length]])])
+    best = _best(bed.run(rule, grid, limit, max_change, start), grid)
+    mean, spread = np.log([best.peak, best.length]), np.full(2, _NEAR)
     generator = np.random.default_rng(0)
     for _ in range(_REFINEMENTS):
         points = mean + spread * generator.standard_normal((_POPULATION, 2))
