@@ -16,7 +16,17 @@ from torch.utils.data import DataLoader
 
 import bigbatch as bb
 from bigbatch.errors import GradientError, LoopError, SettingError
-from numbered_samples import SEED, Numbered, build, ledger_loader, network, run, steps_of, together
+from numbered_samples import (
+    SEED,
+    Numbered,
+    build,
+    controller_of,
+    ledger_loader,
+    network,
+    run,
+    steps_of,
+    together,
+)
 from oracles import noise as oracle
 
 # tensor parallelism
@@ -89,8 +99,7 @@ def on_some(rank, ranks, engine, updates):
             model,
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
             bb.Batches(ledger_loader(local, count), virtual_ranks=4),
-            policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
-            batch_size=64,
+            policy=controller_of(),
             micro_batch=12,
             every=1,
         )

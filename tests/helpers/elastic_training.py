@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import bigbatch as bb
-from numbered_samples import SEED, Numbered, whole, wrapped
+from numbered_samples import SEED, Numbered, controller_of, whole, wrapped
 
 DEFAULTS = {"engine": "ddp", "updates": 24, "every": 5, "timeout": 60, "fault": "", "at": 13}
 FAULTY = 1  # the rank that is struck
@@ -83,8 +83,7 @@ def build(rank, ranks, engine, fault):
         model,
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         bb.Batches(DataLoader(data, 16, sampler=sampler), virtual_ranks=4),
-        policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
-        batch_size=64,
+        policy=controller_of(),
         micro_batch=12,
         every=1,
     )

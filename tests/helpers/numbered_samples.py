@@ -57,6 +57,12 @@ def ledger_loader(rank, ranks, samples=SAMPLES, size=16):
     return DataLoader(data, size, sampler=sampler)
 
 
+def controller_of():
+    """That of `build`: SimiGrad by single steps."""
+    policy = bb.SimiGrad(target=0.3, min_batch=32, max_batch=300)
+    return bb.Controller(policy, 64, smoothing=None)
+
+
 def build(rank, ranks, engine, virtual_ranks, loader=None, **settings):
     model = wrapped(engine, ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -307,8 +307,8 @@ def test_a_step_without_a_number_does_not_enter_the_average():
 @pytest.mark.parametrize("start", [1, 40, 10**6])
 def test_simigrad_comes_to_rest_in_a_dead_band_and_never_without(noise_scale, start):
     at_rest = noise_scale * 2 * 0.3 / 0.7
-    held = Controller(SimiGrad(0.3), start, dead_band=0.15, smoothing=None)
-    late = walk(held, 250, noise_scale)[-50:]
+    controller = Controller(SimiGrad(0.3), start, dead_band=0.15, smoothing=None)
+    late = walk(controller, 250, noise_scale)[-50:]
     assert 1 == len(set(late))
     assert at_rest / 1.15 <= late[0] <= at_rest * 1.15
     free = Controller(SimiGrad(0.3), start, smoothing=None)
@@ -444,7 +444,7 @@ def after(steps, batch_size=128):
     return TrainingState(0, batch_size, 128, samples=batch_size * steps, steps=steps)
 
 
-class Averages(Listens):
+class WantsAverage(Listens):
     """The same, for one that wants averages."""
 
     wants_average = True
@@ -458,7 +458,7 @@ def noisy(seed, steps, samples=128):
 
 
 def test_by_default_a_policy_that_wants_it_hears_an_adaptive_average():
-    controller, average = Controller(Averages(), 128), AdaptiveAverage()
+    controller, average = Controller(WantsAverage(), 128), AdaptiveAverage()
     wanted = [average.update(noise) for noise in noisy(0, 40)]
     for noise in noisy(0, 40):
         controller.next(noise)
@@ -468,7 +468,7 @@ def test_by_default_a_policy_that_wants_it_hears_an_adaptive_average():
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [(Listens(), {}), (Listens(), {"smoothing": None}), (Averages(), {"smoothing": None})],
+    [(Listens(), {}), (Listens(), {"smoothing": None}), (WantsAverage(), {"smoothing": None})],
 )
 def test_any_other_policy_and_one_without_smoothing_hear_single_steps(policy, options):
     controller = Controller(policy, 128, **options)
@@ -479,12 +479,12 @@ def test_any_other_policy_and_one_without_smoothing_hear_single_steps(policy, op
 
 
 @pytest.mark.parametrize(
-    ("smoothing", "held"), [("auto", 3), ("16 steps", 3), ("40 steps", 9), ("1024 samples", 1)]
+    ("smoothing", "steps"), [("auto", 3), ("16 steps", 3), ("40 steps", 9), ("1024 samples", 1)]
 )
 @pytest.mark.parametrize("policy", [SimiGrad(0.2), NoiseScale(), NormTest(0.5)], ids=str)
-def test_the_batch_keeps_its_size_until_a_quarter_of_the_window_is_filled(policy, smoothing, held):
+def test_the_batch_keeps_its_size_until_a_quarter_of_the_window_is_filled(policy, smoothing, steps):
     controller = Controller(policy, 128, smoothing=smoothing)
-    for number in range(held):
+    for number in range(steps):
         assert controller.needs_measurement
         with pytest.raises(SettingError, match="needs the statistics of the step"):
             controller.next(None, after(number))
@@ -505,7 +505,7 @@ def test_then_a_step_that_was_not_measured_decides_by_the_average_at_its_own_siz
 
 
 def test_a_step_that_was_not_measured_hears_the_windows_interval_at_its_own_size():
-    controller = Controller(Averages(), 128, confidence=0.8, smoothing="8 steps")
+    controller = Controller(WantsAverage(), 128, confidence=0.8, smoothing="8 steps")
     average = NoiseAverage(8, "steps", confidence=0.8)
     for noise in noisy(1, 10):
         controller.next(noise)
@@ -562,7 +562,7 @@ def test_it_resumes_between_steps_that_were_not_measured(smoothing, stop):
 
 
 @pytest.mark.parametrize(("old", "new"), [("auto", "16 steps"), ("4000 samples", "auto")])
-def test_an_average_of_another_kind_starts_anew(old, new):
+def test_an_average_of_another_kind_is_not_loaded(old, new):
     before, resumed = (Controller(SimiGrad(0.2), 128, smoothing=s) for s in (old, new))
     walk(before, 12)
     with pytest.warns(UserWarning, match=f"smoothing was '{old}', is '{new}'"):

@@ -108,7 +108,10 @@ def test_policies_and_plans_alone():
     noise = bb.GradientStatistics(
         grad_sqnorm=1.0, grad_variance=576.0, samples=128, micro_batches=8
     )
-    assert 140 == bb.Controller(policy, batch_size=128).next(noise).batch_size
+    by_single_steps = bb.Controller(policy, batch_size=128, smoothing=None)
+    assert 140 == by_single_steps.next(noise).batch_size
+    by_averages = bb.Controller(policy, batch_size=128, smoothing="auto")
+    assert [128, 128, 128, 140] == [by_averages.next(noise).batch_size for _ in range(4)]
     assert 576 == pytest.approx(bb.NoiseAverage(50_000).update(noise).noise_scale)
     plan = bb.BatchPlan.fit(
         batch_size=6000,

@@ -1134,7 +1134,9 @@ def test_a_scheduler_that_is_set_after_loading_continues_at_its_rate():
 
 
 def test_a_controller_brings_its_own_start_and_options():
-    controller = bb.Controller(GROW, 32, base_batch=16, max_change=1.05, decide_every=2)
+    controller = bb.Controller(
+        GROW, 32, base_batch=16, max_change=1.05, decide_every=2, smoothing=None
+    )
     train = adaptive(400, policy=controller)
     assert controller is train.controller
     complete_first_step = list(records(train))

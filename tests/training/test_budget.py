@@ -239,10 +239,11 @@ def test_an_unmeasured_step_decides_by_the_average_at_its_own_size(clock):
 def test_a_pair_of_steps_that_is_timed_keeps_its_batch(clock):
     train = adaptive(clock, 64 * 120, policy=bb.SimiGrad(0.9, max_batch=110), averages=True)
     records = trained(train, 60)
-    held = [r.step for r in records if r.decision.reason == "held: the next step is timed"]
-    assert held
+    reason = "held: the next step is timed"
+    numbers = [r.step for r in records if r.decision.reason == reason]
+    assert numbers
     after = {record.step: record for record in records}
-    for number in held:
+    for number in numbers:
         before, timed = after[number], after[number + 1]
         assert before.statistics is None
         assert timed.statistics is not None

@@ -93,7 +93,7 @@ class Controller:
         if smoothing is None and isinstance(_innermost(policy), NoiseScale):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
-                'set smoothing="auto", the default, or a window: "4K samples", say',
+                'set smoothing="auto", or a window: "4K samples", say',
                 stacklevel=3,
             )
         settings = {
