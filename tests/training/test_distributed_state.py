@@ -12,7 +12,16 @@ import bigbatch as bb
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import LoopError, StateError
 from bigbatch.optim import VRAdam
-from numbered_samples import SAMPLES, SEED, Numbered, steps_of, together, whole, wrapped
+from numbered_samples import (
+    SAMPLES,
+    SEED,
+    Numbered,
+    controller_of,
+    steps_of,
+    together,
+    whole,
+    wrapped,
+)
 
 VIRTUAL = 4
 BEFORE, AFTER = 9, 14  # updates; an epoch ends in the second part
@@ -41,8 +50,7 @@ def build(rank, ranks, engine, *, noisy):
         model,
         optimizer,
         bb.Batches(loader, virtual_ranks=VIRTUAL),
-        policy=bb.SimiGrad(target=0.3, min_batch=32, max_batch=300),
-        batch_size=64,
+        policy=controller_of(),
         micro_batch=12,
         every=1,
     )
