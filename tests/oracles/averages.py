@@ -7,40 +7,40 @@ import numpy as np
 WINDOWS = (4, 8, 16, 32, 64)
 
 
-def weights(steps: int, window: float) -> np.ndarray:
-    """What each of so many steps weighs in the average over a window of steps."""
-    return np.exp(-np.arange(steps)[::-1] / window)
+def weights(samples: np.ndarray, window: float) -> np.ndarray:
+    """What each step, of so many samples, weighs in the average over a window of steps."""
+    return samples * np.exp(-np.arange(len(samples))[::-1] / window)
 
 
-def mean(values: np.ndarray, window: float) -> float:
+def mean(values: np.ndarray, samples: np.ndarray, window: float) -> float:
     """The average over a window of steps."""
-    return float(np.average(values, weights=weights(len(values), window)))
+    return float(np.average(values, weights=weights(samples, window)))
 
 
-def share(steps: int, window: float) -> float:
+def share(samples: np.ndarray, window: float) -> float:
     """Variance of that average, in variances of one value: sum w^2 / (sum w)^2."""
-    w = weights(steps, window)
+    w = weights(samples, window)
     return float((w**2).sum() / w.sum() ** 2)
 
 
-def step_variance(values: np.ndarray) -> float:
+def step_variance(values: np.ndarray, samples: np.ndarray) -> float:
     """Half the mean square of successive differences, over 16 steps; infinite for one value."""
     if len(values) == 1:
         return math.inf
-    squares = weights(len(values), 16)[1:] ** 2
+    squares = weights(samples, 16)[1:] ** 2
     return float(np.average(np.diff(values) ** 2 / 2, weights=squares))
 
 
-def window_of(signals: list[float], noises: list[float]) -> int:
+def window_of(signals: list[float], noises: list[float], sizes: list[int]) -> int:
     """The window that is chosen after these steps."""
-    steps = len(signals)
-    signal, noise = np.asarray(signals, dtype=np.float64), np.asarray(noises, dtype=np.float64)
+    signal, noise, samples = (np.asarray(v, dtype=np.float64) for v in (signals, noises, sizes))
 
     def agree(short: int, long: int) -> bool:
-        factor = max(share(steps, short) - share(steps, long), share(steps, short) / 5)
-        reach = [2 * math.sqrt(factor * step_variance(values)) for values in (signal, noise)]
-        far = [abs(mean(values, long) - mean(values, short)) for values in (signal, noise)]
-        return far[0] <= reach[0] and (far[1] <= reach[1] or far[1] <= 0.1 * mean(noise, long))
+        factor = max(share(samples, short) - share(samples, long), share(samples, short) / 5)
+        reach = [2 * math.sqrt(factor * step_variance(v, samples)) for v in (signal, noise)]
+        far = [abs(mean(v, samples, long) - mean(v, samples, short)) for v in (signal, noise)]
+        slack = 0.1 * mean(noise, samples, long)
+        return far[0] <= reach[0] and (far[1] <= reach[1] or far[1] <= slack)
 
     chosen = WINDOWS[0]
     for long in WINDOWS[1:]:

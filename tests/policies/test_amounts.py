@@ -1,5 +1,6 @@
 """Amounts in words, against the same said in numbers."""
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -94,17 +95,12 @@ def test_a_window_in_steps_is_one_in_samples_where_steps_are_alike():
     assert walk(smoothing="8 steps") != walk(smoothing="4 steps")
 
 
-def test_a_window_in_steps_does_not_depend_on_the_batch():
+@pytest.mark.parametrize("sizes", [(64, 64, 64, 64), (1, 2, 4, 8), (300, 7, 7, 1)])
+def test_a_window_in_steps_forgets_by_steps_and_weighs_by_samples(sizes):
     signals = [1.0, 3.0, -2.0, 5.0]
-    steps = [[(s, 64) for s in signals], [(s, 2**i) for i, s in enumerate(signals)]]
-    small, mixed = (NoiseAverage(2, "steps") for _ in range(2))
-    for average, pairs in zip((small, mixed), steps, strict=True):
-        for signal, samples in pairs:
-            average.update(GradientStatistics(signal, 9.0, samples=samples, micro_batches=4))
-    assert small.grad_sqnorm == mixed.grad_sqnorm
-    weights = [0.0] * 4
-    keep = 2.718281828459045 ** (-1 / 2)
-    for i in range(4):
-        weights[i] = (1 - keep) * keep ** (3 - i)
+    average = NoiseAverage(2, "steps")
+    for signal, samples in zip(signals, sizes, strict=True):
+        average.update(GradientStatistics(signal, 9.0, samples=samples, micro_batches=4))
+    weights = [samples * math.exp(-(3 - i) / 2) for i, samples in enumerate(sizes)]
     mean = sum(w * s for w, s in zip(weights, signals, strict=True)) / sum(weights)
-    assert mean == pytest.approx(small.grad_sqnorm, rel=1e-12)
+    assert mean == pytest.approx(average.grad_sqnorm, rel=1e-12)

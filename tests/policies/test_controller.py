@@ -342,7 +342,9 @@ def test_a_coarse_cut_swings_for_ever_unless_the_dead_band_is_wider(dead_band, b
     ("present", "expected"), [(870, 870), (869, 1000), (1149, 1149), (1151, 1000)]
 )
 def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, expected):
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="256 samples")
+    controller = Controller(
+        NoiseScale(), present, dead_band=0.15, smoothing="256 samples", max_change=None
+    )
     decision = controller.next(seen(64))
     assert expected == decision.batch_size
     assert ("held: inside the dead band of 0.15" in decision.reason) == (present == expected)
@@ -353,7 +355,9 @@ def test_the_dead_band_of_a_direct_policy_is_a_ratio_to_where_it_goes(present, e
 )
 def test_the_dead_band_is_exact_in_whole_numbers(present, wanted, moves):
     assert moves == (max(wanted / present, present / wanted) > 1.15)
-    controller = Controller(NoiseScale(), present, dead_band=0.15, smoothing="256 samples")
+    controller = Controller(
+        NoiseScale(), present, dead_band=0.15, smoothing="256 samples", max_change=None
+    )
     expected = wanted if moves else present
     assert expected == controller.next(seen(64, noise_scale=wanted)).batch_size
 
@@ -967,7 +971,7 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
         (bb.NormTest(0.5), {"max_batch": 300}, 300),
         (bb.NoiseScale(), {}, 64),
     ]:
-        controller = Controller(policy, 64, smoothing="40 samples", **options)
+        controller = Controller(policy, 64, smoothing="40 samples", max_change=None, **options)
         assert expected == controller.next(noisy).batch_size
 
 
@@ -975,7 +979,8 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
 def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
     interval = Interval(-0.3, 0.4, 0.9, "step")
     noise = GradientStatistics(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
-    controller = Controller(bb.NoiseScale(), 64, max_batch=4096, confidence=0.9, smoothing=None)
+    options = {"max_batch": 4096, "confidence": 0.9, "smoothing": None, "max_change": None}
+    controller = Controller(bb.NoiseScale(), 64, **options)
     assert 2000 == controller.next(noise).batch_size
 
 

@@ -81,7 +81,7 @@ def test_statistics_are_needed_by_the_cap_alone():
     assert Seesaw(cap=NoiseScale()).needs_statistics
     assert (False, True) == (Seesaw().wants_average, Seesaw(cap=NoiseScale()).wants_average)
     with pytest.warns(UserWarning, match="set smoothing="):
-        Controller(Seesaw(cap=NoiseScale()), 64)
+        Controller(Seesaw(cap=NoiseScale()), 64, smoothing=None)
 
 
 @pytest.mark.parametrize(("moment", "late"), [("60 epochs", {"epoch": 60}), ("4K samples", {})])

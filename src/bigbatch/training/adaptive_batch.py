@@ -35,7 +35,7 @@ from bigbatch.training.step import Step
 from bigbatch.training.step_record import StepRecord
 from bigbatch.training.update import Update
 
-_STATE_VERSION = 5
+_STATE_VERSION = 4
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
