@@ -16,12 +16,14 @@ from rich.table import Table
 from bigbatch.bench import (
     coverage,
     engine_cost,
+    known_answers,
     loop_cost,
     loop_overhead,
     meter_cost,
     optimizer_cost,
     projection_accuracy,
     scaling,
+    shakespeare_gpt,
     similarity_accuracy,
     step_kinds,
     trainer_cost,
@@ -152,6 +154,28 @@ def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = Non
     """How often confidence intervals of several levels contain the truth, where it is known."""
     rows = (one.row() for one in coverage.run(seed, trials, data))
     _show(f"coverage of intervals, {trials} trials", rows)
+
+
+@bench.command("known-answers")
+def known_answers_(
+    seed: Seed = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="Folder with fashion-mnist/ and tinyshakespeare/."),
+    ] = None,
+    *,
+    paper_scale: Annotated[
+        bool, typer.Option("--paper-scale", help="Train the GPT with all 250 steps of 64 windows.")
+    ] = False,
+) -> None:
+    """Published and analytic numbers beside what this library computes; fails if one differs."""
+    phases = shakespeare_gpt.FULL if paper_scale else shakespeare_gpt.SHORT
+    answers, shown = tee(known_answers.run(seed, data, phases))
+    _show("known answers", (answer.row() for answer in shown))
+    failures = [answer.what for answer in answers if not answer.passes]
+    if failures:
+        typer.echo(f"{len(failures)} failed: {'; '.join(failures)}", err=True)
+        raise typer.Exit(1)
 
 
 @bench.command("projection-accuracy")
