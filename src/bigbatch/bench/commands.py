@@ -29,6 +29,7 @@ from bigbatch.bench import (
     trainer_cost,
     vr_vs_base,
 )
+from bigbatch.bench.known_answer import KnownAnswer
 from bigbatch.bench.timing import Row
 from bigbatch.runs.console import plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
@@ -172,10 +173,7 @@ def known_answers_(
     phases = shakespeare_gpt.FULL if paper_scale else shakespeare_gpt.SHORT
     answers, shown = tee(known_answers.run(seed, data, phases))
     _show("known answers", (answer.row() for answer in shown))
-    failures = [answer.what for answer in answers if not answer.passes]
-    if failures:
-        typer.echo(f"{len(failures)} failed: {'; '.join(failures)}", err=True)
-        raise typer.Exit(1)
+    require_passes(answers)
 
 
 @bench.command("projection-accuracy")
@@ -204,6 +202,14 @@ def similarity_accuracy_(
     _show("two estimates", (one.row() for one in shown))
     if out is not None:
         similarity_accuracy.draw(list(comparisons), out)
+
+
+def require_passes(answers: Iterable[KnownAnswer]) -> None:
+    """Names the answers that are wrong, and exits with 1 if there are any."""
+    failures = [answer.what for answer in answers if not answer.passes]
+    if failures:
+        typer.echo(f"{len(failures)} failed: {'; '.join(failures)}", err=True)
+        raise typer.Exit(1)
 
 
 def _show(title: str, rows: Iterable[Row], total: int | None = None) -> None:

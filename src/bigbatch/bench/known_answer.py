@@ -11,7 +11,7 @@ class KnownAnswer:
     """A row of `bigbatch bench known-answers`.
 
     Args:
-        what: the quantity.
+        what: the quantity, without vertical bars, which would end a cell of a table.
         source: where the expected number comes from: a paper, a README, or arithmetic.
         expected: the known number, a literal or a formula that shares no code with the library.
         measured: what the library computes; nan if the row is skipped.
@@ -51,12 +51,16 @@ class KnownAnswer:
         return {
             "what": self.what,
             "source": self.source,
-            "expected": f"{self.expected:.5g}",
-            "measured": "-" if math.isnan(self.measured) else f"{self.measured:.5g}",
+            "expected": _text(self.expected),
+            "measured": _text(self.measured),
             "tolerance": f"{sign}{self.tolerance:.2g}" if self.tolerance else "0",
             "of": self.reason,
             "result": f"skipped: {self.skipped}" if self.skipped else _RESULTS[self.passes],
         }
+
+
+def _text(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:.5g}"
 
 
 _RESULTS = {True: "pass", False: "FAIL"}

@@ -61,7 +61,7 @@ def _layers_by_hand() -> Iterator[KnownAnswer]:
     what = "LARS: trust ratio of (3, 4), gradient (.6, .8), decay .1"
     yield KnownAnswer(what, source, 1 / 300, rate, EXACT, _ROUNDING)
     lamb = _after(lambda p: LAMB(p, lr=0.1, weight_decay=0.0, eps=1e-12), (3.0, 4.0), gradients)
-    source = "You et al. 2020 (1904.00962), algorithm 2: .1 x 5 / |(1, 1)|"
+    source = "You et al. 2020 (1904.00962), algorithm 2: .1 x 5 / sqrt 2"
     what = "LAMB: first step of (3, 4)"
     yield KnownAnswer(what, source, 0.5 / 2**0.5, 3 - float(lamb[0]), 1e-8, "eps of 1e-12")
 
@@ -177,7 +177,7 @@ def _greedy_rate(seed: int) -> Iterator[KnownAnswer]:
     rate = 1 / (1 + average.grad_variance / average.grad_sqnorm / batch_size)
     what, reason = "greedy-optimal learning rate at B = 2 B_n", f"4 standard errors of {_TRIALS}"
     yield KnownAnswer(what, source, 2 / 3, rate, 0.02, reason)
-    what, source = "risk after a step of that rate", "arithmetic: |theta|^2 (1 - lr*) / 2"
+    what, source = "risk after a step of that rate", "arithmetic: theta^2 (1 - lr*) / 2"
     yield KnownAnswer(what, source, 100 / 24 / 6, sum(risks) / len(risks), 0.02, reason)
 
 

@@ -180,7 +180,13 @@ _SOURCE = "nanoGNS, exact/README.md"
 _SEED = "other weights and windows; it doubles in 35 steps"
 _EXPECTED = (
     ("noise scale of the GPT at step 240, batch 64", 21.9598, 2.0, _SEED, True),
-    ("its |G|^2", 0.9331, 2.0, "other weights and windows; it halves in 35 steps", True),
+    (
+        "its squared mean gradient",
+        0.9331,
+        2.0,
+        "other weights and windows; it halves in 35 steps",
+        True,
+    ),
     ("its tr Sigma", 20.4898, 1.5, "other weights and windows", True),
     ("its loss at step 90", 3.8537, 0.1, "first losses of seeds differ by .1", False),
 )
