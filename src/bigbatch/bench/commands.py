@@ -169,10 +169,10 @@ def known_answers_(
         bool, typer.Option("--paper-scale", help="Train the GPT with all 250 steps of 64 windows.")
     ] = False,
 ) -> None:
-    """Published and analytic numbers beside what this library computes; fails if one differs."""
+    """Published and analytic numbers against what this library computes; fails if one differs."""
     phases = shakespeare_gpt.FULL if paper_scale else shakespeare_gpt.SHORT
     answers, shown = tee(known_answers.run(seed, data, phases))
-    _show("known answers", (answer.row() for answer in shown))
+    _show("known answers", (answer.row() for answer in shown), width=2 * _WIDTH)
     require_passes(answers)
 
 
@@ -212,12 +212,12 @@ def require_passes(answers: Iterable[KnownAnswer]) -> None:
         raise typer.Exit(1)
 
 
-def _show(title: str, rows: Iterable[Row], total: int | None = None) -> None:
+def _show(title: str, rows: Iterable[Row], total: int | None = None, width: int = _WIDTH) -> None:
     """Shows progress, then the table; as Markdown where the output is no terminal."""
     console = plain_console()
     markdown = not console.is_terminal
     if markdown:
-        console = plain_console(width=_WIDTH)
+        console = plain_console(width=width)
     console.print(title)
     tracked = list(track(rows, "measuring", total=total, console=plain_console(stderr=True)))
     table = Table(*tracked[0], box=box.MARKDOWN if markdown else box.HEAVY_HEAD)

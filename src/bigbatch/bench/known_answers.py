@@ -1,4 +1,4 @@
-"""Published and analytic numbers beside what the library computes: a table that can fail."""
+"""Published and analytic numbers against what the library computes: a table that can fail."""
 
 from collections.abc import Iterator
 from pathlib import Path
