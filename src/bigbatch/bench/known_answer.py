@@ -54,7 +54,7 @@ class KnownAnswer:
             "expected": _text(self.expected),
             "measured": _text(self.measured),
             "tolerance": f"{sign}{self.tolerance:.2g}" if self.tolerance else "0",
-            "of": self.reason,
+            "reason": self.reason,
             "result": f"skipped: {self.skipped}" if self.skipped else _RESULTS[self.passes],
         }
 

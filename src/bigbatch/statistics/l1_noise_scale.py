@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import widest_float
+from bigbatch.gradients.dtypes import to_device, widest_float
 from bigbatch.statistics.second_moment import GradientMoments
 
 _EQUAL = 1e-6  # relative difference of sizes that counts as none
@@ -47,16 +47,17 @@ class L1Moments(GradientMoments):
             sizes: n_d of this rank's micro-batches; empty if it has none.
         """
         source = self._source
+        units = [w / n for w, n in zip(self._weights, sizes, strict=False)]
+        unit = units[0] if units else 0.0
+        differ = any(not math.isclose(u, unit, rel_tol=_EQUAL) for u in units)
         device = source.parameters[0].device
-        weight = torch.full((1,), self.weight, dtype=widest_float(device), device=device)
+        numbers = [self.weight, differ, bool(units), unit, unit**2]
+        known = torch.tensor(numbers, dtype=widest_float(device), device="cpu")
+        weight, known = torch.split(to_device(known, device), (1, 4))
         source.reducer.all_reduce(weight)
         pairs = self._combined(weight)
         elements = [torch.stack([_l1_norm(m2.sqrt_()), _l1_norm(total)]) for total, m2 in pairs]
         summed = torch.stack([pair.to(weight) for pair in elements]).sum(0)
-        units = [w / n for w, n in zip(self._weights, sizes, strict=False)]
-        unit = units[0] if units else 0.0
-        differ = any(not math.isclose(u, unit, rel_tol=_EQUAL) for u in units)
-        known = weight.new_tensor([differ, bool(units), unit, unit**2])
         return torch.cat([torch.cat([summed, weight]) / source.ranks, known])
 
     def _combined(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
