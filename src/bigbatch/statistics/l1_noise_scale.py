@@ -53,7 +53,7 @@ class L1Moments(GradientMoments):
         device = source.parameters[0].device
         numbers = [self.weight, differ, bool(units), unit, unit**2]
         known = torch.tensor(numbers, dtype=widest_float(device), device="cpu")
-        weight, known = torch.split(to_device(known, device), (1, 4))
+        weight, known = to_device(known, device).tensor_split((1,))
         source.reducer.all_reduce(weight)
         pairs = self._combined(weight)
         elements = [torch.stack([_l1_norm(m2.sqrt_()), _l1_norm(total)]) for total, m2 in pairs]
