@@ -178,14 +178,14 @@ def run(folder: Path | None, phases: tuple[Phase, ...], seed: int) -> Iterator[K
 
 
 _SOURCE = "nanoGNS, exact/README.md"
-_SEED = "other weights and windows; it doubles in 26 steps"
+_SEED = "other weights and windows; it doubles in 50 steps"
 _EXPECTED = (
     ("noise scale of the GPT at step 240, batch 64", 21.9598, 2.0, _SEED, True),
     (
         "its squared mean gradient",
         0.9331,
         2.0,
-        "other weights and windows; it halves in 26 steps",
+        "other weights and windows; it halves in 50 steps",
         True,
     ),
     ("its tr Sigma", 20.4898, 1.5, "other weights and windows", True),
