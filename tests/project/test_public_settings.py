@@ -171,7 +171,8 @@ PUBLIC = {
         lambda **settings: bb.GradientMeter(nn.Linear(2, 1), **settings),
         {},
         {"loss": one_of("weighted", "mean"), "confidence": coverage, "per_layer": is_flag}
-        | {"half_batch_cosine": is_flag, "every": is_count, "groups": groups}
+        | {"half_batch_cosine": is_flag, "l1_noise_scale": is_flag}
+        | {"every": is_count, "groups": groups}
         | {"scaler": is_none},
     ),
     "Batches": (

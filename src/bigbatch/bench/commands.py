@@ -18,17 +18,20 @@ from bigbatch.bench import (
     coverage,
     decision_regret,
     engine_cost,
+    known_answers,
     loop_cost,
     loop_overhead,
     meter_cost,
     optimizer_cost,
     projection_accuracy,
     scaling,
+    shakespeare_gpt,
     similarity_accuracy,
     step_kinds,
     trainer_cost,
     vr_vs_base,
 )
+from bigbatch.bench.known_answer import KnownAnswer
 from bigbatch.bench.noisy_quadratic import RATES, Rate
 from bigbatch.bench.timing import Row
 from bigbatch.runs.console import plain_console
@@ -188,6 +191,25 @@ def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = Non
     _show(f"coverage of intervals, {trials} trials", rows)
 
 
+@bench.command("known-answers")
+def known_answers_(
+    seed: Seed = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="Folder with fashion-mnist/ and tinyshakespeare/."),
+    ] = None,
+    *,
+    paper_scale: Annotated[
+        bool, typer.Option("--paper-scale", help="Train the GPT with all 250 steps of 64 windows.")
+    ] = False,
+) -> None:
+    """Published and analytic numbers against what this library computes; fails if one differs."""
+    phases = shakespeare_gpt.FULL if paper_scale else shakespeare_gpt.SHORT
+    answers, shown = tee(known_answers.run(seed, data, phases))
+    _show("known answers", (answer.row() for answer in shown), width=2 * _WIDTH)
+    require_passes(answers)
+
+
 @bench.command("projection-accuracy")
 def projection_accuracy_(
     seeds: Annotated[int, typer.Option(min=1, help="Trainings.")] = 3,
@@ -210,12 +232,20 @@ def similarity_accuracy_(
         similarity_accuracy.draw(list(comparisons), out)
 
 
-def _show(title: str, rows: Iterable[Row], total: int | None = None) -> None:
+def require_passes(answers: Iterable[KnownAnswer]) -> None:
+    """Names the answers that are wrong, and exits with 1 if there are any."""
+    failures = [answer.what for answer in answers if not answer.passes]
+    if failures:
+        typer.echo(f"{len(failures)} failed: {'; '.join(failures)}", err=True)
+        raise typer.Exit(1)
+
+
+def _show(title: str, rows: Iterable[Row], total: int | None = None, width: int = _WIDTH) -> None:
     """Shows progress, then the table; as Markdown where the output is no terminal."""
     console = plain_console()
     markdown = not console.is_terminal
     if markdown:
-        console = plain_console(width=_WIDTH)
+        console = plain_console(width=width)
     console.print(title)
     tracked = list(track(rows, "measuring", total=total, console=plain_console(stderr=True)))
     table = Table(*tracked[0], box=box.MARKDOWN if markdown else box.HEAVY_HEAD)

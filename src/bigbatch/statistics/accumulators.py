@@ -12,6 +12,7 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
+from bigbatch.statistics.l1_noise_scale import L1Moments
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
 from bigbatch.statistics.step_totals import RANK_COUNTS, pack, unpack
@@ -25,6 +26,7 @@ class StepAccumulators:
         layers: the number of each parameter's layer; empty if all parameters are one layer.
         sketches: whether to accumulate the projections that an interval needs.
         half_batch_cosine: whether to accumulate SimiGrad's cosine.
+        l1_noise_scale: whether to accumulate the moments of the l1 noise scale.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class StepAccumulators:
         *,
         sketches: bool,
         half_batch_cosine: bool,
+        l1_noise_scale: bool = False,
     ) -> None:
         self.norms = MicroBatchNorms(layers)
         self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
+        self._l1_moments = L1Moments(source) if l1_noise_scale else None
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source = source
         self._probe = ProjectionProbe(source)
@@ -45,8 +49,8 @@ class StepAccumulators:
     @property
     def subscribers(self) -> list[Subscriber]:
         """The subscribers that read the gradients."""
-        optional = [s for s in (self._sketches, self.half_batch_cosine) if s is not None]
-        return [self.norms, self._probe, *optional]
+        optional = (self._sketches, self.half_batch_cosine, self._l1_moments)
+        return [self.norms, self._probe, *(s for s in optional if s is not None)]
 
     @torch.no_grad()
     def measure(
@@ -160,6 +164,8 @@ class StepAccumulators:
             parts["group_error"] = self._group_error(scale)
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots()
+        if self._l1_moments is not None:
+            parts["l1"] = self._l1_moments.sums(sizes)
         replicas = self._source.reducer.replicas
         if replicas > 1:
             of_grad = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
