@@ -74,7 +74,7 @@ def test_what_a_step_measures_has_the_distribution_of_its_micro_batches():
     assert np.corrcoef(measured.T)[0, 1] == pytest.approx(np.corrcoef(drawn.T)[0, 1], abs=0.08)
 
 
-def test_a_power_law_has_a_thousand_coordinates_and_its_own_sums():
+def test_the_harmonic_spectrum_has_a_thousand_coordinates_and_its_own_sums():
     spectrum, values = SPECTRA["1/i"], 1 / np.arange(1, 1001)
     assert spectrum.counts.sum() == 1000
     assert spectrum.counts @ spectrum.curvatures == pytest.approx(values.sum())

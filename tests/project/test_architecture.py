@@ -205,6 +205,7 @@ def test_the_public_names_are_these():
         "DistributedState",
         "ElasticDistributedSampler",
         "Fixed",
+        "Goodput",
         "GradientMeter",
         "GradientStatistics",
         "LateSwitch",

@@ -32,7 +32,7 @@ from bigbatch.bench import (
     vr_vs_base,
 )
 from bigbatch.bench.known_answer import KnownAnswer
-from bigbatch.bench.noisy_quadratic import RATES, Rate
+from bigbatch.bench.noisy_quadratic import RATES
 from bigbatch.bench.timing import Row
 from bigbatch.runs.console import plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
@@ -134,7 +134,7 @@ def overhead(
 @bench.command("decisions")
 def decisions(
     rate: Annotated[
-        list[Rate] | None, typer.Option(help=f"Learning rates: {', '.join(RATES)} [all].")
+        list[str] | None, typer.Option(help=f"Learning rates: {', '.join(RATES)} [all].")
     ] = None,
     beds: Annotated[int | None, typer.Option(min=1, help="Beds of each rate [10].")] = None,
     seed: Seed = 0,
@@ -146,9 +146,12 @@ def decisions(
     """How much longer each policy takes than the best schedule, on noisy quadratics."""
     if out is not None:
         require_writable(out, FIGURE_FORMATS)
+    rates = [known for known in RATES if rate is None or known in rate]
+    for name in rate or ():
+        if name not in RATES:
+            raise typer.BadParameter(f"--rate {name!r}: one of {', '.join(RATES)}")
     tracked = (one.row() for one in batch_tracking.run(seed))
     _show("the controller's batch against that of the true noise scale", tracked)
-    rates = rate or RATES
     regrets = list(decision_regret.run(rates, seed, seeds, beds))
     title = f"over the best schedule; median of {seeds} seeds"
     _show(title, (one.row() for one in regrets))

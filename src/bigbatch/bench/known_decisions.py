@@ -6,9 +6,10 @@ from statistics import fmean
 from bigbatch.bench.known_answer import EXACT, KnownAnswer
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
+from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import NoiseScale, NormTest, Policy, SimiGrad, TrainingState
-from bigbatch.runs.replay import StepTime, Trace, Trajectory
+from bigbatch.runs.replay import Trace, Trajectory
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.lr_scaling import square_root
@@ -101,16 +102,13 @@ def _costs() -> Iterator[KnownAnswer]:
         yield KnownAnswer(what, source, steps, seen / batch_size, 1e-6, reason)
         what = f"samples over the least possible, at {multiple:g} B_n"
         yield KnownAnswer(what, source, samples, seen / _SCALE, 1e-6, reason)
-    time = StepTime(fixed=0.4, per_sample=1e-3)  # B_0 = 400
-    sizes = [size for size in range(100, 5000) if _SAMPLES % size == 0]
-    best = min(sizes, key=lambda b: time.seconds([b] * (_SAMPLES // b)) / _progress(b))
+    decision = Goodput(overhead=400).decide(_statistics(64), TrainingState(64, 64, 64))
     what = "batch of most progress per second, B_0 = 400, B_n = 1000"
     source = "sqrt(B_0 B_n): the best goodput of Pollux (OSDI 2021)"
-    reason = "only divisors of the samples are tried"
-    yield KnownAnswer(what, source, 400000**0.5, best, 1.06, reason, is_factor=True)
+    yield KnownAnswer(what, source, 400000**0.5, decision.batch_size, 0.5, "whole samples")
 
 
-_SAMPLES = 720_720  # of a log; many divisors
+_SAMPLES = 720_720  # of a log
 
 
 def _progress(batch_size: int) -> float:

@@ -42,7 +42,7 @@ class Spectrum:
     counts: Array
 
 
-def _power_law() -> Spectrum:
+def _harmonic() -> Spectrum:
     """1, 1/2, ... 1/1000 in groups of nearly equal curvature."""
     values = 1 / np.arange(1, 1001)
     edges = np.geomspace(values[0], values[-1], _BINS + 1)[1:-1]
@@ -51,7 +51,7 @@ def _power_law() -> Spectrum:
 
 
 SPECTRA = {
-    "1/i": _power_law(),
+    "1/i": _harmonic(),
     "flat": Spectrum(np.ones(1), np.full(1, 100.0)),
     "two-scale": Spectrum(np.array([1.0, 0.02]), np.array([10.0, 1000.0])),
 }

@@ -8,7 +8,7 @@ from statistics import median
 _BINS = 4  # bins of batch sizes per factor of two
 _KEPT = 16  # latest steps of a bin that count
 _MIN_STEPS = 5  # of a bin that counts
-_MIN_RATIO = 1.5  # of the largest to the smallest bin, from which the two terms can be told apart
+_MIN_RATIO = 1.5  # of the largest to the smallest bin, from which both terms are known
 
 
 @dataclass(frozen=True)
