@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import SettingError
 
@@ -121,6 +122,15 @@ def restorable(raw: RandomState) -> RandomState:
         "python": (version, torch.tensor(words), gauss),
         "numpy": (torch.tensor(keys, dtype=torch.int64), *rest),
     }
+
+
+def same_random_state(first: RandomState, second: RandomState) -> bool:
+    """Whether two states from `random_state` are equal."""
+    leaves = tree_leaves(first), tree_leaves(second)
+    return len(leaves[0]) == len(leaves[1]) and all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in zip(*leaves, strict=True)
+    )
 
 
 def restore_random_state(state: RandomState) -> None:
