@@ -10,7 +10,7 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, SmoothingWindow, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
 from bigbatch.policies.plan import clamp, require_bounds
-from bigbatch.policies.policy import Decision, Policy, Shadow, TrainingState, require_policy
+from bigbatch.policies.policy import Decision, Policy, TrainingState, require_policy, without_shadow
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -104,6 +104,11 @@ class Controller:
         self.first_batch_size = batch_size  # before it is moved into the bounds
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
+
+    @property
+    def average(self) -> NoiseAverage | None:
+        """The averages over the window of `smoothing`; None without one."""
+        return self._average
 
     @property
     def needs_statistics(self) -> bool:
@@ -257,11 +262,10 @@ def has_state(value: object) -> bool:
 def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
     """The policy, or the one inside `Shadow`, if it has a state to save; else None."""
     require_policy(policy)
-    while isinstance(policy, Shadow):
-        policy = policy.policy
+    policy = without_shadow(policy)
     if not has_state(policy):
         return None
-    if has_hysteresis:
+    if has_hysteresis and getattr(policy, "counts_decisions", True):
         raise SettingError(
             "dead_band and confidence ask a policy about other cases, which one that remembers "
             "(it has state_dict) would take for steps; leave them out"

@@ -71,7 +71,8 @@ class Policy(Protocol):
     Optional attributes: `min_batch` and `max_batch`, bounds of the batch size; `batch_size`, the
     first batch size; `wants_average = True` if the noise of a single step is not enough;
     `needs_statistics = False` if it decides without them, as a schedule does: then it is asked
-    after every step, with None for the statistics of a step that was not measured.
+    after every step, with None for the statistics of a step that was not measured;
+    `counts_decisions = False` if it has a state that `decide` does not change.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -292,6 +293,13 @@ class Shadow:
         advice = clamp(decision.batch_size, now.min_batch, now.max_batch)
         reason = f"advice: {advice} ({decision.reason})"
         return Decision(now.target_batch_size, reason, advice=advice)
+
+
+def without_shadow(policy: Policy) -> Policy:
+    """The policy inside `Shadow`, or the policy itself."""
+    while isinstance(policy, Shadow):
+        policy = policy.policy
+    return policy
 
 
 def require_policy(policy: Policy) -> None:

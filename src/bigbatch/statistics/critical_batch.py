@@ -117,7 +117,10 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
     for size, gains in zip(sizes, ends, strict=True):
         if _t(gains) < -quantile:
             return CriticalBatch(
-                math.nan, 0.0, float(size), f"the loss rises at batch {size:.0f}, so it is too large"
+                math.nan,
+                0.0,
+                float(size),
+                f"the loss rises at batch {size:.0f}, so it is too large",
             )
     inverses = np.geomspace(1 / (_BEYOND * sizes[-1]), _BEYOND / sizes[0], _POINTS)
     inverses = np.array([0.0, *inverses, np.inf])

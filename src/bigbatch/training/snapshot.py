@@ -72,9 +72,7 @@ class TrainingSnapshot:
         for tensor, value in self._values:
             tensor.copy_(value)
         self._optimizer.load_state_dict(self._state)
-        for loaded, (group, saved) in zip(
-            self._optimizer.param_groups, self._groups, strict=True
-        ):
+        for loaded, (group, saved) in zip(self._optimizer.param_groups, self._groups, strict=True):
             loaded.update(saved)  # loading has copied a learning rate that is a tensor
             group.clear()
             group.update(loaded)
