@@ -59,7 +59,8 @@ class BranchTest:
     Example:
         >>> from bigbatch import NoiseScale
         >>> policy = BranchTest(NoiseScale(), loss_of=lambda batch: batch.mean())
-        >>> policy.take(2000.0, (1500.0, 2600.0), noise_scale=500.0, spent=100, position=(9000, 90, 0))
+        >>> position = 9000, 90, 0  # samples, steps, epochs
+        >>> policy.take(2e3, (1500, 2600), noise_scale=500.0, spent=100, position=position)
         >>> step = GradientStatistics(1.0, 600.0, samples=128, micro_batches=4)
         >>> policy.decide(step, TrainingState(128, 128, 128)).batch_size
         2400

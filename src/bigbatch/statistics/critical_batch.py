@@ -37,7 +37,8 @@ class BranchCurve:
         """
         points = np.asarray(self.samples, dtype=float)
         means = np.asarray(self.gains, dtype=float) / points
-        return samples * (means @ _parabola_weights(np.log(points), np.log(samples)))
+        gains: np.ndarray = samples * (means @ _parabola_weights(np.log(points), np.log(samples)))
+        return gains
 
 
 def curve_points(steps: int, least: int) -> list[int]:

@@ -118,8 +118,8 @@ class BranchRequest:
         if uneven := [size for size in sizes if size % ranks]:
             near = max(ranks, round(uneven[0] / ranks) * ranks)
             raise SettingError(
-                f"batch_sizes={list(sizes)}: {uneven[0]} samples cannot be shared evenly by {ranks} "
-                f"ranks; pass multiples of {ranks}, {near} for example"
+                f"batch_sizes={list(sizes)}: {uneven[0]} samples cannot be shared evenly by "
+                f"{ranks} ranks; pass multiples of {ranks}, {near} for example"
             )
         return sizes
 
@@ -153,8 +153,8 @@ class BranchRequest:
             )
         if available is not None and plan.read > available:
             raise UnaffordableError(
-                f"{sizes} reads {plan.read} samples, and {available} are left in this pass; call it "
-                "earlier in a pass, or pass smaller sizes",
+                f"{sizes} reads {plan.read} samples, and {available} are left in this pass; "
+                "call it earlier in a pass, or pass smaller sizes",
                 ends_with_pass=True,
             )
 
