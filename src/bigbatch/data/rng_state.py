@@ -142,3 +142,13 @@ def restore_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"].cpu())
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda.cpu(), device)
+
+
+def seed_torch(seed: int) -> None:
+    """Seeds torch's generators of the CPU, and of CUDA if that is in use.
+
+    `torch.manual_seed` would also leave a seed for devices that are used later.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)

@@ -12,6 +12,7 @@ import numpy as np
 from bigbatch.statistics.confidence import student_t
 
 _BEYOND = 100.0  # how far beyond the tested sizes an estimate may lie before it counts as none
+_ROUNDING = 1e-9
 _POINTS = 4000  # of the search over 1 / B_crit; neighbors differ by less than half a percent
 
 
@@ -163,6 +164,8 @@ def _interval(
     with np.errstate(divide="ignore"):
         batches = 1 / inverses
     low, high = float(batches[accepted].min()), float(batches[accepted].max())
+    low = low if low * _BEYOND > smallest * (1 + _ROUNDING) else 0.0
+    high = high if high < largest * _BEYOND * (1 - _ROUNDING) else math.inf
     reasons = []
     if low == 0:
         reasons.append("the gains give no lower bound: more repeats or samples would")

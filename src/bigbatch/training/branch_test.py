@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch.data.batches import Batches, PeekedSamples
 from bigbatch.data.collate import Batch
+from bigbatch.data.rng_state import seed_torch
 from bigbatch.errors import BatchError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
@@ -132,7 +133,7 @@ class _Branches:
         """The losses of one branch after so many steps of `rows` samples of this rank."""
         sums = []
         first = start + self._plan.held_aside // self._collectives.ranks
-        torch.manual_seed(seed)
+        seed_torch(seed)
         for step in range(1, points[-1] + 1):
             parts = self._parts(first, first + rows)
             for number, (batch, samples) in enumerate(parts, start=1):
@@ -144,13 +145,13 @@ class _Branches:
             first += rows
             if step in points:
                 sums.append(self._loss_sum(start, seed))
-                torch.manual_seed(seed + step)
+                seed_torch(seed + step)
         return sums
 
     @torch.no_grad()
     def _loss_sum(self, start: int, seed: int) -> float:
         """The loss over this rank's held-aside samples, times their number."""
-        torch.manual_seed(seed)  # so that dropout is the same for all branches
+        seed_torch(seed)  # so that dropout is the same for all branches
         stop = start + self._plan.held_aside // self._collectives.ranks
         parts = self._parts(start, stop)
         loss = math.fsum(float(self._loss(batch)) * samples for batch, samples in parts)
