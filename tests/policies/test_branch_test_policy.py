@@ -112,10 +112,9 @@ def test_dead_band_and_confidence_work_unless_the_policy_inside_counts():
     before = policy.state_dict()
     controller.next(STEP)
     assert before == policy.state_dict()
-    held = bb.Controller(
-        with_result(bb.SimiGrad(0.2), 600.0, (500.0, 700.0), 600.0), 140, dead_band=2.0
-    )
-    assert "held: inside the dead band" in held.next(STEP).reason
+    same = with_result(bb.SimiGrad(0.2), 600.0, (500.0, 700.0), 600.0)
+    controller = bb.Controller(same, 140, dead_band=2.0)
+    assert "held: inside the dead band" in controller.next(STEP).reason
     counting = bb.BranchTest(Patient(), loss_of=len)
     assert {"decisions": 0} == counting.state_dict()["policy"]
     with pytest.raises(SettingError, match="leave them out"):

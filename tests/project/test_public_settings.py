@@ -69,6 +69,10 @@ def amount(units):
     )
 
 
+def is_test_interval(text):
+    return bool(re.fullmatch(r"[1-9]\d* ?%", text)) or amount("step|sample|epoch")(text)
+
+
 def is_function(value):
     return callable(value)
 
@@ -126,6 +130,13 @@ PUBLIC = {
         {"tokens_per_sample": positive},
     ),
     "Shadow": (bb.Shadow, {"policy": bb.Fixed(8)}, {"policy": lambda value: False}),
+    "BranchTest": (
+        bb.BranchTest,
+        {"policy": bb.NoiseScale(), "loss_of": print},
+        {"policy": lambda value: False, "loss_of": is_function}
+        | {"every": lambda value: isinstance(value, str) and is_test_interval(value)}
+        | {"repeats": lambda value: is_count(value) and value > 1, "share": positive},
+    ),
     "Decision": (
         bb.Decision,
         {"batch_size": 8, "reason": "said"},

@@ -75,7 +75,7 @@ LOADERS = {
     "own generator": lambda: DataLoader(
         data(), 8, shuffle=True, generator=torch.Generator().manual_seed(5)
     ),
-    "long": lambda: DataLoader(data(3000), 8, shuffle=True),
+    "long": lambda: DataLoader(data(2000), 8, shuffle=True),
     "augmented": lambda: DataLoader(Augmented(), 8, shuffle=True),
     "stream": lambda: DataLoader(Stream(), 8),
     "replacement": lambda: DataLoader(

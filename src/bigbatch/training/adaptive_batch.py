@@ -150,7 +150,7 @@ class AdaptiveBatch:
         self._step: Step | None = None
         tested = without_shadow(self.controller.policy)
         self._branch_policy = tested if isinstance(tested, BranchTest) else None
-        self._untestable_epoch = -1  # a pass that has too few samples left for a branch test
+        self._untestable_epoch = -1  # the last pass that had too few samples left for a test
         if self._branch_policy is not None:
             require_supported(self._update, self.batches)
         self._update.require_equal_ranks("their settings")
@@ -491,7 +491,7 @@ class AdaptiveBatch:
                 result = self._run_branch_test(policy.loss_of, request)
             except UnaffordableError as error:
                 if error.ends_with_pass:
-                    self._untestable_epoch = self.epoch
+                    self._skip_branch_tests(error)
             else:
                 policy.take(
                     result.critical_batch,
@@ -501,6 +501,13 @@ class AdaptiveBatch:
                     position=position,
                 )
         return self._next_micro_batches()
+
+    def _skip_branch_tests(self, error: UnaffordableError) -> None:
+        """Leaves tests to the next pass; warns if a whole pass is too short for one."""
+        first = self._untestable_epoch < 0
+        self._untestable_epoch = self.epoch
+        if not self.batches.consumed and self._collectives.rank == 0 and first:
+            warnings.warn(f"no branch test is possible: {error}", stacklevel=4)
 
     def _run_branch_test(self, loss_of: LossOf, request: BranchRequest) -> BranchTestResult:
         require_supported(self._update, self.batches)
