@@ -200,6 +200,8 @@ def test_the_public_names_are_these():
         "BatchPlan",
         "Batches",
         "BigbatchError",
+        "BranchTest",
+        "BranchTestResult",
         "Controller",
         "Decision",
         "DistributedState",

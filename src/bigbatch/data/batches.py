@@ -1,13 +1,18 @@
 """Re-cuts any loader's batches into the plan's micro-batches: no sample lost, none twice."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.micro_batches import Remainder, SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
+from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError, SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
@@ -189,6 +194,56 @@ class Batches:
             return None
         return StepBatches(self._pass, plan, min_batch, max_batch, min_rows)
 
+    @contextmanager
+    def peek(self, samples: int, epoch: int) -> Iterator["PeekedSamples"]:
+        """Reads the next samples of this rank, which later steps get as if nothing had been read.
+
+        What was fetched waits in memory for the steps. If fetching drew random numbers, or a pass
+        had to be started for it, the samples are dropped at the end of the block and the loader is
+        put back to its position, as after a resumption. Random states are those of before.
+
+        Args:
+            samples: how many, on this rank.
+            epoch: number of the present or the next pass.
+        Raises:
+            SettingError: between two passes of persistent workers, which draw numbers of their own.
+        """
+        if not self.open and self._loader.keeps_workers:
+            raise SettingError(
+                "between two passes the next samples cannot be read without a trace, since the "
+                "loader's persistent workers draw random numbers of their own: do it inside "
+                "`for step in train`, or set persistent_workers=False"
+            )
+        buffer, shared = self._buffer, self._pass
+        before, generators = random_state(), self._loader.generator_states()
+        saved = self.open, buffer.has_stated_sizes, buffer.state_dict()
+        ends = self._total, self._counted, shared.consumed, shared.end
+        traceless = False
+        try:
+            if not self.open:
+                self.start(epoch)
+            available = buffer.read_ahead(samples)
+            traceless = (
+                saved[:2] == (True, buffer.has_stated_sizes)
+                and same_random_state(before, random_state())
+                and all(map(torch.equal, generators, self._loader.generator_states()))
+            )
+            yield PeekedSamples(buffer, available, self.place)
+        finally:
+            if not traceless:
+                self._rewind(saved[2], epoch, is_open=saved[0])
+                self._total, self._counted, shared.consumed, shared.end = ends
+            restore_random_state(before)
+
+    def _rewind(self, stream: dict[str, Any], epoch: int, *, is_open: bool) -> None:
+        """Puts the loader back to a position of this rank; nothing is communicated."""
+        self._buffer.close()
+        self._loader.set_epoch(epoch)
+        if is_open:
+            self._buffer.load_state_dict(stream, epoch)
+        else:
+            self._loader.resume_between_passes(stream["loader"])
+
     def is_complete(self, samples: int, plan: BatchPlan) -> bool:
         """Whether a step of so many samples was as large as planned, or a whole pass."""
         return samples in (plan.batch_size, self.consumed)
@@ -294,3 +349,25 @@ class Batches:
             )
         consumed: int = position["consumed"]
         self._buffer.skip(epoch, consumed, samples_of_rank(consumed, rank, ranks))
+
+
+@dataclass(frozen=True)
+class PeekedSamples:
+    """The next samples of this rank, inside `Batches.peek`.
+
+    Args:
+        buffer: the buffer in which they wait.
+        available: how many were read; fewer than were asked for at the end of a pass.
+        place: moves a batch to its device, for example; None to leave it.
+    """
+
+    buffer: SampleBuffer
+    available: int
+    place: Callable[[Batch], Batch] | None
+
+    def batches(self, start: int, stop: int) -> list[tuple[Batch, int]]:
+        """Copies of samples `start` to `stop` as few batches, each with its number of samples."""
+        batches = self.buffer.peek(start, stop)
+        if self.place is None:
+            return batches
+        return [(self.place(batch), samples) for batch, samples in batches]

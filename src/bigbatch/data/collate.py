@@ -61,6 +61,11 @@ def concatenate_samples(batches: Sequence[Batch]) -> Batch | None:
     return batches[0] if len(batches) == 1 else _copy(batches)
 
 
+def copy_samples(batch: Batch) -> Batch:
+    """A batch of the same samples in memory of its own."""
+    return _copy([batch])
+
+
 def interleave_samples(
     batches: Sequence[Batch], counts: Sequence[int], turns: int
 ) -> list[Batch] | None:

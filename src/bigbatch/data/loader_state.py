@@ -95,6 +95,11 @@ class ResumableLoader:
             )
 
     @property
+    def keeps_workers(self) -> bool:
+        """Whether its workers, with random states of their own, live from pass to pass."""
+        return self._keeps_workers
+
+    @property
     def order(self) -> str:
         """What determines the order, in words."""
         source: Any = self.batches if self._sampler is None else self._sampler
@@ -114,7 +119,7 @@ class ResumableLoader:
 
     def begin(self, epoch: int, position: int = 0) -> Iterator[Batch]:
         """Begins a pass, of an elastic sampler at this position; sets the epoch."""
-        self._started_from = {"random": random_state(), "generators": self._generator_states()}
+        self._started_from = {"random": random_state(), "generators": self.generator_states()}
         self._had_workers = self._has_workers
         return self._begin(epoch, position)
 
@@ -129,7 +134,7 @@ class ResumableLoader:
             "started_from": self._started_from,
             "found_workers": self._had_workers,
             "has_workers": self._has_workers,
-            "generators": self._generator_states(),
+            "generators": self.generator_states(),
         }
 
     def resume(
@@ -196,6 +201,10 @@ class ResumableLoader:
                 stacklevel=6,
             )
 
+    def generator_states(self) -> list[torch.Tensor]:
+        """The states of the loader's own generators."""
+        return [generator.get_state() for generator in self._generators()]
+
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of sampler and data set."""
         holders: list[Any] = [*self._parts, getattr(self.batches, "dataset", None)]
@@ -223,9 +232,6 @@ class ResumableLoader:
     def _generators(self) -> list[torch.Generator]:
         generators = [getattr(part, "generator", None) for part in self._parts]
         return list(dict.fromkeys(g for g in generators if isinstance(g, torch.Generator)))
-
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators()]
 
 
 class _ExclusivePass(Iterator[Batch]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import SettingError
 
@@ -123,6 +124,15 @@ def restorable(raw: RandomState) -> RandomState:
     }
 
 
+def same_random_state(first: RandomState, second: RandomState) -> bool:
+    """Whether two states from `random_state` are equal."""
+    leaves = tree_leaves(first), tree_leaves(second)
+    return len(leaves[0]) == len(leaves[1]) and all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in zip(*leaves, strict=True)
+    )
+
+
 def restore_random_state(state: RandomState) -> None:
     """Restores the generators to a state from `random_state`."""
     version, words, gauss = state["python"]
@@ -132,3 +142,13 @@ def restore_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"].cpu())
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda.cpu(), device)
+
+
+def seed_torch(seed: int) -> None:
+    """Seeds torch's generators of the CPU, and of CUDA if that is in use.
+
+    `torch.manual_seed` would also leave a seed for devices that are used later.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from bigbatch.data.collate import (
     Batch,
     concatenate_samples,
+    copy_samples,
     count_samples,
     interleave_samples,
     slice_samples,
@@ -74,6 +76,34 @@ class SampleBuffer:
         """Fetches batches until so many samples wait, or the loader ends."""
         while self.waiting < samples and not self.ended:
             self.ended = not self._fetch()
+
+    def read_ahead(self, samples: int) -> int:
+        """Fetches until so many samples wait; returns how many do, fewer at the loader's end.
+
+        The end is not noted: it becomes known when it would have been, so steps are cut alike.
+        """
+        while self.waiting < samples and not self.ended and self._fetch():
+            pass
+        return min(samples, self.waiting)
+
+    def peek(self, start: int, stop: int) -> list[tuple[Batch, int]]:
+        """Copies of the samples `start` to `stop` of those that wait, with their numbers.
+
+        They still wait afterwards. Several batches if they cannot be concatenated.
+        """
+        parts = []
+        for chunk in self._chunks:
+            low, high = max(0, start), min(stop, chunk.samples)
+            if low < high:
+                parts.append((self._split(chunk.batch, low, high), high - low))
+            start, stop = start - chunk.samples, stop - chunk.samples
+        if self.concatenates:
+            batches = [batch for batch, _ in parts]
+            joined = concatenate_samples(batches) if len(batches) > 1 else None
+            if joined is not None:
+                return [(joined, sum(samples for _, samples in parts))]
+            return [(copy_samples(batch), samples) for batch, samples in parts]
+        return [(tree_map_only(torch.Tensor, torch.clone, batch), n) for batch, n in parts]
 
     def take(self, samples: int, turns: int = 1) -> tuple[list[Batch], int]:
         """The next `samples` samples, assigned in turn to `turns` batches, and their number.

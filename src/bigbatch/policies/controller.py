@@ -15,10 +15,10 @@ from bigbatch.policies.policy import (
     NoiseScale,
     Policy,
     TrainingState,
-    Wrapper,
+    innermost,
     require_policy,
+    stateful_part,
 )
-from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -90,7 +90,7 @@ class Controller:
         wants_average = getattr(policy, "wants_average", False)
         self._average = _average(smoothing, confidence, wants_average=wants_average)
         self._warmup = Amount.parse(warmup) if warmup else None
-        if smoothing is None and isinstance(_innermost(policy), NoiseScale):
+        if smoothing is None and isinstance(innermost(policy), NoiseScale):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
                 'set smoothing="auto", or a window: "4K samples", say',
@@ -305,30 +305,16 @@ def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> Non
         warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=3)
 
 
-def has_state(value: object) -> bool:
-    """Whether an object has a state that can be saved and loaded."""
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _stateful(policy: Any, *, has_hysteresis: bool) -> Any:
-    """The policy, or the one inside a wrapper, if it has a state to save; else None."""
+def _stateful(policy: Policy, *, has_hysteresis: bool) -> Any:
+    """The part of a policy that has a state to save, if any."""
     require_policy(policy)
-    policy = _innermost(policy)
-    if not has_state(policy):
-        return None
-    if has_hysteresis:
+    part = stateful_part(policy)
+    if part is not None and has_hysteresis and getattr(part, "counts_decisions", True):
         raise SettingError(
             "dead_band and confidence ask a policy about other cases, which one that remembers "
             "(it has state_dict) would take for steps; leave them out"
         )
-    return policy
-
-
-def _innermost(policy: Any) -> Any:
-    """The policy, or the one inside a wrapper."""
-    while isinstance(policy, Wrapper | Seesaw):
-        policy = policy.cap if isinstance(policy, Seesaw) else policy.policy
-    return policy
+    return part
 
 
 def _as_text(value: object) -> str:

@@ -102,6 +102,8 @@ class Policy(Protocol):
             after every step, with None for the statistics of one that was not measured.
         needs_lr_decay: True if it reads `now.lr_decay`.
         needs_lr_scaling: the only `lr_scaling` that it works with.
+        state_dict, load_state_dict: the state that is saved with the training.
+        counts_decisions: False if it has a state that `decide` does not change.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -282,9 +284,9 @@ def rounded_size(
 
 
 class Wrapper:
-    """A policy around another one, whose optional attributes it shares."""
+    """A policy around another one, whose optional attributes it shares; None for no other one."""
 
-    policy: Policy
+    policy: Any
 
     def __getattr__(self, name: str) -> Any:  # only for what the wrapper itself does not have
         if name not in _SHARED:
@@ -321,6 +323,26 @@ class Shadow(Wrapper):
         advice = clamp(decision.batch_size, now.min_batch, now.max_batch)
         reason = f"advice: {advice} ({decision.reason})"
         return Decision(now.target_batch_size, reason, advice=advice)
+
+
+def innermost(policy: Policy) -> Policy:
+    """The policy inside all wrappers."""
+    while isinstance(policy, Wrapper) and policy.policy is not None:
+        policy = policy.policy
+    return policy
+
+
+def has_state(value: object) -> bool:
+    """Whether an object has a state that can be saved and loaded."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def stateful_part(policy: Policy) -> Any:
+    """The policy, or the first one inside it, that has a state; None if none has."""
+    part: Any = policy
+    while isinstance(part, Wrapper) and not has_state(part):
+        part = part.policy
+    return part if has_state(part) else None
 
 
 def require_policy(policy: Policy, name: str = "policy") -> None:

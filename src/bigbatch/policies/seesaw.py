@@ -7,14 +7,21 @@ from typing import ClassVar
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import clamp
-from bigbatch.policies.policy import Decision, Policy, TrainingState, require_policy, rounded_size
+from bigbatch.policies.policy import (
+    Decision,
+    Policy,
+    TrainingState,
+    Wrapper,
+    require_policy,
+    rounded_size,
+)
 from bigbatch.setting_types import Count, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 
 @checked
 @dataclass(frozen=True)
-class Seesaw:
+class Seesaw(Wrapper):
     """Shares each cut of the learning rate between the rate and the batch.
 
     Where a schedule cuts the rate by x, the rate falls by sqrt(x) and the batch grows by x:
@@ -51,20 +58,22 @@ class Seesaw:
     max_batch: Count | None = None
 
     needs_lr_scaling: ClassVar[str] = "sqrt"
+    min_batch: ClassVar[int] = 1
+    max_change: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         if self.cap is not None:
             require_policy(self.cap, "cap")
 
     @property
+    def policy(self) -> Policy | None:
+        """The cap."""
+        return self.cap
+
+    @property
     def batch_size(self) -> int | None:
         """The first batch size of the schedule; None without one."""
         return self.schedule.batch_size if self.schedule else None
-
-    @property
-    def wants_average(self) -> bool:
-        """Whether the cap wants averaged statistics."""
-        return getattr(self.cap, "wants_average", False)
 
     @property
     def needs_statistics(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.parse import target_of
 from bigbatch.runs.divergence import divergence_of
-from bigbatch.runs.row_schema import SCHEMA, require_step
+from bigbatch.runs.row_schema import BRANCH_TEST, SCHEMA, require_step
 from bigbatch.runs.run_config import PREREQUISITES
 from bigbatch.runs.run_directory import Row, RunDirectory
 from bigbatch.runs.seed_summary import SeedSummary
@@ -53,6 +53,9 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
     }
     if record.way:
         row["way"] = record.way
+    if (test := record.branch_test) is not None:
+        found = (test.critical_batch, *test.interval, test.noise_scale, test.samples_spent)
+        row["branch_test"] = dict(zip(BRANCH_TEST, map(finite, found), strict=True))
     if record.gsnr is not None:
         row["gsnr"] = {
             name: [_round(number) for number in numbers]

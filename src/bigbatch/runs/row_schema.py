@@ -52,8 +52,10 @@ OPTIONAL_STEP = {  # values that a line may lack
     "decision_reason": Kind(str),
     "every": Kind(_Count | None),
     "way": Kind(str),
+    "branch_test": Kind(dict[str, _OptionalNumber]),
     "gsnr": Kind(dict[str, _LayerNumbers]),
 }
+BRANCH_TEST = ("critical_batch", "low", "high", "noise_scale", "samples_spent")
 SETTINGS = {  # settings of config.yaml that are read with a log
     "arm": Kind(str),
     "seed": Kind(_Whole),

@@ -21,12 +21,16 @@ from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.policies.branch_test_policy import DEFAULT_SHARE, BranchTest, Repeats
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Policy
-from bigbatch.setting_types import CHECKED_ELSEWHERE, Positive, check_setting, checked
+from bigbatch.policies.policy import Policy, stateful_part
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
+from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, UnaffordableError
+from bigbatch.training.branch_result import BranchTestResult
+from bigbatch.training.branch_test import LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.measuring_way import MeasuringWay
@@ -147,6 +151,11 @@ class AdaptiveBatch:
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
+        tested = stateful_part(self.controller.policy)
+        self._branch_policy = tested if isinstance(tested, BranchTest) else None
+        self._untestable_epoch = -1  # the last pass that had too few samples left for a test
+        if self._branch_policy is not None:
+            require_supported(self._update, self.batches)
         self._update.require_equal_ranks("their settings")
 
     @property
@@ -240,6 +249,62 @@ class AdaptiveBatch:
         """How a measured step of so many samples would be cut, within the bounds."""
         return self._update.fit_plan(batch_size)
 
+    @checked
+    def branch_test(
+        self,
+        loss_of: LossOf,
+        batch_sizes: list[Count] | None = None,
+        *,
+        samples: Count | None = None,
+        repeats: Repeats = DEFAULT_REPEATS,
+        held_aside: Count | None = None,
+        share: Positive = DEFAULT_SHARE,
+    ) -> BranchTestResult:
+        """Measures the critical batch size by training branches from the present state. Collective.
+
+            S(B) = S_min (1 + B / B_crit)
+
+        S(B) is the number of samples in which batch size B reaches a loss, from this state, with
+        the learning rate that `lr_scaling` gives to B (constant over a branch, without clipping).
+        So B_crit belongs to this rule at this rate. If gradients are mostly noise, S(B) follows
+        the formula where the rate is near its best. SGD far below its best rate is another matter:
+        with "sqrt" S grows as sqrt(B), and B_crit only repeats the middle of `batch_sizes`; with
+        "linear" S hardly grows and the interval has no upper end.
+
+        A repeat trains every branch on the same samples, which no other repeat has, and compares
+        losses on other samples again. `critical_batch` of statistics/critical_batch.py has the
+        estimate and its t-interval over repeats. Losses are those of training (dropout and
+        BatchNorm as in training, dropout the same for all branches).
+
+        Call it between two steps. Afterwards, also after an error, all is as before to the last
+        bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
+        in the loader, and this loop. The samples are the next ones of the loader; they wait in
+        memory until steps take them.
+
+        Args:
+            loss_of: batch -> mean loss over its samples, one number; moves the batch to the device.
+            batch_sizes: batch sizes of the branches, multiples of the ranks; default: 1/2, 1, 2 and
+                4 times the present one.
+            samples: samples that each branch trains on, over all ranks; default: 16 steps of the
+                largest batch, or as many as are affordable. The optimizer's averages must fit in:
+                10 steps of the largest batch for momentum=0.9, 1000 for beta2=0.999.
+            repeats: repeats with other samples, at least 2.
+            held_aside: samples on which losses are compared; default `samples` / 2.
+            share: the most that the test may cost, as a share of the samples seen so far.
+        Returns:
+            The result, the same on every rank; `print` shows a table.
+        Raises:
+            SettingError: the test costs more, or the pass has fewer samples left; or the optimizer
+                is variance-reduced, a GradScaler is used, or another loop gives the micro-batches.
+            LoopError: inside a step.
+        Source:
+            Merrill et al. 2025 (arXiv 2505.23971); McCandlish et al. 2018 (arXiv 1812.06162), 2.
+        """
+        self._require_no_open_step()
+        sizes = None if batch_sizes is None else tuple(batch_sizes)
+        request = BranchRequest(sizes, samples, repeats, held_aside, share * self.samples)
+        return self._run_branch_test(loss_of, request)
+
     def epochs(self, total: int) -> Iterator[int]:
         """The remaining epochs of `total`; a resumed run begins with the one it was in."""
         while self.epoch < total:
@@ -261,7 +326,7 @@ class AdaptiveBatch:
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
-        while (micro_batches := self._next_micro_batches()) is not None:
+        while (micro_batches := self._next_after_test()) is not None:
             self._select_trained()
             self._step = Step(micro_batches, self._update)
             yield self._step
@@ -417,6 +482,45 @@ class AdaptiveBatch:
         self._replacement_check.require_held(trained)
         self.meter.select(trained)
         return trained
+
+    def _next_after_test(self) -> StepBatches | ExternalStep | None:
+        """Runs the policy's branch test if one is due; then the micro-batches of the next step."""
+        policy, position = self._branch_policy, (self.samples, self.steps, self.epoch)
+        if policy is not None and self.epoch != self._untestable_epoch and policy.is_due(*position):
+            request = BranchRequest(
+                repeats=policy.repeats, allowance=policy.allowance(self.samples)
+            )
+            try:
+                result = self._run_branch_test(policy.loss_of, request)
+            except UnaffordableError as error:
+                if error.ends_with_pass:
+                    self._skip_branch_tests(error)
+            else:
+                policy.take(
+                    result.critical_batch,
+                    result.interval,
+                    noise_scale=result.noise_scale,
+                    spent=result.samples_spent,
+                    position=position,
+                )
+        return self._next_micro_batches()
+
+    def _skip_branch_tests(self, error: UnaffordableError) -> None:
+        """Leaves tests to the next pass; warns if a whole pass is too short for one."""
+        first = self._untestable_epoch < 0
+        self._untestable_epoch = self.epoch
+        whole_pass = isinstance(self.batches, Batches) and not self.batches.consumed
+        if whole_pass and self._collectives.rank == 0 and first:
+            warnings.warn(f"no branch test is possible: {error}", stacklevel=4)
+
+    def _run_branch_test(self, loss_of: LossOf, request: BranchRequest) -> BranchTestResult:
+        require_supported(self._update, self.batches)
+        assert isinstance(self.batches, Batches)
+        self._select_trained()
+        with self._update.outside_steps():
+            result = branch_test(self.model, self._update, self.batches, loss_of, request)
+        self._update.note_branch_test(result)
+        return result
 
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:
         min_rows = 1 if self._reader is None else 2  # r needs two micro-batches

@@ -5,7 +5,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from bigbatch.data.collate import Batch, concatenate_samples, count_samples, slice_samples
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rank_consistency import HostCollectives
-from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import RankError, SettingError
-from bigbatch.gradients import MADE_LATE, GradientSource, are_freed, parameters_of
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.auto import find_source
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Share, checked
 from bigbatch.training.oom_hints import is_out_of_memory
-from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
+from bigbatch.training.optimizer_checks import require_steppable
+from bigbatch.training.snapshot import TrainingSnapshot
 
 
 @checked
@@ -130,7 +129,7 @@ class _Trial:
     batch: Batch
     source: GradientSource
     collectives: HostCollectives
-    snapshot: "TrainingSnapshot"
+    snapshot: TrainingSnapshot
 
     def fits(self, size: int) -> bool:
         """Collective. Restores everything."""
@@ -200,76 +199,3 @@ def _first_batch(loader: ResumableLoader) -> Batch:
         loader.require_samples(count_samples(batch), remedy="give a loader of full batches")
         return batch
     raise SettingError("the loader is empty; give one with at least one batch")
-
-
-class TrainingSnapshot:
-    """Everything that a trial changes; tensors are copied to the CPU."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader) -> None:
-        self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._fsdp_roots = _fsdp_roots(model)
-        if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
-            raise SettingError(
-                f"under fully_shard torch {torch.__version__} cannot continue after an error; "
-                "install torch 2.13"
-            )
-        self._random, self._loader_state = random_state(), loader.state_dict()
-        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
-        self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
-        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        parameters = dict.fromkeys([*parameters_of(model), *trained_parameters(optimizer)])
-        if are_freed(parameters):
-            raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
-        self._parameters = [
-            (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
-        ]
-        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
-        tensors = {id(leaf): _shard(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restores everything; may be called repeatedly."""
-        self._model.zero_grad()  # of gathered parameters too, which a reset forgets
-        for root in self._fsdp_roots:
-            with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
-                root.reset_iter_state()
-        for attributes, saved in self._attributes:
-            attributes.clear()
-            attributes.update(saved)
-        for module, training, buffers in self._modules:
-            module.training = training
-            module._buffers.update(buffers)
-        for parameter, requires_grad, grad in self._parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = None if grad is None else grad.to(parameter.device)
-        for tensor, value in self._values:
-            tensor.copy_(value)
-        self._optimizer.load_state_dict(self._state)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(saved)  # loading has copied a learning rate that is a tensor
-        self._loader.resume_between_passes(self._loader_state)
-        restore_random_state(self._random)
-
-
-def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
-    """The attributes of an object, and of the objects in them."""
-    attributes = getattr(thing, "__dict__", None)
-    if type(attributes) is not dict:
-        return []
-    parts = attributes.values() if depth else ()
-    return [attributes, *(nested for part in parts for nested in _attributes(part, depth - 1))]
-
-
-def _fsdp_roots(module: nn.Module) -> list[Any]:
-    """The outermost modules of fully_shard, known by a method that only they have."""
-    if hasattr(module, "set_requires_gradient_sync"):
-        return [module]
-    return [root for child in module.children() for root in _fsdp_roots(child)]
-
-
-def _shard(tensor: Any) -> Tensor:
-    """This rank's shard of a tensor, detached."""
-    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard.detach()

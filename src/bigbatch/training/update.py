@@ -1,5 +1,6 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
+import copy
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,14 +14,16 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.controller import Controller, has_state
+from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Decision, Fixed, TrainingState
+from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
 from bigbatch.policies.step_time import StepTimes
+from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.lr_scaling import LRScaling, resolve_scaling, scale_lr
 from bigbatch.training.measuring_interval import MeasuringInterval, Situation
@@ -29,6 +32,8 @@ from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
 from bigbatch.training.step_record import StepRecord, StepStatistics
 from bigbatch.training.transport import require_transportable, transported
+
+_NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test
 
 
 class Update:
@@ -66,6 +71,9 @@ class Update:
         self.record: StepRecord | None = None  # of the last step
         self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
+        self.noise_average = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
+        self.max_micro_batch = constraints.micro_batch  # most samples of a backward of one rank
+        self._branch_test: BranchTestResult | None = None  # since the last step
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
@@ -152,6 +160,44 @@ class Update:
         scale: float = self._scaling(batch_size, self.clock.base_batch, statistics)
         return scale
 
+    def factors_of(self, batch_sizes: tuple[int, ...]) -> tuple[float, ...]:
+        """The factor that a step of each size would have; a rule with a state keeps it."""
+        scaling = self._scaling if has_state(self._scaling) else None
+        saved = None if scaling is None else copy.deepcopy(scaling.state_dict())
+        factors = tuple(self.factor(batch_size, None) for batch_size in batch_sizes)
+        if scaling is not None:
+            scaling.load_state_dict(saved)
+        return factors
+
+    @property
+    def average_noise_scale(self) -> float:
+        """B_simple averaged over 16 measured steps; nan before the first."""
+        average = self.noise_average
+        return GradientStatistics(average.grad_sqnorm, average.grad_variance, 1, 0).noise_scale
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Does something between two steps whose time and learning rates are not the next step's.
+
+        Raises:
+            LoopError: an earlier step failed half way.
+        """
+        if self._half_done:
+            raise LoopError("update() failed half way; load an earlier checkpoint")
+        if self.clock.scheduler is None and self.record is not None:
+            self._lr_changes.examine(self.epoch)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._step_started += time.perf_counter() - started
+            if self.record is not None:
+                self._lr_changes.note(self.epoch)
+
+    def note_branch_test(self, result: BranchTestResult) -> None:
+        """Puts the result into the record of the next step."""
+        self._branch_test = result
+
     def rank_message(self) -> tuple[float, float]:
         """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
         several = self.collectives.ranks > 1
@@ -226,10 +272,13 @@ class Update:
             elapsed_seconds=step.elapsed_seconds,
             every=self.interval.every,
             way=self.way.describe(target_batch_size),
+            branch_test=self._branch_test,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
+        self._branch_test = None
         if step.statistics is not None:
             self.last_measured = self.record
+            self.noise_average.update(step.statistics)
         self._lr_changes.note(self.epoch)
         self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample
@@ -379,6 +428,7 @@ class Update:
             "way": self.way.state_dict(),
             "step_times": self._step_times.state(),
             "loss_trend": self._loss_trend.state(),
+            "noise": self.noise_average.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -405,6 +455,7 @@ class Update:
         self.way.load_state_dict(state["way"])
         self._step_times.load(state["step_times"])
         self._loss_trend.load(state["loss_trend"])
+        self.noise_average.load_state_dict(state["noise"])
         self.meter.at_step(self.steps + self.skipped, due=self.interval.due)
 
 

@@ -1,0 +1,182 @@
+"""The sizes of a branch test, and what it costs."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer, RMSprop
+
+from bigbatch.errors import SettingError
+from bigbatch.statistics.critical_batch import curve_points
+
+DEFAULT_REPEATS = 6
+
+_MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the present batch size, by default
+_FORWARD = 1 / 3  # cost of a forward alone, as a share of forward and backward
+_FEWEST_STEPS = 4  # of the largest batch, by default
+_MOST_STEPS = 16
+
+
+class UnaffordableError(SettingError):
+    """A branch test does not fit into what may be spent, or into the rest of the pass.
+
+    Args:
+        message: the message.
+        ends_with_pass: whether it is the pass that has too few samples.
+    """
+
+    def __init__(self, message: str, *, ends_with_pass: bool = False) -> None:
+        super().__init__(message)
+        self.ends_with_pass = ends_with_pass
+
+
+@dataclass(frozen=True)
+class BranchPlan:
+    """The sizes of a branch test, all over all ranks.
+
+    Args:
+        batch_sizes: batch size of each branch, increasing.
+        samples: samples that each branch trains on.
+        repeats: repeats, each with other samples.
+        held_aside: samples on which the losses of a repeat are compared.
+    """
+
+    batch_sizes: tuple[int, ...]
+    samples: int
+    repeats: int
+    held_aside: int
+
+    def points(self, batch_size: int) -> list[int]:
+        """The steps after which a branch is evaluated."""
+        return curve_points(self.samples // batch_size, self.samples // self.batch_sizes[-1])
+
+    @property
+    def read(self) -> int:
+        """Samples that are read from the loader."""
+        return self.repeats * (self.samples + self.held_aside)
+
+    @property
+    def cost(self) -> int:
+        """Samples of forward and backward; an evaluation counts a third of its samples."""
+        trained = sum(self.samples // size * size for size in self.batch_sizes)
+        evaluations = 1 + sum(len(self.points(size)) for size in self.batch_sizes)
+        return math.ceil(self.repeats * (trained + _FORWARD * evaluations * self.held_aside))
+
+
+@dataclass(frozen=True)
+class BranchRequest:
+    """What the caller asks for; None for the default.
+
+    Args:
+        batch_sizes, samples, repeats, held_aside: as in `BranchPlan`.
+        allowance: the most samples that the test may cost.
+    """
+
+    batch_sizes: tuple[int, ...] | None = None
+    samples: int | None = None
+    repeats: int = DEFAULT_REPEATS
+    held_aside: int | None = None
+    allowance: float = math.inf
+
+    def plan(
+        self, batch_size: int, ranks: int, memory: tuple[float, str], available: int | None
+    ) -> BranchPlan:
+        """The sizes of the test.
+
+        Args:
+            batch_size: the present batch size.
+            ranks: ranks that share every batch.
+            memory: steps over which the optimizer averages, and the setting that says so.
+            available: samples left in the pass; None if unknown.
+        Raises:
+            UnaffordableError: nothing fits.
+            SettingError: sizes that cannot work.
+        """
+        sizes = self._sizes(batch_size, ranks)
+        fewest = max(_FEWEST_STEPS, math.ceil(memory[0]))
+        if self.samples is not None:
+            self._require_length(self.samples, sizes[-1], memory)
+            plan = self._of(sizes, self.samples, ranks)
+            self._require_affordable(plan, available)
+            return plan
+        least = self._of(sizes, fewest * sizes[-1], ranks)
+        self._require_affordable(least, available)
+        longer = range(max(_MOST_STEPS, 2 * fewest), fewest, -1)
+        plans = (self._of(sizes, steps * sizes[-1], ranks) for steps in longer)
+        return next((plan for plan in plans if self._fits(plan, available)), least)
+
+    def _sizes(self, batch_size: int, ranks: int) -> tuple[int, ...]:
+        if self.batch_sizes is None:
+            rows = [max(1, round(multiple * batch_size / ranks)) for multiple in _MULTIPLES]
+            return tuple(sorted({ranks * row for row in rows}))
+        sizes = tuple(sorted(set(self.batch_sizes)))
+        if len(sizes) < 2:
+            raise SettingError(
+                f"batch_sizes={list(self.batch_sizes)} is one size, and branches are compared; "
+                f"pass at least two, {[sizes[0], 4 * sizes[0]] if sizes else [32, 128]} for example"
+            )
+        if uneven := [size for size in sizes if size % ranks]:
+            near = max(ranks, round(uneven[0] / ranks) * ranks)
+            raise SettingError(
+                f"batch_sizes={list(sizes)}: {uneven[0]} samples cannot be shared evenly by "
+                f"{ranks} ranks; pass multiples of {ranks}, {near} for example"
+            )
+        return sizes
+
+    def _require_length(self, samples: int, largest: int, memory: tuple[float, str]) -> None:
+        steps, fewest = samples // largest, max(2, math.ceil(memory[0]))
+        if steps < fewest:
+            averages = f", and the optimizer averages over {fewest} ({memory[1]})" * (fewest > 2)
+            raise SettingError(
+                f"samples={samples} are {steps} steps of the largest batch, {largest}{averages}; "
+                f"pass samples={fewest * largest} or more, or smaller batch_sizes"
+            )
+
+    def _of(self, sizes: tuple[int, ...], samples: int, ranks: int) -> BranchPlan:
+        samples -= samples % ranks
+        held_aside = max(1, samples // 2) if self.held_aside is None else self.held_aside
+        held_aside = -(-held_aside // ranks) * ranks
+        return BranchPlan(sizes, samples, self.repeats, held_aside)
+
+    def _fits(self, plan: BranchPlan, available: int | None) -> bool:
+        return plan.cost <= self.allowance and (available is None or plan.read <= available)
+
+    def _require_affordable(self, plan: BranchPlan, available: int | None) -> None:
+        sizes = (
+            f"a branch test of batches {list(plan.batch_sizes)} with samples={plan.samples}, "
+            f"repeats={plan.repeats} and held_aside={plan.held_aside}"
+        )
+        if plan.cost > self.allowance:
+            raise UnaffordableError(
+                f"{sizes} costs {plan.cost} samples, and {max(0, int(self.allowance))} may be "
+                "spent; call it later, pass fewer or smaller batch_sizes, or raise share="
+            )
+        if available is not None and plan.read > available:
+            raise UnaffordableError(
+                f"{sizes} reads {plan.read} samples, and {available} are left in this pass; "
+                "call it earlier in a pass, or pass smaller sizes",
+                ends_with_pass=True,
+            )
+
+
+def averaging_steps(optimizer: Optimizer) -> tuple[float, str]:
+    """The most steps over which the optimizer averages gradients, 1 / (1 - b), and the setting b.
+
+    Example:
+        >>> from torch import nn, optim
+        >>> steps, setting = averaging_steps(optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9))
+        >>> round(steps), setting
+        (10, 'momentum=0.9')
+    """
+    longest = (1.0, "")
+    for group in optimizer.param_groups:
+        settings: dict[str, Any] = {"momentum": group.get("momentum")}
+        settings |= {f"beta{n}": beta for n, beta in enumerate(group.get("betas") or (), start=1)}
+        if isinstance(optimizer, RMSprop):
+            settings["alpha"] = group["alpha"]
+        for name, value in settings.items():
+            share = float(value or 0.0)
+            if 0 < share < 1:
+                # 1 / (1 - 0.9) is not quite 10
+                longest = max(longest, (round(1 / (1 - share), 6), f"{name}={share:g}"))
+    return longest

@@ -1,0 +1,186 @@
+"""Branches of a training at several batch sizes, from one state: the critical batch size."""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.data.batches import Batches, PeekedSamples
+from bigbatch.data.collate import Batch
+from bigbatch.data.rng_state import seed_torch
+from bigbatch.errors import BatchError, SettingError
+from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
+from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
+from bigbatch.training.branch_result import BranchTestResult
+from bigbatch.training.lr_scaling import scale_lr
+from bigbatch.training.snapshot import TrainingSnapshot
+from bigbatch.training.update import Update
+
+LossOf = Callable[[Batch], Tensor]
+
+CONFIDENCE = 0.9
+
+
+def require_supported(update: Update, batches: Any) -> None:
+    """Raises SettingError for a loop in which branches cannot train."""
+    problem = ""
+    if not isinstance(batches, Batches):
+        problem = "another loop gives the micro-batches; run the test in a loop over a loader"
+    elif update.reader is not None:
+        problem = (
+            f"{type(update.optimizer).__name__} needs the gradient of each micro-batch of the "
+            "loop; test with its base optimizer, at the same learning rate"
+        )
+    elif update.scaler is not None:
+        problem = "a GradScaler may skip steps of a branch; use bfloat16, which needs none"
+    if problem:
+        raise SettingError(f"a branch test is not possible: {problem}")
+
+
+def branch_test(
+    model: nn.Module, update: Update, batches: Batches, loss_of: LossOf, request: BranchRequest
+) -> BranchTestResult:
+    """Trains the branches and restores everything; see `AdaptiveBatch.branch_test`. Collective."""
+    ranks = update.collectives.ranks
+    memory = averaging_steps(update.optimizer)
+    left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
+    arguments = update.plan.batch_size, ranks, memory
+    plan = request.plan(*arguments, left)
+    with batches.peek(plan.read // ranks, update.epoch) as samples:
+        fewest = min(count for (count,) in update.collectives.all_gather(samples.available))
+        if fewest * ranks < plan.read:
+            plan = request.plan(*arguments, int(fewest) * ranks)
+        factors = update.factors_of(plan.batch_sizes)
+        with ExitStack() as undo:
+            snapshot = TrainingSnapshot(model, update.optimizer)
+            undo.callback(update.meter.source.restart)
+            undo.callback(snapshot.restore)
+            undo.callback(update.meter.source.reducer.set_requires_gradient_sync, True)
+            branches = _Branches(update, loss_of, samples, snapshot, plan, factors)
+            first_losses, curves = branches.train()
+    found = critical_batch(curves, CONFIDENCE)
+    ends = [[row[-1] for row in curve.gains] for curve in curves]
+    return BranchTestResult(
+        batch_sizes=plan.batch_sizes,
+        lr_factors=factors,
+        samples=plan.samples,
+        held_aside=plan.held_aside,
+        first_losses=tuple(first_losses),
+        losses=tuple(
+            tuple(first - gain for first, gain in zip(first_losses, gains, strict=True))
+            for gains in ends
+        ),
+        critical_batch=found.estimate,
+        interval=(found.low, found.high),
+        noise_scale=update.average_noise_scale,
+        samples_spent=plan.cost,
+        reason=found.reason,
+    )
+
+
+class _Branches:
+    """Trains every branch of every repeat from one snapshot."""
+
+    def __init__(
+        self,
+        update: Update,
+        loss_of: LossOf,
+        samples: PeekedSamples,
+        snapshot: TrainingSnapshot,
+        plan: BranchPlan,
+        factors: tuple[float, ...],
+    ) -> None:
+        self._source, self._optimizer = update.meter.source, update.optimizer
+        self._collectives, self._micro_batch = update.collectives, update.max_micro_batch
+        self._loss_of, self._samples, self._snapshot = loss_of, samples, snapshot
+        self._plan, self._factors = plan, factors
+
+    def train(self) -> tuple[list[float], list[BranchCurve]]:
+        """The losses before the branches, by repeat, and the curve of each branch. Collective."""
+        plan, ranks = self._plan, self._collectives.ranks
+        # of its own on each rank, for dropout; the same for all branches of a repeat
+        seeds = torch.randint(2**40, (plan.repeats,)).tolist()
+        points = [plan.points(size) for size in plan.batch_sizes]
+        first_losses: list[float] = []
+        gains: list[list[list[float]]] = [[] for _ in points]
+        for repeat, seed in enumerate(seeds):
+            start = repeat * plan.read // plan.repeats // ranks
+            self._restart()
+            sums = [self._loss_sum(start, seed)]
+            for size, factor, steps in zip(plan.batch_sizes, self._factors, points, strict=True):
+                self._restart()
+                with scale_lr(self._optimizer, factor):
+                    sums += self._train_branch(size // ranks, steps, start, seed)
+            first, *losses = self._mean_over_ranks(sums)
+            first_losses.append(first)
+            for rows, steps in zip(gains, points, strict=True):
+                rows.append([first - loss for loss in losses[: len(steps)]])
+                del losses[: len(steps)]
+        curves = zip(plan.batch_sizes, points, gains, strict=True)
+        return first_losses, [
+            BranchCurve(size, [size * step for step in steps], rows) for size, steps, rows in curves
+        ]
+
+    def _restart(self) -> None:
+        self._snapshot.restore()
+        self._source.zero_grad()
+
+    def _train_branch(self, rows: int, points: list[int], start: int, seed: int) -> list[float]:
+        """The losses of one branch after so many steps of `rows` samples of this rank."""
+        sums = []
+        first = start + self._plan.held_aside // self._collectives.ranks
+        seed_torch(seed)
+        for step in range(1, points[-1] + 1):
+            parts = self._parts(first, first + rows)
+            for number, (batch, samples) in enumerate(parts, start=1):
+                # before the forward, which reads it
+                self._source.reducer.set_requires_gradient_sync(number == len(parts))
+                (self._loss(batch) * (samples / rows)).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            self._source.zero_grad()
+            first += rows
+            if step in points:
+                sums.append(self._loss_sum(start, seed))
+                seed_torch(seed + step)
+        return sums
+
+    @torch.no_grad()
+    def _loss_sum(self, start: int, seed: int) -> float:
+        """The loss over this rank's held-aside samples, times their number."""
+        seed_torch(seed)  # so that dropout is the same for all branches
+        stop = start + self._plan.held_aside // self._collectives.ranks
+        parts = self._parts(start, stop)
+        loss = math.fsum(float(self._loss(batch)) * samples for batch, samples in parts)
+        self._source.zero_grad()  # what an engine has gathered for the forward
+        return loss
+
+    def _parts(self, start: int, stop: int) -> list[tuple[Batch, int]]:
+        """Samples of this rank as micro-batches of about equal sizes."""
+        rows = stop - start
+        count = -(-rows // self._micro_batch)
+        cuts = [start + rows * number // count for number in range(count + 1)]
+        parts = [part for cut in pairwise(cuts) for part in self._samples.batches(*cut)]
+        if len(parts) > count and self._source.reducer.lockstep:
+            raise BatchError(
+                "batches of different shapes cannot be concatenated, and the ranks must do equally "
+                "many backwards; pad them to one length in the collate function"
+            )
+        return parts
+
+    def _loss(self, batch: Batch) -> Tensor:
+        loss = self._loss_of(batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise SettingError(
+                f"loss_of(batch) gave {shape}; return the mean loss of the batch, a Tensor of one "
+                "number"
+            )
+        return loss
+
+    def _mean_over_ranks(self, sums: list[float]) -> list[float]:
+        rows = self._collectives.all_gather(*sums)
+        return [math.fsum(column) / self._plan.held_aside for column in zip(*rows, strict=True)]

@@ -1,0 +1,106 @@
+"""Saves everything that a trial of some steps changes, and restores it."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigbatch.data.loader_state import ResumableLoader
+from bigbatch.data.rng_state import random_state, restore_random_state
+from bigbatch.errors import SettingError
+from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
+from bigbatch.training.optimizer_checks import trained_parameters
+
+
+class TrainingSnapshot:
+    """Everything that a trial changes; tensors are copied to the CPU.
+
+    Args:
+        model: the model, with its parameters, `.grad`, buffers and training modes.
+        optimizer: the optimizer; its groups and their list stay the same objects.
+        loader: a loader between two passes; None to leave the data alone.
+    Raises:
+        SettingError: FSDP2 of a torch before 2.13, which cannot continue after an error.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader | None = None
+    ) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._fsdp_roots = _fsdp_roots(model)
+        if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
+            raise SettingError(
+                f"under fully_shard torch {torch.__version__} cannot continue after an error; "
+                "install torch 2.13"
+            )
+        self._random = random_state()
+        self._loader_state = None if loader is None else loader.state_dict()
+        self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
+        self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._group_list = optimizer.param_groups
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        parameters = dict.fromkeys([*parameters_of(model), *trained_parameters(optimizer)])
+        if are_freed(parameters):
+            raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
+        self._parameters = [
+            (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
+        ]
+        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
+        tensors = {id(leaf): _shard(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restores everything; may be called repeatedly."""
+        self._model.zero_grad()  # of gathered parameters too, which a reset forgets
+        for root in self._fsdp_roots:
+            with suppress(AttributeError):  # no forward has begun, so there is nothing to reset
+                root.reset_iter_state()
+        for attributes, saved in self._attributes:
+            attributes.clear()
+            attributes.update(saved)
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)
+        for parameter, requires_grad, grad in self._parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+        self._optimizer.load_state_dict(self._state)
+        for loaded, (group, saved) in zip(self._optimizer.param_groups, self._groups, strict=True):
+            loaded.update(saved)  # loading has copied a learning rate that is a tensor
+            group.clear()
+            group.update(loaded)
+        if "param_groups" in vars(self._optimizer):  # a wrapper may forward those of another
+            self._group_list[:] = [group for group, _ in self._groups]
+            self._optimizer.param_groups = self._group_list
+        if self._loader is not None and self._loader_state is not None:
+            self._loader.resume_between_passes(self._loader_state)
+        restore_random_state(self._random)
+
+
+def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
+    """The attributes of an object, and of the objects in them."""
+    attributes = getattr(thing, "__dict__", None)
+    if type(attributes) is not dict:
+        return []
+    parts = attributes.values() if depth else ()
+    return [attributes, *(nested for part in parts for nested in _attributes(part, depth - 1))]
+
+
+def _fsdp_roots(module: nn.Module) -> list[Any]:
+    """The outermost modules of fully_shard, known by a method that only they have."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        return [module]
+    return [root for child in module.children() for root in _fsdp_roots(child)]
+
+
+def _shard(tensor: Any) -> Tensor:
+    """This rank's shard of a tensor, detached."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard.detach()

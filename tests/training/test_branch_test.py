@@ -1,0 +1,697 @@
+"""A branch test: what it finds is so, and training afterwards never knew of it."""
+
+import copy
+import math
+import random
+import warnings
+from itertools import islice, pairwise
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import bigbatch as bb
+from bigbatch.data.external_batches import ExternalBatches
+from bigbatch.errors import LoopError, SettingError
+from bigbatch.optim import VRSGD
+from bigbatch.runs.metrics import row_of
+from bigbatch.runs.row_schema import require_step
+from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
+from bigbatch.training.branch_plan import BranchRequest, averaging_steps
+
+SIZES = [8, 16, 32]
+
+
+class Network(nn.Module):
+    """Dropout, running statistics, and a buffer that every forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(5, 12), nn.BatchNorm1d(12)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(12, 3)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        self.forwards = self.forwards + 1
+        x = self.first(x)
+        x = self.norm(x) if len(x) > 1 else x
+        return self.last(self.drop(x.tanh()))
+
+
+def data(samples=1000):
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 5, generator=draw)
+    return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.arange(samples))
+
+
+class Augmented(Dataset):
+    """Draws from torch's global generator when a sample is fetched."""
+
+    def __init__(self):
+        self.data = data()
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, number):
+        x, y, number = self.data[number]
+        return x + 0.1 * torch.randn(5), y, number
+
+
+class Stream(IterableDataset):
+    """Nobody knows how long it is."""
+
+    def __iter__(self):
+        return iter(data(1001))
+
+
+LOADERS = {
+    "global generator": lambda: DataLoader(data(), 8, shuffle=True),
+    "own generator": lambda: DataLoader(
+        data(), 8, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "long": lambda: DataLoader(data(2000), 8, shuffle=True),
+    "augmented": lambda: DataLoader(Augmented(), 8, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), 8),
+    "replacement": lambda: DataLoader(
+        data(), 8, sampler=torch.utils.data.RandomSampler(data(), replacement=True)
+    ),
+    "workers": lambda: DataLoader(Augmented(), 8, shuffle=True, num_workers=1),
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.8, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.5, 0.8), amsgrad=True),
+    "tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), betas=(0.5, 0.8)),
+}
+
+
+def loss_of(model):
+    return lambda batch: cross_entropy(model(batch[0]), batch[1])
+
+
+def looped(kind="global generator", optimizer="momentum", **settings):
+    torch.manual_seed(3)
+    random.seed(3)
+    numpy.random.seed(3)  # noqa: NPY002
+    model = Network()
+    steps = OPTIMIZERS[optimizer](model.parameters())
+    settings = {"policy": bb.SimiGrad(0.3, max_batch=48), "batch_size": 16, "every": 2} | settings
+    return bb.AdaptiveBatch(model, steps, LOADERS[kind](), micro_batch=16, **settings)
+
+
+def branched(train, **settings):
+    sizes = settings.pop("batch_sizes", SIZES)
+    settings = {"samples": 160, "repeats": 2, "share": 1e6} | settings
+    return train.branch_test(loss_of(train.model), sizes, **settings)
+
+
+def taken(train, step):
+    """A step, with all that it can depend on."""
+    seen = []
+    for x, y, number in step:
+        step.backward(cross_entropy(train.model(x), y))
+        seen += [x.sum().item(), number.tolist()]
+    record = step.update()
+    draws = random.random(), float(numpy.random.rand()), torch.rand(1).item()  # noqa: NPY002
+    return [seen, record.loss, record.batch_size, record.lr, record.decision, draws]
+
+
+def finished(train, epochs=2, before=lambda train: None, after=lambda train: None):
+    """The steps of a training and its end; `before` and `after` each step something may happen."""
+    steps = []
+    for _ in train.epochs(epochs):
+        for step in train:
+            before(train)
+            steps.append(taken(train, step))
+            after(train)
+    return steps, everything(train)
+
+
+def everything(train):
+    """All that a test could leave changed, in comparable form."""
+    model, optimizer, state = train.model, train.optimizer, train.state_dict()
+    return (
+        [(name, t.tolist(), t.requires_grad) for name, t in model.named_parameters()],
+        [(name, t.tolist()) for name, t in model.named_buffers()],
+        [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
+        [m.training for m in model.modules()],
+        [{name: t.tolist() for name, t in s.items()} for s in optimizer.state.values()],
+        [{**g, "params": len(g["params"])} for g in optimizer.param_groups],
+        {name: value for name, value in state["shared"].items() if name != "way"},
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [*map(str, numpy.random.get_state())],  # noqa: NPY002
+    )
+
+
+# as before
+
+
+def branched_at(*counts):
+    return lambda train: branched(train) if train.steps in counts else None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in ("workers", "long")])
+def test_training_continues_bit_for_bit_as_without_the_test(kind, optimizer):
+    plain = finished(looped(kind, optimizer), epochs=1)
+    between = finished(looped(kind, optimizer), epochs=1, after=branched_at(5, 11))
+    assert plain == between
+    assert plain == finished(looped(kind, optimizer), epochs=1, before=branched_at(7))
+
+
+@pytest.mark.thorough
+def test_training_with_workers_continues_too():
+    plain = finished(looped("workers"), epochs=1)
+    assert plain == finished(looped("workers"), epochs=1, after=branched_at(5))
+
+
+@pytest.mark.parametrize("kind", ["global generator", "own generator", "stream"])
+def test_between_two_passes_the_next_pass_is_the_one_that_it_would_have_been(kind):
+    runs = []
+    for tests in (False, True):
+        train, steps = looped(kind), []
+        for epoch in train.epochs(2):
+            if tests and epoch == 1:
+                branched(train)
+            steps += [taken(train, step) for step in train]
+        runs.append((steps, everything(train)))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"groups": 4}, {"lr_scaling": "adascale"}, {"lr_scaling": "linear", "budget": None}],
+    ids=str,
+)
+def test_groups_scaling_rules_and_the_interval_are_as_without_the_test(settings):
+    runs = []
+    for tests in (False, True):
+        settings = {"every": None, **settings} if "budget" in settings else settings
+        train = looped(optimizer="sgd", **settings)
+        if "groups" in settings:
+            train.model.norm.eval()
+        runs.append(finished(train, 1, after=branched_at(4) if tests else lambda train: None))
+    assert runs[0] == runs[1]
+
+
+def test_the_scheduler_stands_still():
+    runs = []
+    for tests in (False, True):
+        train = looped()
+        train.scheduler = OneCycleLR(train.optimizer, 0.1, total_steps=200, cycle_momentum=False)
+        runs.append(finished(train, 1, after=branched_at(4, 9) if tests else lambda train: None))
+    assert runs[0] == runs[1]
+
+
+def test_groups_and_rates_stay_the_same_objects():
+    train = looped(optimizer="tensor rate")
+    taken(train, next(iter(train)))
+    groups, rate = train.optimizer.param_groups, train.optimizer.param_groups[0]["lr"]
+    first, value = groups[0], rate.item()
+    with warnings.catch_warnings(action="error"):
+        branched(train)
+        taken(train, next(iter(train)))
+    assert train.optimizer.param_groups is groups
+    assert groups[0] is first
+    assert first["lr"] is rate
+    assert value == rate.item()
+
+
+@pytest.mark.parametrize("fails", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["global generator", "augmented"])
+@pytest.mark.parametrize("calls", [1, 30])
+def test_an_error_of_the_users_own_is_passed_on_and_leaves_everything_as_it_was(calls, kind, fails):
+    plain = finished(looped(kind), epochs=1)
+
+    def failing(train):
+        if train.steps != 6:
+            return
+        done = []
+
+        def fail(batch):
+            random.random()
+            numpy.random.rand()  # noqa: NPY002
+            batch[0].zero_()
+            train.model.eval().requires_grad_(True)
+            done.append(1)
+            if len(done) == calls:
+                raise fails("of the user's own")
+            return loss_of(train.model)(batch)
+
+        before = everything(train)
+        with pytest.raises(fails, match="user's own"):
+            train.branch_test(fail, SIZES, samples=160, repeats=2, share=1e6)
+        assert before == everything(train)
+
+    assert plain == finished(looped(kind), epochs=1, after=failing)
+
+
+# what the branches do
+
+
+def recorded(train, **settings):
+    """Numbers of the samples of each call, whether it trains, and the learning rate."""
+    calls = []
+
+    def record(batch):
+        trains = torch.is_grad_enabled()
+        calls.append((trains, batch[2].tolist(), train.optimizer.param_groups[0]["lr"]))
+        return loss_of(train.model)(batch)
+
+    result = train.branch_test(record, SIZES, samples=160, repeats=3, share=1e6, **settings)
+    return calls, result
+
+
+def test_branches_of_a_repeat_share_samples_that_are_the_loaders_next_ones():
+    train = looped(optimizer="sgd")
+    for step in islice(train, 3):
+        taken(train, step)
+    calls, result = recorded(train, held_aside=40)
+    seen = [seen for step in train for seen in taken(train, step)[0]]
+    following = [n for numbers in seen[1::2] for n in numbers]
+    trained = [n for trains, numbers, _ in calls if trains for n in numbers]
+    branches = [trained[start : start + 160] for start in range(0, len(trained), 160)]
+    assert 9 == len(branches)
+    for repeat in range(3):
+        start = 200 * repeat
+        assert [following[start + 40 : start + 200]] * 3 == branches[3 * repeat : 3 * repeat + 3]
+    aside = {n for trains, numbers, _ in calls if not trains for n in numbers}
+    assert {n for start in (0, 200, 400) for n in following[start : start + 40]} == aside
+    assert (3, 40, 160) == (len(result.first_losses), result.held_aside, result.samples)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factors"), [("sqrt", [0.5**0.5, 1, 2**0.5]), ("linear", [0.5, 1, 2]), (None, [1] * 3)]
+)
+def test_rates_follow_the_loops_rule_from_its_base_batch(rule, factors):
+    train = looped(optimizer="sgd", lr_scaling=rule)
+    taken(train, next(iter(train)))
+    calls, result = recorded(train)
+    rates = [rate for trains, _, rate in calls if trains]
+    assert pytest.approx([0.05 * factor for factor in dict.fromkeys(factors)]) == list(
+        dict.fromkeys(rates)
+    )
+    assert pytest.approx(tuple(factors)) == result.lr_factors
+
+
+def test_the_losses_are_those_of_a_loop_written_out():
+    train = looped(optimizer="momentum", lr_scaling="linear")
+    train.model.drop.p = 0.0
+    for step in islice(train, 5):
+        taken(train, step)
+    state = copy.deepcopy((train.model.state_dict(), train.optimizer.state_dict()))
+    result = branched(train, repeats=2, held_aside=64)
+    following = []
+    for step in train:
+        for x, y, _ in step:
+            step.backward(cross_entropy(train.model(x), y))
+            following.append((x, y))
+        step.update()
+    x, y = (torch.cat(parts) for parts in zip(*following, strict=True))
+    for number, size in enumerate(SIZES):
+        for repeat in range(2):
+            start = repeat * (64 + 160)
+            model = Network()
+            model.drop.p = 0.0
+            optimizer = OPTIMIZERS["momentum"](model.parameters())
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(copy.deepcopy(state[1]))
+            optimizer.param_groups[0]["lr"] *= size / 16
+            aside = slice(start, start + 64)
+
+            def loss(aside=aside, model=model):
+                with torch.no_grad():
+                    parts = zip(x[aside].split(16), y[aside].split(16), strict=True)
+                    return sum(cross_entropy(model(a), b).item() for a, b in parts) / 4
+
+            assert pytest.approx(loss(), rel=1e-5) == result.first_losses[repeat]
+            for first in range(start + 64, start + 224, size):
+                optimizer.zero_grad()
+                for lo in range(first, first + size, min(size, 16)):
+                    part = slice(lo, lo + min(size, 16))
+                    share = min(size, 16) / size
+                    (cross_entropy(model(x[part]), y[part]) * share).backward()
+                optimizer.step()
+            # float32; the same operations in another order of sums
+            assert pytest.approx(loss(), rel=1e-5) == result.losses[number][repeat]
+
+
+# the answer
+
+
+class Quadratic(nn.Module):
+    """risk = sum h w^2 / 2, whose gradient has noise of covariance h; without grad, exactly."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.w = nn.Parameter(torch.randn(30, generator=draw, dtype=torch.float64))
+        self.register_buffer("h", 1 / torch.arange(1.0, 31.0, dtype=torch.float64))
+
+    def forward(self, noise):
+        risk = (self.h * self.w**2).sum() / 2
+        return risk + noise.mean(0) @ self.w if torch.is_grad_enabled() else risk
+
+
+def quadratic(seed, rate, rule, samples=512):
+    draw = torch.Generator().manual_seed(1000 + seed)
+    model = Quadratic(seed)
+    noise = torch.randn(8000, 30, generator=draw, dtype=torch.float64) * model.h.sqrt()
+    train = bb.AdaptiveBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=rate),
+        DataLoader(noise, 32),
+        policy=bb.Fixed(32),
+        micro_batch=128,
+        lr_scaling=rule,
+        every=1,
+    )
+    for step in islice(train, 4):
+        for batch in step:
+            step.backward(model(batch))
+        step.update()
+    expected = expected_critical_batch(model, rate, rule, samples)
+    return expected, train.branch_test(model, [16, 32, 64, 128], samples=samples, share=1e9)
+
+
+def expected_critical_batch(model, rate, rule, samples):
+    """From the expected risk after every step, which has a closed form."""
+    h, curves = model.h.numpy(), []
+    for size in (16, 32, 64, 128):
+        eta = rate * (size / 32 if rule == "linear" else math.sqrt(size / 32))
+        m = model.w.detach().numpy() ** 2
+        first, gains = (h * m).sum() / 2, []
+        for _ in range(samples // size):
+            m = (1 - eta * h) ** 2 * m + eta**2 * h / size
+            gains.append(first - (h * m).sum() / 2)
+        points = [size * (step + 1) for step in range(len(gains))]
+        curves.append(BranchCurve(size, points, [gains, gains]))
+    return critical_batch(curves, 0.9).estimate
+
+
+@pytest.mark.parametrize(
+    ("rule", "rate"),
+    [
+        ("linear", 0.5),
+        ("sqrt", 0.25),
+        pytest.param("sqrt", 0.02, marks=pytest.mark.thorough),
+        pytest.param("linear", 0.05, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_critical_batch_of_a_noisy_quadratic_is_in_its_interval(rule, rate):
+    answers = [quadratic(seed, rate, rule) for seed in range(5)]
+    hits = [result.interval[0] <= expected <= result.interval[1] for expected, result in answers]
+    # of five intervals of 90 %, fewer than three cover in 0.9 % of all cases
+    assert sum(hits) >= 3
+    if rule == "sqrt":  # always bounded, and near
+        errors = [abs(math.log(result.critical_batch / truth)) for truth, result in answers]
+        assert {""} == {result.reason for _, result in answers}
+        assert sorted(errors)[2] < math.log(1.15)
+    if (rule, rate) == ("linear", 0.05):  # the rate may grow with the batch without loss
+        assert {math.inf} == {expected for expected, _ in answers}
+        assert all(math.inf == result.interval[1] and result.reason for _, result in answers)
+
+
+def test_the_noise_scale_is_the_controllers_average_or_that_of_16_measured_steps():
+    train = looped(optimizer="sgd", every=1)
+    average = bb.NoiseAverage(16, "steps")
+    for step in islice(train, 6):
+        taken(train, step)
+        average.update(train.record.statistics)
+    expected = average.grad_variance / average.grad_sqnorm
+    result = branched(train)
+    assert pytest.approx(expected) == result.noise_scale
+    assert (
+        math.isnan(result.ratio) or pytest.approx(result.critical_batch / expected) == result.ratio
+    )
+    controller = bb.Controller(bb.SimiGrad(), batch_size=16, smoothing="4K samples")
+    train = looped(optimizer="sgd", every=1, policy=controller, batch_size=None)
+    average = bb.NoiseAverage(4000)
+    for step in islice(train, 6):
+        taken(train, step)
+        average.update(train.record.statistics)
+    assert pytest.approx(average.grad_variance / average.grad_sqnorm) == branched(train).noise_scale
+
+
+def test_the_table_of_a_result():
+    _, result = quadratic(0, 0.25, "sqrt")
+    first, header, *rows = str(result).splitlines()
+    assert first.startswith(f"critical batch {result.critical_batch:.4g} (")
+    assert "in 512 samples, 6 repeats" in header
+    assert ["16", "32", "64", "128"] == [row.split()[0] for row in rows]
+
+
+# nothing can be concluded
+
+
+def test_a_loss_that_is_nan_is_said_and_training_continues():
+    train = looped(optimizer="sgd")
+    taken(train, next(iter(train)))
+    model = train.model
+    before = everything(train)
+
+    def bad(batch):
+        return loss_of(model)(batch) * (math.nan if len(batch[1]) == 8 else 1.0)
+
+    result = train.branch_test(bad, SIZES, samples=160, repeats=2, share=1e6)
+    assert math.isnan(result.critical_batch)
+    assert (0.0, math.inf) == result.interval
+    assert "is not finite" in result.reason
+    assert before == everything(train)
+
+
+def test_a_loss_that_does_not_fall_is_said():
+    train = looped(optimizer="sgd")
+    taken(train, next(iter(train)))
+    result = train.branch_test(
+        lambda batch: loss_of(train.model)(batch) * 0, SIZES, samples=160, repeats=2, share=1e6
+    )
+    assert (0.0, math.inf) == result.interval
+    assert math.isnan(result.critical_batch)
+    assert "does not fall" in result.reason
+
+
+# what it costs
+
+
+def test_the_cost_is_what_was_computed_and_is_bounded_by_a_share_of_the_samples():
+    train = looped(optimizer="sgd")
+    for step in islice(train, 10):
+        taken(train, step)
+    with pytest.raises(SettingError, match=rf"and {int(0.05 * train.samples)} may be spent"):
+        train.branch_test(loss_of(train.model))
+    calls, result = recorded(train)
+    trained = sum(len(numbers) for trains, numbers, _ in calls if trains)
+    evaluated = sum(len(numbers) for trains, numbers, _ in calls if not trains)
+    assert math.ceil(trained + evaluated / 3) == result.samples_spent
+    exactly = result.samples_spent / train.samples
+    assert result.samples_spent == branched(train, repeats=3, share=exactly * 1.0001).samples_spent
+    with pytest.raises(SettingError, match=f"costs {result.samples_spent} samples"):
+        branched(train, repeats=3, share=exactly * 0.999)
+
+
+def test_by_default_the_branches_are_as_long_as_is_affordable():
+    none = 1.0, ""
+    full = BranchRequest().plan(64, 1, none, None)
+    assert ((32, 64, 128, 256), 16 * 256, 6, 8 * 256) == (
+        full.batch_sizes,
+        full.samples,
+        full.repeats,
+        full.held_aside,
+    )
+    for allowance in (full.cost - 1, full.cost / 2, full.cost / 4):
+        plan = BranchRequest(allowance=allowance).plan(64, 1, none, None)
+        assert plan.cost <= allowance < full.cost
+        assert 4 * 256 <= plan.samples < full.samples
+        longer = BranchRequest(samples=plan.samples + 256).plan(64, 1, none, None)
+        assert longer.cost > allowance
+    with pytest.raises(SettingError, match="may be spent"):
+        BranchRequest(allowance=full.cost / 5).plan(64, 1, none, None)
+    assert 20 * 256 == BranchRequest().plan(64, 1, (10.0, "momentum=0.9"), None).samples
+    few = BranchRequest().plan(64, 1, none, full.read - 1)
+    assert few.read < full.read
+    with pytest.raises(SettingError, match="are left in this pass"):
+        BranchRequest().plan(64, 1, none, 4 * 256)
+
+
+def test_on_ranks_sizes_are_multiples_of_them():
+    none = 1.0, ""
+    assert (30, 60, 120, 240) == BranchRequest().plan(60, 3, none, None).batch_sizes
+    assert (3, 6, 12) == BranchRequest().plan(3, 3, none, None).batch_sizes
+    with pytest.raises(SettingError, match=r"64 samples cannot .* by 3 ranks; .* 63 for example"):
+        BranchRequest((64, 99)).plan(60, 3, none, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_sizes": [16]}, "is one size, and branches are compared"),
+        ({"batch_sizes": []}, "is one size"),
+        ({"batch_sizes": [0, 8]}, "batch_sizes="),
+        ({"repeats": 1}, "repeats=1 must be a whole number of at least 2"),
+        ({"share": 0.0}, "share=0.0 must be"),
+        ({"samples": 63}, "samples=63 are 1 steps of the largest batch, 32.*samples=64 or more"),
+        ({"samples": 640}, "are left in this pass"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_with_the_remedy(settings, message):
+    train = looped(optimizer="sgd")
+    taken(train, next(iter(train)))
+    before = everything(train)
+    with pytest.raises(SettingError, match=message):
+        branched(train, **settings)
+    assert before == everything(train)
+
+
+def test_a_branch_is_longer_than_what_the_optimizer_averages():
+    train = looped(optimizer="momentum")
+    taken(train, next(iter(train)))
+    message = r"samples=128 are 4 steps .* averages over 5 \(momentum=0.8\); pass samples=160"
+    with pytest.raises(SettingError, match=message):
+        branched(train, samples=128)
+    weights = [nn.Parameter(torch.ones(1))]
+    adam = torch.optim.Adam(weights)
+    assert (1000, "beta2=0.999") == averaging_steps(adam)
+    assert (100, "alpha=0.99") == averaging_steps(torch.optim.RMSprop(weights))
+    assert (1, "") == averaging_steps(torch.optim.SGD(weights))
+
+
+def test_a_stream_that_ends_too_early_is_said_and_nothing_is_lost():
+    plain = finished(looped("stream", "sgd"), epochs=1)
+
+    def too_long(train):
+        if train.steps == 20:
+            with pytest.raises(SettingError, match="are left in this pass"):
+                branched(train, samples=640, repeats=3)
+
+    assert plain == finished(looped("stream", "sgd"), epochs=1, after=too_long)
+
+
+def test_inside_a_step_it_is_refused():
+    train = looped(optimizer="sgd")
+    step = next(iter(train))
+    next(iter(step))
+    with pytest.raises(LoopError, match="update"):
+        branched(train)
+
+
+def external(policy):
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return bb.AdaptiveBatch(model, optimizer, ExternalBatches(8), policy=policy, batch_size=32)
+
+
+def variance_reduced(policy):
+    model = Network()
+    return bb.AdaptiveBatch(
+        model, VRSGD(model.parameters(), lr=0.1), LOADERS["stream"](), policy=policy
+    )
+
+
+def scaled(policy):
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    return bb.AdaptiveBatch(model, optimizer, LOADERS["stream"](), policy=policy, scaler=scaler)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (external, "another loop gives the micro-batches"),
+        (variance_reduced, "VRSGD needs the gradient of each micro-batch"),
+        (scaled, "a GradScaler may skip"),
+    ],
+)
+def test_loops_in_which_branches_cannot_train_are_refused_by_name(make, message):
+    with pytest.raises(SettingError, match=message):
+        make(bb.SimiGrad()).branch_test(len)
+    with pytest.raises(SettingError, match=message):
+        make(bb.BranchTest(bb.SimiGrad(), loss_of=len))
+
+
+def test_persistent_workers_are_refused_between_passes_only():
+    model = Network()
+    loader = DataLoader(data(), 8, num_workers=1, persistent_workers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(16), batch_size=16)
+    for step in train:
+        for batch in step:
+            step.backward(loss_of(model)(batch))
+        step.update()
+    with pytest.raises(SettingError, match="persistent_workers=False"):
+        train.branch_test(loss_of(model), SIZES, samples=160, repeats=2, share=1e9)
+
+
+@pytest.mark.parametrize("gives", [lambda batch: batch[0].sum(1), lambda batch: 1.0])
+def test_a_loss_that_is_no_mean_is_refused(gives):
+    train = looped(optimizer="sgd")
+    taken(train, next(iter(train)))
+    with pytest.raises(SettingError, match="return the mean loss of the batch"):
+        train.branch_test(gives, SIZES, samples=160, repeats=2, share=1e6)
+
+
+# the policy
+
+
+def corrected():
+    """A loop whose policy tests again after every 60 % more samples."""
+    loop = []
+    policy = bb.BranchTest(
+        bb.SimiGrad(0.3, max_batch=16),
+        lambda batch: loss_of(loop[0].model)(batch),
+        every="60 %",
+        repeats=2,
+        share=8.0,
+    )
+    loop.append(looped("long", "sgd", every=1, policy=policy))
+    return loop[0], policy
+
+
+def test_the_loop_tests_when_a_test_is_due_and_records_it():
+    train, policy = corrected()
+    records = []
+    for step in train:
+        taken(train, step)
+        records.append(train.record)
+    results = [r.branch_test for r in records if r.branch_test is not None]
+    assert 2 <= len(results)
+    assert sum(result.samples_spent for result in results) == policy.spent
+    seen = [r.samples - r.batch_size for r in records if r.branch_test is not None]
+    assert all(later >= 1.6 * earlier for earlier, later in pairwise(seen))
+    assert policy.spent <= 8.0 * seen[-1]
+    assert f"noise x {policy.ratio:.3g} by the branch test at {seen[-1]} samples" in (
+        records[-1].decision.reason
+    )
+    row = row_of(next(r for r in records if r.branch_test is not None), None)
+    assert results[0].samples_spent == row["branch_test"]["samples_spent"]
+    require_step("a row", row, None)
+    assert "branch_test" not in row_of(records[0], None)
+
+
+def test_a_run_with_tests_resumes_bit_for_bit():
+    whole, policy = corrected()
+    steps = [taken(whole, step) for step in whole]
+    first, _ = corrected()
+    taken_first = []
+    for step in first:
+        taken_first.append(taken(first, step))
+        if len(taken_first) == 60:
+            break
+    state = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
+    saved = first.state_dict()
+    assert saved["shared"]["controller"]["policy"]["tested"] is not None
+    second, resumed = corrected()
+    second.model.load_state_dict(state[0])
+    second.optimizer.load_state_dict(state[1])
+    second.load_state_dict(saved)
+    assert steps == taken_first + [taken(second, step) for step in second]
+    assert policy.state_dict() == resumed.state_dict()
