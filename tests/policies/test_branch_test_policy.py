@@ -108,12 +108,12 @@ def test_the_state_is_all_that_a_decision_depends_on():
 
 def test_dead_band_and_confidence_work_unless_the_policy_inside_counts():
     policy = with_result(bb.SimiGrad(0.2), 2e3, (1500.0, 2500.0))
-    controller = bb.Controller(policy, 128, dead_band=0.15, confidence=0.9, smoothing="4K samples")
+    controller = bb.Controller(policy, 128, dead_band=0.15, confidence=0.9, smoothing="500 samples")
     before = policy.state_dict()
     controller.next(STEP)
     assert before == policy.state_dict()
     same = with_result(bb.SimiGrad(0.2), 600.0, (500.0, 700.0), 600.0)
-    controller = bb.Controller(same, 140, dead_band=2.0)
+    controller = bb.Controller(same, 140, dead_band=2.0, smoothing=None)
     assert "held: inside the dead band" in controller.next(STEP).reason
     counting = bb.BranchTest(Patient(), loss_of=len)
     assert {"decisions": 0} == counting.state_dict()["policy"]

@@ -143,7 +143,11 @@ def everything(train):
         [m.training for m in model.modules()],
         [{name: t.tolist() for name, t in s.items()} for s in optimizer.state.values()],
         [{**g, "params": len(g["params"])} for g in optimizer.param_groups],
-        {name: value for name, value in state["shared"].items() if name != "way"},
+        {
+            name: value
+            for name, value in state["shared"].items()
+            if name not in ("way", "step_times")  # seconds
+        },
         torch.get_rng_state().tolist(),
         random.getstate(),
         [*map(str, numpy.random.get_state())],  # noqa: NPY002
@@ -419,7 +423,7 @@ def test_the_critical_batch_of_a_noisy_quadratic_is_in_its_interval(rule, rate):
         assert all(math.inf == result.interval[1] and result.reason for _, result in answers)
 
 
-def test_the_noise_scale_is_the_controllers_average_or_that_of_16_measured_steps():
+def test_the_noise_scale_is_the_average_of_16_measured_steps():
     train = looped(optimizer="sgd", every=1)
     average = bb.NoiseAverage(16, "steps")
     for step in islice(train, 6):
@@ -431,13 +435,6 @@ def test_the_noise_scale_is_the_controllers_average_or_that_of_16_measured_steps
     assert (
         math.isnan(result.ratio) or pytest.approx(result.critical_batch / expected) == result.ratio
     )
-    controller = bb.Controller(bb.SimiGrad(), batch_size=16, smoothing="4K samples")
-    train = looped(optimizer="sgd", every=1, policy=controller, batch_size=None)
-    average = bb.NoiseAverage(4000)
-    for step in islice(train, 6):
-        taken(train, step)
-        average.update(train.record.statistics)
-    assert pytest.approx(average.grad_variance / average.grad_sqnorm) == branched(train).noise_scale
 
 
 def test_the_table_of_a_result():
@@ -668,9 +665,8 @@ def test_the_loop_tests_when_a_test_is_due_and_records_it():
     seen = [r.samples - r.batch_size for r in records if r.branch_test is not None]
     assert all(later >= 1.6 * earlier for earlier, later in pairwise(seen))
     assert policy.spent <= 8.0 * seen[-1]
-    assert f"noise x {policy.ratio:.3g} by the branch test at {seen[-1]} samples" in (
-        records[-1].decision.reason
-    )
+    decided = f"noise x {policy.ratio:.3g} by the branch test at {seen[-1]} samples"
+    assert any(record.decision.reason.endswith(decided) for record in records)
     row = row_of(next(r for r in records if r.branch_test is not None), None)
     assert results[0].samples_spent == row["branch_test"]["samples_spent"]
     require_step("a row", row, None)
