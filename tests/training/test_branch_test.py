@@ -419,6 +419,17 @@ def test_the_critical_batch_of_a_noisy_quadratic_is_in_its_interval(rule, rate):
         assert all(math.inf == result.interval[1] and result.reason for _, result in answers)
 
 
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("rule", "rate"), [("linear", 0.5), ("sqrt", 0.25), ("sqrt", 0.02), ("linear", 0.05)]
+)
+def test_the_interval_of_a_noisy_quadratic_covers_as_often_as_it_says(rule, rate):
+    answers = [quadratic(seed, rate, rule) for seed in range(100, 160)]
+    covers = [result.interval[0] <= expected <= result.interval[1] for expected, result in answers]
+    # the standard deviation of 60 draws of 0.9 is 0.039; 3 of them
+    assert sum(covers) / 60 >= 0.9 - 0.117
+
+
 def test_the_noise_scale_is_the_controllers_average_or_that_of_16_measured_steps():
     train = looped(optimizer="sgd", every=1)
     average = bb.NoiseAverage(16, "steps")
@@ -668,8 +679,9 @@ def test_the_loop_tests_when_a_test_is_due_and_records_it():
     seen = [r.samples - r.batch_size for r in records if r.branch_test is not None]
     assert all(later >= 1.6 * earlier for earlier, later in pairwise(seen))
     assert policy.spent <= 8.0 * seen[-1]
-    assert f"noise x {policy.ratio:.3g} by the branch test at {seen[-1]} samples" in (
-        records[-1].decision.reason
+    reasons = [record.decision.reason for record in records]
+    assert any(
+        f"noise x {policy.ratio:.3g} by the branch test at {seen[-1]} " in r for r in reasons
     )
     row = row_of(next(r for r in records if r.branch_test is not None), None)
     assert results[0].samples_spent == row["branch_test"]["samples_spent"]
