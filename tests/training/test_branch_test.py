@@ -224,6 +224,20 @@ def test_groups_and_rates_stay_the_same_objects():
     assert value == rate.item()
 
 
+def test_a_rate_that_is_set_after_a_test_between_passes_is_the_users_own_schedule():
+    train = looped(optimizer="sgd")
+    for step in train:
+        taken(train, step)
+    branched(train)
+    with warnings.catch_warnings(action="error"):
+        train.optimizer.param_groups[0]["lr"] = 0.01
+        taken(train, next(iter(train)))
+    branched(train)
+    train.optimizer.param_groups[0]["lr"] = 0.02
+    with pytest.warns(UserWarning, match="was changed from 0.01 to 0.02 between"):
+        taken(train, next(iter(train)))
+
+
 @pytest.mark.parametrize("fails", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", ["global generator", "augmented"])
 @pytest.mark.parametrize("calls", [1, 30])
@@ -474,7 +488,7 @@ def test_a_loss_that_is_nan_is_said_and_training_continues():
     result = train.branch_test(bad, SIZES, samples=160, repeats=2, share=1e6)
     assert math.isnan(result.critical_batch)
     assert (0.0, math.inf) == result.interval
-    assert "is not finite" in result.reason
+    assert "the loss of batch 8 is not finite" == result.reason
     assert before == everything(train)
 
 

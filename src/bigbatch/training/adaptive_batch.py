@@ -266,7 +266,8 @@ class AdaptiveBatch:
         So B_crit belongs to this rule at this rate. If gradients are mostly noise, S(B) follows
         the formula where the rate is near its best. SGD far below its best rate is another matter:
         with "sqrt" S grows as sqrt(B), and B_crit only repeats the middle of `batch_sizes`; with
-        "linear" S hardly grows and the interval has no upper end.
+        "linear" S hardly grows and the interval has no upper end. B_crit also belongs to the length
+        of the branches: a loss that is farther away has a larger one.
 
         A repeat trains every branch on the same samples, which no other repeat has, and compares
         losses on other samples again. `critical_batch` of statistics/critical_batch.py has the
@@ -506,7 +507,8 @@ class AdaptiveBatch:
         """Leaves tests to the next pass; warns if a whole pass is too short for one."""
         first = self._untestable_epoch < 0
         self._untestable_epoch = self.epoch
-        if not self.batches.consumed and self._collectives.rank == 0 and first:
+        whole_pass = isinstance(self.batches, Batches) and not self.batches.consumed
+        if whole_pass and first and self._collectives.rank == 0:
             warnings.warn(f"no branch test is possible: {error}", stacklevel=4)
 
     def _run_branch_test(self, loss_of: LossOf, request: BranchRequest) -> BranchTestResult:
