@@ -276,8 +276,8 @@ class AdaptiveBatch:
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
         bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
-        in the loader, and this loop. What hooks of yours keep elsewhere is not restored. The samples
-        are the next ones of the loader; they wait in memory until steps take them.
+        in the loader, and this loop. What hooks of yours keep elsewhere is not restored. The
+        samples are the next ones of the loader; they wait in memory until steps take them.
 
         Args:
             loss_of: batch -> mean loss over its samples, one number; moves the batch to the device.
