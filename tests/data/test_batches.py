@@ -691,3 +691,70 @@ def test_a_loader_without_the_generator_of_the_state_is_refused():
     state = saved_after_a_step(Batches(with_generator))
     with pytest.raises(StateError, match="generator"):
         Batches(DataLoader(range(32), 4, shuffle=True)).load_state_dict(state, 0)
+
+
+# read ahead
+
+
+class Ragged:
+    """Batches of 3 samples whose widths differ, so that two cannot be concatenated."""
+
+    def __iter__(self):
+        for number in range(8):
+            first = torch.arange(3 * number, 3 * number + 3)
+            yield first[:, None].expand(3, 1 + number % 2).clone()
+
+
+def halves(batch, lo, hi):
+    return {"rows": batch["rows"][lo:hi], "all": batch["all"]}
+
+
+READ_AHEAD = {
+    "equal": ([torch.arange(3 * n, 3 * n + 3)[:, None] for n in range(8)], {}),
+    "ragged": (Ragged(), {}),
+    "split": (
+        [{"rows": torch.arange(3 * n, 3 * n + 3)[:, None], "all": torch.ones(2)} for n in range(8)],
+        {"split": halves, "count": lambda batch: len(batch["rows"])},
+    ),
+}
+
+
+def rows_of(batch):
+    return (batch["rows"] if isinstance(batch, dict) else batch)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", READ_AHEAD)
+@pytest.mark.parametrize("opened", [True, False])
+def test_samples_that_were_read_ahead_and_changed_are_those_of_the_next_steps(kind, opened):
+    loader, options = READ_AHEAD[kind]
+    batches = Batches(loader, **options)
+    seen = []
+    if opened:
+        batches.start(0)
+        seen += [rows_of(m.batch) for m in batches.step(BatchPlan(1, 1, 4), 1)]
+    with batches.peek(10, epoch=0) as peeked:
+        assert 10 == peeked.available
+        first = peeked.batches(1, 8)
+        start = 4 if opened else 0
+        assert list(range(start + 1, start + 8)) == [n for b, _ in first for n in rows_of(b)]
+        assert 7 == sum(samples for _, samples in first)
+        assert (len(first) == 1) == (kind == "equal")
+        for batch, _ in first:
+            (batch["rows"] if isinstance(batch, dict) else batch).zero_()
+    assert opened == batches.open
+    if not opened:
+        batches.start(0)
+    while (step := batches.step(BatchPlan(1, 1, 4), 1)) is not None:
+        seen += [rows_of(m.batch) for m in step]
+    assert list(range(24)) == [n for numbers in seen for n in numbers]
+
+
+def test_the_end_that_was_read_ahead_is_not_known_earlier():
+    batches = Batches([torch.arange(4), torch.arange(4, 6)])
+    batches.start(0)
+    with batches.peek(100, epoch=0) as peeked:
+        assert 6 == peeked.available
+    assert batches.samples is None
+    assert [[0, 1, 2], [3, 4, 5]] == [
+        m.batch.tolist() for m in batches.step(BatchPlan(1, 3, 2), min_batch=1)
+    ]

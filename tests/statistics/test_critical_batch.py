@@ -85,15 +85,13 @@ def test_a_loss_that_does_not_fall_says_nothing():
     assert "does not fall" in found.reason
 
 
-def test_a_loss_that_is_not_finite_is_named_by_its_batch():
-    curves = curves_of(lambda size, s: math.nan if size == 64 else float(s))
+@pytest.mark.parametrize(("diverged", "high"), [(16, math.inf), (64, 64.0)])
+def test_a_batch_whose_loss_is_not_finite_is_named_and_too_large(diverged, high):
+    curves = curves_of(lambda size, s: math.nan if size >= diverged else float(s))
     found = critical_batch(curves, 0.9)
     assert math.isnan(found.estimate)
-    assert (0.0, math.inf, "the loss of batch 64 is not finite") == (
-        found.low,
-        found.high,
-        found.reason,
-    )
+    assert (0.0, high) == (found.low, found.high)
+    assert f"the loss of batch {diverged} is not finite" == found.reason
 
 
 def test_a_batch_whose_loss_rises_is_too_large():

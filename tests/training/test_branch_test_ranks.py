@@ -54,7 +54,9 @@ def without_times(shared):
     return {name: value for name, value in shared.items() if name not in seconds}
 
 
-@pytest.mark.parametrize(("engine", "count"), [("ddp", 2), ("fsdp2", 2), ("ddp", 3)])
+@pytest.mark.parametrize(
+    ("engine", "count"), [("ddp", 2), ("fsdp2", 2), ("ddp", 3), ("ddp-static", 2)]
+)
 def test_every_rank_has_the_result_of_one_process_and_trains_on_as_without(ranks, engine, count):
     plain = ranks(count)(trained, engine, None)
     tested = ranks(count)(trained, engine, "call")

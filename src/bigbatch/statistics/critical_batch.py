@@ -111,9 +111,11 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
     sizes = np.array([curve.batch_size for curve in curves], dtype=float)
     ends = np.array([[gains[-1] for gains in curve.gains] for curve in curves])  # (K, R)
     quantile = student_t(confidence, ends.shape[1] - 1)
-    if not all(np.isfinite(curve.gains).all() for curve in curves):
-        wrong = next(c.batch_size for c in curves if not np.isfinite(c.gains).all())
-        return _unknown(f"the loss of batch {wrong} is not finite")
+    diverged = [c.batch_size for c in curves if not np.isfinite(c.gains).all()]
+    if diverged:
+        reason = f"the loss of batch {diverged[0]} is not finite"
+        high = math.inf if diverged[0] == sizes[0] else float(diverged[0])  # or else too large
+        return CriticalBatch(math.nan, 0.0, high, reason)
     if not _t(ends.mean(0)) > quantile:
         return _unknown("the loss does not fall measurably")
     for size, gains in zip(sizes, ends, strict=True):

@@ -269,7 +269,8 @@ class AdaptiveBatch:
         So B_crit belongs to this rule at this rate. If gradients are mostly noise, S(B) follows
         the formula where the rate is near its best. SGD far below its best rate is another matter:
         with "sqrt" S grows as sqrt(B), and B_crit only repeats the middle of `batch_sizes`; with
-        "linear" S hardly grows and the interval has no upper end.
+        "linear" S hardly grows and the interval has no upper end. B_crit also belongs to the length
+        of the branches: a loss that is farther away has a larger one.
 
         A repeat trains every branch on the same samples, which no other repeat has, and compares
         losses on other samples again. `critical_batch` of statistics/critical_batch.py has the
@@ -278,8 +279,8 @@ class AdaptiveBatch:
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
         bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
-        in the loader, and this loop. The samples are the next ones of the loader; they wait in
-        memory until steps take them.
+        in the loader, and this loop. What hooks of yours keep elsewhere is not restored. The
+        samples are the next ones of the loader; they wait in memory until steps take them.
 
         Args:
             loss_of: batch -> mean loss over its samples, one number; moves the batch to the device.
@@ -510,7 +511,7 @@ class AdaptiveBatch:
         first = self._untestable_epoch < 0
         self._untestable_epoch = self.epoch
         whole_pass = isinstance(self.batches, Batches) and not self.batches.consumed
-        if whole_pass and self._collectives.rank == 0 and first:
+        if whole_pass and first and self._collectives.rank == 0:
             warnings.warn(f"no branch test is possible: {error}", stacklevel=4)
 
     def _run_branch_test(self, loss_of: LossOf, request: BranchRequest) -> BranchTestResult:

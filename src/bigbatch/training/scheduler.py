@@ -289,6 +289,10 @@ class LRChanges:
         self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
         self._epoch = epoch
 
+    def accept(self) -> None:
+        """Takes the rates as they are now for those of the last update."""
+        self.note(self._epoch)
+
     def examine(self, epoch: int) -> None:
         """Compares the rates before another update that has no scheduler."""
         if not self._warns or epoch != self._epoch:

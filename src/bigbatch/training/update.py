@@ -192,7 +192,7 @@ class Update:
         finally:
             self._step_started += time.perf_counter() - started
             if self.record is not None:
-                self._lr_changes.note(self.epoch)
+                self._lr_changes.accept()
 
     def note_branch_test(self, result: BranchTestResult) -> None:
         """Puts the result into the record of the next step."""
