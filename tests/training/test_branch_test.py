@@ -580,9 +580,8 @@ def test_a_branch_is_longer_than_what_the_optimizer_averages():
     with pytest.raises(SettingError, match=message):
         branched(train, samples=128)
     weights = [nn.Parameter(torch.ones(1))]
-    adam = torch.optim.Adam(weights)
-    assert (1000, "beta2=0.999") == averaging_steps(adam)
-    assert (100, "alpha=0.99") == averaging_steps(torch.optim.RMSprop(weights))
+    assert (10, "beta1=0.9") == averaging_steps(torch.optim.Adam(weights))
+    assert (20, "momentum=0.95") == averaging_steps(torch.optim.RMSprop(weights, momentum=0.95))
     assert (1, "") == averaging_steps(torch.optim.SGD(weights))
 
 

@@ -287,8 +287,8 @@ class AdaptiveBatch:
             batch_sizes: batch sizes of the branches, multiples of the ranks; default: 1/2, 1, 2 and
                 4 times the present one.
             samples: samples that each branch trains on, over all ranks; default: 16 steps of the
-                largest batch, or as many as are affordable. The optimizer's averages must fit in:
-                10 steps of the largest batch for momentum=0.9, 1000 for beta2=0.999.
+                largest batch, or as many as are affordable. The optimizer's average of gradients
+                must fit in: 10 steps of the largest batch for momentum or beta1 = 0.9.
             repeats: repeats with other samples, at least 2.
             held_aside: samples on which losses are compared; default `samples` / 2.
             share: the most that the test may cost, as a share of the samples seen so far.

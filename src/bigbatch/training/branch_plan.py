@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from torch.optim import Optimizer, RMSprop
+from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.statistics.critical_batch import curve_points
@@ -162,6 +161,8 @@ class BranchRequest:
 def averaging_steps(optimizer: Optimizer) -> tuple[float, str]:
     """The most steps over which the optimizer averages gradients, 1 / (1 - b), and the setting b.
 
+    Averages of squares (beta2) are left out: see docs/decisions/0018.
+
     Example:
         >>> from torch import nn, optim
         >>> steps, setting = averaging_steps(optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9))
@@ -170,11 +171,8 @@ def averaging_steps(optimizer: Optimizer) -> tuple[float, str]:
     """
     longest = (1.0, "")
     for group in optimizer.param_groups:
-        settings: dict[str, Any] = {"momentum": group.get("momentum")}
-        settings |= {f"beta{n}": beta for n, beta in enumerate(group.get("betas") or (), start=1)}
-        if isinstance(optimizer, RMSprop):
-            settings["alpha"] = group["alpha"]
-        for name, value in settings.items():
+        beta1 = next(iter(group.get("betas") or ()), None)
+        for name, value in (("momentum", group.get("momentum")), ("beta1", beta1)):
             share = float(value or 0.0)
             if 0 < share < 1:
                 # 1 / (1 - 0.9) is not quite 10
