@@ -33,6 +33,7 @@ def state_of(run):
     state = torch.load(run / "checkpoint.pt", weights_only=True)["state"]
     own, *rest = states_of(state["train"])
     own["own"] |= {"elapsed_seconds": None, "step_seconds": None}
+    own["shared"] |= {"step_times": None}
     return state | {"train": [own, *rest]}
 
 

@@ -86,9 +86,7 @@ def least(engine, optimizer, ranks):
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_growing_batch_goes_the_way_of_a_plain_loop(ranks, engine, optimizer):
     settings = {
-        "policy": GROWING,
-        "batch_size": 32,
-        "base_batch": 16,
+        "policy": bb.Controller(GROWING, 32, 16, smoothing=None),
         "min_micro_batches": least(engine, optimizer, 2),
     }
     expected = ranks(2)(looped, engine, optimizer, settings, 600)[0]

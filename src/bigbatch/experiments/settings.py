@@ -58,6 +58,8 @@ class Settings:
         shrink: factor by which simigrad shrinks the batch.
         multiple: batch size of noise-scale, in noise scales.
         theta: relative error of the gradient that norm-test allows.
+        overhead: samples that take goodput as long as the fixed part of a step; left out, it is
+            fitted to the run's own steps.
         batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example; with seesaw,
             its growth in place of the cuts of lr_schedule.
         cap: policy that limits the growth of seesaw: noise-scale:multiple=1 for example.
@@ -119,13 +121,21 @@ class Settings:
     init_from: str = ""
     epochs: Count
     policy: Literal[
-        "fixed", "simigrad", "noise-scale", "norm-test", "schedule", "seesaw", "late-switch"
+        "fixed",
+        "simigrad",
+        "noise-scale",
+        "norm-test",
+        "goodput",
+        "schedule",
+        "seesaw",
+        "late-switch",
     ] = "simigrad"
     target: Cosine = 0.2
     grow: Growth = SimiGrad.grow
     shrink: Shrinkage = SimiGrad.shrink
     multiple: Positive = NoiseScale.multiple
     theta: RelativeError = 0.5
+    overhead: Positive | None = None
     batch_schedule: str = ""
     cap: str = ""
     late_from: SwitchMoment = 0.3

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
+from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
 from bigbatch.policies.plan import clamp, require_bounds
 from bigbatch.policies.policy import (
@@ -90,7 +91,7 @@ class Controller:
         wants_average = getattr(policy, "wants_average", False)
         self._average = _average(smoothing, confidence, wants_average=wants_average)
         self._warmup = Amount.parse(warmup) if warmup else None
-        if smoothing is None and isinstance(innermost(policy), NoiseScale):
+        if smoothing is None and isinstance(innermost(policy), NoiseScale | Goodput):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
                 'set smoothing="auto", or a window: "4K samples", say',
