@@ -1007,3 +1007,39 @@ def test_what_a_bound_keeps_from_a_decaying_schedule_lowers_the_rate():
     seen = [controller.next(noise) for _ in range(6)]
     assert [64, 256, 256, 512, 512, 512] == [decision.batch_size for decision in seen]
     assert [1, 1, 1, 0.5, 0.5, 0.125] == [decision.lr_factor for decision in seen]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("16 steps", "4K samples"), ("4K samples", "16 steps")]
+)
+def test_an_average_in_another_unit_is_not_taken_over(before, after):
+    saved = Controller(SimiGrad(0.2), 64, smoothing=before)
+    for _ in range(40):
+        saved.next(seen(64, noise_scale=100.0))
+    resumed = Controller(SimiGrad(0.2), 64, smoothing=after)
+    with pytest.warns(UserWarning, match="smoothing was"):
+        resumed.load_state_dict(saved.state_dict())
+    fresh = Controller(SimiGrad(0.2), 64, smoothing=after)
+    for _ in range(20):
+        resumed.next(seen(64, noise_scale=1000.0))
+        fresh.next(seen(64, noise_scale=1000.0))
+    assert fresh.state_dict()["average"] == resumed.state_dict()["average"]
+
+
+@pytest.mark.parametrize("wrong", ["2", 0.5, 1.0])
+def test_a_largest_change_of_a_policy_is_checked_as_the_controllers_own(wrong):
+    class Own:
+        max_change = wrong
+
+        def decide(self, noise, now):
+            return Decision(8, "own")
+
+    with pytest.raises(SettingError, match="the policy's max_change="):
+        Controller(Own(), 64)
+
+
+def test_a_step_that_cannot_be_counted_is_not():
+    controller = Controller(Fixed(8), 8)
+    with pytest.raises(SettingError, match="needs now="):
+        controller.next(None)
+    assert 0 == controller.state_dict()["steps"]

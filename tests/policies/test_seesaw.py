@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bigbatch import (
     Controller,
     Fixed,
+    Goodput,
     GradientStatistics,
     LateSwitch,
     NoiseScale,
@@ -73,6 +74,14 @@ def test_the_cap_limits_the_growth_and_never_shrinks_the_first_batch():
     assert 64 == seesaw.decide(little, at(0.25)).batch_size
     shrinks = Seesaw(Schedule("64, 32 from 5 epochs"), cap=NoiseScale())
     assert 32 == shrinks.decide(little, TrainingState(64, 64, 64, epoch=5)).batch_size
+
+
+def test_a_cap_that_only_tries_a_size_makes_the_decision_a_trial():
+    cap = Goodput()
+    decision = Seesaw(cap=cap).decide(NOISE, at(0.1))
+    assert decision.trial
+    assert decision.batch_size == max(64, cap.decide(NOISE, at(0.1)).batch_size)
+    assert not Seesaw(cap=NoiseScale()).decide(NOISE, at(0.1)).trial
 
 
 def test_statistics_are_needed_by_the_cap_alone():

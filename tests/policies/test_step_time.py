@@ -91,6 +91,37 @@ def test_measured_steps_count_if_there_are_no_others():
     assert pytest.approx(0.02) == StepTime.fit(times.sizes).fixed
 
 
+def test_a_single_step_of_the_other_kind_changes_nothing():
+    times = StepTimes()
+    for size, seconds in line([64, 256] * 8):
+        times.add(size, seconds, measured=True)
+    before = times.sizes
+    times.add(64, 9.0, measured=False)  # a skipped step, or the end of an epoch
+    assert before == times.sizes
+
+
+def test_the_kind_of_most_of_the_last_32_steps_counts():
+    times = timed(line([64, 256] * 20, fixed=0.02))
+    for size, seconds in line([64, 256] * 8, fixed=0.5):
+        times.add(size, seconds, measured=True)
+    assert pytest.approx(0.02) == StepTime.fit(times.sizes).fixed
+    times.add(64, 0.5 + 64e-4, measured=True)
+    assert pytest.approx(0.5) == StepTime.fit(times.sizes).fixed
+
+
+def test_old_times_no_longer_count():
+    times = timed(line([64, 256] * 5, fixed=9.0))  # before the machine was changed
+    for size, seconds in line([128] * 299):
+        times.add(size, seconds)
+    assert [128, 256] == [size.batch_size for size in times.sizes]  # one step of 256 is left
+    times.add(128, 0.02 + 128e-4)
+    assert [128] == [size.batch_size for size in times.sizes]
+    kept = StepTimes(max_age=None)
+    for size, seconds in line([64, 256] * 5 + [128] * 400):
+        kept.add(size, seconds)
+    assert [64, 128, 256] == [size.batch_size for size in kept.sizes]
+
+
 def test_each_number_of_ranks_has_its_own_times_and_a_state_keeps_them():
     one = timed(line([64, 256] * 5))
     two = StepTimes(ranks=2)

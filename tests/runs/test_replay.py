@@ -5,6 +5,7 @@ import pytest
 from bigbatch import (
     Controller,
     Fixed,
+    Goodput,
     GradientStatistics,
     LateSwitch,
     NormTest,
@@ -489,3 +490,29 @@ def test_a_run_in_which_nothing_is_measured_yet_is_left_out_among_others(bigbatc
 def test_a_figure_of_another_kind_is_refused_before_anything_is_replayed(bigbatch, run):
     status, out, _ = bigbatch("replay", run, "--policy", "fixed:50", "-o", "figure.pdf")
     assert (2, "") == (status, out)
+
+
+def test_a_loss_that_is_not_finite_is_no_obstacle(logged):
+    rows = log([100] * 20)
+    rows[7]["loss"] = None  # as a log has it
+    assert 20 == len(only(logged(rows), Fixed(100)).batch_sizes)
+
+
+def test_goodput_takes_the_times_of_the_log(logged):
+    history = logged(log([100, 300] * 30, noise=lambda samples: (1.0, 4000.0)))
+    for row in history.rows:
+        row["loss"] = 1.0 / (1 + row["samples"])
+    sizes = only(history, Goodput()).batch_sizes
+    # 0.01 s and 0.001 s a sample: an overhead of 10 samples
+    assert sizes[-2] == pytest.approx((10 * 4000) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "policy", [Goodput(), Seesaw(cap=Goodput()), LateSwitch("5 steps", Goodput())]
+)
+def test_a_log_of_one_batch_size_has_no_times_for_goodput(logged, policy):
+    rows = log([100] * 40)
+    for number, row in enumerate(rows):
+        row["lr"] = [0.1 / (1 + number)]
+    with pytest.raises((SettingError, RunError), match=r"overhead=|follows the scheduled"):
+        only(logged(rows), policy)

@@ -20,7 +20,7 @@ from bigbatch.policies.policy import (
     require_policy,
     stateful_part,
 )
-from bigbatch.setting_types import Count, Coverage, Growth, checked
+from bigbatch.setting_types import Count, Coverage, Growth, check_setting, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -86,8 +86,13 @@ class Controller:
         base_batch = batch_size if base_batch is None else base_batch
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
-        if max_change == "auto":
-            max_change = getattr(policy, "max_change", None)
+        largest_change: float | None = (
+            check_setting(
+                "the policy's max_change", getattr(policy, "max_change", None), Growth | None
+            )
+            if max_change == "auto"
+            else max_change
+        )
         wants_average = getattr(policy, "wants_average", False)
         self._average = _average(smoothing, confidence, wants_average=wants_average)
         self._warmup = Amount.parse(warmup) if warmup else None
@@ -105,12 +110,12 @@ class Controller:
             "decide_every": decide_every,
             "smoothing": smoothing if smoothing in (None, "auto") else str(Amount.parse(smoothing)),
             "dead_band": dead_band,
-            "max_change": max_change,
+            "max_change": largest_change,
             "confidence": confidence,
             "warmup": self._warmup and str(self._warmup),
         }
         self._settings = {name: _as_text(value) for name, value in settings.items()}
-        self._decide_every, self._max_change = decide_every, max_change
+        self._decide_every, self._max_change = decide_every, largest_change
         self._samples = 0.0
         self._steps = 0
         self.policy = policy
@@ -167,15 +172,16 @@ class Controller:
         self, statistics: GradientStatistics | None, now: TrainingState | None
     ) -> TrainingState:
         """Counts a step; returns the state of the training with the controller's own sizes."""
+        if statistics is None and now is None:
+            raise SettingError("a step without statistics needs now=, the state of the training")
         self._steps += 1
         if statistics is not None:
             self._samples += statistics.samples
             batch_size, samples = round(statistics.samples), round(self._samples)
             now = now or TrainingState(0, batch_size, self.base_batch, samples, self._steps)
-        elif now is not None:
-            self._samples += now.batch_size
         else:
-            raise SettingError("a step without statistics needs now=, the state of the training")
+            assert now is not None
+            self._samples += now.batch_size
         return replace(
             now,
             target_batch_size=self.decision.batch_size,
@@ -242,7 +248,7 @@ class Controller:
         self.first_batch_size = state["first_batch_size"]
         self._samples, self._steps = state["samples"], state["steps"]
         saved = state["average"] or {}
-        if self._average is not None and saved.keys() == self._average.state_dict().keys():
+        if self._average is not None and _kind(saved) == _kind(self._average.state_dict()):
             self._average.load_state_dict(saved)  # else there was none, or one of another kind
         if self._stateful_policy is not None and state["policy"] is not None:
             self._stateful_policy.load_state_dict(state["policy"])
@@ -293,6 +299,11 @@ def _average(
     window = Amount.parse(smoothing)
     unit: Literal["steps", "samples"] = "steps" if window.unit == "step" else "samples"
     return NoiseAverage(float(window.count), unit, confidence=confidence)
+
+
+def _kind(average: Mapping[str, Any]) -> tuple[frozenset[str], str | None]:
+    """What two states of averages must share."""
+    return frozenset(average), average.get("unit")
 
 
 def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> None:

@@ -89,13 +89,15 @@ class Seesaw(Wrapper):
         """The batch that the rate or the schedule asks for, within the cap."""
         first = now.first_batch_size if self.schedule is None else self.schedule.batch_size
         size, reason, lr_factor = self._uncapped(now)
+        trial = False
         if self.cap is not None:
             # None only for a cap that needs none
             limit = self.cap.decide(statistics, now)  # type: ignore[arg-type]
             if limit.batch_size < size:
                 size = max(min(first, size), limit.batch_size)
                 reason += f"; capped: {limit.reason}"
-        return Decision(clamp(size, 1, self.max_batch), reason, lr_factor)
+                trial = limit.trial
+        return Decision(clamp(size, 1, self.max_batch), reason, lr_factor, trial=trial)
 
     def _uncapped(self, now: TrainingState) -> tuple[int, str, float]:
         """Batch size, reason and factor of the rate, without the caps."""

@@ -4,11 +4,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 _BINS = 4  # bins of batch sizes per factor of two
 _KEPT = 16  # latest steps of a bin that count
+_MAX_AGE = 300  # steps after which one no longer counts
+_KINDS = 32  # latest steps of which most are measured, or most are not
 _MIN_STEPS = 5  # of a bin that counts
 _MIN_RATIO = 1.5  # of the largest to the smallest bin, from which both terms are known
+
+_Key = tuple[int, bool, int]  # ranks, whether measured, number of the bin
+_Step = tuple[int, int, float]  # number of the step, batch size, seconds
 
 
 @dataclass(frozen=True)
@@ -78,46 +84,60 @@ class StepTimes:
     """Times of steps by batch size, in bins of a quarter of a factor of two.
 
     A bin keeps its 16 latest steps, of which the median counts, so that a step with an evaluation,
-    a checkpoint or a compilation in it changes nothing. Measured steps have bins of their own,
-    which count if every step is measured; so have the steps of each number of ranks.
+    a checkpoint or a compilation in it changes nothing. Steps that are measured have bins of their
+    own, which count while most of the last 32 steps are measured. Steps of another number of ranks
+    never count, nor do those that are older than `max_age`: the machine or the network may have
+    changed since.
 
     Args:
         ranks: processes that share a step.
+        max_age: steps after which one no longer counts; None for never.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        self._ranks = ranks
-        self._bins: dict[tuple[int, bool, int], list[tuple[int, float]]] = {}
-        self._sizes: dict[tuple[int, bool, int], TimedSize] = {}
+    def __init__(self, ranks: int = 1, max_age: int | None = _MAX_AGE) -> None:
+        self._ranks, self._max_age = ranks, math.inf if max_age is None else max_age
+        self._bins: dict[_Key, list[_Step]] = {}
+        self._steps = 0  # with a known time
+        self._kinds: list[bool] = []  # whether each of the last ones was measured
 
     def add(self, batch_size: int, seconds: float, *, measured: bool = False) -> None:
         """Adds a step; a time of 0 is unknown and left out."""
-        if seconds > 0:
-            key = self._ranks, measured, round(_BINS * math.log2(batch_size))
-            steps = self._bins.setdefault(key, [])
-            steps.append((batch_size, seconds))
-            del steps[:-_KEPT]
-            self._sizes[key] = _timed_size(steps)
+        if seconds <= 0:
+            return
+        self._steps += 1
+        self._kinds = [*self._kinds, measured][-_KINDS:]
+        key = self._ranks, measured, round(_BINS * math.log2(batch_size))
+        steps = self._bins.setdefault(key, [])
+        steps.append((self._steps, batch_size, seconds))
+        del steps[:-_KEPT]
 
     @property
     def sizes(self) -> tuple[TimedSize, ...]:
         """The timed sizes, from the smallest."""
-        of_ranks = sorted(key for key in self._sizes if key[0] == self._ranks)
-        kind = of_ranks[0][1] if of_ranks else False  # measured only if there is nothing else
-        return tuple(self._sizes[key] for key in of_ranks if key[1] == kind)
+        kind = sum(self._kinds) > len(self._kinds) / 2
+        keys = sorted(key for key in self._bins if key[:2] == (self._ranks, kind))
+        recent = (
+            [step for step in self._bins[key] if step[0] > self._steps - self._max_age]
+            for key in keys
+        )
+        return tuple(_timed_size(steps) for steps in recent if steps)
 
-    def state(self) -> list[tuple[int, bool, int, list[tuple[int, float]]]]:
+    def state(self) -> dict[str, Any]:
         """The state that `load` takes."""
-        return [(*key, [*steps]) for key, steps in self._bins.items()]
+        bins = [(*key, [*steps]) for key, steps in self._bins.items()]
+        return {"bins": bins, "steps": self._steps, "kinds": [*self._kinds]}
 
-    def load(self, state: list[tuple[int, bool, int, list[tuple[int, float]]]]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
-        self._bins = {(ranks, kind, key): [*steps] for ranks, kind, key, steps in state}
-        self._sizes = {key: _timed_size(steps) for key, steps in self._bins.items()}
+        self._bins = {
+            (ranks, kind, number): [(step, size, seconds) for step, size, seconds in steps]
+            for ranks, kind, number, steps in state["bins"]
+        }
+        self._steps, self._kinds = state["steps"], [*state["kinds"]]
 
 
-def _timed_size(steps: Sequence[tuple[int, float]]) -> TimedSize:
-    sizes, seconds = zip(*steps, strict=True)
+def _timed_size(steps: Sequence[_Step]) -> TimedSize:
+    _, sizes, seconds = zip(*steps, strict=True)
     return TimedSize(median(sizes), median(seconds), len(steps))
 
 

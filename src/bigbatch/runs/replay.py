@@ -4,6 +4,7 @@ Gradient signal and noise are taken from the log as functions of the samples see
 batch size would have led to other weights is neglected; docs/policies.md discusses it.
 """
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate, chain, cycle, groupby, pairwise, repeat
@@ -21,6 +22,7 @@ from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
 from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, format_axes, require_writable, write_figure
 from bigbatch.runs.metrics import History, Table, measured_rows
 from bigbatch.runs.run_directory import Row
+from bigbatch.setting_types import Count, Kind
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.lr_scaling import Scaling, linear, square_root, unscaled
 
@@ -83,11 +85,13 @@ def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
     The time of an evaluation is logged with the step after it, so that step is left out; so is a
     step during which the clock went back.
     """
-    times = StepTimes()
-    for previous, row in pairwise(rows):
-        if previous["metrics"] is None:
-            seconds = row["elapsed_seconds"] - previous["elapsed_seconds"]
-            times.add(row["batch_size"], seconds, measured=row["grad_sqnorm"] is not None)
+    timed = [(row, previous) for previous, row in pairwise(rows) if previous["metrics"] is None]
+    kinds = [row["grad_sqnorm"] is not None for row, _ in timed]
+    kind = sum(kinds) > len(kinds) / 2  # measured, or not: what most steps are
+    times = StepTimes(max_age=None)
+    for (row, previous), measured in zip(timed, kinds, strict=True):
+        if measured == kind:
+            times.add(row["batch_size"], row["elapsed_seconds"] - previous["elapsed_seconds"])
     return times.sizes
 
 
@@ -190,7 +194,7 @@ def lr_decays(history: History) -> list[float] | None:
     scaling = _SCALINGS.get(settings.get("lr_scaling"))
     base_batch = settings.get("base_batch")
     factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
-    if scaling is None or base_batch is None or not all(factors):
+    if scaling is None or base_batch not in Kind(Count) or not all(factors):
         return None
     rates = [
         max(row["lr"]) / (scaling(row["batch_size"], base_batch, None) * factor)
@@ -218,7 +222,7 @@ def _replay_policy(
         trajectory.ends.append(samples)
         trajectory.batch_sizes.append(batch_size)
         row = trace.row(samples)
-        trend.add(batch_size, row["loss"])
+        trend.add(batch_size, math.nan if row["loss"] is None else row["loss"])
         state = TrainingState(
             target_batch_size=0,
             batch_size=batch_size,

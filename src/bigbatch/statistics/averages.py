@@ -118,6 +118,7 @@ class NoiseAverage:
         return {
             "grad_sqnorm": self._grad_sqnorm,
             "grad_variance": self._grad_variance,
+            "unit": self.unit,
             "weight": self._weight,
             "filling": self._filling,
             "scatter": self._scatter.state(),

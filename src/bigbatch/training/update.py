@@ -83,6 +83,7 @@ class Update:
         self.loss_check = LossCheck(warns=warns, has_scaler=self.scaler is not None)
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         self._step_times, self._loss_trend = StepTimes(collectives.ranks), LossTrend()
+        self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
             "micro_batch": repr(constraints.micro_batch),
@@ -288,11 +289,12 @@ class Update:
 
     def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
         """Chooses whether the next step is measured, and plans it."""
-        measured, situation, previous = self.interval.due, self._situation, self.record
+        measured, situation = self.interval.due, self._situation
         self._loss_trend.add(step.samples, step.loss)
-        if previous is not None:
-            is_measured = previous.statistics is not None
-            self._step_times.add(previous.batch_size, step.previous_seconds, measured=is_measured)
+        if self._timed is not None:
+            batch_size, was_measured = self._timed
+            self._step_times.add(batch_size, step.previous_seconds, measured=was_measured)
+        self._timed = step.samples, step.statistics is not None
         self.interval.add_seconds(step.previous_seconds)
         self.way.add_seconds(step.previous_seconds)
         counts = measured and complete and self._must_cut and step.statistics is not None
@@ -454,6 +456,7 @@ class Update:
         self.interval.load_state_dict(state["interval"])
         self.way.load_state_dict(state["way"])
         self._step_times.load(state["step_times"])
+        self._timed = None
         self._loss_trend.load(state["loss_trend"])
         self.noise_average.load_state_dict(state["noise"])
         self.meter.at_step(self.steps + self.skipped, due=self.interval.due)
