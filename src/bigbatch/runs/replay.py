@@ -29,7 +29,7 @@ from bigbatch.training.lr_scaling import Scaling, linear, square_root, unscaled
 _LOGGED = "the run itself"
 _COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")
 _EQUAL_COLUMNS = ("steps at equal progress", "samples at equal progress")
-_SCALINGS: dict[Any, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
+_SCALINGS: dict[str, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
 _BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
 
 
@@ -191,8 +191,8 @@ def lr_decays(history: History) -> list[float] | None:
     size and from the decision before.
     """
     settings = history.settings
-    scaling = _SCALINGS.get(settings.get("lr_scaling"))
-    base_batch = settings.get("base_batch")
+    scaling = _SCALINGS.get(str(settings.get("lr_scaling")))
+    base_batch: Any = settings.get("base_batch")
     factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
     if scaling is None or base_batch not in Kind(Count) or not all(factors):
         return None
