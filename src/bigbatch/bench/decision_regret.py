@@ -8,13 +8,13 @@ from statistics import median
 
 import numpy as np
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from bigbatch.bench.noisy_quadratic import (
     BASE_BATCH,
     RATES,
     Array,
     Bed,
+    Moment,
     Optimizer,
     Rate,
     Rule,
@@ -25,6 +25,7 @@ from bigbatch.bench.timing import Row
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
+from bigbatch.policies.late_switch import LateSwitch
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.policy import (
     MAX_CHANGE,
@@ -35,6 +36,7 @@ from bigbatch.policies.policy import (
     SimiGrad,
     TrainingState,
 )
+from bigbatch.policies.seesaw import Seesaw
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.runs.curves import COLORS, add_grid, write_figure
 
@@ -78,10 +80,10 @@ def beds(rate: Rate) -> list[Bed]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy, and its batch size as a formula of the true noise scale and the samples."""
+    """A policy, and its batch size as a formula, for a simulation without measurement."""
 
     policy: Policy
-    batch_size: Callable[[Array, Array], Array]
+    batch_size: Rule
 
     @property
     def max_change(self) -> float:
@@ -89,11 +91,6 @@ class Candidate:
         if not getattr(self.policy, "needs_statistics", True):
             return math.inf
         return float(getattr(self.policy, "max_change", MAX_CHANGE))
-
-    @property
-    def rule(self) -> Rule:
-        """The formula for a simulation without measurement."""
-        return lambda scale, log_loss, samples, rows: self.batch_size(scale, samples)
 
 
 @dataclass(frozen=True)
@@ -104,42 +101,53 @@ class Arm:
         name: the name in tables.
         candidates: as a function of the overhead and the first batch size.
         is_timed: whether the policy is given times of steps.
+        follows_decay: whether it needs a rate that decays.
     """
 
     name: str
     candidates: Callable[[float, int], list[Candidate]]
     is_timed: bool = False
+    follows_decay: bool = False
 
 
 def _fixed(size: int) -> Candidate:
-    return Candidate(Fixed(size), lambda scale, samples: np.full_like(scale, size))
+    return Candidate(Fixed(size), lambda at: np.full_like(at.samples, size))
 
 
 def _doubling(start: int, every: int) -> Candidate:
     schedule = Schedule(f"{start}, x2 every {every} samples up to {_MAX_GROWTH * start}")
 
-    def batch_size(scale: Array, samples: Array) -> Array:
-        return start * np.minimum(2.0 ** np.floor(np.minimum(samples / every, 60)), _MAX_GROWTH)
+    def batch_size(at: Moment) -> Array:
+        return start * np.minimum(2.0 ** np.floor(np.minimum(at.samples / every, 60)), _MAX_GROWTH)
 
     return Candidate(schedule, batch_size)
 
 
 def _similarity(target: float) -> Candidate:
     multiple = 2 * target / (1 - target)
-    return Candidate(SimiGrad(target), lambda scale, samples: multiple * scale)
+    return Candidate(SimiGrad(target), lambda at: multiple * at.noise_scale)
 
 
 def _multiple(multiple: float) -> Candidate:
-    return Candidate(NoiseScale(multiple), lambda scale, samples: multiple * scale)
+    return Candidate(NoiseScale(multiple), lambda at: multiple * at.noise_scale)
 
 
 def _norm_test(theta: float) -> Candidate:
     multiple = 1 / theta**2 - 1
-    return Candidate(NormTest(theta), lambda scale, samples: multiple * scale)
+    return Candidate(NormTest(theta), lambda at: multiple * at.noise_scale)
+
+
+def _seesaw(start: int) -> Candidate:
+    return Candidate(Seesaw(), lambda at: start / at.decay)
+
+
+def _late_switch(start: int, share: float) -> Candidate:
+    policy = LateSwitch(share, NoiseScale())
+    return Candidate(policy, lambda at: np.where(at.decay <= share, at.noise_scale, start))
 
 
 def _goodput(overhead: float, given: float | None) -> Candidate:
-    return Candidate(Goodput(given), lambda scale, samples: np.sqrt(overhead * scale))
+    return Candidate(Goodput(given), lambda at: np.sqrt(overhead * at.noise_scale))
 
 
 FIXED = Arm("Fixed, best in hindsight", lambda *_: [_fixed(2**n) for n in range(22, 5, -1)])
@@ -159,6 +167,12 @@ ARMS = (
         lambda *_: [_multiple(m) for m in (2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)],
     ),
     Arm("NormTest(0.7)", lambda *_: [_norm_test(0.7)]),
+    Arm("Seesaw", lambda _, start: [_seesaw(start)], follows_decay=True),
+    Arm(
+        "LateSwitch(0.3, NoiseScale)",
+        lambda _, start: [_late_switch(start, 0.3)],
+        follows_decay=True,
+    ),
     Arm("Goodput, overhead given", lambda overhead, _: [_goodput(overhead, overhead)]),
     Arm("Goodput", lambda overhead, _: [_goodput(overhead, None)], is_timed=True),
 )
@@ -217,7 +231,8 @@ def compare(bed: Bed, seed: int = 0, seeds: int = SEEDS) -> list[Regret]:
     assert isinstance(fixed.policy, Fixed)
     start = max(_MICRO_BATCHES, fixed.policy.batch_size // _FIRST_SHARE)
     arms = [(FIXED, fixed, outcome)]
-    arms += [(arm, *_best_candidate(bed, arm, start, outcome)) for arm in ARMS]
+    others = [arm for arm in ARMS if bed.rate == "decaying" or not arm.follows_decay]
+    arms += [(arm, *_best_candidate(bed, arm, start, outcome)) for arm in others]
     _, first, outcome = min(arms, key=lambda one: one[2].time)
     best = optimal_schedule(bed, _at_knots(bed, first, start, outcome), outcome, seed)
     regrets = []
@@ -283,6 +298,7 @@ def simulate(
     controller = Controller(policy, start, min_batch=_MICRO_BATCHES, max_batch=_MAX_BATCH)
     moments, samples, times, trend = bed.start(1), 0, StepTimes(), LossTrend()
     peak, length, loss = np.array([rates.peak]), np.array([rates.length]), 1.0
+    decay = np.ones(1)
     for steps in range(_MAX_STEPS):
         batch_size = controller.decision.batch_size
         size = np.array([float(batch_size)])
@@ -290,9 +306,10 @@ def simulate(
         if bed.rate == "greedy":
             rate = bed.greedy_rate(moments, size)
         else:
-            rate = bed.scheduled_rate(peak, length, size, np.array([float(samples)]))
+            rate = bed.scheduled_rate(peak, decay, size)
         bed.step(moments, rate, size)
         samples += batch_size
+        decay = bed.decay(np.array([float(samples)]), length)
         before, loss = loss, float(bed.loss(moments)[0])
         if loss <= bed.target:
             part = float(last_part(np.array(before), np.array(loss), bed.target))
@@ -311,6 +328,7 @@ def simulate(
             base_batch=BASE_BATCH,
             samples=samples,
             steps=steps + 1,
+            lr_decay=float(decay[0]),
             step_times=times.sizes if arm.is_timed else (),
             loss_trend=trend.trend,
         )
@@ -337,7 +355,12 @@ def _best_candidate(
     for candidate in arm.candidates(bed.overhead, start):
         limit = math.inf if best is None else best[1].time
         outcome = with_best_rate(
-            bed, candidate.rule, near, limit=limit, max_change=candidate.max_change, start=start
+            bed,
+            candidate.batch_size,
+            near,
+            limit=limit,
+            max_change=candidate.max_change,
+            start=start,
         )
         if best is None or outcome.time < best[1].time:
             best, worse = (candidate, outcome), 0
@@ -353,9 +376,9 @@ def _at_knots(bed: Bed, candidate: Candidate, start: int, outcome: Outcome) -> A
     log_losses: list[float] = []
     log_sizes: list[float] = []
 
-    def rule(scale: Array, log_loss: Array, samples: Array, rows: NDArray[np.int64]) -> Array:
-        size = np.maximum(candidate.batch_size(scale, samples), 1.0)
-        log_losses.append(-float(log_loss[0]))
+    def rule(at: Moment) -> Array:
+        size = np.maximum(candidate.batch_size(at), 1.0)
+        log_losses.append(-float(at.log_loss[0]))
         log_sizes.append(math.log(float(size[0])))
         return size
 

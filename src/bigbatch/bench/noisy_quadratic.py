@@ -19,9 +19,6 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 Array = NDArray[np.float64]
 Optimizer = Literal["sgd", "momentum", "preconditioned"]
 Rate = Literal["greedy", "decaying", "constant"]
-Rule = Callable[[Array, Array, Array, NDArray[np.int64]], Array]
-"""(noise scale, ln of the relative loss, samples, numbers of the trainings) -> batch sizes."""
-
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "momentum", "preconditioned")
 RATES: tuple[Rate, ...] = ("greedy", "decaying", "constant")
 BASE_BATCH = 64  # at which a rate that is scaled by the square root is as it is set
@@ -32,6 +29,29 @@ _LAST_RATE = 0.1  # of the peak, where a decaying rate ends
 _DIVERGED = 30.0  # relative loss
 _MAX_STEPS = 4000
 _HOPELESS = 1.5  # times the best time so far, after which a training is given up
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where trainings stand before a step; arrays of one number per training.
+
+    Args:
+        noise_scale: B_simple.
+        log_loss: ln of the relative loss.
+        samples: consumed so far.
+        decay: scheduled rate over its peak.
+        rows: numbers of the trainings.
+    """
+
+    noise_scale: Array
+    log_loss: Array
+    samples: Array
+    decay: Array
+    rows: NDArray[np.int64]
+
+
+Rule = Callable[[Moment], Array]
+"""Batch sizes of the next step."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +158,15 @@ class Bed:
         cost = (weights * h**2) @ moments[0] + weights @ self.variances / batch_size
         return np.asarray((1 - self.momentum) * gain / cost)
 
-    def scheduled_rate(
-        self, peak: Array, length: Array, batch_size: Array, samples: Array
-    ) -> Array:
-        """A rate that is constant or decays, times the square root of the batch size."""
-        rate = peak * np.sqrt(batch_size / BASE_BATCH)
-        if self.rate == "decaying":
-            rate = rate * np.maximum(1 - (1 - _LAST_RATE) * samples / length, _LAST_RATE)
-        return rate
+    def decay(self, samples: Array, length: Array) -> Array:
+        """The scheduled rate over its peak."""
+        if self.rate != "decaying":
+            return np.ones_like(samples)
+        return np.asarray(np.maximum(1 - (1 - _LAST_RATE) * samples / length, _LAST_RATE))
+
+    def scheduled_rate(self, peak: Array, decay: Array, batch_size: Array) -> Array:
+        """The scheduled rate, times the square root of the batch size."""
+        return np.asarray(peak * decay * np.sqrt(batch_size / BASE_BATCH))
 
     def step(self, moments: Array, rate: Array, batch_size: Array) -> None:
         """One step, in place, of E theta^2 and with momentum E theta v and E v^2.
@@ -193,13 +214,14 @@ class Bed:
         loss = self.loss(moments)
         for steps in range(_MAX_STEPS):
             noise_scale = self.grad_variance / self.grad_sqnorm(moments)
-            wanted = np.maximum(rule(noise_scale, np.log(loss), samples, trainings), 1.0)
+            decay = self.decay(samples, length[trainings])
+            moment = Moment(noise_scale, np.log(loss), samples, decay, trainings)
+            wanted = np.maximum(rule(moment), 1.0)
             batch_size = np.clip(wanted, batch_size / max_change, batch_size * max_change)
             if self.rate == "greedy":
                 rate = self.greedy_rate(moments, batch_size)
             else:
-                lengths = length[trainings]
-                rate = self.scheduled_rate(peak[trainings], lengths, batch_size, samples)
+                rate = self.scheduled_rate(peak[trainings], decay, batch_size)
             self.step(moments, rate, batch_size)
             samples = samples + batch_size
             next_loss = self.loss(moments)

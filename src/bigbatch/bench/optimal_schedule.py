@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bigbatch.bench.noisy_quadratic import BASE_BATCH, Array, Bed, Rule
+from bigbatch.bench.noisy_quadratic import BASE_BATCH, Array, Bed, Moment, Rule
 
 _KNOTS = 6
 _POPULATION, _GENERATIONS, _ELITE = 48, 25, 10
@@ -115,10 +114,10 @@ def knots_rule(bed: Bed, values: Array) -> Rule:
     """A rule for each row of ln B at the knots."""
     width = np.log(bed.target) / (_KNOTS - 1)
 
-    def rule(scale: Array, log_loss: Array, samples: Array, rows: NDArray[np.int64]) -> Array:
-        place = np.clip(log_loss / width, 0, _KNOTS - 1 - 1e-9)
+    def rule(moment: Moment) -> Array:
+        place = np.clip(moment.log_loss / width, 0, _KNOTS - 1 - 1e-9)
         low = place.astype(np.int64)
-        part = place - low
+        part, rows = place - low, moment.rows
         return np.asarray(np.exp((1 - part) * values[rows, low] + part * values[rows, low + 1]))
 
     return rule
