@@ -98,9 +98,9 @@ class BranchTest(Wrapper):
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Asks the policy, with the corrected noise."""
         decision = self.policy.decide(_with_noise(statistics, self.ratio), now)
-        if self._tested is None:
-            return decision
-        tested = f"noise x {self.ratio:.3g} by the branch test at {self._tested[0]} samples"
+        tested = "no branch test yet"
+        if self._tested is not None:
+            tested = f"noise x {self.ratio:.3g} by the branch test at {self._tested[0]} samples"
         return replace(decision, reason=f"{decision.reason}; {tested}")
 
     def is_due(self, samples: int, steps: int, epochs: int) -> bool:
