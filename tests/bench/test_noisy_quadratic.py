@@ -170,8 +170,12 @@ def test_averages_follow_the_true_noise_scale_more_closely_and_no_later():
     assert jumping.rms < 0.15
 
 
-def test_policies_that_follow_the_decay_are_on_beds_with_one():
+def test_policies_that_follow_the_decay_are_on_beds_with_one(regrets, tmp_path):
     small = replace(decision_regret.beds("decaying")[7], noise=30.0)
-    times = {one.arm: one.times for one in decision_regret.compare(small, seed=0, seeds=1)}
+    decaying = decision_regret.compare(small, seed=0, seeds=1)
+    times = {one.arm: one.times for one in decaying}
     assert times.keys() == {arm.name for arm in (decision_regret.FIXED, *decision_regret.ARMS)}
     assert 0 <= max(times["Seesaw"]) < 1
+    both = [*regrets, *decaying]
+    assert len(both) == len(list(decision_regret.summary(both)))
+    decision_regret.draw(both, tmp_path / "figure.svg")

@@ -390,7 +390,7 @@ def _at_knots(bed: Bed, candidate: Candidate, start: int, outcome: Outcome) -> A
 def summary(regrets: Sequence[Regret]) -> Iterator[Row]:
     """One row for each rate and policy."""
     for rate in dict.fromkeys(one.bed.rate for one in regrets):
-        for arm in dict.fromkeys(one.arm for one in regrets):
+        for arm in dict.fromkeys(one.arm for one in regrets if one.bed.rate == rate):
             chosen = [one for one in regrets if one.bed.rate == rate and one.arm == arm]
             times = [median(one.times) for one in chosen]
             yield {
@@ -418,7 +418,8 @@ def draw(regrets: Sequence[Regret], path: Path) -> None:
             percents = [min(100 * time, largest) for time in times]
             color = COLORS[1] if arm.startswith("Goodput") else COLORS[0]
             axes.plot(percents, [height] * len(percents), "o", color=color, alpha=0.6, markersize=5)
-            axes.plot(median(percents), height, "|", color="#000000", markersize=14)
+            if percents:
+                axes.plot(median(percents), height, "|", color="#000000", markersize=14)
         axes.axvline(10, color="#555555", linestyle="--", linewidth=0.8)
         axes.set_xscale("symlog", linthresh=10)
         axes.set_xlim(-3, 1.4 * largest)
