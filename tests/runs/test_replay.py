@@ -16,8 +16,13 @@ from bigbatch import (
 from bigbatch.errors import RunError, SettingError
 from bigbatch.policies.parse import parse_policy
 from bigbatch.runs.metrics import history_of
-from bigbatch.runs.replay import Trace, fit_time, replay
+from bigbatch.runs.replay import Trace, replay, time_steps
+from bigbatch.runs.replay import fit_time as fit_to_times
 from bigbatch.runs.run_directory import RunDirectory
+
+
+def fit_time(rows):
+    return fit_to_times(rows, time_steps(rows))
 
 
 def log(batches, noise=lambda samples: (1.0, 1000.0), seconds=lambda B: 0.01 + 0.001 * B, epoch=0):

@@ -20,6 +20,7 @@ from bigbatch.setting_types import In, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 DEFAULT_SHARE = 0.05
+DEFAULT_REPEATS = 6
 
 Repeats = Annotated[int, In("[2, inf)", "since an interval needs a scatter")]
 
@@ -75,7 +76,7 @@ class BranchTest(Wrapper):
     policy: Policy
     loss_of: Callable[[Any], Any] = field(repr=False)
     every: TestInterval = "20 %"
-    repeats: Repeats = 6
+    repeats: Repeats = DEFAULT_REPEATS
     share: Positive = DEFAULT_SHARE
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from bigbatch.policies.plan import clamp, require_bounds
-from bigbatch.policies.policy import MAX_CHANGE, Decision, TrainingState
+from bigbatch.policies.policy import MAX_CHANGE, Decision, TrainingState, rounded_size
 from bigbatch.policies.step_time import StepTime
 from bigbatch.setting_types import Count, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -29,7 +29,7 @@ class Goodput:
     Three limits hold it back. It goes at most a factor of 2 beyond the batch sizes that were timed.
     It grows only while the loss falls: the mean of the last 30 % of the samples must be lower than
     that of the 30 % before by a standard error. And the progress that it assumes needs a learning
-    rate near its best; with a rate far below that, wrap it in `BranchTest`.
+    rate near its best.
 
     Args:
         overhead: B_0 in samples, for the same decisions in every run; None to fit it.
@@ -51,6 +51,7 @@ class Goodput:
 
     wants_average: ClassVar[bool] = True
     max_change: ClassVar[float] = MAX_CHANGE
+    needs_history: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
@@ -66,10 +67,8 @@ class Goodput:
         scale = statistics.noise_scale
         reason = f"sqrt({overhead:.0f} x noise scale {scale:.0f})"
         best = math.sqrt(max(overhead, 1.0) * scale)  # a step takes some time in any case
-        if math.isnan(best):
-            return self._bounded(now.target_batch_size, reason, now)
-        size = min(max(best, low), high)
-        if size != best:
+        size = min(max(best, low), high)  # nan stays nan in this order
+        if best < low or best > high:
             reason += f"; at most x{_REACH} beyond the timed sizes"
         trend = now.loss_trend
         if size > now.target_batch_size and trend is not None and trend < _MIN_TREND:
@@ -79,12 +78,9 @@ class Goodput:
         return self._bounded(size, reason, now)
 
     def _bounded(self, size: float, reason: str, now: TrainingState) -> Decision:
-        """A decision within the bounds; +inf is the upper one, or no change without any."""
-        bounds = [bound for bound in (self.max_batch, now.max_batch) if bound is not None]
-        high = min(bounds, default=None)
-        if math.isinf(size):
-            size = now.target_batch_size if high is None else high
-        return Decision(clamp(round(size), self.min_batch, high), reason)
+        """A decision within the bounds."""
+        target = rounded_size(round, size, now, self.max_batch)
+        return Decision(clamp(target, self.min_batch, self.max_batch), reason)
 
     def _trial(self, now: TrainingState) -> Decision:
         """The next size to time, until two sizes are known."""
@@ -94,7 +90,7 @@ class Goodput:
         first = timed[0]
         for size in (_REACH * first, first // _REACH):
             decision = self._time(size, f"that of {first} is known", now)
-            if max(now.min_batch, decision.batch_size) == size:
+            if clamp(decision.batch_size, now.min_batch, now.max_batch) == size:
                 return decision
         reason = f"{first} is known, and the bounds allow no other size"
         return self._time(now.target_batch_size, reason, now)

@@ -1,6 +1,7 @@
 """Whether the loss still falls, from the losses of the steps."""
 
 import math
+from statistics import fmean, variance
 from typing import Any
 
 _MAX_PARTS = 64  # parts of the training that are kept
@@ -73,5 +74,4 @@ def _merged(parts: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _mean_and_error(values: list[float]) -> tuple[float, float]:
     """The mean, and the square of its standard error."""
-    mean = sum(values) / len(values)
-    return mean, sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)
+    return fmean(values), variance(values) / len(values)

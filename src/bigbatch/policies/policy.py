@@ -20,6 +20,7 @@ _SHARED = (  # optional attributes that a wrapper has from the policy inside it
     "max_change",
     "needs_statistics",
     "needs_lr_decay",
+    "needs_history",
     "needs_lr_scaling",
 )
 
@@ -67,9 +68,9 @@ class TrainingState:
         elapsed_seconds: time spent training so far.
         min_batch: the controller's lower bound.
         max_batch: the controller's upper bound, None for none.
-        step_times: times of steps so far, by batch size; empty if none were timed.
+        step_times: times of steps so far, by batch size, for a policy with `needs_history`.
         loss_trend: standard errors by which the loss has fallen lately, as in `LossTrend`; None if
-            that is not known yet.
+            that is not known yet, or the policy has no `needs_history`.
         first_batch_size: the controller's first batch size.
     """
 
@@ -101,6 +102,7 @@ class Policy(Protocol):
         needs_statistics: False if it decides without them, as a schedule does: then it is asked
             after every step, with None for the statistics of one that was not measured.
         needs_lr_decay: True if it reads `now.lr_decay`.
+        needs_history: True if it reads `now.step_times` or `now.loss_trend`.
         needs_lr_scaling: the only `lr_scaling` that it works with.
         state_dict, load_state_dict: the state that is saved with the training.
         counts_decisions: False if it has a state that `decide` does not change.

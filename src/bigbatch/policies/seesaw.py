@@ -38,7 +38,7 @@ class Seesaw(Wrapper):
     Args:
         schedule: growth of the batch, written in words; None to follow the loop's scheduler.
         cap: a policy that limits the growth, `NoiseScale()` for example. It never takes the batch
-            below its first size. If it needs statistics, both decide after measured steps only.
+            below its first size. If it needs statistics, both decide by its averages, once filled.
         max_batch: upper bound in samples; None for none.
     Raises:
         SettingError: `cap` is not a policy; by `AdaptiveBatch`, another `lr_scaling`.

@@ -95,9 +95,9 @@ def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
     return times.sizes
 
 
-def fit_time(rows: list[Row]) -> StepTime:
+def fit_time(rows: list[Row], times: tuple[TimedSize, ...]) -> StepTime:
     """The time of a step; all of it counts as per sample if the batch sizes are nearly equal."""
-    time = StepTime.fit(time_steps(rows))
+    time = StepTime.fit(times)
     if time is not None:
         return time
     samples = rows[-1]["samples"]
@@ -161,9 +161,10 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     """
     if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    decays: list[float] | None = lr_decays(history)
-    for name, policy in policies.items():
-        if decays is None and getattr(policy, "needs_lr_decay", False):
+    following = [name for name, p in policies.items() if getattr(p, "needs_lr_decay", False)]
+    decays = lr_decays(history) if following else None
+    for name in following:
+        if decays is None:
             raise RunError(
                 f"{history.path}: {name} follows the scheduled learning rate, which a log tells "
                 "for lr_scaling of sqrt, linear or none alone, and of bigbatch train; leave it out"
@@ -181,7 +182,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     replayed = [
         _replay_policy(name, policy, trace, times, options) for name, policy in policies.items()
     ]
-    return Replay(history, trace, fit_time(history.rows), logged, replayed)
+    return Replay(history, trace, fit_time(history.rows, times), logged, replayed)
 
 
 def lr_decays(history: History) -> list[float] | None:

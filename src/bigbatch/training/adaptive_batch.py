@@ -21,14 +21,14 @@ from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.branch_test_policy import DEFAULT_SHARE, BranchTest, Repeats
+from bigbatch.policies.branch_test_policy import DEFAULT_REPEATS, DEFAULT_SHARE, BranchTest, Repeats
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.policies.policy import Policy, stateful_part
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, UnaffordableError
+from bigbatch.training.branch_plan import BranchRequest, UnaffordableError
 from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.branch_test import LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
+from bigbatch.policies.branch_test_policy import DEFAULT_REPEATS
 from bigbatch.statistics.critical_batch import curve_points
-
-DEFAULT_REPEATS = 6
 
 _MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the present batch size, by default
 _FORWARD = 1 / 3  # cost of a forward alone, as a share of forward and backward

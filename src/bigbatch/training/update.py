@@ -84,6 +84,7 @@ class Update:
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         self._step_times, self._loss_trend = StepTimes(collectives.ranks), LossTrend()
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
+        self._has_history: bool = getattr(controller.policy, "needs_history", False)
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
             "micro_batch": repr(constraints.micro_batch),
@@ -279,7 +280,7 @@ class Update:
         self._branch_test = None
         if step.statistics is not None:
             self.last_measured = self.record
-            self.noise_average.update(step.statistics)
+            self.noise_average.add(step.statistics)
         self._lr_changes.note(self.epoch)
         self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample
@@ -290,11 +291,8 @@ class Update:
     def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
         """Chooses whether the next step is measured, and plans it."""
         measured, situation = self.interval.due, self._situation
-        self._loss_trend.add(step.samples, step.loss)
-        if self._timed is not None:
-            batch_size, was_measured = self._timed
-            self._step_times.add(batch_size, step.previous_seconds, measured=was_measured)
-        self._timed = step.samples, step.statistics is not None
+        if self._has_history:
+            self._note_history(step)
         self.interval.add_seconds(step.previous_seconds)
         self.way.add_seconds(step.previous_seconds)
         counts = measured and complete and self._must_cut and step.statistics is not None
@@ -308,6 +306,14 @@ class Update:
         )
         self.plan = self._plans[self.interval.due]
         self.meter.at_step(self.meter.step + 1, due=self.interval.due)
+
+    def _note_history(self, step: StepStatistics) -> None:
+        """Adds the loss of a step, and the time of the one before it."""
+        self._loss_trend.add(step.samples, step.loss)
+        if self._timed is not None:
+            batch_size, measured = self._timed
+            self._step_times.add(batch_size, step.previous_seconds, measured=measured)
+        self._timed = step.samples, step.statistics is not None
 
     def _decide(self, step: StepStatistics, rates: list[float], *, complete: bool) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide."""
@@ -331,7 +337,7 @@ class Update:
                 ranks=self._batches.virtual_ranks,
                 lr=tuple(rates),
                 elapsed_seconds=step.elapsed_seconds,
-                step_times=self._step_times.sizes,
+                step_times=self._step_times.sizes if self._has_history else (),
                 loss_trend=self._loss_trend.trend,
                 lr_decay=self.clock.lr_decay,
             )
