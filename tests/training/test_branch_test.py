@@ -22,25 +22,9 @@ from bigbatch.runs.metrics import row_of
 from bigbatch.runs.row_schema import require_step
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchRequest, averaging_steps
+from dropout_network import Network
 
 SIZES = [8, 16, 32]
-
-
-class Network(nn.Module):
-    """Dropout, running statistics, and a buffer that every forward replaces."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(5, 12), nn.BatchNorm1d(12)
-        self.drop, self.last = nn.Dropout(0.3), nn.Linear(12, 3)
-        self.register_buffer("forwards", torch.zeros(()))
-
-    def forward(self, x):
-        self.forwards = self.forwards + 1
-        x = self.first(x)
-        x = self.norm(x) if len(x) > 1 else x
-        return self.last(self.drop(x.tanh()))
 
 
 def data(samples=1000):

@@ -22,24 +22,10 @@ from bigbatch import AdaptiveBatch, Batches, Fixed, largest_micro_batch
 from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
 from bigbatch.training.oom_hints import OomHints, is_out_of_memory
+from dropout_network import Network
 from training_on_ranks import ENGINES
 
 TOO_MUCH = 1 << 46  # elements, which no machine has
-
-
-class Network(nn.Module):
-    """Dropout, running statistics, and a buffer that every forward replaces."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(5, 12), nn.BatchNorm1d(12)
-        self.drop, self.last = nn.Dropout(0.3), nn.Linear(12, 3)
-        self.register_buffer("forwards", torch.zeros(()))
-
-    def forward(self, x):
-        self.forwards = self.forwards + 1
-        return self.last(self.drop(self.norm(self.first(x)).tanh()))
 
 
 def data(samples=64):
