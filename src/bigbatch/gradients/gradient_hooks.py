@@ -1,5 +1,6 @@
 """Hooks on parameters, which keep neither a source nor a parameter alive."""
 
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
@@ -19,6 +20,27 @@ def weak_method(method: Any) -> Callable[..., None]:
         owner = owner_reference()
         if owner is not None:
             function(owner, *arguments)
+
+    return call
+
+
+def hands_errors_over(method: Any) -> Any:
+    """For a method that hooks call, whose exceptions would end the user's backward.
+
+    If its object has an `on_error`, that gets the exception, and the object is `failed`: it ignores
+    its hooks until it restarts.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any) -> None:
+        if self.on_error is None:
+            method(self, *arguments)
+        elif not self.failed:
+            try:
+                method(self, *arguments)
+            except Exception as error:
+                self.failed = True
+                self.on_error(error)
 
     return call
 

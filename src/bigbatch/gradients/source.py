@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
-from bigbatch.gradients.gradient_hooks import weak_method
+from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
 from bigbatch.gradients.leaf_tap import GradientTap
@@ -56,6 +56,8 @@ class GradientSource:
     ) -> None:
         self.explicit = explicit
         self.guard, self.reducer = guard, reducer
+        self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
+        self.failed = False
         self.rank, self.ranks = reducer.rank, reducer.ranks
         self.parameters: list[Tensor] = guard.parameters
         self.micro_batches = 0  # complete micro-batches of the step on this rank
@@ -210,7 +212,7 @@ class GradientSource:
         self.micro_batches = 0
         self.group_norms, self.groups_refusal = [], ""
         self._step_begun = self.foreign_backward = False
-        self._in_micro_batch = self._implicit = False
+        self._in_micro_batch = self._implicit = self.failed = False
         self._end_callback = None
         self.guard.restart()
         self._attach_hooks()
@@ -398,6 +400,7 @@ class GradientSource:
 
     # a backward
 
+    @hands_errors_over
     def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
@@ -436,6 +439,7 @@ class GradientSource:
         queue(functools.partial(queue, last))
 
     @_disable_dynamo
+    @hands_errors_over
     def _backward_ended(self) -> None:
         stamps = self.guard.stamps()
         if self.guard.stamps_before == stamps and not self.guard.grad_may_wait:
@@ -448,6 +452,7 @@ class GradientSource:
             self._forget_groups()
 
     @_disable_dynamo
+    @hands_errors_over
     def _foreign_backward_ended(self) -> None:
         self.foreign_backward |= self.guard.changed_by_foreign_backward()
 

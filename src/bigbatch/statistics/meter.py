@@ -245,6 +245,16 @@ class GradientMeter:
         self._due = number % self.every == 0 if due is None else due
         self._update_subscriptions()
 
+    @property
+    def micro_batch_sqnorms(self) -> list[Tensor]:
+        """|h_d|^2 of this rank's micro-batches of the step so far, (L,) by layer."""
+        return self._sums.norms.squares
+
+    @property
+    def layers(self) -> dict[Tensor, str]:
+        """The name of each parameter's layer; empty if all are one."""
+        return {p: self._layer_names[number] for p, number in self._layer_numbers.items()}
+
     def measure(self, sizes: Sequence[float] | None, extra: Tensor | None = None) -> Tensor:
         """Sums over the ranks everything that the statistics need; the host does not wait.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import sum_dtype, without_autocast
+from bigbatch.gradients.gradient_hooks import hands_errors_over
 from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands
 from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse
 from bigbatch.gradients.groups.contributions import Contribution
@@ -64,6 +65,8 @@ class GroupTap:
         checks_samples: bool = True,
     ) -> None:
         self.groups = groups
+        self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
+        self.failed = False
         self.exact = False  # whether a subscriber needs the gradients themselves
         self._layers, self.model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
@@ -151,7 +154,7 @@ class GroupTap:
     def forget(self) -> None:
         """Forgets the prepared backward."""
         self._nodes, self._plan, self.grouping = [], None, None
-        self._norms, self.missing = None, ""
+        self._norms, self.missing, self.failed = None, "", False
         self._images.clear()
         self._projections.clear()
 
@@ -159,6 +162,7 @@ class GroupTap:
         """A step starts, with this number."""
         self.step, self._backwards = step, 0
 
+    @hands_errors_over
     def _on_gradient(
         self, prepared: int, use: CoveredUse, gradients: tuple[Tensor | None, ...]
     ) -> None:

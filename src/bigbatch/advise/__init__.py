@@ -1,0 +1,1 @@
+"""Advice about the batch size of a training loop that knows nothing of bigbatch."""

@@ -1,0 +1,235 @@
+"""The advice: a function of what was observed."""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from bigbatch.advise.cluster_time import ClusterTime, Network
+from bigbatch.advise.noise_trend import LEVEL, NoiseTrend
+from bigbatch.advise.observations import Found, Observations
+from bigbatch.advise.position_test import differs_by_position
+
+DEVICES = (1, 8, 64, 512)
+_ENOUGH = 2.0  # factor within which the present batch is left as it is
+_FEW = 16  # measured steps below which little is known
+_TRANSPORT = 4  # factor of the batch size within which betas may follow
+_REACH = 1024  # factor beyond the present batch size up to which the fastest one is looked for
+
+
+@dataclass(frozen=True)
+class DeviceAdvice:
+    """The fastest batch size on so many devices.
+
+    Args:
+        devices: how many, each like the observed one.
+        batch_size: samples of a step of all of them.
+        low, high: the same at the ends of the noise scale's interval.
+        seconds: of a step.
+        time: time to the same progress, relative to the present batch size on these devices.
+        speedup: how much faster than the present batch size on one device.
+        samples: samples to the same progress, relative to the present batch size.
+    """
+
+    devices: int
+    batch_size: int
+    low: int
+    high: int
+    seconds: float
+    time: float
+    speedup: float
+    samples: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was found about the batch size of a training.
+
+    Args:
+        observations: what was observed.
+        network: the assumed network between devices.
+    """
+
+    observations: Observations
+    network: Network = field(default_factory=Network)
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no advice; empty if there is."""
+        observations = self.observations
+        return observations.refusal or differs_by_position(observations.measurements)
+
+    @property
+    def found(self) -> Found:
+        """The observed training."""
+        assert self.observations.found is not None
+        return self.observations.found
+
+    @cached_property
+    def trend(self) -> NoiseTrend:
+        """The noise scale and how it moved."""
+        return NoiseTrend.of(self.observations.measurements, self.found.batch_size)
+
+    @property
+    def noise_scale(self) -> float:
+        """Mean noise scale over the observed steps, in samples; nan without advice."""
+        return math.nan if self.refusal else self.trend.noise_scale
+
+    @property
+    def noise_scale_interval(self) -> tuple[float, float]:
+        """Its 90 % interval."""
+        return (math.nan, math.nan) if self.refusal else (self.trend.low, self.trend.high)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The advised batch size on the observed ranks; None if nothing is known."""
+        row = self.here
+        if row is not None:
+            return row.batch_size
+        return None
+
+    @cached_property
+    def here(self) -> DeviceAdvice | None:
+        """The advice for the observed ranks."""
+        return None if self.refusal else self._row(self.found.ranks)
+
+    @cached_property
+    def devices(self) -> tuple[DeviceAdvice, ...]:
+        """The advice for 1, 8, 64 and 512 devices."""
+        rows = () if self.refusal else map(self._row, DEVICES)
+        return tuple(row for row in rows if row is not None)
+
+    @property
+    def leaves_batch(self) -> bool:
+        """Whether the present batch size is within a factor of 2 of the advised one."""
+        advised, present = self.batch_size, self.found.batch_size
+        return advised is not None and max(advised / present, present / advised) <= _ENOUGH
+
+    def lr_factor(self, batch_size: float) -> float:
+        """Factor of the learning rate for another batch size.
+
+            SGD:      (1 + B_n / B_now) / (1 + B_n / B)
+            others:   sqrt(B / B_now)
+
+        Source:
+            McCandlish et al. 2018 (arXiv 1812.06162), equation 2.9, for SGD; for optimizers that
+            divide by the size of the gradient Malladi et al. 2022 (arXiv 2205.10287).
+        """
+        present, scale = self.found.batch_size, self.noise_scale
+        if "SGD" not in self.found.optimizer:
+            return math.sqrt(batch_size / present)
+        return (1 + scale / present) / (1 + scale / batch_size)
+
+    def betas(self, batch_size: float) -> tuple[float, ...]:
+        """Betas of the same half-life in samples; empty beyond a factor of 4, or without betas."""
+        factor = batch_size / self.found.batch_size
+        is_near = 1 / _TRANSPORT <= factor <= _TRANSPORT
+        return tuple(beta**factor for beta in self.found.betas) if is_near else ()
+
+    @property
+    def doubts(self) -> list[str]:
+        """What makes this advice uncertain, in sentences."""
+        measured, trend = len(self.observations.measurements), self.trend
+        doubts = []
+        if self.observations.way == "consecutive steps":
+            doubts.append(
+                "the noise scale is biased: it compares consecutive steps, between which the "
+                "weights change, so it is usually too high"
+            )
+        if measured < _FEW:
+            doubts.append(f"only {measured} steps were measured; observe more steps")
+        if math.isinf(trend.high):
+            doubts.append(
+                "the signal was not told apart from zero, so the noise scale has no upper end; "
+                "observe more steps"
+            )
+        if not trend.factor < 2 and not trend.factor <= 0.5:
+            doubts.append("the noise scale was still rising; observe a later part of the training")
+        doubts.append(
+            "the noise scale usually rises during a training, and only "
+            f"{self.observations.steps} steps were seen; it ignores curvature, so the largest "
+            "batch size that loses nothing may differ by a factor of 2 or 3"
+        )
+        return doubts
+
+    def fastest(self, noise_scale: float, devices: int | None = None) -> int:
+        """The batch size of the least time on so many devices; default: the observed ranks."""
+        assert self.observations.time is not None
+        cluster = self._cluster(devices or self.found.ranks)
+        most = _REACH * max(self.found.batch_size, self.trend.noise_scale)
+        return cluster.fastest(min(noise_scale, most), most)
+
+    def _cluster(self, devices: int) -> ClusterTime:
+        assert self.observations.time is not None
+        return ClusterTime(self.observations.time, self.found, self.network, devices)
+
+    def _row(self, devices: int) -> DeviceAdvice | None:
+        trend = self.trend
+        if self.observations.time is None or math.isinf(trend.noise_scale):
+            return None
+        present, scale = max(self.found.batch_size, devices), trend.noise_scale
+        one, cluster = self._cluster(1), self._cluster(devices)
+        best, low, high = (self.fastest(value, devices) for value in (scale, trend.low, trend.high))
+        seconds = cluster.relative_seconds(best, scale)
+        return DeviceAdvice(
+            devices,
+            best,
+            low,
+            high,
+            cluster.seconds(best),
+            seconds / cluster.relative_seconds(present, scale),
+            one.relative_seconds(self.found.batch_size, scale) / seconds,
+            (best + scale) / (present + scale),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON; infinities and nan are None."""
+        observations = self.observations
+        measurements = [
+            {
+                "step": one.step,
+                "grad_sqnorm": one.statistics.grad_sqnorm,
+                "grad_variance": one.statistics.grad_variance,
+                "samples": one.statistics.samples,
+                "micro_batches": one.statistics.micro_batches,
+            }
+            for one in observations.measurements
+        ]
+        result: dict[str, Any] = {"refusal": self.refusal, "measurements": measurements}
+        if observations.found is not None:
+            result["found"] = {**vars(observations.found), "way": observations.way}
+        result |= {
+            "steps": observations.steps,
+            "seconds": observations.seconds,
+            "step_seconds": observations.step_seconds,
+            "unseen": observations.unseen,
+        }
+        if not self.refusal:
+            result |= self._advised()
+        return result
+
+    def _advised(self) -> dict[str, Any]:
+        trend, time = self.trend, self.observations.time
+        value = {"value": trend.noise_scale, "low": trend.low, "high": trend.high, "level": LEVEL}
+        advised = self.batch_size
+        return {
+            "noise_scale": {key: _finite(number) for key, number in value.items()},
+            "segments": [_finite_dict(vars(segment)) for segment in trend.segments],
+            "layers": [_finite_dict(vars(layer)) for layer in trend.layers],
+            "batch_size": advised,
+            "leave_it": self.leaves_batch,
+            "lr_factor": None if advised is None else self.lr_factor(advised),
+            "betas": [] if advised is None else self.betas(advised),
+            "largest_micro_batch": None if time is None else time.largest,
+            "network": vars(self.network),
+            "devices": [vars(row) for row in self.devices],
+            "doubts": self.doubts,
+        }
+
+
+def _finite_dict(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _finite(value) for key, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,84 @@
+"""The time of a step of any batch size on any number of devices like this one."""
+
+import math
+from dataclasses import dataclass
+
+from bigbatch.advise.observations import Found, MachineTime
+from bigbatch.setting_types import NotNegative, Positive, checked
+
+
+@checked
+@dataclass(frozen=True)
+class Network:
+    """What an all-reduce is assumed to take.
+
+        2 (W - 1) / W bytes / bandwidth + 2 ceil(log2 W) latency
+
+    Args:
+        gigabytes_per_second: bandwidth of a device to the others.
+        microseconds: latency of a message.
+    Source:
+        Bytes of a ring, messages of a tree (Thakur et al. 2005).
+    Example:
+        >>> round(Network(10, 20).all_reduce_seconds(400_000_000, devices=8), 4)
+        0.0701
+    """
+
+    gigabytes_per_second: Positive = 12.5
+    microseconds: NotNegative = 30.0
+
+    def all_reduce_seconds(self, size: int, devices: int) -> float:
+        """Seconds of an all-reduce of so many bytes."""
+        if devices == 1:
+            return 0.0
+        sent = 2 * (devices - 1) / devices * size
+        messages = 2 * math.ceil(math.log2(devices))
+        return sent / (1e9 * self.gigabytes_per_second) + messages * self.microseconds / 1e6
+
+
+@dataclass(frozen=True)
+class ClusterTime:
+    """Seconds of a step on so many devices.
+
+        optimizer + all-reduce + m fixed + n (per_sample + rest),   n = B / W,  m = ceil(n / M)
+
+    m is the number of backwards that memory needs (M). `rest` is the rest of an observed step by
+    its samples (data, logging). On the observed ranks it holds the all-reduce, so it is fixed
+    there, and the network is not used. Nothing overlaps.
+
+    Args:
+        time: of the observed machine.
+        found: the observed training.
+        network: of the devices.
+        devices: W.
+    """
+
+    time: MachineTime
+    found: Found
+    network: Network
+    devices: int
+
+    def seconds(self, batch_size: float) -> float:
+        """Seconds of a step of this batch size."""
+        time, found = self.time, self.found
+        samples = batch_size / self.devices
+        backwards = math.ceil(samples / time.largest) if time.largest else 1
+        seconds = time.optimizer + backwards * time.backward.fixed
+        seconds += samples * time.backward.per_sample
+        if found.ranks > 1:
+            if self.devices == found.ranks:
+                return seconds + time.rest
+        else:
+            seconds += samples * time.rest / found.batch_size
+        return seconds + self.network.all_reduce_seconds(found.gradient_bytes, self.devices)
+
+    def relative_seconds(self, batch_size: float, noise_scale: float) -> float:
+        """Seconds of the progress of one step without noise: (seconds of a step) (1 + B_n / B)."""
+        return self.seconds(batch_size) * (1 + noise_scale / batch_size)
+
+    def fastest(self, noise_scale: float, most: float) -> int:
+        """The batch size of the least time, 2^i or 3 2^i samples, at most `most`."""
+        sizes = [base * 2**i for i in range(40) for base in (1, 1.5)]
+        sizes = [n for n in sizes if n == int(n) and self.devices <= n <= max(most, self.devices)]
+        whole = [n for n in sizes if not n % self.devices] or [self.devices]
+        return int(min(whole, key=lambda n: self.relative_seconds(n, noise_scale)))

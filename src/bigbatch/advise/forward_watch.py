@@ -1,0 +1,121 @@
+"""The forwards of a training: which modules the loop calls, with how many samples."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a module, without graphs.
+
+    Args:
+        module: the module.
+        args, kwargs: what it was called with.
+        samples: length of dimension 0 of the first tensor in these.
+        autocast_dtype: of autocast; None without it.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    samples: int
+    autocast_dtype: torch.dtype | None
+
+    def autocast(self, device: str) -> torch.autocast:
+        """The call's autocast."""
+        dtype = self.autocast_dtype
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+
+
+class ForwardWatch:
+    """Watches the calls that a loop makes of its modules, not those inside these calls.
+
+    Forwards without gradients, and those that activation checkpointing repeats in a backward, do
+    not count.
+
+    Args:
+        modules: the modules that the loop may call.
+        on_error: takes an exception of a hook.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], on_error: Callable[[Exception], None]) -> None:
+        self.called: dict[nn.Module, None] = {}
+        self.last: ModuleCall | None = None
+        self.after_forward: Callable[[nn.Module, Any, Any, Any], None] | None = None
+        self.active = True
+        self._on_error = on_error
+        self._depth = 0
+        self._samples: list[int | None] = []  # of the forwards since the last backward
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        for module in modules:
+            self._handles[module] = [
+                module.register_forward_pre_hook(self._before, with_kwargs=True),
+                module.register_forward_hook(self._after, with_kwargs=True),
+            ]
+
+    def keep_called(self) -> None:
+        """Leaves alone the modules that were not called."""
+        for module in [module for module in self._handles if module not in self.called]:
+            self._remove(module)
+
+    def close(self) -> None:
+        """Removes every hook."""
+        for module in list(self._handles):
+            self._remove(module)
+
+    def restart(self) -> None:
+        """A step starts."""
+        self._depth = 0
+        self._samples.clear()
+
+    def take_samples(self) -> list[int | None]:
+        """The samples of each forward since the last backward; None where no tensor has any."""
+        samples, self._samples = self._samples, []
+        return samples
+
+    def _remove(self, module: nn.Module) -> None:
+        for handle in self._handles.pop(module):
+            handle.remove()
+
+    @_disable_dynamo
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+
+    @_disable_dynamo
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._depth -= 1
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._depth or in_backward or not self.active or not torch.is_grad_enabled():
+            return
+        try:
+            self._note(module, args, kwargs, output)
+        except Exception as error:
+            self._on_error(error)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        roots = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        if not roots:
+            return
+        self.called[module] = None
+        leaves = tree_leaves((args, kwargs))
+        first = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+        self._samples.append(None if first is None else len(first))
+        if first is not None:
+            kind = first.device.type
+            enabled = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if enabled else None
+            own_args, own_kwargs = tree_map(_detached, (args, kwargs))
+            self.last = ModuleCall(module, own_args, own_kwargs, len(first), dtype)
+        if self.after_forward is not None:
+            self.after_forward(module, args, kwargs, output)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

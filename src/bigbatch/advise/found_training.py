@@ -1,0 +1,193 @@
+"""What trains in a program: model, engine and settings behind an optimizer that has stepped."""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from bigbatch.errors import SettingError
+from bigbatch.gradients import parameters_of
+
+_ENGINES = {  # package whose function is on the stack of an optimizer step -> its name
+    "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "transformers": "HF Trainer",
+    "accelerate": "Accelerate",
+}
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who called `optimizer.step()`.
+
+    Args:
+        engine: name of the trainer; empty for a loop of the user's own.
+        scaler: the GradScaler that stepped; None if there is none, or it is disabled.
+    """
+
+    engine: str
+    scaler: GradScaler | None
+
+    @classmethod
+    def find(cls, frame: FrameType) -> "Caller":
+        """Looks at the functions that are being executed, from this one outwards."""
+        engine, scaler = "", None
+        for caller in _callers(frame):
+            package = str(caller.f_globals.get("__name__")).partition(".")[0]
+            # the outermost trainer, since one may use another: the HF Trainer uses Accelerate
+            engine = _ENGINES.get(package, engine)
+            owner = caller.f_locals.get("self")
+            if isinstance(owner, GradScaler) and owner.is_enabled():
+                scaler = owner
+        return cls(engine, scaler)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@dataclass(frozen=True)
+class FoundTraining:
+    """A training that was found.
+
+    Args:
+        optimizers: the optimizers that step after the same backwards.
+        parameters: what they train, each once.
+        model: the outermost module that has the parameters; a list of them if there are several.
+        outermost: these modules.
+        caller: who steps.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    parameters: tuple[Tensor, ...]
+    model: nn.Module
+    outermost: tuple[nn.Module, ...]
+    caller: Caller
+
+    @classmethod
+    def find(
+        cls, optimizers: Iterable[Optimizer], caller: Caller, model: nn.Module | None = None
+    ) -> "FoundTraining":
+        """Finds the model of some optimizers.
+
+        Args:
+            optimizers: they step after the same backwards.
+            caller: who steps.
+            model: the model, if it is known.
+        Raises:
+            SettingError: the training is of a kind that cannot be measured; says what was seen.
+        """
+        optimizers = tuple(optimizers)
+        for optimizer in optimizers:
+            _require_one_gradient(optimizer)
+        parameters = _trained(optimizers)
+        modules = outermost_modules(parameters) if model is None else [model]
+        if caller.engine == "DeepSpeed":
+            raise SettingError(
+                "DeepSpeed steps on its own copies of the parameters and reduces gradients itself; "
+                "train by bigbatch.integrations.deepspeed.initialize, whose Shadow(Goodput()) "
+                "policy logs the same advice and changes nothing"
+            )
+        if not modules:
+            raise SettingError(
+                f"no nn.Module holds the {len(parameters)} parameters of "
+                f"{_names(optimizers)}: an engine that steps on copies, or functional parameters; "
+                "pass the model, `with bb.advise(model, optimizer)`"
+            )
+        whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        return cls(optimizers, parameters, whole, tuple(modules), caller)
+
+    @property
+    def names(self) -> str:
+        """The optimizers' class names."""
+        return _names(self.optimizers)
+
+    @property
+    def engine(self) -> str:
+        """The trainer, or what wraps the model; "PyTorch" if neither is there."""
+        return self.caller.engine or self.wrapper or "PyTorch"
+
+    @property
+    def wrapper(self) -> str:
+        """What shares the model between ranks; empty if nothing does."""
+        names = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
+        wrappers = {"DistributedDataParallel": "DDP", "FSDPModule": "FSDP2"}
+        return next((short for name, short in wrappers.items() if name in names), "")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile compiles a part of the model."""
+        return any(_is_compiled(module) for module in self.model.modules())
+
+
+def outermost_modules(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The modules that hold some of these parameters and are in no other module."""
+    wanted = set(parameters)
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    inner = {id(child) for module in modules for child in _children(module)}
+    outermost = [module for module in modules if id(module) not in inner]
+    return [m for m in outermost if not wanted.isdisjoint(parameters_of(m))]
+
+
+def candidates(outermost: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that a loop may call: these and those in them, except in one that is compiled."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found:
+            return
+        found[module] = None
+        if not _is_compiled(module):
+            for child in module.children():
+                visit(child)
+
+    for module in outermost:
+        visit(module)
+    return list(found)
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Its modules; none of one whose __init__ did not finish."""
+    children = vars(module).get("_modules") or {}
+    return [child for child in children.values() if child is not None]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    compiles = vars(module).get("_compiled_call_impl") is not None  # by module.compile()
+    return compiles or type(module).__name__ == "OptimizedModule"
+
+
+def _trained(optimizers: Iterable[Optimizer]) -> tuple[Tensor, ...]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return tuple(dict.fromkeys(p for group in groups for p in group["params"] if p.requires_grad))
+
+
+def _names(optimizers: Iterable[Optimizer]) -> str:
+    return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def _require_one_gradient(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SettingError(
+            "LBFGS evaluates the gradient several times in a step, at other weights each time, so "
+            "no noise scale belongs to its step"
+        )
+
+
+def ranks_of_world() -> int:
+    """Processes of the default process group, 1 without one."""
+    dist = sys.modules.get("torch.distributed")
+    return dist.get_world_size() if dist is not None and _initialized(dist) else 1
+
+
+def _initialized(dist: object) -> bool:
+    return bool(dist.is_available() and dist.is_initialized())  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""The exact settings of each trainer for an advised batch size."""
+
+import json
+import math
+from dataclasses import dataclass
+
+from bigbatch.advise.advice import Advice
+
+_MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth its line
+
+
+@dataclass(frozen=True)
+class SettingLines:
+    """Lines to add for one trainer.
+
+    Args:
+        trainer: its name.
+        lines: what to write.
+    """
+
+    trainer: str
+    lines: str
+
+
+def lines_to_add(advice: Advice) -> list[SettingLines]:
+    """The settings for the advised batch size, those of the observed trainer first."""
+    batch = advice.batch_size
+    if batch is None:
+        return []
+    ranks = advice.found.ranks
+    micro, accumulation = _split(advice, math.ceil(batch / ranks))
+    rates = [f"{lr * advice.lr_factor(batch):.3g}" for lr in dict.fromkeys(advice.found.lr)]
+    rate = rates[0] if rates else "..."
+    deepspeed = {
+        "train_batch_size": micro * accumulation * ranks,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    found = [
+        SettingLines(
+            "PyTorch",
+            f"DataLoader(..., batch_size={micro})"
+            + (f"  # and {accumulation} backwards a step" if accumulation > 1 else "")
+            + f"\noptimizer lr={', '.join(rates) or '...'}",
+        ),
+        SettingLines(
+            "HF Trainer",
+            f"TrainingArguments(per_device_train_batch_size={micro}, "
+            f"gradient_accumulation_steps={accumulation}, learning_rate={rate})",
+        ),
+        SettingLines(
+            "Lightning",
+            f"DataLoader(..., batch_size={micro})\nTrainer(accumulate_grad_batches={accumulation})",
+        ),
+        SettingLines("DeepSpeed", json.dumps(deepspeed)),
+        SettingLines("Megatron-LM", _megatron(advice, micro, batch)),
+        SettingLines("bigbatch, a schedule", f'policy=bb.Schedule("{schedule(advice)}")'),
+        SettingLines(
+            "bigbatch, measuring",
+            "train = bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Goodput())",
+        ),
+    ]
+    engine = {"DDP": "PyTorch", "FSDP2": "PyTorch", "Accelerate": "PyTorch"}
+    own = engine.get(advice.found.engine, advice.found.engine)
+    return sorted(found, key=lambda lines: lines.trainer != own)
+
+
+def schedule(advice: Advice) -> str:
+    """The batch size in the words of `Schedule`: a ramp if the fastest one has moved by 2."""
+    first, last = _moves(advice)
+    if first == last:
+        return f"{advice.batch_size}"
+    return f"{first} to {last} over {_seen(advice)} samples"
+
+
+def _megatron(advice: Advice, micro: int, batch: int) -> str:
+    first, last = _moves(advice)
+    line = f"--micro-batch-size {micro} --global-batch-size {max(last, batch)}"
+    if last > first:
+        line += f" --rampup-batch-size {first} {first} {_seen(advice)}"
+    return line
+
+
+def _moves(advice: Advice) -> tuple[int, int]:
+    """The fastest batch sizes of the first and last segment, if they differ enough."""
+    batch, segments = advice.batch_size or 1, advice.trend.segments
+    scales = segments[0].noise_scale, segments[-1].noise_scale
+    if len(segments) < 2 or not all(map(math.isfinite, scales)):
+        return batch, batch
+    first, last = (advice.fastest(scale) for scale in scales)
+    return (first, last) if last >= _MOVES * first else (batch, batch)
+
+
+def _seen(advice: Advice) -> int:
+    return advice.observations.steps * advice.found.batch_size
+
+
+def _split(advice: Advice, samples: int) -> tuple[int, int]:
+    """(samples of a backward, backwards) of a rank, as few backwards as memory allows."""
+    time = advice.observations.time
+    largest = time.largest if time is not None and time.largest else samples
+    accumulation = math.ceil(samples / largest)
+    return math.ceil(samples / accumulation), accumulation

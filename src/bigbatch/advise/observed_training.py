@@ -1,0 +1,281 @@
+"""Learns what the steps of a training consist of, and measures some of them."""
+
+import math
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch.optim import Optimizer
+
+from bigbatch.advise.forward_watch import ForwardWatch, ModuleCall
+from bigbatch.advise.found_training import FoundTraining, candidates
+from bigbatch.advise.observations import Found, Limits, MachineTime, Measurement, Observations
+from bigbatch.advise.rank_agreement import sign_in
+from bigbatch.advise.sampled_steps import SampledSteps
+from bigbatch.advise.step_reader import ConsecutiveStepsReader, StepReader, StepReading
+from bigbatch.advise.time_probe import probe
+from bigbatch.errors import SettingError
+
+_MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
+_LEARNED = 2  # equal steps that show how many backwards a step has
+_MAX_LEARNED = 8  # steps that may pass until then
+_ATTEMPTS = 3  # measured steps in a row that may fail
+_FEWEST = 6  # steps that finding, learning and one measurement take
+
+
+class ObservedTraining:
+    """The steps of one training, from the one after it was found to the limits.
+
+    First it learns how many backwards a step has (`_learn`), then it measures some steps
+    (`_measure`). `end_step` is called after every step of each of its optimizers.
+
+    Args:
+        training: the training.
+        limits: how long it is observed.
+        began: time of the first step.
+        steps: steps that have ended.
+        observations: takes what is found.
+    """
+
+    def __init__(
+        self,
+        training: FoundTraining,
+        limits: Limits,
+        began: float,
+        steps: int,
+        observations: Observations,
+    ) -> None:
+        self.signed_in = False  # whether the other ranks know what this one has found
+        self._training, self._limits, self._began = training, limits, began
+        self._steps, self._observations = steps, observations
+        self._forwards = ForwardWatch(
+            candidates(training.outermost), lambda error: self._reader.note_error(error)
+        )
+        self._reader = StepReader(training, self._forwards, "micro-batches", 1)
+        self._samples: SampledSteps | None = None  # while it measures
+        self._learned: list[int] = []  # backwards of each step
+        self._backwards_before: int | None = None  # the step of an optimizer that is not the last
+        self._backward_samples = 0
+        self._failures: list[str] = []  # of measured steps
+        self._optimizer_seconds: list[float] = []
+        self._last_end = 0.0
+        self._start_step(())
+
+    def close(self) -> None:
+        """Removes every hook."""
+        self._reader.close()
+        self._forwards.close()
+
+    def end_step(self, optimizer: Optimizer) -> bool:
+        """An optimizer has stepped; returns whether the limits are reached.
+
+        Raises:
+            SettingError: the training cannot be measured; says why.
+        """
+        if not self._ends_step(optimizer):
+            return False
+        now = time.perf_counter()
+        reading = self._reader.finish()
+        self._steps += 1
+        if self._samples is None:
+            assert reading is not None
+            self._learn(reading)
+            return False
+        return self._measure(self._samples, reading, now)
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether all optimizers of the training have stepped after the same backwards."""
+        optimizers, backwards = self._training.optimizers, self._reader.source.micro_batches
+        if all(optimizer is not other for other in optimizers):
+            raise SettingError(
+                f"{type(optimizer).__name__} began to step after {self._training.names} had been "
+                "found: several optimizers that do not step together (GAN, actor and critic, "
+                "phases); advise one of them, `with bb.advise(model, optimizer)`"
+            )
+        if optimizer is not optimizers[-1]:
+            self._backwards_before = backwards
+            return False
+        before, self._backwards_before = self._backwards_before, None
+        if before is not None and backwards != before:
+            raise SettingError(
+                f"{self._training.names} step in turn, each after backwards of its own (GAN, actor "
+                "and critic); advise one of them, `with bb.advise(model, optimizer)`"
+            )
+        return True
+
+    def _start_step(self, shared: Sequence[float], *, due: bool = True) -> None:
+        self._reader.start(self._steps, shared, due=due)
+        self._last_end = time.perf_counter()
+
+    # learning
+
+    def _learn(self, reading: StepReading) -> None:
+        """Learns how many backwards a step has."""
+        self._learned.append(reading.backwards)
+        if len(self._learned) >= _LEARNED and len({*self._learned[-_LEARNED:]}) == 1:
+            self._begin_measuring(reading)
+        elif len(self._learned) >= _MAX_LEARNED:
+            raise SettingError(reading.failure or _irregular(self._learned))
+        else:
+            self._start_step(())
+
+    def _begin_measuring(self, reading: StepReading) -> None:
+        backwards = reading.backwards
+        refusal = reading.failure or ("" if backwards else _irregular(self._learned))
+        if self._reader.ranks > 1:
+            self.signed_in = True
+            refusal = sign_in(refusal)
+        if refusal:
+            raise SettingError(refusal)
+        self._forwards.keep_called()
+        compared = backwards * self._reader.ranks
+        if compared >= _MICRO_BATCHES:
+            samples = self._read_by(self._reader, backwards)
+        elif self._training.is_compiled:
+            self._observations.unseen.append(
+                "groups of samples of one backward: torch.compile hides them"
+            )
+            samples = self._read_without_groups(backwards)
+        else:
+            self._reader.close()
+            groups = StepReader(self._training, self._forwards, "groups", self._limits.groups)
+            samples = self._read_by(groups, backwards)
+        self._start_step(samples.shared, due=samples.due)
+
+    def _read_without_groups(self, backwards: int) -> SampledSteps:
+        """By two or three backwards, or else by consecutive steps."""
+        self._reader.close()
+        if backwards * self._reader.ranks > 1:
+            return self._read_by(
+                StepReader(self._training, self._forwards, "micro-batches", 1), backwards
+            )
+        return self._read_by(ConsecutiveStepsReader(self._training, self._forwards), backwards)
+
+    def _read_by(self, reader: StepReader, backwards: int) -> SampledSteps:
+        self._reader, reader.backwards = reader, backwards
+        limit = math.inf if self._limits.seconds is None else self._limits.seconds
+        elapsed = time.perf_counter() - self._began
+        self._samples = SampledSteps(limit - elapsed, pair=reader.way == "consecutive steps")
+        return self._samples
+
+    # measuring
+
+    def _measure(self, samples: SampledSteps, reading: StepReading | None, now: float) -> bool:
+        """Takes the measurement of a step, if it has one."""
+        failure = "" if reading is None else reading.failure
+        shared = None if reading is None else reading.shared
+        samples.end_step(now - self._last_end, shared, failed=bool(failure))
+        if failure:
+            self._failures.append(failure)
+        if reading is not None and reading.statistics is not None:
+            self._note(reading, now)
+        if samples.timed_out or self._steps >= (self._limits.steps or math.inf):
+            return True
+        if samples.failed >= _ATTEMPTS:
+            samples = self._next_way(failure or "another rank could not read its step")
+        self._start_step(samples.shared, due=samples.due)
+        return False
+
+    def _note(self, reading: StepReading, now: float) -> None:
+        assert reading.statistics is not None
+        self._observations.measurements.append(
+            Measurement(self._steps - 1, reading.statistics, reading.sqnorms)
+        )
+        self._backward_samples = round(reading.sizes[0])
+        if self._reader.ended:
+            self._optimizer_seconds.append(now - self._reader.ended)
+
+    def _next_way(self, reason: str) -> SampledSteps:
+        """The next way of measuring."""
+        if self._reader.way != "groups":
+            raise SettingError(reason)
+        self._observations.unseen.append(f"groups of samples of one backward: {reason}")
+        self._failures.clear()
+        return self._read_without_groups(self._reader.backwards)
+
+    # the end
+
+    def finish(self) -> None:
+        """Ends the observation.
+
+        Raises:
+            SettingError: nothing was measured.
+        """
+        self.close()
+        observations, call = self._observations, self._forwards.last
+        observations.steps = self._steps
+        observations.seconds = time.perf_counter() - self._began
+        if not observations.measurements or call is None or self._samples is None:
+            reason = self._failures[-1] if self._failures else too_short(self._steps)
+            raise SettingError(reason)
+        observations.way = self._reader.way
+        observations.step_seconds = self._samples.seconds
+        observations.found = found = self._describe(call)
+        if self._failures:
+            observations.unseen.append(
+                f"{len(self._failures)} measured steps, the last one because {self._failures[-1]}"
+            )
+        self._time_other_sizes(call, found)
+
+    def _describe(self, call: ModuleCall) -> Found:
+        """The training in words and numbers."""
+        training, reader = self._training, self._reader
+        groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
+        device = training.parameters[0].device
+        outermost = training.outermost[0]
+        samples = self._observations.measurements[-1].statistics.samples
+        steps = 2 if reader.way == "consecutive steps" else 1
+        return Found(
+            optimizer=training.names,
+            engine=training.engine,
+            model=type(getattr(outermost, "module", outermost)).__name__,
+            parameters=sum(p.numel() for p in training.parameters),
+            gradient_bytes=sum(p.numel() * p.element_size() for p in training.parameters),
+            ranks=reader.ranks,
+            accumulation=reader.backwards,
+            micro_batch=self._backward_samples,
+            batch_size=round(samples / steps),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
+            scaler=training.caller.scaler is not None,
+            lr=tuple(float(group["lr"]) for group in groups if "lr" in group),
+            betas=tuple(float(beta) for beta in groups[0].get("betas", ())),
+        )
+
+    def _time_other_sizes(self, call: ModuleCall, found: Found) -> None:
+        """Times backwards of other numbers of samples, after the last step."""
+        training, observations = self._training, self._observations
+        if training.is_compiled or training.wrapper == "FSDP2" or len(self._forwards.called) != 1:
+            observations.unseen.append(
+                "the time of other batch sizes: it is measured where the loop calls one module "
+                "that is neither compiled nor sharded"
+            )
+            return
+        try:
+            timed = probe(call, training.parameters)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            observations.unseen.append(f"the time of other batch sizes: {reason}")
+            return
+        times, optimizer = timed.backward, median(self._optimizer_seconds or [0.0])
+        backwards = times.seconds([found.micro_batch] * found.accumulation)
+        rest = max(0.0, observations.step_seconds - backwards - optimizer)
+        observations.time = MachineTime(times, optimizer, rest, timed.largest, timed.sample_bytes)
+
+
+def too_short(steps: int) -> str:
+    """Why there is no advice after so few steps."""
+    return f"the program ended after {steps} optimizer steps; at least {_FEWEST} are needed"
+
+
+def _irregular(numbers: Sequence[int]) -> str:
+    if not any(numbers):
+        return (
+            "no backward reached a parameter of the optimizer between its steps: gradients that "
+            "are set by hand, or come from autograd.grad or torch.func, cannot be seen"
+        )
+    return (
+        f"the optimizer steps had {', '.join(map(str, numbers))} backwards: a step needs the same "
+        "number each time to be read at the end of its last one"
+    )

@@ -1,0 +1,87 @@
+"""Which steps are measured: one in n, so that measuring takes a share of the time."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+_SHARE = 0.05  # of the time that measuring may take
+_FIRST = 2  # measured steps that compile and fill caches
+_TIMED = 8  # unmeasured steps that a median needs
+_KEPT = 64
+
+
+class SampledSteps:
+    """Chooses the steps that are measured, the same ones on every rank.
+
+        c = median of (seconds of a measured step / median seconds of others) - 1
+        n = c / share, rounded up
+
+    A rank's own times are summed over the ranks together with the measurement, so all know the same
+    when they choose.
+
+    Args:
+        pair: whether two consecutive steps are measured together.
+        seconds: how long to measure.
+    """
+
+    def __init__(self, seconds: float, *, pair: bool = False) -> None:
+        self._limit, self._began = seconds, time.perf_counter()
+        self._span = 2 if pair else 1
+        self._plain: deque[float] = deque(maxlen=_KEPT)  # seconds of steps that were not measured
+        self._ratio = 0.0  # of the last measured step
+        self._ratios: list[float] = []  # of all ranks
+        self._failures = 0  # 1 if the last measured step failed on this rank
+        self.failed = 0  # measured steps in a row that failed on some rank
+        self.timed_out = False
+        self._count = 0  # steps since the last choice
+        self._interval = 2
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is measured."""
+        return self._count < self._span
+
+    @property
+    def seconds(self) -> float:
+        """Median time of a step that was not measured; 0 if there was none."""
+        return median(self._plain) if self._plain else 0.0
+
+    @property
+    def shared(self) -> tuple[float, ...]:
+        """What this rank tells the others at a measured step: ranks, ratio, seconds, failure."""
+        return 1.0, self._ratio, time.perf_counter() - self._began, float(self._failures)
+
+    def end_step(self, seconds: float, shared: Sequence[float] | None, *, failed: bool) -> None:
+        """A step has ended.
+
+        Args:
+            seconds: its time; 0 if it is unknown.
+            shared: the sums of `shared` over the ranks; None if it was not measured.
+            failed: whether it was to be measured and could not be.
+        """
+        measured = self.due
+        self._count += 1
+        if not measured:
+            if seconds:
+                self._plain.append(seconds)
+        else:
+            self._failures = int(failed)
+            if seconds and self._plain:
+                self._ratio = seconds / self.seconds
+            if shared is not None:
+                self._learn(shared)
+        if self._count >= self._interval * self._span:
+            self._count = 0
+
+    def _learn(self, shared: Sequence[float]) -> None:
+        ranks, ratio, elapsed, failures = shared
+        self.timed_out = elapsed / ranks > self._limit
+        self.failed = self.failed + 1 if failures else 0
+        if ratio:
+            self._ratios.append(ratio / ranks)
+        if len(self._ratios) <= _FIRST or len(self._plain) < _TIMED:
+            return
+        cost = max(0.0, median(self._ratios[_FIRST:]) - 1)
+        self._interval = max(1, math.ceil(cost / _SHARE))

@@ -1,0 +1,283 @@
+"""Reads the gradient noise of a step at the end of its last backward."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.advise.forward_watch import ForwardWatch
+from bigbatch.advise.found_training import FoundTraining
+from bigbatch.advise.observations import Way
+from bigbatch.advise.time_probe import synchronize
+from bigbatch.errors import GradientError
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.dtypes import widest_float
+from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientStatistics
+
+_CHANGED = (
+    "the weights changed between two backwards of one step (sharpness-aware minimization, a "
+    "closure?), so its backwards are no micro-batches of one gradient"
+)
+_UNSEEN = "the last backward of the step was not seen"
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """What a step showed.
+
+    Args:
+        statistics: its signal and noise; None if they could not be read.
+        failure: why; empty if there is no reason.
+        backwards: how many it had on this rank.
+        sizes: samples of these.
+        sqnorms: |h_d|^2 of these.
+        shared: sums over the ranks of the values that each has passed.
+    """
+
+    statistics: GradientStatistics | None
+    failure: str
+    backwards: int
+    sizes: tuple[float, ...]
+    sqnorms: tuple[float, ...]
+    shared: tuple[float, ...]
+
+
+class StepReader(Subscriber):
+    """Reads steps by the backwards of all ranks, or by groups of each backward.
+
+    `.grad` is what the backwards left only until the loop clips or unscales it, and a closure may
+    run inside `optimizer.step()`. So a step is read at the end of its last backward, whose number
+    is that of the step before. Errors end the reading of a step, never the program.
+
+    Args:
+        training: the training.
+        forwards: its forwards.
+        way: how to read.
+        groups: k, groups of each backward, if these are the way.
+    """
+
+    def __init__(
+        self, training: FoundTraining, forwards: ForwardWatch, way: Way, groups: int
+    ) -> None:
+        self.way: Way = way
+        self.backwards = 0  # that a step has on this rank; 0 where steps are watched, not read
+        self.ended = 0.0  # when the last backward had ended and was read
+        self._forwards = forwards
+        self._meter = meter = GradientMeter(
+            training.model, per_layer=True, scaler=training.caller.scaler
+        )
+        meter.select(training.parameters)
+        self.source: GradientSource = meter.source
+        self.source.on_error = self.note_error
+        if way == "groups":
+            meter.cut_backwards(groups, training.model)
+            tap = self.source.group_tap
+            assert tap is not None
+            tap.on_error = self._note_error_of_groups
+            forwards.after_forward = PrepareAfterForward(self.source)
+        self._due = False
+        self._failure = ""
+        self._sizes: list[float] = []
+        self._values: Tensor | None = None  # of the meter, on the device
+        self._sqnorms: list[Tensor] = []
+        self._shared: Sequence[float] = ()
+        self._probes = (training.parameters[0], training.parameters[-1])
+        self._version = 0  # of these, at the first backward
+        self._checks_weights = training.wrapper != "FSDP2"  # which writes to them in a forward
+        meter.at_step(0, due=False)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the step."""
+        return self.source.ranks
+
+    def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
+        """A step starts.
+
+        Args:
+            number: its number.
+            shared: values that are summed over the ranks if it is read.
+            due: whether it is read.
+        """
+        if self._due:
+            self.source.unsubscribe(self)
+        self._failure, self._values, self._shared, self._due = "", None, shared, due
+        self._meter.at_step(number, due=due)
+        self._forwards.active = due
+        self._forwards.restart()
+        if due:
+            self.source.subscribe(self)
+
+    def finish(self) -> StepReading | None:
+        """Ends the step; None if it was not to be read."""
+        if not self._due:
+            return None
+        backwards, expected = self.source.micro_batches, self.backwards
+        failure = self._failure
+        if expected and backwards != expected:
+            failure = failure or (
+                f"a step had {backwards} backwards, and the one before {expected}: how many a step "
+                "has must not change from step to step"
+            )
+        statistics: GradientStatistics | None = None
+        shared: Sequence[float] = ()
+        if expected:
+            statistics, failure, shared = self._read(failure)
+        sqnorms = tuple(torch.stack(self._sqnorms).tolist()) if self._sqnorms else ()
+        self.source.restart()
+        return StepReading(
+            statistics, failure, backwards, tuple(self._sizes), sqnorms, tuple(shared)
+        )
+
+    def close(self) -> None:
+        """Removes every hook."""
+        self._forwards.after_forward = None
+        self._meter.close()
+
+    def note_error(self, error: Exception) -> None:
+        """The step cannot be read."""
+        self._failure = self._failure or (
+            str(error) if isinstance(error, GradientError) else f"{type(error).__name__}: {error}"
+        )
+
+    def _note_error_of_groups(self, error: Exception) -> None:
+        self.source.failed = True
+        self.note_error(error)
+
+    # the source's subscriber, after those of the meter
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._sizes.clear()
+        self._sqnorms.clear()
+        self._values = None
+
+    def micro_batch(self, weight: float, groups: int = 1) -> None:
+        """A backward starts."""
+        samples = self._forwards.take_samples()
+        if not samples:
+            raise GradientError(
+                f"backward {len(self._sizes) + 1} of a step has no forward of its own: it is that "
+                "of another loss of the same samples (actor and critic, a penalty, several tasks), "
+                "and no micro-batch"
+            )
+        if None in samples or len(set(samples)) > 1:
+            raise GradientError(
+                f"the model was called {len(samples)} times before one backward, with "
+                f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
+            )
+        self._sizes.append(float(samples[0] or 0))
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Not needed: the meter reads it."""
+
+    def end(self) -> None:
+        """A backward is complete."""
+        number = self.source.micro_batches
+        version = sum(p._version for p in self._probes)
+        if number > 1 and version != self._version and self._checks_weights:
+            raise GradientError(_CHANGED)
+        self._version = version
+        if number == self.backwards:
+            self._sqnorms = [squares.sum() for squares in self._meter.micro_batch_sqnorms]
+            self._take()
+            synchronize(self.source.parameters[0].device)
+            self.ended = time.perf_counter()
+
+    # reading
+
+    def _take(self) -> None:
+        """Takes what the step's last backward has left."""
+        self._values = self._measure(self._sizes)
+
+    def _measure(self, sizes: Sequence[float] | None) -> Tensor:
+        device = self.source.parameters[0].device
+        shared = torch.tensor(self._shared, dtype=widest_float(device), device=device)
+        return self._meter.measure(sizes, shared)
+
+    def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
+        """The statistics, the reason if there are none, and the shared sums."""
+        if self._values is None and self.ranks > 1:
+            self._values = self._measure(None)  # for the other ranks, which wait
+        if self._values is None:
+            return None, failure or _UNSEEN, self._shared
+        values = self._values.tolist()
+        shared = values[: len(self._shared)]
+        if failure:
+            return None, failure, shared
+        try:
+            statistics = self._meter.statistics(self._meter.totals(values))
+        except GradientError as error:
+            return None, str(error), shared
+        return *_usable(statistics), shared
+
+
+class ConsecutiveStepsReader(StepReader):
+    """Compares the gradients of two consecutive steps, where no step shows any noise.
+
+        signal = g1 . g2,    noise = n |g1 - g2|^2 / 2
+
+    Biased, since the second gradient is that of other weights: what the first step has changed
+    counts as noise, and a step that was too long lowers the signal. Keeps a copy of the gradient.
+
+    Source:
+        The estimate of AdaptDL on one replica (Qiao et al., OSDI 2021).
+    """
+
+    def __init__(self, training: FoundTraining, forwards: ForwardWatch) -> None:
+        super().__init__(training, forwards, "consecutive steps", 1)
+        self._scaler = training.caller.scaler
+        self._first: dict[Tensor, Tensor] = {}  # gradients of the first step of a pair
+        self._first_samples = 0.0
+        self._pair: GradientStatistics | None = None
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        gradients = {p: p.grad / scale for p in self.source.parameters if p.grad is not None}
+        first, self._first = self._first, {}
+        self._pair = None
+        if not first:
+            self._first, self._first_samples = gradients, self._sizes[0]
+        elif self._sizes[0] == self._first_samples and first.keys() == gradients.keys():
+            self._pair = self._compare(first, gradients)
+
+    def _compare(
+        self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor]
+    ) -> GradientStatistics:
+        sums: dict[str, list[Tensor]] = {}
+        layers = self._meter.layers
+        for parameter, gradient in second.items():
+            one, two = first[parameter].flatten().double(), gradient.flatten().double()
+            products = torch.stack([one @ two, (one - two).square().sum()])
+            sums.setdefault(layers.get(parameter, "others"), []).append(products)
+        n = self._first_samples
+        by_layer = {name: torch.stack(parts).sum(0).tolist() for name, parts in sums.items()}
+        layer_statistics = {
+            name: GradientStatistics(dot, n * difference / 2, 2 * n, 2)
+            for name, (dot, difference) in by_layer.items()
+        }
+        dot, difference = map(math.fsum, zip(*by_layer.values(), strict=True))
+        return GradientStatistics(dot, n * difference / 2, 2 * n, 2, layers=layer_statistics)
+
+    def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
+        if failure:
+            self._first = {}
+            return None, failure, self._shared
+        if self._pair is None:
+            return None, "", self._shared  # the first step of a pair
+        return *_usable(self._pair), self._shared
+
+
+def _usable(statistics: GradientStatistics) -> tuple[GradientStatistics | None, str]:
+    """The statistics of a step if they say anything, and why not."""
+    if not math.isfinite(statistics.grad_sqnorm + statistics.grad_variance):
+        return None, "the gradient is not finite"
+    if not statistics.grad_variance and not statistics.grad_sqnorm:
+        return None, "every gradient is zero"
+    return statistics, ""

@@ -1,0 +1,191 @@
+"""The advice as a page of text."""
+
+import math
+from collections.abc import Iterator
+
+from bigbatch.advise.advice import Advice
+from bigbatch.advise.lines_to_add import lines_to_add
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LAYERS = 3
+
+
+def text_page(advice: Advice) -> str:
+    """The page."""
+    if advice.refusal:
+        return f"No advice: {advice.refusal}\n"
+    parts = (_conclusion, _training, _noise, _devices, _rate, _memory, _doubts, _lines)
+    return "\n\n".join("\n".join(part(advice)) for part in parts) + "\n"
+
+
+def _conclusion(advice: Advice) -> Iterator[str]:
+    yield conclusion(advice)
+
+
+def conclusion(advice: Advice) -> str:
+    """The answer in one or two sentences."""
+    present, here = advice.found.batch_size, advice.here
+    if here is None:
+        return unknown(advice)
+    saved = f"{1 - here.time:.0%} less time to the same progress"
+    if advice.leaves_batch:
+        return (
+            f"Leave it: the batch of {present} is within a factor of 2 of the fastest one here, "
+            f"{here.batch_size} ({saved})."
+        )
+    word = "Grow" if here.batch_size > present else "Shrink"
+    return (
+        f"{word} the batch from {present} to {here.batch_size}: {saved}, for "
+        f"{here.samples:.2g} times the samples."
+    )
+
+
+def unknown(advice: Advice) -> str:
+    """Why there is no batch size."""
+    trend = advice.trend
+    if math.isinf(trend.noise_scale):
+        return (
+            "No batch size: the gradient's signal was not told apart from noise; observe more "
+            f"steps. The noise scale is at least {number(trend.low)}."
+        )
+    return (
+        "No fastest batch size, since the time of other sizes is unknown. Near the noise scale of "
+        f"{number(trend.noise_scale)} samples, doubling the batch saves a quarter of the steps "
+        "and costs half as many samples more."
+    )
+
+
+def _training(advice: Advice) -> Iterator[str]:
+    found, observations = advice.found, advice.observations
+    precision = f", autocast {found.autocast}" if found.autocast else ""
+    precision += ", GradScaler" if found.scaler else ""
+    yield (
+        f"Seen: {found.model}, {found.parameters:,} parameters, {found.optimizer}, {found.engine} "
+        f"on {found.ranks} x {found.device}{precision}"
+    )
+    yield (
+        f"  batch {found.batch_size} = {found.ranks} ranks x {found.accumulation} backwards x "
+        f"{found.micro_batch} samples (dimension 0 of the model's first tensor)"
+    )
+    yield (
+        f"  {observations.steps} steps in {observations.seconds:.1f} s, "
+        f"{1e3 * observations.step_seconds:.3g} ms each; {len(observations.measurements)} "
+        f"measured by {observations.way}"
+    )
+
+
+def _noise(advice: Advice) -> Iterator[str]:
+    trend = advice.trend
+    yield (
+        f"Noise scale: {number(trend.noise_scale)} samples "
+        f"(90 % interval {number(trend.low)} to {number(trend.high)})"
+    )
+    if len(trend.segments) > 1:
+        scales = [segment.noise_scale for segment in trend.segments]
+        yield (
+            f"  {bars(scales)}  from {number(scales[0])} in steps {trend.segments[0].first} to "
+            f"{trend.segments[0].last} to {number(scales[-1])} in steps "
+            f"{trend.segments[-1].first} to {trend.segments[-1].last}"
+        )
+    for layer in trend.layers[:_LAYERS] if len(trend.layers) > 1 else ():
+        yield (
+            f"  {layer.share:4.0%} of the noise is in {layer.name or 'the model itself'}, whose "
+            f"own noise scale is {number(layer.noise_scale)}"
+        )
+
+
+def _devices(advice: Advice) -> Iterator[str]:
+    if not advice.devices:
+        return
+    yield "Fastest batch by devices like this one:"
+    header = ("devices", "batch", "interval", "s/step", "time", "samples", "speed-up")
+    yield "  " + "".join(f"{name:>{width}}" for name, width in zip(header, _WIDTHS, strict=True))
+    for row in advice.devices:
+        cells = (
+            str(row.devices),
+            str(row.batch_size),
+            f"{row.low}-{row.high}",
+            f"{row.seconds:.3g}",
+            f"{row.time:.2f}",
+            f"{row.samples:.2f}",
+            f"{row.speedup:.1f}",
+        )
+        yield "  " + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+    yield (
+        "  time and samples to the same progress, relative to the present batch on as many "
+        "devices; speed-up over it on one"
+    )
+    network = advice.network
+    yield (
+        f"  assumed: {network.gigabytes_per_second:g} GB/s and {network.microseconds:g} us between "
+        "devices, nothing overlaps"
+    )
+
+
+_WIDTHS = (7, 9, 16, 9, 7, 9, 10)
+
+
+def _rate(advice: Advice) -> Iterator[str]:
+    batch = advice.batch_size
+    if batch is None or batch == advice.found.batch_size:
+        yield "Learning rate: as it is."
+        return
+    factor = advice.lr_factor(batch)
+    rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in dict.fromkeys(advice.found.lr))
+    rule = "1 / (1 + noise scale / batch)" if "SGD" in advice.found.optimizer else "sqrt(batch)"
+    yield f"Learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
+    if betas := advice.betas(batch):
+        yield (
+            f"  betas of the same half-life in samples: {', '.join(f'{b:.4g}' for b in betas)} "
+            "(worth a try; not always better)"
+        )
+
+
+def _memory(advice: Advice) -> Iterator[str]:
+    time = advice.observations.time
+    if time is None or time.largest is None:
+        yield "Largest micro-batch: unknown"
+        return
+    yield (
+        f"Largest micro-batch: about {two_digits(time.largest):,} samples, estimated from "
+        f"{time.sample_bytes / 1e6:.3g} MB that a backward keeps for each; not tried"
+    )
+
+
+def _doubts(advice: Advice) -> Iterator[str]:
+    yield "How sure:"
+    yield from (f"  - {doubt}" for doubt in advice.doubts)
+    yield from (f"  - not seen: {unseen}" for unseen in advice.observations.unseen)
+
+
+def _lines(advice: Advice) -> Iterator[str]:
+    found = lines_to_add(advice)
+    if not found or advice.leaves_batch:
+        return
+    yield "Lines to add:"
+    for lines in found:
+        first, *others = lines.lines.splitlines()
+        yield f"  {lines.trainer + ':':<22} {first}"
+        yield from (f"  {'':<22} {line}" for line in others)
+
+
+def bars(scales: list[float]) -> str:
+    """A line of bars of the logarithms; a space where there is no signal."""
+    logs = [math.log(scale) if 0 < scale < math.inf else math.nan for scale in scales]
+    known = [value for value in logs if not math.isnan(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    steps = (len(_BARS) - 1) / ((high - low) or 1)
+    return "".join(" " if math.isnan(x) else _BARS[round((x - low) * steps)] for x in logs)
+
+
+def number(value: float) -> str:
+    """Two or three digits that say something."""
+    if math.isinf(value):
+        return "inf"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def two_digits(value: float) -> int:
+    """Rounded down to two digits."""
+    unit: int = 10 ** max(0, len(str(int(value))) - 2)
+    return int(value) // unit * unit

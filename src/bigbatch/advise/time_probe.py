@@ -1,0 +1,189 @@
+"""How long forwards and backwards of other sizes take, and how many samples memory has room for."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigbatch.advise.forward_watch import ModuleCall
+from bigbatch.data.rng_state import random_state, restore_random_state
+from bigbatch.policies.step_time import StepTime, TimedSize
+
+_FACTORS = (0.25, 1, 4)  # of the samples of a backward
+_REPEATS = 5
+_MARGIN = 0.1  # of memory that is left free
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the probe found.
+
+    Args:
+        backward: seconds of a forward and backward by samples.
+        sample_bytes: bytes that a backward keeps for a sample.
+        largest: samples for which there is memory beyond what is used; an estimate.
+    """
+
+    backward: StepTime
+    sample_bytes: float
+    largest: int | None
+
+
+def probe(call: ModuleCall, parameters: Sequence[Tensor]) -> Probe:
+    """Times forwards and backwards of a quarter, one and four times the samples of a call.
+
+    The loss is the module's own, if it returns one, else a mean of its outputs. Gradients come from
+    `autograd.grad`, so `.grad` stays as it is; buffers and random states are restored.
+
+    Args:
+        call: the call, without graphs.
+        parameters: what is trained.
+    Raises:
+        Exception: whatever the module raises on another number of samples.
+    """
+    module = call.module
+    if isinstance(module, DistributedDataParallel):
+        module = module.module  # nothing is reduced
+    device = parameters[0].device.type
+    with _restored(module), torch.enable_grad(), call.autocast(device):
+        one = _Backward(module, call, parameters)
+        sample_bytes = _bytes_kept(one)
+        free = _free_bytes(parameters[0].device)
+        largest = None
+        if free is not None and sample_bytes:
+            largest = call.samples + int((1 - _MARGIN) * free / sample_bytes)
+        sizes = sorted({max(1, round(factor * call.samples)) for factor in _FACTORS})
+        fitting = [n for n in sizes if n <= call.samples or n * 2 <= (largest or 0)]
+        return Probe(_fit(one, fitting), sample_bytes, largest)
+
+
+class _Backward:
+    """A forward and backward of any number of samples."""
+
+    def __init__(self, module: nn.Module, call: ModuleCall, parameters: Sequence[Tensor]) -> None:
+        self.module, self.call, self.parameters = module, call, parameters
+
+    def inputs(self, samples: int) -> tuple[Any, Any]:
+        """The call's arguments, cut or repeated along their samples."""
+        own = self.call.samples
+
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != own:
+                return leaf
+            return torch.cat([leaf] * -(-samples // own))[:samples]
+
+        return tree_map(resized, (self.call.args, self.call.kwargs))  # type: ignore[no-any-return]
+
+    def forward(self, inputs: tuple[Any, Any]) -> Tensor:
+        """The loss."""
+        output = self.module(*inputs[0], **inputs[1])
+        floats = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        losses = [x for x in floats if not x.dim()]
+        return losses[0] if losses else torch.stack([x.float().mean() for x in floats]).sum()
+
+    def run(self, inputs: tuple[Any, Any]) -> None:
+        """Both."""
+        torch.autograd.grad(self.forward(inputs), self.parameters, allow_unused=True)
+
+
+def _fit(one: _Backward, sizes: Sequence[int]) -> StepTime:
+    device = one.parameters[0].device
+    inputs = {n: one.inputs(n) for n in sizes}
+    seconds: dict[int, list[float]] = {n: [] for n in sizes}
+    for repeat in range(_REPEATS + 1):
+        for n in sizes:
+            elapsed = _timed(lambda n=n: one.run(inputs[n]), device)  # type: ignore[misc]
+            if repeat:  # the first fills caches
+                seconds[n].append(elapsed)
+    # the least of some repeats: other processes only add to it
+    timed = [TimedSize(n, min(times), len(times)) for n, times in seconds.items()]
+    found = StepTime.fit(timed)
+    if found is None:
+        (n, times), *_ = seconds.items()
+        return StepTime(0.0, min(times) / n, n, n)
+    return found
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _bytes_kept(one: _Backward) -> float:
+    """Bytes that a backward keeps for one sample: all it saves that is no parameter."""
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in one.module.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = one.forward(one.inputs(one.call.samples))
+    del loss
+    return sum(kept.values()) / one.call.samples
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Bytes that are free on the device, without what torch has in reserve."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    if device.type != "cpu":
+        return None
+    return _free_host_bytes()
+
+
+def _free_host_bytes() -> int | None:
+    """Available memory of the machine, or of the container if that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # there is no limit
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restores buffers and random states."""
+    modules = [(m, dict(m._buffers)) for m in module.modules()]
+    values = [(b, b.detach().clone()) for b in _buffers(modules)]
+    random = random_state()
+    try:
+        yield
+    finally:
+        for owner, buffers in modules:
+            owner._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        restore_random_state(random)
+
+
+def _buffers(modules: Iterable[tuple[nn.Module, dict[str, Tensor | None]]]) -> Iterator[Tensor]:
+    for _, buffers in modules:
+        yield from (buffer for buffer in buffers.values() if buffer is not None)

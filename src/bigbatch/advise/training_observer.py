@@ -1,0 +1,137 @@
+"""Observes the training of a program through torch's global hooks on optimizer steps."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from bigbatch.advise.found_training import Caller, FoundTraining, ranks_of_world
+from bigbatch.advise.observations import Limits, Observations
+from bigbatch.advise.observed_training import ObservedTraining, too_short
+from bigbatch.advise.rank_agreement import sign_in
+from bigbatch.errors import BigbatchError, SettingError
+
+
+class EndOfProgram(BaseException):
+    """Ends a program that has been observed; no `except Exception` catches it."""
+
+
+class TrainingObserver:
+    """Observes optimizer steps from `__enter__` to `__exit__`, or until the limits.
+
+    Finds the optimizers that step together, then hands every step to an `ObservedTraining`. An
+    exception of its own becomes a refusal, and never reaches the program.
+
+    Args:
+        limits: how long.
+        ends_program: whether the end of the observation ends the program.
+        model, optimizer: the training, if it is known.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        ends_program: bool = False,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self.observations = Observations()
+        self.ended = False
+        self._limits, self._ends_program = limits, ends_program
+        self._model, self._optimizer = model, optimizer
+        self._handles: list[RemovableHandle] = []
+        self._depth = 0  # of optimizer steps inside others
+        self._began = 0.0
+        self._cycle: list[Optimizer] = []  # in the order of their first steps
+        self._steps = 0  # of the first optimizer
+        self._caller: Caller | None = None
+        self._training: ObservedTraining | None = None
+
+    def __enter__(self) -> "TrainingObserver":
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if not self.ended:
+            self._guarded(self._end)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and self._caller is None and self._is_observed(optimizer):
+            self._caller = Caller.find(sys._getframe())
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth or not self._is_observed(optimizer):
+            return
+        if not self.ended:
+            self._guarded(lambda: self._step(optimizer))
+        if self.ended and self._ends_program:
+            raise EndOfProgram
+
+    def _is_observed(self, optimizer: Optimizer) -> bool:
+        return self._optimizer is None or optimizer is self._optimizer
+
+    def _step(self, optimizer: Optimizer) -> None:
+        if self._training is None:
+            self._find(optimizer)
+        elif self._training.end_step(optimizer):
+            self._end()
+
+    def _find(self, optimizer: Optimizer) -> None:
+        """Collects the optimizers until the first one steps again."""
+        if not self._cycle:
+            self._began = time.perf_counter()
+        is_new = all(optimizer is not other for other in self._cycle)
+        if is_new:
+            self._cycle.append(optimizer)
+        self._steps += optimizer is self._cycle[0]
+        if is_new and optimizer is not self._optimizer:
+            return
+        assert self._caller is not None
+        found = FoundTraining.find(self._cycle, self._caller, self._model)
+        ended = self._steps - (len(self._cycle) > 1)  # the last optimizer ends a step
+        self._training = ObservedTraining(
+            found, self._limits, self._began, ended, self.observations
+        )
+
+    def _end(self) -> None:
+        self.ended = True
+        if self._training is not None:
+            self._training.finish()
+        elif self._steps:
+            raise SettingError(too_short(self._steps))
+        else:
+            raise SettingError(
+                "the program ended without a step of a torch.optim.Optimizer in this process"
+            )
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Calls, and turns an exception into a refusal."""
+        try:
+            call()
+        except Exception as error:
+            known = isinstance(error, BigbatchError)
+            self._refuse(str(error) if known else f"{type(error).__name__}: {error}")
+
+    def _refuse(self, reason: str) -> None:
+        self.ended = True
+        self.observations.refusal = reason
+        if self._training is not None:
+            self._training.close()
+        if ranks_of_world() > 1 and (self._training is None or not self._training.signed_in):
+            sign_in(reason)
