@@ -1,4 +1,4 @@
-"""The command line: train, sweep, compare, report, replay, recipes, bench."""
+"""The command line: advise, train, sweep, compare, report, replay, recipes, bench."""
 
 import atexit
 import os
@@ -11,7 +11,14 @@ _WITHOUT_TORCH: tuple[list[str], ...] = ([], ["--help"], ["--version"])  # argum
 
 
 def main() -> None:
-    """Runs a command, or lists the commands. An interrupt prints one line at any moment."""
+    """Runs a command, or lists the commands. An interrupt prints one line at any moment.
+
+    `advise` runs the user's program, whose own interrupts, warnings and ranks these are.
+    """
+    if sys.argv[1:2] == ["advise"]:
+        from bigbatch.cli.advise_command import advise
+
+        advise(sys.argv[2:])
     with handle_interrupts(exit_on_interrupt):
         atexit.register(ignore_interrupts)  # while Python shuts down
         try:

@@ -11,6 +11,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 _COMMANDS = {  # module, and first line of the help
+    "advise": (
+        "bigbatch.cli.advise_command",
+        "Runs your training script as it is, and advises a batch size.",
+    ),
     "train": (
         "bigbatch.cli.train_command",
         "Trains the study of a recipe, or one run where a setting is given.",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.advise.forward_watch import ForwardWatch
-from bigbatch.advise.found_training import FoundTraining
-from bigbatch.advise.observations import Way
-from bigbatch.advise.time_probe import synchronize
+from bigbatch.advice.forward_watch import ForwardWatch
+from bigbatch.advice.found_training import FoundTraining
+from bigbatch.advice.observations import Way
+from bigbatch.advice.time_probe import synchronize
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float

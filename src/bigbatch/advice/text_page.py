@@ -3,26 +3,35 @@
 import math
 from collections.abc import Iterator
 
-from bigbatch.advise.advice import Advice
-from bigbatch.advise.lines_to_add import lines_to_add
+from bigbatch.advice.batch_advice import BatchAdvice
+from bigbatch.advice.lines_to_add import lines_to_add
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LAYERS = 3
 
 
-def text_page(advice: Advice) -> str:
+def text_page(advice: BatchAdvice) -> str:
     """The page."""
     if advice.refusal:
         return f"No advice: {advice.refusal}\n"
-    parts = (_conclusion, _training, _noise, _devices, _rate, _memory, _doubts, _lines)
-    return "\n\n".join("\n".join(part(advice)) for part in parts) + "\n"
+    paragraphs = [[conclusion(advice)], [*_noise(advice)], [*_devices(advice)]]
+    for title, lines in sections(advice):
+        paragraphs.append([f"{title}:", *(f"  - {line}" for line in lines)])
+    paragraphs.append([*_lines(advice)])
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
 
 
-def _conclusion(advice: Advice) -> Iterator[str]:
-    yield conclusion(advice)
+def sections(advice: BatchAdvice) -> list[tuple[str, list[str]]]:
+    """What every page says in sentences: titles and lines."""
+    unseen = [f"not seen: {unseen}" for unseen in advice.observations.unseen]
+    return [
+        ("Seen", [*_training(advice)]),
+        ("With the batch", [*_rate(advice), *_memory(advice)]),
+        ("How sure", [*advice.doubts, *unseen]),
+    ]
 
 
-def conclusion(advice: Advice) -> str:
+def conclusion(advice: BatchAdvice) -> str:
     """The answer in one or two sentences."""
     present, here = advice.found.batch_size, advice.here
     if here is None:
@@ -33,6 +42,11 @@ def conclusion(advice: Advice) -> str:
             f"Leave it: the batch of {present} is within a factor of 2 of the fastest one here, "
             f"{here.batch_size} ({saved})."
         )
+    if here.low <= present <= here.high:
+        return (
+            f"Leave it for now: the fastest batch here is between {here.low} and {here.high}, and "
+            f"the present one, {present}, is among these. Observe more steps (--steps, --budget)."
+        )
     word = "Grow" if here.batch_size > present else "Shrink"
     return (
         f"{word} the batch from {present} to {here.batch_size}: {saved}, for "
@@ -40,7 +54,7 @@ def conclusion(advice: Advice) -> str:
     )
 
 
-def unknown(advice: Advice) -> str:
+def unknown(advice: BatchAdvice) -> str:
     """Why there is no batch size."""
     trend = advice.trend
     if math.isinf(trend.noise_scale):
@@ -55,26 +69,27 @@ def unknown(advice: Advice) -> str:
     )
 
 
-def _training(advice: Advice) -> Iterator[str]:
+def _training(advice: BatchAdvice) -> Iterator[str]:
     found, observations = advice.found, advice.observations
     precision = f", autocast {found.autocast}" if found.autocast else ""
     precision += ", GradScaler" if found.scaler else ""
     yield (
-        f"Seen: {found.model}, {found.parameters:,} parameters, {found.optimizer}, {found.engine} "
+        f"{found.model}, {found.parameters:,} parameters, {found.optimizer}, {found.engine} "
         f"on {found.ranks} x {found.device}{precision}"
     )
     yield (
-        f"  batch {found.batch_size} = {found.ranks} ranks x {found.accumulation} backwards x "
-        f"{found.micro_batch} samples (dimension 0 of the model's first tensor)"
+        f"a batch of {found.batch_size}: ranks x backwards x samples = {found.ranks} x "
+        f"{found.accumulation} x {found.micro_batch}, counted in dimension 0 of the model's first "
+        "tensor"
     )
     yield (
-        f"  {observations.steps} steps in {observations.seconds:.1f} s, "
+        f"{observations.steps} steps in {observations.seconds:.1f} s, "
         f"{1e3 * observations.step_seconds:.3g} ms each; {len(observations.measurements)} "
         f"measured by {observations.way}"
     )
 
 
-def _noise(advice: Advice) -> Iterator[str]:
+def _noise(advice: BatchAdvice) -> Iterator[str]:
     trend = advice.trend
     yield (
         f"Noise scale: {number(trend.noise_scale)} samples "
@@ -94,7 +109,7 @@ def _noise(advice: Advice) -> Iterator[str]:
         )
 
 
-def _devices(advice: Advice) -> Iterator[str]:
+def _devices(advice: BatchAdvice) -> Iterator[str]:
     if not advice.devices:
         return
     yield "Fastest batch by devices like this one:"
@@ -125,40 +140,34 @@ def _devices(advice: Advice) -> Iterator[str]:
 _WIDTHS = (7, 9, 16, 9, 7, 9, 10)
 
 
-def _rate(advice: Advice) -> Iterator[str]:
+def _rate(advice: BatchAdvice) -> Iterator[str]:
     batch = advice.batch_size
     if batch is None or batch == advice.found.batch_size:
-        yield "Learning rate: as it is."
+        yield "learning rate as it is"
         return
     factor = advice.lr_factor(batch)
     rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in dict.fromkeys(advice.found.lr))
     rule = "1 / (1 + noise scale / batch)" if "SGD" in advice.found.optimizer else "sqrt(batch)"
-    yield f"Learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
+    yield f"learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
     if betas := advice.betas(batch):
         yield (
-            f"  betas of the same half-life in samples: {', '.join(f'{b:.4g}' for b in betas)} "
+            f"betas of the same half-life in samples: {', '.join(f'{b:.4g}' for b in betas)} "
             "(worth a try; not always better)"
         )
 
 
-def _memory(advice: Advice) -> Iterator[str]:
+def _memory(advice: BatchAdvice) -> Iterator[str]:
     time = advice.observations.time
     if time is None or time.largest is None:
-        yield "Largest micro-batch: unknown"
+        yield "largest micro-batch: unknown"
         return
     yield (
-        f"Largest micro-batch: about {two_digits(time.largest):,} samples, estimated from "
+        f"largest micro-batch: about {two_digits(time.largest):,} samples, estimated from "
         f"{time.sample_bytes / 1e6:.3g} MB that a backward keeps for each; not tried"
     )
 
 
-def _doubts(advice: Advice) -> Iterator[str]:
-    yield "How sure:"
-    yield from (f"  - {doubt}" for doubt in advice.doubts)
-    yield from (f"  - not seen: {unseen}" for unseen in advice.observations.unseen)
-
-
-def _lines(advice: Advice) -> Iterator[str]:
+def _lines(advice: BatchAdvice) -> Iterator[str]:
     found = lines_to_add(advice)
     if not found or advice.leaves_batch:
         return

@@ -22,6 +22,8 @@ class Limits:
     groups: int
 
 
+NOT_ENDED = "the observation has not ended"
+
 Way = Literal["micro-batches", "groups", "consecutive steps"]
 
 
@@ -102,7 +104,7 @@ class Observations:
     """Everything that was observed.
 
     Args:
-        refusal: why there is no advice; empty if there may be some.
+        refusal: why there is no advice; empty at the end of an observation that shows some.
         found: the training; None if none was found.
         way: how the noise was measured.
         steps: optimizer steps that were seen.
@@ -113,7 +115,7 @@ class Observations:
         unseen: what could not be seen, in sentences.
     """
 
-    refusal: str = ""
+    refusal: str = NOT_ENDED
     found: Found | None = None
     way: Way | None = None
     steps: int = 0

@@ -8,13 +8,13 @@ from statistics import median
 import torch
 from torch.optim import Optimizer
 
-from bigbatch.advise.forward_watch import ForwardWatch, ModuleCall
-from bigbatch.advise.found_training import FoundTraining, candidates
-from bigbatch.advise.observations import Found, Limits, MachineTime, Measurement, Observations
-from bigbatch.advise.rank_agreement import sign_in
-from bigbatch.advise.sampled_steps import SampledSteps
-from bigbatch.advise.step_reader import ConsecutiveStepsReader, StepReader, StepReading
-from bigbatch.advise.time_probe import probe
+from bigbatch.advice.forward_watch import ForwardWatch, ModuleCall
+from bigbatch.advice.found_training import FoundTraining, candidates
+from bigbatch.advice.observations import Found, Limits, MachineTime, Measurement, Observations
+from bigbatch.advice.rank_agreement import sign_in
+from bigbatch.advice.sampled_steps import SampledSteps
+from bigbatch.advice.step_reader import ConsecutiveStepsReader, StepReader, StepReading
+from bigbatch.advice.time_probe import probe
 from bigbatch.errors import SettingError
 
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
@@ -217,6 +217,7 @@ class ObservedTraining:
                 f"{len(self._failures)} measured steps, the last one because {self._failures[-1]}"
             )
         self._time_other_sizes(call, found)
+        observations.refusal = ""
 
     def _describe(self, call: ModuleCall) -> Found:
         """The training in words and numbers."""

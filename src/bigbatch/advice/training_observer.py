@@ -13,10 +13,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.advise.found_training import Caller, FoundTraining, ranks_of_world
-from bigbatch.advise.observations import Limits, Observations
-from bigbatch.advise.observed_training import ObservedTraining, too_short
-from bigbatch.advise.rank_agreement import sign_in
+from bigbatch.advice.found_training import Caller, FoundTraining, ranks_of_world
+from bigbatch.advice.observations import Limits, Observations
+from bigbatch.advice.observed_training import ObservedTraining, too_short
+from bigbatch.advice.rank_agreement import sign_in
 from bigbatch.errors import BigbatchError, SettingError
 
 

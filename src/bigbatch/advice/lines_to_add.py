@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from bigbatch.advise.advice import Advice
+from bigbatch.advice.batch_advice import BatchAdvice
 
 _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth its line
 
@@ -22,7 +22,7 @@ class SettingLines:
     lines: str
 
 
-def lines_to_add(advice: Advice) -> list[SettingLines]:
+def lines_to_add(advice: BatchAdvice) -> list[SettingLines]:
     """The settings for the advised batch size, those of the observed trainer first."""
     batch = advice.batch_size
     if batch is None:
@@ -65,7 +65,7 @@ def lines_to_add(advice: Advice) -> list[SettingLines]:
     return sorted(found, key=lambda lines: lines.trainer != own)
 
 
-def schedule(advice: Advice) -> str:
+def schedule(advice: BatchAdvice) -> str:
     """The batch size in the words of `Schedule`: a ramp if the fastest one has moved by 2."""
     first, last = _moves(advice)
     if first == last:
@@ -73,7 +73,7 @@ def schedule(advice: Advice) -> str:
     return f"{first} to {last} over {_seen(advice)} samples"
 
 
-def _megatron(advice: Advice, micro: int, batch: int) -> str:
+def _megatron(advice: BatchAdvice, micro: int, batch: int) -> str:
     first, last = _moves(advice)
     line = f"--micro-batch-size {micro} --global-batch-size {max(last, batch)}"
     if last > first:
@@ -81,7 +81,7 @@ def _megatron(advice: Advice, micro: int, batch: int) -> str:
     return line
 
 
-def _moves(advice: Advice) -> tuple[int, int]:
+def _moves(advice: BatchAdvice) -> tuple[int, int]:
     """The fastest batch sizes of the first and last segment, if they differ enough."""
     batch, segments = advice.batch_size or 1, advice.trend.segments
     scales = segments[0].noise_scale, segments[-1].noise_scale
@@ -91,11 +91,11 @@ def _moves(advice: Advice) -> tuple[int, int]:
     return (first, last) if last >= _MOVES * first else (batch, batch)
 
 
-def _seen(advice: Advice) -> int:
+def _seen(advice: BatchAdvice) -> int:
     return advice.observations.steps * advice.found.batch_size
 
 
-def _split(advice: Advice, samples: int) -> tuple[int, int]:
+def _split(advice: BatchAdvice, samples: int) -> tuple[int, int]:
     """(samples of a backward, backwards) of a rank, as few backwards as memory allows."""
     time = advice.observations.time
     largest = time.largest if time is not None and time.largest else samples

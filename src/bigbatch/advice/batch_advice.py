@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bigbatch.advise.cluster_time import ClusterTime, Network
-from bigbatch.advise.noise_trend import LEVEL, NoiseTrend
-from bigbatch.advise.observations import Found, Observations
-from bigbatch.advise.position_test import differs_by_position
+from bigbatch.advice.cluster_time import ClusterTime, Network
+from bigbatch.advice.noise_trend import LEVEL, NoiseTrend
+from bigbatch.advice.observations import Found, Observations
+from bigbatch.advice.position_test import differs_by_position
+from bigbatch.errors import LoopError
 
 DEVICES = (1, 8, 64, 512)
 _ENOUGH = 2.0  # factor within which the present batch is left as it is
@@ -42,7 +43,7 @@ class DeviceAdvice:
 
 
 @dataclass(frozen=True)
-class Advice:
+class BatchAdvice:
     """What was found about the batch size of a training.
 
     Args:
@@ -67,7 +68,9 @@ class Advice:
 
     @cached_property
     def trend(self) -> NoiseTrend:
-        """The noise scale and how it moved."""
+        """The noise scale and how it moved; a LoopError if there is no advice."""
+        if self.refusal:
+            raise LoopError(f"no advice: {self.refusal}")
         return NoiseTrend.of(self.observations.measurements, self.found.batch_size)
 
     @property
@@ -88,12 +91,12 @@ class Advice:
             return row.batch_size
         return None
 
-    @cached_property
+    @property
     def here(self) -> DeviceAdvice | None:
         """The advice for the observed ranks."""
         return None if self.refusal else self._row(self.found.ranks)
 
-    @cached_property
+    @property
     def devices(self) -> tuple[DeviceAdvice, ...]:
         """The advice for 1, 8, 64 and 512 devices."""
         rows = () if self.refusal else map(self._row, DEVICES)
@@ -158,6 +161,12 @@ class Advice:
         cluster = self._cluster(devices or self.found.ranks)
         most = _REACH * max(self.found.batch_size, self.trend.noise_scale)
         return cluster.fastest(min(noise_scale, most), most)
+
+    def relative_time(self, batch_size: float) -> float:
+        """Time to the same progress on the observed ranks, relative to the present batch size."""
+        cluster, scale = self._cluster(self.found.ranks), self.trend.noise_scale
+        present = cluster.relative_seconds(self.found.batch_size, scale)
+        return cluster.relative_seconds(batch_size, scale) / present
 
     def _cluster(self, devices: int) -> ClusterTime:
         assert self.observations.time is not None

@@ -1,0 +1,131 @@
+"""`bigbatch advise`: runs a program, observes its training, prints advice about the batch size.
+
+It needs neither typer nor a launcher of its own: the program handles ranks, signals and warnings as
+it does alone.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from bigbatch.advice.advise import Advice, parse_seconds, require_ending
+from bigbatch.advice.cluster_time import Network
+from bigbatch.advice.observations import Limits
+from bigbatch.advice.run_program import require_program, run_program
+from bigbatch.advice.training_observer import EndOfProgram, TrainingObserver
+from bigbatch.errors import SettingError
+
+_STEPS, _BUDGET, _GROUPS = 2000, "2min", 8
+
+
+def advise(arguments: Sequence[str]) -> NoReturn:
+    """Runs the command, and exits: 0 with advice, 1 without, or as the program does."""
+    options = _parser().parse_args(arguments)
+    try:
+        limits = Limits(options.steps, parse_seconds(options.budget), options.groups)
+        network = Network(options.bandwidth, options.latency)
+        require_program(options.target, is_module=options.module)
+        for path in options.out:
+            require_ending(path)
+    except SettingError as error:
+        _parser().error(str(error))
+    observer = TrainingObserver(limits, ends_program=not options.go_on)
+    status: int | str | None = None
+    try:
+        with observer:
+            run_program(options.target, options.arguments, is_module=options.module)
+    except EndOfProgram:
+        pass
+    except SystemExit as ending:
+        status = ending.code
+    finally:
+        advice = Advice(observer.observations, network)
+        _show(advice, options.out)
+    if not status and not options.go_on:
+        status = int(bool(advice.refusal))
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
+
+
+def _show(advice: Advice, paths: Sequence[str]) -> None:
+    """Prints the page and writes the files, on rank 0."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print(f"\n{advice}", flush=True)  # noqa: T201
+    for path in paths:
+        advice.write(path)
+        print(f"advice: {path}", flush=True)  # noqa: T201
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "bigbatch advise",
+        usage="bigbatch advise [OPTIONS] SCRIPT [ARGS]...\n"
+        "       bigbatch advise [OPTIONS] -m MODULE [ARGS]...\n"
+        "       torchrun ... -m bigbatch advise [OPTIONS] SCRIPT [ARGS]...",
+        description="Runs your training script as it is, measures its gradient noise, and advises "
+        "a batch size and a learning rate. It changes nothing in the training. Options for "
+        "advise stand before the script, those of the script after it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
+    parser.add_argument(
+        "--steps",
+        type=_count,
+        default=_STEPS,
+        help=f"optimizer steps to observe (default: {_STEPS})",
+    )
+    parser.add_argument(
+        "--budget",
+        default=_BUDGET,
+        metavar="TIME",
+        help=f"or at most so long, 90s or 5min, from the first step on (default: {_BUDGET})",
+    )
+    parser.add_argument(
+        "--go-on", action="store_true", help="let the program continue; default: end it"
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also write a .html page, a .json or a .txt file; may be repeated",
+    )
+    parser.add_argument(
+        "--groups",
+        type=_count,
+        default=_GROUPS,
+        help=f"groups of samples of a backward that are compared (default: {_GROUPS})",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=12.5,
+        metavar="GB/s",
+        help="assumed for a device's network (default: 12.5)",
+    )
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=30,
+        metavar="US",
+        help="assumed for a message, in microseconds (default: 30)",
+    )
+    parser.add_argument("target", metavar="SCRIPT", help="your script, or module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
