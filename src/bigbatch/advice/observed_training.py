@@ -116,7 +116,7 @@ class ObservedTraining:
         if len(self._learned) >= _LEARNED and len({*self._learned[-_LEARNED:]}) == 1:
             self._begin_measuring(reading)
         elif len(self._learned) >= _MAX_LEARNED:
-            raise SettingError(reading.failure or _irregular(self._learned))
+            raise SettingError(self._explained(reading.failure or _irregular(self._learned)))
         else:
             self._start_step(())
 
@@ -127,7 +127,7 @@ class ObservedTraining:
             self.signed_in = True
             refusal = sign_in(refusal)
         if refusal:
-            raise SettingError(refusal)
+            raise SettingError(self._explained(refusal))
         self._forwards.keep_called()
         compared = backwards * self._reader.ranks
         if compared >= _MICRO_BATCHES:
@@ -142,6 +142,16 @@ class ObservedTraining:
             groups = StepReader(self._training, self._forwards, "groups", self._limits.groups)
             samples = self._read_by(groups, backwards)
         self._start_step(samples.shared, due=samples.due)
+
+    def _explained(self, reason: str) -> str:
+        """A reason for a refusal, with the likely cause if there are several optimizers."""
+        if len(self._training.optimizers) == 1:
+            return reason
+        return (
+            f"{self._training.names} were taken for optimizers that step together after the same "
+            f"backwards, but {reason}. If they step in turn (GAN, actor and critic), advise one of "
+            "them, `with bb.advise(model, optimizer)`"
+        )
 
     def _read_without_groups(self, backwards: int) -> SampledSteps:
         """By two or three backwards, or else by consecutive steps."""

@@ -23,6 +23,10 @@ _CHANGED = (
     "the weights changed between two backwards of one step (sharpness-aware minimization, a "
     "closure?), so its backwards are no micro-batches of one gradient"
 )
+_ZEROED = (
+    "the gradients were zeroed between two backwards of one optimizer step, so the step is not that "
+    "of one gradient (sharpness-aware minimization, gradient surgery, or a GradScaler that skipped)"
+)
 _UNSEEN = "the last backward of the step was not seen"
 
 
@@ -87,7 +91,8 @@ class StepReader(Subscriber):
         self._sqnorms: list[Tensor] = []
         self._shared: Sequence[float] = ()
         self._probes = (training.parameters[0], training.parameters[-1])
-        self._version = 0  # of these, at the first backward
+        self._version: int | None = None  # of these, at the first backward
+        self._is_begun = False  # whether the step has had one
         self._checks_weights = training.wrapper != "FSDP2"  # which writes to them in a forward
         meter.at_step(0, due=False)
 
@@ -110,6 +115,7 @@ class StepReader(Subscriber):
         self._meter.at_step(number, due=due)
         self._forwards.active = due
         self._forwards.restart()
+        self._version, self._is_begun = None, False
         if due:
             self.source.subscribe(self)
 
@@ -152,7 +158,10 @@ class StepReader(Subscriber):
     # the source's subscriber, after those of the meter
 
     def begin(self) -> None:
-        """A step starts."""
+        """The first backward of a step starts."""
+        if self._is_begun:
+            raise GradientError(_ZEROED)
+        self._is_begun = True
         self._sizes.clear()
         self._sqnorms.clear()
         self._values = None
@@ -180,9 +189,10 @@ class StepReader(Subscriber):
         """A backward is complete."""
         number = self.source.micro_batches
         version = sum(p._version for p in self._probes)
-        if number > 1 and version != self._version and self._checks_weights:
+        if self._version is None:
+            self._version = version
+        if version != self._version and self._checks_weights:
             raise GradientError(_CHANGED)
-        self._version = version
         if number == self.backwards:
             self._sqnorms = [squares.sum() for squares in self._meter.micro_batch_sqnorms]
             self._take()
