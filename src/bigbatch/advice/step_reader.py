@@ -24,7 +24,7 @@ _CHANGED = (
     "closure?), so its backwards are no micro-batches of one gradient"
 )
 _ZEROED = (
-    "the gradients were zeroed between two backwards of one optimizer step, so the step is not that "
+    "the gradients were zeroed between two backwards of one optimizer step, so it is not the step "
     "of one gradient (sharpness-aware minimization, gradient surgery, or a GradScaler that skipped)"
 )
 _UNSEEN = "the last backward of the step was not seen"
