@@ -22,7 +22,6 @@ def main():
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     x = torch.randn(64, 3)
     y = x[:, :1] ** 2
-    losses = []
 
     def closure():
         optimizer.zero_grad()
@@ -30,8 +29,7 @@ def main():
         loss.backward()
         return loss
 
-    for _ in range(args.steps):
-        losses.append(optimizer.step(closure).item())
+    losses = [optimizer.step(closure).item() for _ in range(args.steps)]
     if args.losses:
         args.losses.write_text(json.dumps(losses))
 

@@ -49,14 +49,7 @@ def parse(argv=None):
 
 def build(args):
     pl.seed_everything(11, verbose=False)
-    order = torch.Generator().manual_seed(11)
-    loader = DataLoader(made_rows(), args.batch_size, shuffle=True, generator=order)
-    return LitRegressor(), loader
-
-
-def main():
-    args = parse()
-    module, loader = build(args)
+    loader = DataLoader(made_rows(), args.batch_size, shuffle=True)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -68,6 +61,12 @@ def main():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    return LitRegressor(), loader, trainer
+
+
+def main():
+    args = parse()
+    module, loader, trainer = build(args)
     trainer.fit(module, loader)
     if args.losses:
         args.losses.write_text(json.dumps(module.losses))
