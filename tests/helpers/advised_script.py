@@ -8,6 +8,7 @@ from subprocess import CompletedProcess
 
 from torchrun import run, torchrun
 
+ABORTED = "terminate called without an active exception"  # by gloo at exit: docs/LOG.md
 SCRIPTS = Path(__file__).parents[1] / "advise" / "scripts"
 
 
@@ -33,7 +34,7 @@ def advise(folder, script, *arguments, options=("--steps", 40), ranks=1) -> Advi
     return Advised(process, json.loads(page.read_text()))
 
 
-def losses_of(folder, script, *arguments, under=(), ranks=1) -> list[float]:
+def losses_of(folder, script, *arguments, under=(), ranks=1, statuses=(0,)) -> list[float]:
     """Those that a script of tests/advise/scripts writes.
 
     Args:
@@ -42,17 +43,23 @@ def losses_of(folder, script, *arguments, under=(), ranks=1) -> list[float]:
         arguments: of the script.
         under: the command that runs the script.
         ranks: processes of the script.
+        statuses: with which the process may end.
     """
     file = folder / f"{len(list(folder.iterdir()))}.losses.json"
     process = start(*under, path_of(script), *arguments, "--losses", file, ranks=ranks)
-    assert 0 == process.returncode, process.stderr
+    assert process.returncode in statuses, process.stderr
     return json.loads(file.read_text())
 
 
 def start(*command, ranks=1) -> CompletedProcess:
-    if ranks > 1:
-        return torchrun(ranks, *command)
-    return run(sys.executable, *command, OMP_NUM_THREADS="1")
+    """The finished command; ranks that gloo aborts at exit are started again."""
+    if ranks == 1:
+        return run(sys.executable, *command, OMP_NUM_THREADS="1")
+    for _ in range(4):
+        process = torchrun(ranks, *command)
+        if ABORTED not in process.stderr:
+            break
+    return process
 
 
 def path_of(script) -> Path:
