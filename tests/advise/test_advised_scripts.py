@@ -15,11 +15,14 @@ from advised_cases import (
 
 BF16 = 3e-2  # a group's gradient is rounded to 8 bits, and the hand loop rounds another sum
 ADAMW = {"optimizer": "AdamW"}
+ONE_BACKWARD = "--gradient_accumulation_steps 1"
 ACCUMULATED = Case("nanogpt_style", "", MICRO_BATCHES, 32, 4, **ADAMW)
 CASES = [
     ACCUMULATED,
     Case("nanogpt_style", "--bf16", MICRO_BATCHES, 32, 4, **ADAMW),
     Case("nanogpt_style", "--grad_clip 0", MICRO_BATCHES, 32, 4, **ADAMW),
+    Case("nanogpt_style", "--compile aot_eager", MICRO_BATCHES, 32, 4, **ADAMW),
+    Case("nanogpt_style", f"--compile aot_eager {ONE_BACKWARD}", CONSECUTIVE, 8, **ADAMW),
     Case("timm_style", "", GROUPS, 32),
     Case("timm_style", "--amp", GROUPS, 32, tolerance=BF16),
     Case("timm_style", "--batch-size 13", GROUPS, 13),

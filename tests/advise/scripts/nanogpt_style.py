@@ -113,6 +113,7 @@ def parse(argv=None):
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--grad_clip", type=float, default=1.0)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--compile", metavar="BACKEND")
     parser.add_argument("--losses", type=Path)
     return parser.parse_args(argv)
 
@@ -122,6 +123,8 @@ def build(args):
     data, vocab_size = load_text()
     model = GPT(vocab_size, args.block_size)
     optimizer = model.configure_optimizers(1e-1, args.learning_rate)
+    if args.compile:
+        model = torch.compile(model, backend=args.compile)
     return data, model, optimizer
 
 
