@@ -14,6 +14,9 @@ from advised_cases import (
 )
 
 BF16 = 3e-2  # a group's gradient is rounded to 8 bits, and the hand loop rounds another sum
+FP16 = 1e-2  # likewise, to 11 bits
+OVERFLOWS = "--amp-dtype float16 --init-scale 1e7"  # in the first steps, which the scaler skips
+FOUR = "--grad-accum-steps 4"
 ADAMW = {"optimizer": "AdamW"}
 ONE_BACKWARD = "--gradient_accumulation_steps 1"
 ACCUMULATED = Case("nanogpt_style", "", MICRO_BATCHES, 32, 4, **ADAMW)
@@ -25,9 +28,11 @@ CASES = [
     Case("nanogpt_style", f"--compile aot_eager {ONE_BACKWARD}", CONSECUTIVE, 8, **ADAMW),
     Case("timm_style", "", GROUPS, 32),
     Case("timm_style", "--amp", GROUPS, 32, tolerance=BF16),
+    Case("timm_style", f"--amp {OVERFLOWS}", GROUPS, 32, tolerance=FP16),
+    Case("timm_style", f"--amp {OVERFLOWS} {FOUR}", MICRO_BATCHES, 128, 4, tolerance=FP16),
     Case("timm_style", "--batch-size 13", GROUPS, 13),
     Case("timm_style", "--grad-accum-steps 2", GROUPS, 64, 2),
-    Case("timm_style", "--grad-accum-steps 4 --amp", MICRO_BATCHES, 128, 4),
+    Case("timm_style", f"--amp {FOUR}", MICRO_BATCHES, 128, 4),
     Case("timm_style", "--norm batch", CONSECUTIVE, 32),
     Case("timm_style", "--norm batch --grad-accum-steps 2", MICRO_BATCHES, 64, 2),
     Case("two_optimizers", "", GROUPS, 24, optimizer="Muon AdamW"),

@@ -42,10 +42,12 @@ class HandLoop:
     Args:
         parameters: of the optimizers.
         groups: groups of samples of each backward, 1 for whole micro-batches.
+        scale: of the losses in the backwards, for float16; a power of two.
     """
 
     parameters: Iterable[Tensor]
     groups: int = 1
+    scale: float = 1.0
     losses: list[float] = field(default_factory=list)
     gradients: list[list[Tensor]] = field(default_factory=list)  # of each step
     sizes: list[list[int]] = field(default_factory=list)
@@ -62,13 +64,17 @@ class HandLoop:
             batch: tensors of the samples of the micro-batch.
         """
         for part in zip(*(groups_of(tensor, self.groups) for tensor in batch), strict=True):
-            found = torch.autograd.grad(loss_of(*part), self.parameters)
-            self._gradients.append(torch.cat([g.flatten().double() for g in found]))
+            found = torch.autograd.grad(loss_of(*part) * self.scale, self.parameters)
+            gradient = torch.cat([g.flatten().double() for g in found])
+            self._gradients.append(gradient / self.scale)
             self._sizes.append(len(part[0]))
 
     def end_step(self) -> None:
         self.gradients.append(self._gradients)
         self.sizes.append(self._sizes)
+        self._begin()
+
+    def drop_step(self) -> None:
         self._begin()
 
     def measurements(self) -> list[Measurement]:
@@ -145,8 +151,10 @@ def nanogpt_style(script, args, groups, ranks):
 
 
 def timm_style(script, args, groups, ranks):
+    """A step with an overflow, which the scaler leaves out, is no step of the optimizer."""
     loader, model, optimizer, scheduler, scaler = script.build(args)
-    loop, accumulation = HandLoop(model.parameters(), groups), args.grad_accum_steps
+    loop = HandLoop(model.parameters(), groups, scale=2.0**10 if args.amp else 1.0)
+    accumulation = args.grad_accum_steps
     batches = script.endless(loader)
 
     def loss_of(images, target):
@@ -165,9 +173,13 @@ def timm_style(script, args, groups, ranks):
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         scaler.step(optimizer)
+        scale = scaler.get_scale()
         scaler.update()
         scheduler.step()
-        loop.end_step()
+        if scaler.get_scale() < scale:
+            loop.drop_step()
+        else:
+            loop.end_step()
         loop.losses.append(total)
     return loop
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-SYMBOLS, LENGTH = 8, 12
+SYMBOLS, LENGTH = 8, 8
 
 
 class Walks(Dataset):

@@ -42,7 +42,8 @@ def make_images(samples=512):
 
 
 def autocast_of(args):
-    return torch.autocast("cpu", dtype=torch.bfloat16) if args.amp else nullcontext()
+    dtype = getattr(torch, args.amp_dtype)
+    return torch.autocast("cpu", dtype=dtype) if args.amp else nullcontext()
 
 
 def parse(argv=None):
@@ -52,6 +53,8 @@ def parse(argv=None):
     parser.add_argument("--grad-accum-steps", type=int, default=1)
     parser.add_argument("--norm", choices=["group", "batch"], default="group")
     parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--amp-dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--init-scale", type=float, default=2.0**16)
     parser.add_argument("--clip-grad", type=float, default=0.5)
     parser.add_argument("--model-ema-start", type=int, default=10)
     parser.add_argument("--losses", type=Path)
@@ -66,7 +69,7 @@ def build(args):
         model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4
     )
     scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
-    scaler = torch.amp.GradScaler("cpu", enabled=args.amp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=args.init_scale, enabled=args.amp)
     return loader, model, optimizer, scheduler, scaler
 
 
