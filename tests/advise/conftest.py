@@ -1,0 +1,3 @@
+"""Scripts as users write them: the tests start them, pytest does not collect them."""
+
+collect_ignore = ["scripts"]

@@ -1,0 +1,115 @@
+"""Calls of the scripts of tests/advise/scripts, and what `bigbatch advise` has to find in each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from advised_script import Advised, advise, losses_of
+from oracles import hand_loop
+
+MICRO_BATCHES, GROUPS, CONSECUTIVE = "micro-batches", "groups", "consecutive steps"
+STEPS = 60  # of a script
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a script.
+
+    Args:
+        script: its name.
+        arguments: in one string.
+        way: of measuring.
+        batch_size: samples of all ranks and backwards.
+        accumulation: backwards of a rank.
+        ranks: processes.
+        optimizer: words in the name of the optimizer.
+        tolerance: relative, of the numbers.
+    """
+
+    script: str
+    arguments: str
+    way: str
+    batch_size: int
+    accumulation: int = 1
+    ranks: int = 1
+    optimizer: str = "SGD"
+    tolerance: float = 1e-3  # float32, summed in another order
+
+    @property
+    def given(self) -> list[str]:
+        return [*self.arguments.split(), f"--steps={STEPS}"]
+
+    @property
+    def compared(self) -> int:
+        """Gradients of a step that are compared."""
+        groups = hand_loop.GROUPS if self.way == GROUPS else 1
+        return self.ranks * self.accumulation * groups
+
+    @property
+    def found(self) -> dict:
+        """What the command has to find, as its page names it."""
+        return {
+            "ranks": self.ranks,
+            "accumulation": self.accumulation,
+            "batch_size": self.batch_size,
+            "micro_batch": self.batch_size // self.ranks // self.accumulation,
+            "way": self.way,
+        }
+
+    def repeat(self) -> hand_loop.HandLoop:
+        groups = hand_loop.GROUPS if self.way == GROUPS else 1
+        return hand_loop.repeat(self.script, self.given, groups, self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.script} {self.arguments}".strip()
+
+
+def parameters_of(cases: list[Case], first: tuple[Case, ...] = ()) -> list:
+    """One parameter a case; `make test` runs those of `first`."""
+    return [
+        pytest.param(case, id=str(case), marks=[] if case in first else [pytest.mark.thorough])
+        for case in cases
+    ]
+
+
+def advise_case(folder: Path, case: Case) -> Advised:
+    """The command ends the script after 40 of its 60 steps."""
+    losses = folder / "losses.json"
+    advised = advise(folder, case.script, *case.given, "--losses", losses, ranks=case.ranks)
+    assert not losses.exists()
+    return advised
+
+
+def assert_measured(case: Case, advised: Advised) -> None:
+    """What was found is the case's, and each measured step has the numbers of the hand loop's.
+
+    The signal is a difference, |G|^2 - noise / N, so its tolerance is relative to |G|^2.
+    """
+    assert "" == advised.page["refusal"]
+    assert 0 == advised.process.returncode, advised.process.stderr
+    assert case.found == {name: advised.page["found"][name] for name in case.found}
+    assert all(name in advised.page["found"]["optimizer"] for name in case.optimizer.split())
+    loop = case.repeat()
+    assert advised.page["measurements"]
+    for actual in advised.page["measurements"]:
+        step = actual["step"]
+        if case.way == CONSECUTIVE:  # the pair of this step and the one before
+            expected = loop.measurements_of_pairs()[step - 1]
+        else:
+            expected = loop.measurements()[step]
+            assert case.batch_size == expected.samples == actual["samples"]
+            assert case.compared == expected.micro_batches == actual["micro_batches"]
+        sqnorm = expected.grad_sqnorm + expected.grad_variance / expected.samples
+        near = pytest.approx(expected.grad_variance, rel=case.tolerance)
+        assert near == actual["grad_variance"], f"step {step}"
+        near = pytest.approx(expected.grad_sqnorm, abs=case.tolerance * sqnorm)
+        assert near == actual["grad_sqnorm"], f"step {step}"
+
+
+def assert_unchanged(case: Case, folder: Path) -> None:
+    """The losses of all steps, of which half are watched, are those of the script alone."""
+    under = ["-m", "bigbatch", "advise", "--steps", STEPS // 2, "--go-on"]
+    expected = losses_of(folder, case.script, *case.given, ranks=case.ranks)
+    actual = losses_of(folder, case.script, *case.given, under=under, ranks=case.ranks)
+    assert expected == actual
