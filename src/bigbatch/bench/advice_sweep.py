@@ -5,19 +5,30 @@ one process, and so is the advice measured.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from statistics import fmean, median, median_low
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
 import bigbatch as bb
+from bigbatch.bench.advice_results import (
+    Advised,
+    Results,
+    SizeResult,
+    WorkloadResult,
+    about,
+    read_results,
+)
 from bigbatch.bench.advice_workloads import WORKLOADS, Workload
-from bigbatch.bench.target_training import Result, TargetTraining
+from bigbatch.bench.target_training import TARGET, Result, TargetTraining
 from bigbatch.bench.timing import Times, interleaved_times
+from bigbatch.errors import RunError
 
 _RATIO = 2**0.5  # of neighbouring rates
 _REPEAT_SECONDS = 0.01  # of one timed repeat, and at least one step
@@ -61,70 +72,34 @@ QUICK = Plan(
 )
 
 
-@dataclass(frozen=True)
-class SizeResult:
-    """All trainings of one batch size.
+def empty_results(names: Iterable[str], plan: Plan) -> Results:
+    """Results of these workloads, without a measurement."""
+    return {
+        name: WorkloadResult(name, WORKLOADS[name].present, plan.sizes(WORKLOADS[name]))
+        for name in names
+    }
 
-    Args:
-        batch_size: samples of a step.
-        rate: learning rate with the least mean number of steps; None where every rate failed.
-        tuning: trainings that chose it.
-        fresh: trainings at that rate, on other seeds.
+
+def begin(names: Sequence[str], plan: Plan, out: Path | None) -> tuple[dict[str, Any], Results]:
+    """What the file has already, with empty results of the other workloads, and what it is about.
+
+    Raises:
+        RunError: the file is of another plan, or not of this command.
     """
-
-    batch_size: int
-    rate: float | None
-    tuning: list[Result]
-    fresh: list[Result]
-
-    @property
-    def steps(self) -> list[float]:
-        """Steps to the target of the fresh seeds; infinite for one that failed."""
-        return [math.inf if one.steps is None else float(one.steps) for one in self.fresh]
-
-    @property
-    def mean_steps(self) -> float:
-        """Mean number of steps to the target; infinite where a training failed."""
-        return fmean(self.steps) if self.fresh else math.inf
+    description = about(asdict(plan))
+    results = empty_results(names, plan)
+    if out is None or not out.exists():
+        return description, results
+    written, known = read_results(out)
+    if written != description:
+        raise RunError(
+            f"{out} has results of another plan, machine or version ({written}) than this one "
+            f"({description}); give another name"
+        )
+    return description, results | known
 
 
-@dataclass(frozen=True)
-class Advised:
-    """The advice of one training at the present batch size."""
-
-    seed: int
-    batch_size: int | None
-    noise_scale: float
-
-
-@dataclass
-class WorkloadResult:
-    """Everything that was measured of one workload.
-
-    Args:
-        name: the workload.
-        present: its present batch size.
-        sweep: batch sizes among which the best one is sought.
-        sizes: trainings by batch size, also of advised ones that are not in the sweep.
-        advice: one per seed.
-        seconds: of a step, by batch size.
-    """
-
-    name: str
-    present: int
-    sweep: list[int]
-    sizes: dict[int, SizeResult] = field(default_factory=dict)
-    advice: list[Advised] = field(default_factory=list)
-    seconds: dict[int, Times] = field(default_factory=dict)
-
-    @property
-    def advised(self) -> int | None:
-        """Median of the advised sizes; None where most of the trainings have no advice."""
-        sizes = [one.batch_size for one in self.advice if one.batch_size is not None]
-        return median_low(sizes) if 2 * len(sizes) > len(self.advice) else None
-
-
-def run(results: dict[str, WorkloadResult], plan: Plan, jobs: int) -> Iterator[str]:
+def run(results: Results, plan: Plan, jobs: int) -> Iterator[str]:
     """Runs what is missing in the results, and yields a line after each part.
 
     Args:
@@ -147,7 +122,7 @@ def run(results: dict[str, WorkloadResult], plan: Plan, jobs: int) -> Iterator[s
             yield f"{name}: times"
 
 
-def _missing(results: dict[str, WorkloadResult], plan: Plan) -> list[tuple[str, int]]:
+def _missing(results: Results, plan: Plan) -> list[tuple[str, int]]:
     return [
         (name, size)
         for name, result in results.items()
@@ -156,9 +131,7 @@ def _missing(results: dict[str, WorkloadResult], plan: Plan) -> list[tuple[str, 
     ]
 
 
-def _train(
-    tasks: list[tuple[str, int]], results: dict[str, WorkloadResult], plan: Plan, jobs: int
-) -> Iterator[str]:
+def _train(tasks: list[tuple[str, int]], results: Results, plan: Plan, jobs: int) -> Iterator[str]:
     for name, result in _side_by_side(tasks, plan, jobs):
         results[name].sizes[result.batch_size] = result
         yield f"{name}: {result.batch_size}"
@@ -216,7 +189,7 @@ def tuned(
         place = waiting.pop(0)
         runs = _of_rate(center * _RATIO**place, plan, train, least)
         trained += runs
-        totals[place] = sum(math.inf if one.steps is None else one.steps for one in runs)
+        totals[place] = sum(one.steps if one.end == TARGET else math.inf for one in runs)
         if not waiting and len(totals) < plan.max_rates:
             waiting = _beyond_edges(totals)
     best = min(totals, key=lambda place: (totals[place], abs(place)))
@@ -224,17 +197,14 @@ def tuned(
 
 
 def _of_rate(
-    rate: float,
-    plan: Plan,
-    train: Callable[[float, int, int | None], Result],
-    least: float,
+    rate: float, plan: Plan, train: Callable[[float, int, int | None], Result], least: float
 ) -> list[Result]:
     """Trainings of one rate on the tuning seeds, until one fails or they exceed the least total."""
     runs: list[Result] = []
     for seed in plan.tuning_seeds:
-        left = least - sum(one.trained for one in runs)
+        left = least - sum(one.steps for one in runs)
         runs.append(train(rate, seed, None if math.isinf(left) else int(left)))
-        if runs[-1].steps is None:
+        if runs[-1].end != TARGET:
             break
     return runs
 
@@ -250,7 +220,7 @@ def _beyond_edges(totals: dict[int, float]) -> list[int]:
 def _advice(workload: Workload, rate: float | None, plan: Plan) -> list[Advised]:
     """The advice of trainings at the present batch size and its tuned rate."""
     if rate is None:
-        return [Advised(seed, None, math.nan) for seed in plan.advice_seeds]
+        return [Advised(seed, None, None) for seed in plan.advice_seeds]
     return [advised(workload, rate, seed) for seed in plan.advice_seeds]
 
 
@@ -259,7 +229,8 @@ def advised(workload: Workload, rate: float, seed: int) -> Advised:
     training = TargetTraining(workload, rate, seed)
     with bb.advise(training.model, training.optimizer, steps=None, budget=None) as advice:
         training.to_target(workload.present)
-    return Advised(seed, advice.batch_size, advice.noise_scale)
+    noise_scale = advice.noise_scale if math.isfinite(advice.noise_scale) else None
+    return Advised(seed, advice.batch_size, noise_scale)
 
 
 def seconds_of_steps(workload: Workload, sizes: Iterable[int], rounds: int) -> dict[int, Times]:

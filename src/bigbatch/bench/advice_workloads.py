@@ -83,7 +83,6 @@ def _noisy_digits() -> tuple[Samples, Samples]:
     x = torch.tensor(images, dtype=torch.float32)[order].reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)[order]
 
-
     def copies(images: Tensor, labels: Tensor, count: int) -> Samples:
         many = images.repeat(count, 1, 1, 1)
         noise = torch.randn(many.shape, generator=generator)

@@ -12,6 +12,8 @@ from bigbatch.bench.advice_workloads import Workload
 _EVERY = 1.03  # evaluations are at steps that grow by this factor, or by one step
 _SMOOTHED = 3  # the loss is the mean of so many evaluations
 
+TARGET, CAP, GIVEN_UP, DIVERGED = "target", "cap", "given up", "diverged"  # ends of a training
+
 
 @dataclass(frozen=True)
 class Result:
@@ -20,14 +22,15 @@ class Result:
     Args:
         rate: learning rate.
         seed: of the weights and of the drawn samples.
-        steps: steps to the target; None where the target was not reached.
-        trained: steps that were trained.
+        steps: steps that were trained: to the target, if that is how it ended.
+        end: the target; the cap of the workload; given up before that; or a loss that is not
+            finite.
     """
 
     rate: float
     seed: int
-    steps: int | None
-    trained: int
+    steps: int
+    end: str
 
 
 class TargetTraining:
@@ -71,17 +74,17 @@ class TargetTraining:
             limit: steps after which the training is given up; the workload's where it is smaller.
         """
         cap = self.workload.step_limit(batch_size)
-        limit = cap if limit is None else min(limit, cap)
+        last = cap if limit is None else min(limit, cap)
         losses: deque[float] = deque(maxlen=_SMOOTHED)
-        due, trained = 1, 0
-        for trained in range(1, limit + 1):
+        due = 1
+        for steps in range(1, last + 1):
             self.step(batch_size)
-            if trained < due:
+            if steps < due:
                 continue
-            due = max(trained + 1, math.ceil(_EVERY * trained))
+            due = max(steps + 1, math.ceil(_EVERY * steps))
             losses.append(self.held_out_loss())
             if not math.isfinite(losses[-1]):
-                break
+                return Result(self._rate, self._seed, steps, DIVERGED)
             if len(losses) == _SMOOTHED and mean(losses) <= self.workload.target:
-                return Result(self._rate, self._seed, trained, trained)
-        return Result(self._rate, self._seed, None, trained)
+                return Result(self._rate, self._seed, steps, TARGET)
+        return Result(self._rate, self._seed, last, CAP if last == cap else GIVEN_UP)
