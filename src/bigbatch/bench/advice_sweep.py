@@ -25,7 +25,8 @@ from bigbatch.bench.advice_results import (
     about,
     read_results,
 )
-from bigbatch.bench.advice_workloads import WORKLOADS, Workload
+from bigbatch.bench.advice_verdict import Verdict
+from bigbatch.bench.advice_workloads import SIZES, WORKLOADS, Workload
 from bigbatch.bench.target_training import TARGET, Result, TargetTraining
 from bigbatch.bench.timing import Times, interleaved_times
 from bigbatch.errors import RunError
@@ -39,7 +40,8 @@ class Plan:
     """What a sweep runs; the defaults are the rule of docs/decisions/0020.
 
     Args:
-        every: uses every so many of a workload's sizes, from the first one.
+        sizes_used: which of a workload's sizes; the present one is always used.
+        max_sizes: sizes of a workload, with those that are added at an edge.
         rates: learning rates of each size at first, an odd number.
         max_rates: rates of each size, with those that are added at an edge.
         tuning_seeds: choose the rate.
@@ -48,26 +50,29 @@ class Plan:
         rounds: timed repeats of each size.
     """
 
-    every: int = 1
+    sizes_used: tuple[int, ...] = tuple(range(SIZES))
+    max_sizes: int = 21
     rates: int = 5
-    max_rates: int = 13
+    max_rates: int = 11
     tuning_seeds: tuple[int, ...] = (10, 11)
-    fresh_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    fresh_seeds: tuple[int, ...] = tuple(range(8))
     advice_seeds: tuple[int, ...] = (20, 21, 22)
     rounds: int = 40
 
     def sizes(self, workload: Workload) -> list[int]:
         """The sizes of the sweep, and the present one."""
-        return sorted({*workload.sizes()[:: self.every], workload.present})
+        sizes = workload.sizes()
+        return sorted({*(sizes[place] for place in self.sizes_used), workload.present})
 
 
-QUICK = Plan(
-    every=7,
+QUICK = Plan(  # with seeds of its own
+    sizes_used=(7,),
+    max_sizes=2,
     rates=1,
     max_rates=1,
-    tuning_seeds=(10,),
-    fresh_seeds=(0,),
-    advice_seeds=(20,),
+    tuning_seeds=(90,),
+    fresh_seeds=(91,),
+    advice_seeds=(92,),
     rounds=5,
 )
 
@@ -91,11 +96,8 @@ def begin(names: Sequence[str], plan: Plan, out: Path | None) -> tuple[dict[str,
     if out is None or not out.exists():
         return description, results
     written, known = read_results(out)
-    if written != description:
-        raise RunError(
-            f"{out} has results of another plan, machine or version ({written}) than this one "
-            f"({description}); give another name"
-        )
+    if changed := [key for key in description if description[key] != written.get(key)]:
+        raise RunError(f"{out} has results with another {', '.join(changed)}; give another name")
     return description, results | known
 
 
@@ -108,7 +110,11 @@ def run(results: Results, plan: Plan, jobs: int) -> Iterator[str]:
         jobs: trainings at a time.
     """
     torch.set_num_threads(1)
-    yield from _train(_missing(results, plan), results, plan, jobs)
+    while tasks := _missing(results):
+        yield from _train(tasks, results, plan, jobs)
+        yield from _time(results, plan)
+        for result in results.values():
+            widen(result, plan)
     for name, result in results.items():
         if not result.advice:
             result.advice = _advice(WORKLOADS[name], result.sizes[result.present].rate, plan)
@@ -116,19 +122,33 @@ def run(results: Results, plan: Plan, jobs: int) -> Iterator[str]:
     extra = [(name, one.advised) for name, one in results.items()]
     tasks = [(n, size) for n, size in extra if size and size not in results[n].sizes]
     yield from _train(tasks, results, plan, jobs)
-    for name, result in results.items():
-        if set(result.seconds) != set(result.sizes):
-            result.seconds = seconds_of_steps(WORKLOADS[name], sorted(result.sizes), plan.rounds)
-            yield f"{name}: times"
+    yield from _time(results, plan)
 
 
-def _missing(results: Results, plan: Plan) -> list[tuple[str, int]]:
+def _missing(results: Results) -> list[tuple[str, int]]:
     return [
         (name, size)
         for name, result in results.items()
         for size in result.sweep
         if size not in result.sizes
     ]
+
+
+def widen(result: WorkloadResult, plan: Plan) -> None:
+    """Adds two sizes to a sweep beyond an edge that is the best size, within the plan's limit."""
+    best, sweep = Verdict(result).best, sorted(result.sweep)
+    if len(sweep) + 2 > plan.max_sizes or best not in (sweep[0], sweep[-1]):
+        return
+    factors = (2, 2**0.5) if best == sweep[-1] else (0.5, 0.5**0.5)
+    result.sweep = sorted({*sweep, *(max(1, round(best * factor)) for factor in factors)})
+
+
+def _time(results: Results, plan: Plan) -> Iterator[str]:
+    """Times all sizes of a workload again where a new one was trained."""
+    for name, result in results.items():
+        if set(result.seconds) != set(result.sizes):
+            result.seconds = seconds_of_steps(WORKLOADS[name], sorted(result.sizes), plan.rounds)
+            yield f"{name}: times"
 
 
 def _train(tasks: list[tuple[str, int]], results: Results, plan: Plan, jobs: int) -> Iterator[str]:

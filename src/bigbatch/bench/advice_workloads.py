@@ -23,7 +23,7 @@ from bigbatch.optional_packages import import_optional
 Samples = tuple[Tensor, ...]
 """Tensors whose dimension 0 is that of the samples."""
 
-_SIZES = 15  # of a sweep, each a factor of sqrt(2) from the next
+SIZES = 15  # of a sweep, each a factor of sqrt(2) from the next
 _DATA_SEED = 0  # one data set for every seed of a training
 _DIGITS_HELD_OUT, _COPIES, _PIXEL_NOISE = 450, 20, 0.25
 _WINDOW = 16  # predicted characters of a sample
@@ -66,7 +66,7 @@ class Workload:
 
     def sizes(self) -> list[int]:
         """The batch sizes of the sweep, each a factor of sqrt(2) from the next."""
-        return [round(self.smallest * 2 ** (n / 2)) for n in range(_SIZES)]
+        return [round(self.smallest * 2 ** (n / 2)) for n in range(SIZES)]
 
     def step_limit(self, batch_size: int) -> int:
         """Steps after which a training of this batch size has failed."""
@@ -97,7 +97,7 @@ def _characters() -> tuple[Samples, Samples]:
     training, rest = split_codes(stdlib_text(), 0.95)
     held_out = rest.unfold(0, _WINDOW + 1, _WINDOW)
     generator = torch.Generator().manual_seed(_DATA_SEED)
-    chosen = torch.randperm(len(held_out), generator=generator)[:256]
+    chosen = torch.randperm(len(held_out), generator=generator)[:128]
     return (training.unfold(0, _WINDOW + 1, 1),), (held_out[chosen],)
 
 
@@ -200,7 +200,7 @@ _ALL = (
         loss=_class_loss,
         present=16,
         smallest=8,
-        rate=0.05,
+        rate=0.1,
         rate_batch=64,
         target=0.25,
         max_steps=15_000,
@@ -214,9 +214,9 @@ _ALL = (
         loss=_class_loss,
         present=512,
         smallest=4,
-        rate=0.005,
+        rate=0.007,
         rate_batch=64,
-        target=0.28,
+        target=0.3,
         max_steps=4_000,
         max_samples=250_000,
     ),
@@ -228,9 +228,9 @@ _ALL = (
         loss=_next_character_loss,
         present=64,
         smallest=4,
-        rate=0.01,
+        rate=0.007,
         rate_batch=64,
-        target=2.35,
+        target=2.45,
         max_steps=4_000,
         max_samples=130_000,
     ),
@@ -242,9 +242,9 @@ _ALL = (
         loss=_click_loss,
         present=2048,
         smallest=16,
-        rate=0.05,
+        rate=0.025,
         rate_batch=64,
-        target=0.485,
+        target=0.488,
         max_steps=8_000,
         max_samples=2_000_000,
     ),
@@ -256,7 +256,7 @@ _ALL = (
         loss=_squared_loss,
         present=64,
         smallest=16,
-        rate=0.002,
+        rate=0.0028,
         rate_batch=64,
         target=0.012,
         max_steps=20_000,

@@ -180,7 +180,7 @@ def advice_(
     ] = None,
     *,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Three sizes, one rate, one seed: a smoke test.")
+        bool, typer.Option("--quick", help="Two sizes, one rate, one seed: a smoke test.")
     ] = False,
 ) -> None:
     """Whether an advised batch size costs at most 15 % more than the best, on five trainings."""

@@ -10,7 +10,7 @@ import torch
 from bigbatch.bench.advice_workloads import Workload
 
 _EVERY = 1.03  # evaluations are at steps that grow by this factor, or by one step
-_SMOOTHED = 3  # the loss is the mean of so many evaluations
+_SMOOTHED = 5  # the loss is the mean of so many evaluations
 
 TARGET, CAP, GIVEN_UP, DIVERGED = "target", "cap", "given up", "diverged"  # ends of a training
 
