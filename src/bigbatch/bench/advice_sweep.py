@@ -110,11 +110,14 @@ def run(results: Results, plan: Plan, jobs: int) -> Iterator[str]:
         jobs: trainings at a time.
     """
     torch.set_num_threads(1)
-    while tasks := _missing(results):
+    tasks = _missing(results)
+    while True:
         yield from _train(tasks, results, plan, jobs)
         yield from _time(results, plan)
         for result in results.values():
             widen(result, plan)
+        if not (tasks := _missing(results)):
+            break
     for name, result in results.items():
         if not result.advice:
             result.advice = _advice(WORKLOADS[name], result.sizes[result.present].rate, plan)
