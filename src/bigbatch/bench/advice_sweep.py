@@ -184,8 +184,7 @@ def train_size(workload: Workload, batch_size: int, plan: Plan) -> SizeResult:
     def train(rate: float, seed: int, limit: int | None = None) -> Result:
         return TargetTraining(workload, rate, seed).to_target(batch_size, limit)
 
-    center = workload.rate * math.sqrt(batch_size / workload.rate_batch)
-    rate, tuning = tuned(center, plan, train)
+    rate, tuning = tuned(workload.first_rate(batch_size), plan, train)
     fresh = [] if rate is None else [train(rate, seed) for seed in plan.fresh_seeds]
     return SizeResult(batch_size, rate, tuning, fresh)
 

@@ -4,6 +4,7 @@ No network has BatchNorm or dropout, every learning rate is constant, and sample
 replacement, so each step is one of independent samples. docs/decisions/0020 has the rule.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ Samples = tuple[Tensor, ...]
 """Tensors whose dimension 0 is that of the samples."""
 
 SIZES = 15  # of a sweep, each a factor of sqrt(2) from the next
+_RATE_BATCH = 64  # batch size of a workload's first learning rate
 _DATA_SEED = 0  # one data set for every seed of a training
 _DIGITS_HELD_OUT, _COPIES, _PIXEL_NOISE = 450, 20, 0.25
 _WINDOW = 16  # predicted characters of a sample
@@ -43,9 +45,8 @@ class Workload:
         loss: mean loss of a batch.
         present: the batch size at which the advice is measured.
         smallest: the smallest batch size of the sweep.
-        rate: where the search for the learning rate starts, for `rate_batch` samples a step; for
-            other sizes it starts at a rate that grows as the square root of the size.
-        rate_batch: see `rate`.
+        rate: where the search for the learning rate of 64 samples a step starts; that of another
+            size starts at a rate that grows as the square root of the size.
         target: held-out loss at which a training has ended.
         max_steps: steps after which a training has failed.
         max_samples: samples after which a training has failed.
@@ -59,7 +60,6 @@ class Workload:
     present: int
     smallest: int
     rate: float
-    rate_batch: int
     target: float
     max_steps: int
     max_samples: int
@@ -67,6 +67,10 @@ class Workload:
     def sizes(self) -> list[int]:
         """The batch sizes of the sweep, each a factor of sqrt(2) from the next."""
         return [round(self.smallest * 2 ** (n / 2)) for n in range(SIZES)]
+
+    def first_rate(self, batch_size: int) -> float:
+        """The learning rate at which the search of a batch size starts."""
+        return self.rate * math.sqrt(batch_size / _RATE_BATCH)
 
     def step_limit(self, batch_size: int) -> int:
         """Steps after which a training of this batch size has failed."""
@@ -201,7 +205,6 @@ _ALL = (
         present=16,
         smallest=8,
         rate=0.1,
-        rate_batch=64,
         target=0.25,
         max_steps=15_000,
         max_samples=1_500_000,
@@ -215,10 +218,9 @@ _ALL = (
         present=512,
         smallest=4,
         rate=0.007,
-        rate_batch=64,
         target=0.3,
-        max_steps=4_000,
-        max_samples=250_000,
+        max_steps=2_000,
+        max_samples=200_000,
     ),
     Workload(
         name="characters",
@@ -229,10 +231,9 @@ _ALL = (
         present=64,
         smallest=4,
         rate=0.007,
-        rate_batch=64,
         target=2.45,
-        max_steps=4_000,
-        max_samples=130_000,
+        max_steps=2_000,
+        max_samples=100_000,
     ),
     Workload(
         name="clicks",
@@ -243,7 +244,6 @@ _ALL = (
         present=2048,
         smallest=16,
         rate=0.025,
-        rate_batch=64,
         target=0.488,
         max_steps=8_000,
         max_samples=2_000_000,
@@ -257,7 +257,6 @@ _ALL = (
         present=64,
         smallest=16,
         rate=0.0028,
-        rate_batch=64,
         target=0.012,
         max_steps=20_000,
         max_samples=4_000_000,
