@@ -14,6 +14,9 @@ from rich.progress import track
 from rich.table import Table
 
 from bigbatch.bench import (
+    advice_results,
+    advice_sweep,
+    advice_verdict,
     batch_tracking,
     coverage,
     decision_regret,
@@ -31,6 +34,7 @@ from bigbatch.bench import (
     trainer_cost,
     vr_vs_base,
 )
+from bigbatch.bench.advice_workloads import WORKLOADS
 from bigbatch.bench.known_answer import KnownAnswer
 from bigbatch.bench.noisy_quadratic import RATES
 from bigbatch.bench.timing import Row
@@ -158,6 +162,52 @@ def decisions(
     _show(f"{title}, and over beds", decision_regret.summary(regrets))
     if out is not None:
         decision_regret.draw(regrets, out)
+
+
+@bench.command("advice")
+def advice_(
+    workloads: Annotated[str, typer.Option(help="Names with commas between them.")] = ",".join(
+        WORKLOADS
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="JSON of all results; a file that is there is continued."),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", exists=True, help="JSON to show again; nothing is trained."),
+    ] = None,
+    *,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two sizes, one rate, one seed: a smoke test.")
+    ] = False,
+) -> None:
+    """Whether an advised batch size costs at most 15 % more than the best, on five trainings."""
+    if source is not None:
+        _show_verdicts(advice_results.read_results(source)[1])
+        return
+    names = workloads.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise typer.BadParameter(f"--workloads {name!r}: one of {', '.join(WORKLOADS)}")
+    plan = advice_sweep.QUICK if quick else advice_sweep.Plan()
+    about, results = advice_sweep.begin(names, plan, out)
+    console = plain_console(stderr=True)
+    for line in advice_sweep.run({name: results[name] for name in names}, plan, jobs):
+        console.print(line)
+        if out is not None:
+            advice_results.write_results(out, about, results)
+    _show_verdicts(results)
+
+
+def _show_verdicts(results: advice_results.Results) -> None:
+    """The table by both clocks, and how many workloads pass."""
+    for clock, seconds in advice_verdict.CLOCKS.items():
+        judged = list(advice_verdict.verdicts(results.values(), clock))
+        if judged:
+            _show(f"cost in {seconds}; ± standard error", (one.row() for one in judged))
+            typer.echo(advice_verdict.conclusion(judged))
 
 
 @bench.command("engines")
