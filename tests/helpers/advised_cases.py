@@ -1,4 +1,4 @@
-"""Calls of the scripts of tests/advise/scripts, and what `bigbatch advise` has to find in each."""
+"""Calls of the scripts of tests/advice/scripts, and what `bigbatch advise` has to find in each."""
 
 from dataclasses import dataclass
 from pathlib import Path
