@@ -35,6 +35,7 @@ CASES = [
     Case("timm_style", f"--amp {FOUR}", MICRO_BATCHES, 128, 4),
     Case("timm_style", "--norm batch", CONSECUTIVE, 32),
     Case("timm_style", "--norm batch --grad-accum-steps 2", MICRO_BATCHES, 64, 2),
+    Case("gradient_penalty", "", CONSECUTIVE, 32, optimizer="Adam"),
     Case("two_optimizers", "", GROUPS, 24, optimizer="Muon AdamW"),
     Case("ddp_script", "", GROUPS, 32, ranks=2),
     Case("ddp_script", "--accumulation 2", MICRO_BATCHES, 64, 2, ranks=2),

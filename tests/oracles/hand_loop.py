@@ -142,7 +142,8 @@ def nanogpt_style(script, args, groups, ranks):
             loss = loss_of(*batch) / accumulation
             loss.backward()
             batch = script.get_batch(data, args)
-        nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        if args.grad_clip:
+            nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         loop.end_step()
@@ -341,6 +342,21 @@ def two_optimizers(script, args, groups, ranks):
     return loop
 
 
+def gradient_penalty(script, args, groups, ranks):
+    critic, optimizer = script.build()
+    loop = HandLoop(critic.parameters(), groups)
+    for _ in range(args.steps):
+        batch = script.get_batch()
+        loop.add(lambda *part: script.loss_of(critic, *part), *batch)
+        loss = script.loss_of(critic, *batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loop.end_step()
+        loop.losses.append(loss.item())
+    return loop
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
@@ -352,5 +368,6 @@ LOOPS = {
         deepspeed_script,
         hf_trainer,
         two_optimizers,
+        gradient_penalty,
     )
 }

@@ -14,7 +14,7 @@ import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
 # errors, interrupts, kernels < digest, optional_packages, setting_types < gradients < statistics
-# < policies < data, optim < training < integrations, runs < experiments < bench < cli
+# < policies < data, optim < training < advice < integrations, runs < experiments < bench < cli
 LEVELS = {
     "errors": 0,
     "interrupts": 0,
@@ -28,16 +28,17 @@ LEVELS = {
     "data": 5,
     "optim": 5,
     "training": 6,
-    "public": 7,
-    "": 7,  # the package itself
-    "integrations": 7,
-    "runs": 7,
-    "experiments": 8,
-    "bench": 9,
-    "cli": 10,
-    "__main__": 11,
+    "advice": 7,
+    "public": 8,
+    "": 8,  # the package itself
+    "integrations": 8,
+    "runs": 8,
+    "experiments": 9,
+    "bench": 10,
+    "cli": 11,
+    "__main__": 12,
 }
-LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["training"]} | {"public"}
+LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["advice"]} | {"public"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -165,7 +166,7 @@ def test_contributing_lists_the_files_of_the_library():
     files = [file.relative_to(SOURCE) for file in FILES if file.stem != "__init__"]
     folders = {name.split("/")[0] for name in listed}
     assert sorted(str(file) for file in files if file.parts[0] in folders) == sorted(listed)
-    assert {"gradients", "statistics", "policies", "data", "optim", "training"} == folders
+    assert {"gradients", "statistics", "policies", "data", "optim", "training", "advice"} == folders
 
 
 def test_importing_bigbatch_imports_no_package_that_torch_does_not():
@@ -197,6 +198,7 @@ def test_the_public_names_are_imported_on_first_use():
 def test_the_public_names_are_these():
     assert [
         "AdaptiveBatch",
+        "Advice",
         "BatchPlan",
         "Batches",
         "BigbatchError",
@@ -211,6 +213,7 @@ def test_the_public_names_are_these():
         "GradientMeter",
         "GradientStatistics",
         "LateSwitch",
+        "Network",
         "NoiseAverage",
         "NoiseScale",
         "NormTest",
@@ -222,6 +225,7 @@ def test_the_public_names_are_these():
         "Step",
         "StepRecord",
         "TrainingState",
+        "advise",
         "check_groups",
         "ema_decay",
         "largest_micro_batch",

@@ -10,6 +10,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from bigbatch.errors import GradientError
+
 
 @dataclass(frozen=True)
 class ModuleCall:
@@ -34,6 +36,19 @@ class ModuleCall:
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
+@dataclass(frozen=True)
+class Input:
+    """The first tensor of a call; holding it keeps its memory from being used again."""
+
+    tensor: Tensor
+    version: int
+
+    def is_same(self, other: "Input") -> bool:
+        """Whether both are the same samples."""
+        same_memory = self.tensor.data_ptr() == other.tensor.data_ptr()
+        return same_memory and self.version == other.version and len(self.tensor) > 0
+
+
 class ForwardWatch:
     """Watches the calls that a loop makes of its modules, not those inside these calls.
 
@@ -53,6 +68,8 @@ class ForwardWatch:
         self._on_error = on_error
         self._depth = 0
         self._samples: list[int | None] = []  # of the forwards since the last backward
+        self._inputs: list[Input] = []  # likewise
+        self._earlier_inputs: list[Input] = []  # of earlier backwards of the step
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         for module in modules:
             self._handles[module] = [
@@ -74,10 +91,23 @@ class ForwardWatch:
         """A step starts."""
         self._depth = 0
         self._samples.clear()
+        self._inputs.clear()
+        self._earlier_inputs.clear()
 
     def take_samples(self) -> list[int | None]:
-        """The samples of each forward since the last backward; None where no tensor has any."""
+        """The samples of each forward since the last backward; None where no tensor has any.
+
+        Raises:
+            GradientError: an earlier backward of the step was of the same samples.
+        """
         samples, self._samples = self._samples, []
+        inputs, self._inputs = self._inputs, []
+        if any(one.is_same(other) for one in inputs for other in self._earlier_inputs):
+            raise GradientError(
+                "two backwards of one step are of the same samples, as those of several losses "
+                "(actor and critic, several tasks), so they are no micro-batches"
+            )
+        self._earlier_inputs += inputs
         return samples
 
     def _remove(self, module: nn.Module) -> None:
@@ -112,6 +142,7 @@ class ForwardWatch:
             enabled = torch.is_autocast_enabled(kind)
             dtype = torch.get_autocast_dtype(kind) if enabled else None
             own_args, own_kwargs = tree_map(_detached, (args, kwargs))
+            self._inputs.append(Input(first, first._version))
             self.last = ModuleCall(module, own_args, own_kwargs, len(first), dtype)
         if self.after_forward is not None:
             self.after_forward(module, args, kwargs, output)

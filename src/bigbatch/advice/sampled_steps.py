@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 
 _SHARE = 0.05  # of the time that measuring may take
+_FREE_SECONDS = 1.0  # of measuring at the start, in which the share is
+_FIRST_SHARE = 1.0
 _FIRST = 2  # measured steps that compile and fill caches
 _TIMED = 8  # unmeasured steps that a median needs
 _KEPT = 64
@@ -18,8 +20,9 @@ class SampledSteps:
         c = median of (seconds of a measured step / median seconds of others) - 1
         n = c / share, rounded up
 
-    A rank's own times are summed over the ranks together with the measurement, so all know the same
-    when they choose.
+    The share is 5 %, after a first second of measuring in which it is 100 %: a training of short
+    steps then shows its noise soon. A rank's own times are summed over the ranks together with the
+    measurement, so all know the same when they choose.
 
     Args:
         pair: whether two consecutive steps are measured together.
@@ -30,7 +33,8 @@ class SampledSteps:
         self._limit, self._began = seconds, time.perf_counter()
         self._span = 2 if pair else 1
         self._plain: deque[float] = deque(maxlen=_KEPT)  # seconds of steps that were not measured
-        self._ratio = 0.0  # of the last measured step
+        self._ratio = self._extra = 0.0  # of the last measured step
+        self._spent = 0.0  # seconds of measuring, of all ranks on average
         self._ratios: list[float] = []  # of all ranks
         self._failures = 0  # 1 if the last measured step failed on this rank
         self.failed = 0  # measured steps in a row that failed on some rank
@@ -50,8 +54,12 @@ class SampledSteps:
 
     @property
     def shared(self) -> tuple[float, ...]:
-        """What this rank tells the others at a measured step: ranks, ratio, seconds, failure."""
-        return 1.0, self._ratio, time.perf_counter() - self._began, float(self._failures)
+        """What this rank tells the others at a measured step.
+
+        1, the cost of the last one as a ratio and in seconds, seconds so far, and its failure.
+        """
+        elapsed = time.perf_counter() - self._began
+        return 1.0, self._ratio, self._extra, elapsed, float(self._failures)
 
     def end_step(self, seconds: float, shared: Sequence[float] | None, *, failed: bool) -> None:
         """A step has ended.
@@ -69,14 +77,15 @@ class SampledSteps:
         else:
             self._failures = int(failed)
             if seconds and self._plain:
-                self._ratio = seconds / self.seconds
+                self._ratio, self._extra = seconds / self.seconds, seconds - self.seconds
             if shared is not None:
                 self._learn(shared)
         if self._count >= self._interval * self._span:
             self._count = 0
 
     def _learn(self, shared: Sequence[float]) -> None:
-        ranks, ratio, elapsed, failures = shared
+        ranks, ratio, extra, elapsed, failures = shared
+        self._spent += extra / ranks
         self.timed_out = elapsed / ranks > self._limit
         self.failed = self.failed + 1 if failures else 0
         if ratio:
@@ -84,4 +93,5 @@ class SampledSteps:
         if len(self._ratios) <= _FIRST or len(self._plain) < _TIMED:
             return
         cost = max(0.0, median(self._ratios[_FIRST:]) - 1)
-        self._interval = max(1, math.ceil(cost / _SHARE))
+        share = _FIRST_SHARE if self._spent < _FREE_SECONDS else _SHARE
+        self._interval = max(1, math.ceil(cost / share))

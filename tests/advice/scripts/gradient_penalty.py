@@ -15,22 +15,29 @@ def parse(argv=None):
     return parser.parse_args(argv)
 
 
-def penalty_of(critic, real, fake):
-    share = torch.rand(len(real), 1)
+def build():
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    return critic, torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.0, 0.9))
+
+
+def get_batch():
+    return torch.randn(32, 2) + 2, torch.randn(32, 2), torch.rand(32, 1)
+
+
+def loss_of(critic, real, fake, share):
     between = (share * real + (1 - share) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-    return ((gradient.norm(dim=1) - 1) ** 2).mean()
+    penalty = ((gradient.norm(dim=1) - 1) ** 2).mean()
+    return critic(fake).mean() - critic(real).mean() + 10 * penalty
 
 
 def main():
     args = parse()
-    torch.manual_seed(0)
-    critic = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.0, 0.9))
+    critic, optimizer = build()
     losses = []
     for _ in range(args.steps):
-        real, fake = torch.randn(32, 2) + 2, torch.randn(32, 2)
-        loss = critic(fake).mean() - critic(real).mean() + 10 * penalty_of(critic, real, fake)
+        loss = loss_of(critic, *get_batch())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

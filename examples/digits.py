@@ -1,0 +1,38 @@
+"""Trains a small network on scikit-learn's digits, in a plain loop that knows nothing of bigbatch.
+
+python examples/digits.py
+bigbatch advise examples/digits.py
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCHS, BATCH_SIZE, LR = 60, 16, 0.05
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = images.float() / 16
+    train, test = slice(0, 1500), slice(1500, None)
+    loader = DataLoader(
+        TensorDataset(images[train], labels[train]), batch_size=BATCH_SIZE, shuffle=True
+    )
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    for epoch in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
+        if epoch % 10 == 9:
+            print(f"epoch {epoch + 1}: test accuracy {accuracy:.3f}")
+
+
+if __name__ == "__main__":
+    main()
