@@ -86,13 +86,11 @@ class BatchAdvice:
     @property
     def batch_size(self) -> int | None:
         """The advised batch size on the observed ranks; None if nothing is known."""
-        row = self.here
-        if row is not None:
-            return row.batch_size
-        return None
+        row = self.this_machine
+        return None if row is None else row.batch_size
 
     @property
-    def here(self) -> DeviceAdvice | None:
+    def this_machine(self) -> DeviceAdvice | None:
         """The advice for the observed ranks."""
         return None if self.refusal else self._row(self.found.ranks)
 
@@ -143,7 +141,7 @@ class BatchAdvice:
             doubts.append(f"only {measured} steps were measured; observe more steps")
         if math.isinf(trend.high):
             doubts.append(
-                "the signal was not told apart from zero, so the noise scale has no upper end; "
+                "the signal was not distinguished from zero, so the noise scale has no upper end; "
                 "observe more steps"
             )
         if not trend.factor < 2 and not trend.factor <= 0.5:

@@ -5,10 +5,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from bigbatch.advice.batch_advice import BatchAdvice, DeviceAdvice
+from bigbatch.advice.batch_advice import BatchAdvice
 from bigbatch.advice.lines_to_add import lines_to_add
 from bigbatch.advice.svg_chart import Line, Mark, log_chart
-from bigbatch.advice.text_page import conclusion, number, sections
+from bigbatch.advice.text_page import (
+    DEVICE_COLUMNS,
+    conclusion,
+    device_cells,
+    device_notes,
+    number,
+    sections,
+)
 
 _CURVE = 64  # batch sizes of the curve of times
 
@@ -35,7 +42,7 @@ def _body(advice: BatchAdvice) -> Iterator[str]:
     yield from _cards(advice)
     if len(advice.trend.segments) > 1:
         yield f"<h2>How the noise scale moved</h2>\n{_noise_chart(advice)}"
-    if advice.here is not None:
+    if advice.this_machine is not None:
         yield f"<h2>Time to the same progress, by batch size</h2>\n{_time_chart(advice)}"
         yield f"<h2>On more devices</h2>\n{_devices_table(advice)}"
     yield "<h2>Layers with the most noise</h2>" + _layers_table(advice)
@@ -46,12 +53,12 @@ def _body(advice: BatchAdvice) -> Iterator[str]:
 
 
 def _cards(advice: BatchAdvice) -> Iterator[str]:
-    trend, here, found = advice.trend, advice.here, advice.found
+    trend, row, found = advice.trend, advice.this_machine, advice.found
     cards = [("present batch", f"{found.batch_size:,}", f"{found.optimizer}, {found.engine}")]
-    if here is not None:
-        between = f"{here.low:,} to {here.high:,}"
-        cards.append(("fastest batch here", f"{here.batch_size:,}", between))
-        factor = advice.lr_factor(here.batch_size)
+    if row is not None:
+        between = f"{row.low:,} to {row.high:,}"
+        cards.append(("fastest batch here", f"{row.batch_size:,}", between))
+        factor = advice.lr_factor(row.batch_size)
         cards.append(("learning rate", f"x {factor:.3g}", "for the fastest batch"))
     interval = f"90 %: {number(trend.low)} to {number(trend.high)}"
     cards.append(("noise scale", number(trend.noise_scale), interval))
@@ -73,39 +80,21 @@ def _noise_chart(advice: BatchAdvice) -> str:
 
 
 def _time_chart(advice: BatchAdvice) -> str:
-    here, present = advice.here, advice.found.batch_size
-    assert here is not None
-    low, high = min(present, here.batch_size) / 8, max(present, here.batch_size) * 8
+    row, present = advice.this_machine, advice.found.batch_size
+    assert row is not None
+    low, high = min(present, row.batch_size) / 8, max(present, row.batch_size) * 8
     sizes = [max(1.0, low) * (high / max(1.0, low)) ** (i / _CURVE) for i in range(_CURVE + 1)]
     points = [(size, advice.relative_time(size)) for size in sizes]
-    marks = [Mark("present", x=present), Mark("fastest", x=here.batch_size)]
+    marks = [Mark("present", x=present), Mark("fastest", x=row.batch_size)]
     return log_chart(
         [Line("time", points)], marks, x="batch size", y="time, present = 1", log_x=True
     )
 
 
 def _devices_table(advice: BatchAdvice) -> str:
-    network = advice.network
-    header = ("devices", "batch", "interval", "s/step", "time", "samples", "speed-up")
-    note = (
-        f"Assumed: {network.gigabytes_per_second:g} GB/s and {network.microseconds:g} us between "
-        "devices like this one, nothing overlaps. Time and samples to the same progress, relative "
-        "to the present batch on as many devices; speed-up over it on one."
-    )
-    table = _table(header, map(_device_cells, advice.devices))
-    return f'{table}\n<p class="note">{escape(note)}</p>'
-
-
-def _device_cells(row: DeviceAdvice) -> Sequence[str]:
-    return (
-        f"{row.devices}",
-        f"{row.batch_size:,}",
-        f"{row.low:,} to {row.high:,}",
-        f"{row.seconds:.3g}",
-        f"{row.time:.2f}",
-        f"{row.samples:.2f}",
-        f"{row.speedup:.1f}",
-    )
+    table = _table(DEVICE_COLUMNS, map(device_cells, advice.devices))
+    notes = "<br>".join(map(escape, device_notes(advice)))
+    return f'{table}\n<p class="note">{notes}</p>'
 
 
 def _layers_table(advice: BatchAdvice) -> str:

@@ -20,7 +20,7 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
     Returns:
         A sentence; empty if nothing was found.
     Source:
-        Friedman 1937; the tail of chi^2 by Wilson and Hilferty 1931.
+        Friedman 1937; chi^2 by the approximation of Wilson and Hilferty 1931.
     """
     rows = [one.sqnorms for one in measurements if len(one.sqnorms) > 1]
     k = len(rows[0]) if rows else 0
@@ -34,7 +34,7 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
     steps = len(rows)
     square_sum = math.fsum((total - steps * (k + 1) / 2) ** 2 for total in sums)
     chi_square = 12 * square_sum / (steps * k * (k + 1))
-    if _tail(chi_square, k - 1) > _LEVEL:
+    if _survival(chi_square, k - 1) > _LEVEL:
         return ""
     longest, shortest = sums.index(max(sums)) + 1, sums.index(min(sums)) + 1
     return (
@@ -52,7 +52,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     ]
 
 
-def _tail(chi_square: float, freedom: int) -> float:
+def _survival(chi_square: float, freedom: int) -> float:
     """P(chi^2 > value)."""
     scale = 2 / (9 * freedom)
     z = ((chi_square / freedom) ** (1 / 3) - (1 - scale)) / math.sqrt(scale)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from bigbatch.advice.batch_advice import BatchAdvice
+from bigbatch.advice.batch_advice import BatchAdvice, DeviceAdvice
 from bigbatch.advice.lines_to_add import lines_to_add
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,24 +33,24 @@ def sections(advice: BatchAdvice) -> list[tuple[str, list[str]]]:
 
 def conclusion(advice: BatchAdvice) -> str:
     """The answer in one or two sentences."""
-    present, here = advice.found.batch_size, advice.here
-    if here is None:
+    present, row = advice.found.batch_size, advice.this_machine
+    if row is None:
         return unknown(advice)
-    saved = f"{1 - here.time:.0%} less time to the same progress"
+    saved = f"{1 - row.time:.0%} less time to the same progress"
     if advice.leaves_batch:
         return (
-            f"Leave it: the batch of {present} is within a factor of 2 of the fastest one here, "
-            f"{here.batch_size} ({saved})."
+            f"Leave it: the batch of {present} is within a factor of 2 of the fastest one, "
+            f"{row.batch_size} ({saved})."
         )
-    if here.low <= present <= here.high:
+    if row.low <= present <= row.high:
         return (
-            f"Leave it for now: the fastest batch here is between {here.low} and {here.high}, and "
+            f"Leave it for now: the fastest batch on this machine is between {row.low} and {row.high}, and "
             f"the present one, {present}, is among these. Observe more steps (--steps, --budget)."
         )
-    word = "Grow" if here.batch_size > present else "Shrink"
+    word = "Grow" if row.batch_size > present else "Shrink"
     return (
-        f"{word} the batch from {present} to {here.batch_size}: {saved}, for "
-        f"{here.samples:.2g} times the samples."
+        f"{word} the batch from {present} to {row.batch_size}: {saved}, for "
+        f"{row.samples:.2g} times the samples."
     )
 
 
@@ -59,7 +59,7 @@ def unknown(advice: BatchAdvice) -> str:
     trend = advice.trend
     if math.isinf(trend.noise_scale):
         return (
-            "No batch size: the gradient's signal was not told apart from noise; observe more "
+            "No batch size: the gradient's signal was not distinguished from noise; observe more "
             f"steps. The noise scale is at least {number(trend.low)}."
         )
     return (
@@ -113,31 +113,37 @@ def _devices(advice: BatchAdvice) -> Iterator[str]:
     if not advice.devices:
         return
     yield "Fastest batch by devices like this one:"
-    header = ("devices", "batch", "interval", "s/step", "time", "samples", "speed-up")
-    yield "  " + "".join(f"{name:>{width}}" for name, width in zip(header, _WIDTHS, strict=True))
-    for row in advice.devices:
-        cells = (
-            str(row.devices),
-            str(row.batch_size),
-            f"{row.low}-{row.high}",
-            f"{row.seconds:.3g}",
-            f"{row.time:.2f}",
-            f"{row.samples:.2f}",
-            f"{row.speedup:.1f}",
-        )
+    for cells in (DEVICE_COLUMNS, *map(device_cells, advice.devices)):
         yield "  " + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
-    yield (
-        "  time and samples to the same progress, relative to the present batch on as many "
-        "devices; speed-up over it on one"
+    yield from (f"  {line}" for line in device_notes(advice))
+
+
+DEVICE_COLUMNS = ("devices", "batch", "interval", "s/step", "time", "samples", "speed-up")
+_WIDTHS = (7, 10, 19, 10, 7, 9, 10)
+
+
+def device_cells(row: DeviceAdvice) -> tuple[str, ...]:
+    """A row of the table of devices."""
+    return (
+        f"{row.devices}",
+        f"{row.batch_size:,}",
+        f"{row.low:,} to {row.high:,}",
+        f"{row.seconds:.3g}",
+        f"{row.time:.2f}",
+        f"{row.samples:.2f}",
+        f"{row.speedup:.1f}",
     )
+
+
+def device_notes(advice: BatchAdvice) -> Iterator[str]:
+    """What the columns mean, and what is assumed."""
+    yield "time, samples: to the same progress, relative to the present batch on as many devices"
+    yield "speed-up: over the present batch on one device"
     network = advice.network
     yield (
-        f"  assumed: {network.gigabytes_per_second:g} GB/s and {network.microseconds:g} us between "
+        f"assumed: {network.gigabytes_per_second:g} GB/s and {network.microseconds:g} us between "
         "devices, nothing overlaps"
     )
-
-
-_WIDTHS = (7, 9, 16, 9, 7, 9, 10)
 
 
 def _rate(advice: BatchAdvice) -> Iterator[str]:
