@@ -105,8 +105,8 @@ class ObservedTraining:
         return True
 
     def _start_step(self, shared: Sequence[float], *, due: bool = True) -> None:
-        self._reader.start(self._steps, shared, due=due)
         self._last_end = time.perf_counter()
+        self._reader.start(self._steps, shared, due=due)
 
     # learning
 
@@ -175,7 +175,8 @@ class ObservedTraining:
         """Takes the measurement of a step, if it has one."""
         failure = "" if reading is None else reading.failure
         shared = None if reading is None else reading.shared
-        samples.end_step(now - self._last_end, shared, failed=bool(failure))
+        seconds = time.perf_counter() - self._last_end  # with those of reading it
+        samples.end_step(seconds, shared, failed=bool(failure))
         if failure:
             self._failures.append(failure)
         if reading is not None and reading.statistics is not None:

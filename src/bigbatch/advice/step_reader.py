@@ -109,14 +109,12 @@ class StepReader(Subscriber):
             shared: values that are summed over the ranks if it is read.
             due: whether it is read.
         """
-        if self._due:
-            self.source.unsubscribe(self)
         self._failure, self._values, self._shared, self._due = "", None, shared, due
-        self._meter.at_step(number, due=due)
         self._forwards.active = due
         self._forwards.restart()
         self._version, self._is_begun = None, False
         if due:
+            self._meter.at_step(number)
             self.source.subscribe(self)
 
     def finish(self) -> StepReading | None:
@@ -136,6 +134,8 @@ class StepReader(Subscriber):
             statistics, failure, shared = self._read(failure)
         sqnorms = tuple(torch.stack(self._sqnorms).tolist()) if self._sqnorms else ()
         self.source.restart()
+        self.source.unsubscribe(self)
+        self._meter.at_step(0, due=False)
         return StepReading(
             statistics, failure, backwards, tuple(self._sizes), sqnorms, tuple(shared)
         )

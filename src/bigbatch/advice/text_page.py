@@ -44,8 +44,9 @@ def conclusion(advice: BatchAdvice) -> str:
         )
     if row.low <= present <= row.high:
         return (
-            f"Leave it for now: the fastest batch on this machine is between {row.low} and {row.high}, and "
-            f"the present one, {present}, is among these. Observe more steps (--steps, --budget)."
+            f"Leave it for now: the fastest batch on this machine is between {row.low} and "
+            f"{row.high}, and the present one, {present}, is among these. Observe more steps "
+            "(--steps, --budget)."
         )
     word = "Grow" if row.batch_size > present else "Shrink"
     return (

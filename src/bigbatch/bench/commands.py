@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bigbatch.bench import (
+    advice_overhead,
     advice_results,
     advice_sweep,
     advice_verdict,
@@ -126,13 +127,32 @@ def overhead(
     ] = None,
 ) -> None:
     """Cost of the adaptive loop over a plain one with one backward a step, by network and batch."""
-    names, batches = list(loop_overhead.NETWORKS), batch or loop_overhead.BATCHES
+    names, batches = _networks(over), batch or loop_overhead.BATCHES
+    title = f"step / plain step of one backward; all rounds [least, most of {rounds}]"
+    rows = loop_overhead.rows(names, batches, rounds)
+    _show(title, rows, total=len(names) * len(batches))
+
+
+def _networks(over: list[str] | None) -> list[str]:
+    names = list(loop_overhead.NETWORKS)
     for name in over or ():
         if name not in names:
             raise typer.BadParameter(f"--over {name!r}: one of {'; '.join(names)}")
-    title = f"step / plain step of one backward; all rounds [least, most of {rounds}]"
-    rows = loop_overhead.rows(over or names, batches, rounds)
-    _show(title, rows, total=len(over or names) * len(batches))
+    return over or names
+
+
+@bench.command("advice-overhead")
+def advice_overhead_(
+    rounds: Rounds = 5,
+    over: Annotated[
+        list[str] | None, typer.Option(help=f"Networks: {'; '.join(loop_overhead.NETWORKS)} [all].")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=8, help="Samples of a step.")] = 32,
+) -> None:
+    """Cost of being observed by `bigbatch advise`, without its start."""
+    names = _networks(over)
+    title = f"observed step / plain step; all rounds [least, most of {rounds}]"
+    _show(title, advice_overhead.rows(names, batch, rounds), total=len(names))
 
 
 @bench.command("decisions")

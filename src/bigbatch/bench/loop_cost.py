@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -92,16 +93,19 @@ def plain_loop(model: nn.Module, batches: MicroBatches, k: int) -> Callable[[], 
     """Steps of k batches with SGD, in a loop without the library."""
     model = copy.deepcopy(model)  # without the hooks of a meter
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    return partial(plain_steps, model, optimizer, batches, k)
 
-    def run() -> None:
-        for start in range(0, len(batches), k):
-            for x, y in batches[start : start + k]:
-                loss = mean_loss(model, x, y)
-                (loss / k if k > 1 else loss).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
 
-    return run
+def plain_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: MicroBatches, k: int
+) -> None:
+    """Steps of k batches in a loop without the library."""
+    for start in range(0, len(batches), k):
+        for x, y in batches[start : start + k]:
+            loss = mean_loss(model, x, y)
+            (loss / k if k > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _adaptive(

@@ -96,18 +96,18 @@ def _row(name: str, samples: int, rounds: int) -> Row:
     passes = max(1, -(-steps // (rounds * shape.steps)))
     runs: list[Callable[[], None]] = [plain_loop(model, batches, 1)]
     runs += [partial(_run, loop) for loop in loops.values()]
-    times = interleaved_times([_repeated(run, passes) for run in runs], rounds)
+    times = interleaved_times([repeated(run, passes) for run in runs], rounds)
     plain = [1e3 * row[0].wall / shape.steps / passes for row in times]
     row = {"network": name, "batch": str(samples), "plain step, ms": median_and_range(plain)}
     for way in WAYS:
         row[way] = "refused"
         if way in loops:
             number = 1 + list(loops).index(way)
-            row[way] = _ratio([(one[number], one[0]) for one in times])
+            row[way] = ratio_of_rounds([(one[number], one[0]) for one in times])
     return row
 
 
-def _ratio(pairs: Sequence[tuple[Times, Times]]) -> str:
+def ratio_of_rounds(pairs: Sequence[tuple[Times, Times]]) -> str:
     """The ratio of the sums of all rounds, with the least and the most of a round; that of CPU."""
     ratios = [time.wall / plain.wall for time, plain in pairs]
     wall = sum(time.wall for time, _ in pairs) / sum(plain.wall for _, plain in pairs)
@@ -115,12 +115,14 @@ def _ratio(pairs: Sequence[tuple[Times, Times]]) -> str:
     return f"{wall:.3f} [{min(ratios):.2f}, {max(ratios):.2f}], CPU {cpu:.3f}"
 
 
-def _repeated(run: Callable[[], None], times: int) -> Callable[[], None]:
-    def repeated() -> None:
+def repeated(run: Callable[[], None], times: int) -> Callable[[], None]:
+    """So many runs as one."""
+
+    def run_all() -> None:
         for _ in range(times):
             run()
 
-    return repeated
+    return run_all
 
 
 def _warm_loop(
