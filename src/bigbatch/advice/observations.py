@@ -15,11 +15,13 @@ class Limits:
         steps: optimizer steps; None for all.
         seconds: time since the first of them; None for all.
         groups: k, groups of a backward where groups are compared.
+        ends_program: whether the end of the observation ends the program.
     """
 
     steps: int | None
     seconds: float | None
     groups: int
+    ends_program: bool = False
 
 
 NOT_ENDED = "the observation has not ended"

@@ -258,11 +258,15 @@ class ObservedTraining:
     def _time_other_sizes(self, call: ModuleCall, found: Found) -> None:
         """Times backwards of other numbers of samples, after the last step."""
         training, observations = self._training, self._observations
-        if training.is_compiled or training.wrapper == "FSDP2" or len(self._forwards.called) != 1:
-            observations.unseen.append(
-                "the time of other batch sizes: it is measured where the loop calls one module "
-                "that is neither compiled nor sharded"
-            )
+        reason = ""
+        if training.wrapper == "FSDP2":
+            reason = "under fully_shard it is not measured"
+        elif len(self._forwards.called) != 1:
+            reason = "it is measured where the loop calls one module"
+        elif training.is_compiled and not self._limits.ends_program:
+            reason = "it would compile the model for other sizes, which may change what follows"
+        if reason:
+            observations.unseen.append(f"the time of other batch sizes: {reason}")
             return
         try:
             timed = probe(call, training.parameters)

@@ -32,21 +32,15 @@ class TrainingObserver:
 
     Args:
         limits: how long.
-        ends_program: whether the end of the observation ends the program.
         model, optimizer: the training, if it is known.
     """
 
     def __init__(
-        self,
-        limits: Limits,
-        *,
-        ends_program: bool = False,
-        model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        self, limits: Limits, *, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> None:
         self.observations = Observations()
         self.ended = False
-        self._limits, self._ends_program = limits, ends_program
+        self._limits = limits
         self._model, self._optimizer = model, optimizer
         self._handles: list[RemovableHandle] = []
         self._depth = 0  # of optimizer steps inside others
@@ -80,7 +74,7 @@ class TrainingObserver:
             return
         if not self.ended:
             self._guarded(lambda: self._step(optimizer))
-        if self.ended and self._ends_program:
+        if self.ended and self._limits.ends_program:
             raise EndOfProgram
 
     def _is_observed(self, optimizer: Optimizer) -> bool:

@@ -26,14 +26,15 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     """Runs the command, and exits: 0 with advice, 1 without, or as the program does."""
     options = _parser().parse_args(arguments)
     try:
-        limits = Limits(options.steps, parse_seconds(options.budget), options.groups)
+        seconds = parse_seconds(options.budget)
+        limits = Limits(options.steps, seconds, options.groups, ends_program=not options.go_on)
         network = Network(options.bandwidth, options.latency)
         require_program(options.target, is_module=options.module)
         for path in options.out:
             require_ending(path)
     except SettingError as error:
         _parser().error(str(error))
-    observer = TrainingObserver(limits, ends_program=not options.go_on)
+    observer = TrainingObserver(limits)
     status: int | str | None = None
     try:
         with observer:
