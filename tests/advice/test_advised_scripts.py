@@ -8,10 +8,10 @@ from advised_cases import (
     MICRO_BATCHES,
     Case,
     advise_case,
-    assert_measured,
-    assert_unchanged,
+    assert_as_by_hand,
     parameters_of,
 )
+from advised_script import advise
 
 BF16 = 3e-2  # a group's gradient is rounded to 8 bits, and the hand loop rounds another sum
 FP16 = 1e-2  # likewise, to 11 bits
@@ -42,11 +42,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", parameters_of(CASES, first=(ACCUMULATED,)))
-def test_measured_steps_have_the_numbers_of_the_hand_loop(tmp_path, case):
-    assert_measured(case, advise_case(tmp_path, case))
+SECOND = (
+    Case("timm_style", "", GROUPS, 32),
+    Case("timm_style", f"--amp {OVERFLOWS} {FOUR}", MICRO_BATCHES, 128, 4, tolerance=FP16),
+    Case("timm_style", "--norm batch", CONSECUTIVE, 32),
+    Case("two_optimizers", "", GROUPS, 24, optimizer="Muon AdamW"),
+    Case("ddp_script", "", GROUPS, 32, ranks=2),
+)
 
 
-@pytest.mark.parametrize("case", parameters_of(CASES))
-def test_a_script_that_trains_to_its_end_has_the_losses_of_the_script_alone(tmp_path, case):
-    assert_unchanged(case, tmp_path)
+@pytest.mark.parametrize("case", parameters_of(CASES, first=(ACCUMULATED,), second=SECOND))
+def test_an_observed_script_measures_and_trains_as_by_hand(tmp_path, case):
+    assert_as_by_hand(case, *advise_case(tmp_path, case))
+
+
+def test_a_script_is_ended_after_the_observed_steps(tmp_path):
+    losses = tmp_path / "losses.json"
+    advised = advise(tmp_path, "nanogpt_style", f"--losses={losses}", options=("--steps", 12))
+    assert 0 == advised.process.returncode
+    assert 12 == advised.page["steps"]
+    assert not losses.exists()

@@ -1,5 +1,6 @@
 """`bigbatch advise` refuses scripts whose numbers would be wrong, and says what it saw."""
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -27,39 +28,46 @@ class Refused:
 
 GAN = Refused("gan", r"optimizers.*GAN")
 SHARED = Refused("actor_critic", r"no forward of its own", "--kind shared")
+SAM = Refused("sam", r"zeroed between two backwards.*sharpness")
 LATER = [
+    SHARED,
     Refused("actor_critic", r"same samples", "--kind replayed"),
     Refused("actor_critic", r"optimizers", "--kind separate"),
     Refused("sparse_embedding", r"sparse"),
     Refused("lbfgs", r"LBFGS"),
-    Refused("sam", r"zeroed between two backwards.*sharpness"),
     Refused("never_zeroed", r"zero_grad"),
     Refused("manual_allreduce", r"none of them shares", ranks=2),
 ]
 CASES = [
     pytest.param(case, id=f"{case.script} {case.arguments}".strip(), marks=marks)
-    for marks, cases in (([], [GAN, SHARED]), ([pytest.mark.thorough], LATER))
+    for marks, cases in (
+        ([], [GAN]),
+        ([pytest.mark.thorough], [SAM]),
+        ([pytest.mark.release], LATER),
+    )
     for case in cases
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_refusal_names_what_was_seen_and_no_number(tmp_path, case):
-    advised = advise(tmp_path, case.script, *case.arguments.split(), ranks=case.ranks)
+    """The script trains to its end as it does alone."""
+    given, observed = case.arguments.split(), tmp_path / "observed.json"
+    advised = advise(
+        tmp_path, case.script, *given, f"--losses={observed}", options=["--go-on"], ranks=case.ranks
+    )
     assert re.search(case.said, advised.page["refusal"], re.IGNORECASE), advised.page["refusal"]
-    assert 1 == advised.process.returncode
+    assert 0 == advised.process.returncode
     assert [] == advised.page["measurements"]
     assert "Traceback" not in advised.process.stderr or case.ranks > 1  # torchrun writes its own
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", [case.values[0] for case in CASES], ids=lambda case: case.script)
-def test_a_refused_script_that_trains_to_its_end_has_the_losses_of_the_script_alone(tmp_path, case):
-    """It may end with the exit status of a refusal."""
-    given = case.arguments.split()
-    under = ["-m", "bigbatch", "advise", "--go-on"]
-    expected = losses_of(tmp_path, case.script, *given, ranks=case.ranks)
-    actual = losses_of(
-        tmp_path, case.script, *given, under=under, ranks=case.ranks, statuses=(0, 1)
+    assert losses_of(tmp_path, case.script, *given, ranks=case.ranks) == json.loads(
+        observed.read_text()
     )
-    assert expected == actual
+
+
+def test_a_refusal_ends_the_script_with_status_1(tmp_path):
+    losses = tmp_path / "losses.json"
+    advised = advise(tmp_path, "lbfgs", f"--losses={losses}")
+    assert 1 == advised.process.returncode
+    assert "LBFGS" in advised.page["refusal"]
+    assert not losses.exists()

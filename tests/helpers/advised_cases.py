@@ -1,11 +1,12 @@
 """Calls of the scripts of tests/advice/scripts, and what `bigbatch advise` has to find in each."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from advised_script import Advised, advise, losses_of
+from advised_script import Advised, advise
 from oracles import hand_loop
 
 MICRO_BATCHES, GROUPS, CONSECUTIVE = "micro-batches", "groups", "consecutive steps"
@@ -65,32 +66,40 @@ class Case:
         return f"{self.script} {self.arguments}".strip()
 
 
-def parameters_of(cases: list[Case], first: tuple[Case, ...] = ()) -> list:
-    """One parameter a case; `make test` runs those of `first`."""
-    return [
-        pytest.param(case, id=str(case), marks=[] if case in first else [pytest.mark.thorough])
-        for case in cases
-    ]
+def parameters_of(
+    cases: list[Case], first: tuple[Case, ...] = (), second: tuple[Case, ...] = ()
+) -> list:
+    """One parameter a case: `make test` runs those of `first`, CI also those of `second`."""
+
+    def marks(case: Case) -> list:
+        if case in first:
+            return []
+        return [pytest.mark.thorough if case in second else pytest.mark.release]
+
+    return [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
 
 
-def advise_case(folder: Path, case: Case) -> Advised:
-    """The command ends the script after 40 of its 60 steps."""
+def advise_case(folder: Path, case: Case) -> tuple[Advised, list[float]]:
+    """Observes 30 of a script's 60 steps, after which it goes on; its losses."""
     losses = folder / "losses.json"
-    advised = advise(folder, case.script, *case.given, "--losses", losses, ranks=case.ranks)
-    assert not losses.exists()
-    return advised
+    options = ("--go-on", "--steps", STEPS // 2)
+    given = [*case.given, "--losses", losses]
+    advised = advise(folder, case.script, *given, options=options, ranks=case.ranks)
+    return advised, json.loads(losses.read_text())
 
 
-def assert_measured(case: Case, advised: Advised) -> None:
-    """What was found is the case's, and each measured step has the numbers of the hand loop's.
+def assert_as_by_hand(case: Case, advised: Advised, losses: list[float]) -> None:
+    """What was found is the case's; measured steps and losses are those of the hand loop.
 
-    The signal is a difference, |G|^2 - noise / N, so its tolerance is relative to |G|^2.
+    The losses are the same to the last bit, also of the steps after the observation. The signal is
+    a difference, |G|^2 - noise / N, so its tolerance is relative to |G|^2.
     """
     assert "" == advised.page["refusal"]
     assert 0 == advised.process.returncode, advised.process.stderr
     assert case.found == {name: advised.page["found"][name] for name in case.found}
     assert all(name in advised.page["found"]["optimizer"] for name in case.optimizer.split())
     loop = case.repeat()
+    assert loop.losses == losses
     assert advised.page["measurements"]
     for actual in advised.page["measurements"]:
         step = actual["step"]
@@ -105,11 +114,3 @@ def assert_measured(case: Case, advised: Advised) -> None:
         assert near == actual["grad_variance"], f"step {step}"
         near = pytest.approx(expected.grad_sqnorm, abs=case.tolerance * sqnorm)
         assert near == actual["grad_sqnorm"], f"step {step}"
-
-
-def assert_unchanged(case: Case, folder: Path) -> None:
-    """The losses of all steps, of which half are watched, are those of the script alone."""
-    under = ["-m", "bigbatch", "advise", "--steps", STEPS // 2, "--go-on"]
-    expected = losses_of(folder, case.script, *case.given, ranks=case.ranks)
-    actual = losses_of(folder, case.script, *case.given, under=under, ranks=case.ranks)
-    assert expected == actual
