@@ -311,8 +311,8 @@ def test_parameters_without_a_gradient_have_no_noise():
     assert {0.0} == {layer.share for layer in advice.trend.layers if layer.name == "unused"}
 
 
-@pytest.mark.parametrize("at", [1, 4, 15])
-def test_unfreezing_is_measured_or_refused_and_trains_as_alone(at):
+@pytest.mark.parametrize("at", [0, 1, 4, 15, 29])
+def test_unfreezing_after_the_first_step_is_refused_and_trains_as_alone(at):
     def train(context):
         model = network()
         model[0].requires_grad_(False)
@@ -327,8 +327,24 @@ def test_unfreezing_is_measured_or_refused_and_trains_as_alone(at):
     alone, _ = train(lambda *_: nullcontext())
     under, advice = train(bb.advise)
     assert same(alone, under)
-    names = {name for one in advice.observations.measurements for name in one.statistics.layers}
-    assert advice.refusal or at > 1 or names == {"0", "2"}
+    assert (at > 0) == ("2 parameters of SGD began to train after" in advice.refusal)
+    assert at > 0 or {"0", "2"} == {layer.name for layer in advice.trend.layers if layer.share}
+
+
+def test_freezing_is_measured():
+    model = network()
+    optimizer, number = sgd(model), iter(range(100))
+
+    def step(batch):
+        if next(number) == 15:
+            model[0].requires_grad_(False)
+        plain_step(model, optimizer, batch)
+
+    advice = advised(model, optimizer, step)
+    assert "" == advice.refusal
+    last = advice.observations.measurements[-1]
+    assert last.step > 15
+    assert 0 == last.statistics.layers["0"].grad_variance < last.statistics.grad_variance
 
 
 def test_several_models_of_one_optimizer_are_one_training():

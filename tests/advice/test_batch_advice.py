@@ -314,7 +314,7 @@ def test_megatron_accepts_its_lines(name, ranks, largest):
 def test_a_schedule_is_read_by_bigbatch(name):
     advice = MADE[name]
     line = lines_of(advice)["bigbatch, a schedule"]
-    policy = eval(line.removeprefix("policy="), {"bb": bb})  # noqa: S307
+    policy = eval(line.removeprefix("policy="), {"bb": bb})
     assert isinstance(policy, bb.Schedule)
     assert ("to" in schedule(advice)) == (name == "rising")
 

@@ -25,9 +25,7 @@ def on(devices, network=FREE, ranks=1, **times):
 
 
 @property_test(100)
-@given(
-    fixed=st.floats(1e-4, 1), per_sample=st.floats(1e-6, 1e-2), scale=st.floats(1, 1e6)
-)
+@given(fixed=st.floats(1e-4, 1), per_sample=st.floats(1e-6, 1e-2), scale=st.floats(1, 1e6))
 def test_the_least_time_is_at_the_root_of_overhead_times_noise_scale(fixed, per_sample, scale):
     """Neighbours of the grid are at most 1.5 apart, and the least of two is not always nearest."""
     best = on(1, fixed=fixed, per_sample=per_sample).fastest(scale, math.inf)
@@ -81,7 +79,8 @@ def test_limited_memory_makes_larger_batches_no_faster_by_sample():
 
 
 @pytest.mark.parametrize(
-    ("devices", "sent", "messages"), [(2, 1.0, 2), (3, 4 / 3, 4), (8, 1.75, 6), (512, 1.99609375, 18)]
+    ("devices", "sent", "messages"),
+    [(2, 1.0, 2), (3, 4 / 3, 4), (8, 1.75, 6), (512, 1.99609375, 18)],
 )
 def test_an_all_reduce_sends_a_ring_s_bytes_and_a_tree_s_messages(devices, sent, messages):
     seconds = Network(2, 50).all_reduce_seconds(10**9, devices)

@@ -1,5 +1,6 @@
 """The noise scale of an observed training against slow float64 sums, and its interval."""
 
+import itertools
 import math
 import random
 
@@ -27,7 +28,9 @@ def slow_mean(rows, batch):
 @pytest.mark.parametrize("steps", [1, 7, 8, 16, 64, 128])
 def test_the_mean_is_that_of_slow_sums(steps):
     draw = random.Random(steps)
-    rows = [(draw.uniform(0.5, 2), 500 * draw.random(), draw.choice([32, 64])) for _ in range(steps)]
+    rows = [
+        (draw.uniform(0.5, 2), 500 * draw.random(), draw.choice([32, 64])) for _ in range(steps)
+    ]
     actual = mean_noise_scale([measured(i, *row) for i, row in enumerate(rows)], 48)
     assert pytest.approx(slow_mean(rows, 48), rel=1e-12) == actual
 
@@ -82,7 +85,7 @@ def test_segments_have_eight_measured_steps_or_more_and_leave_none_out(steps, ex
     segments = NoiseTrend.of(measurements, 64).segments
     assert expected == len(segments)
     assert (0, 3 * (steps - 1)) == (segments[0].first, segments[-1].last)
-    ends = [(one.last, two.first) for one, two in zip(segments, segments[1:], strict=False)]
+    ends = [(one.last, two.first) for one, two in itertools.pairwise(segments)]
     assert all(last + 3 == first for last, first in ends)
 
 

@@ -71,7 +71,9 @@ def test_steps_that_cost_nothing_are_all_measured():
 
 def test_pairs_are_consecutive_steps():
     measured, _ = train([1.0], 0.01, 2000, pair=True)
-    assert all(first + 1 == second for first, second in zip(measured[::2], measured[1::2], strict=True))
+    assert all(
+        first + 1 == second for first, second in zip(measured[::2], measured[1::2], strict=True)
+    )
 
 
 def test_the_first_step_is_measured_and_the_second_is_not():

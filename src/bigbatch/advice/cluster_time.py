@@ -78,6 +78,6 @@ class ClusterTime:
 
     def fastest(self, noise_scale: float, most: float) -> int:
         """The batch size of the least time, 2^i or 3 2^i samples a device, at most `most`."""
-        sizes = [self.devices * base * 2**i for i in range(40) for base in (1, 3)]
+        sizes = [self.devices * (base << i) for i in range(40) for base in (1, 3)]
         fitting = [n for n in sizes if n <= max(most, self.devices)]
         return min(fitting, key=lambda n: self.relative_seconds(n, noise_scale))
