@@ -46,7 +46,7 @@ class Advice(BatchAdvice):
             text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
         else:
             text = html_page(self) if ending == ".html" else text_page(self)
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -144,7 +144,7 @@ class BatchAdvice:
                 "the signal was not distinguished from zero, so the noise scale has no upper end; "
                 "observe more steps"
             )
-        if not trend.factor < 2 and not trend.factor <= 0.5:
+        if trend.factor >= 2:
             doubts.append("the noise scale was still rising; observe a later part of the training")
         doubts.append(
             "the noise scale usually rises during a training, and only "

@@ -77,8 +77,7 @@ class ClusterTime:
         return self.seconds(batch_size) * (1 + noise_scale / batch_size)
 
     def fastest(self, noise_scale: float, most: float) -> int:
-        """The batch size of the least time, 2^i or 3 2^i samples, at most `most`."""
-        sizes = [base * 2**i for i in range(40) for base in (1, 1.5)]
-        sizes = [n for n in sizes if n == int(n) and self.devices <= n <= max(most, self.devices)]
-        whole = [n for n in sizes if not n % self.devices] or [self.devices]
-        return int(min(whole, key=lambda n: self.relative_seconds(n, noise_scale)))
+        """The batch size of the least time, 2^i or 3 2^i samples a device, at most `most`."""
+        sizes = [self.devices * (base << i) for i in range(40) for base in (1, 3)]
+        fitting = [n for n in sizes if n <= max(most, self.devices)]
+        return min(fitting, key=lambda n: self.relative_seconds(n, noise_scale))

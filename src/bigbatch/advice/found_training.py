@@ -106,6 +106,16 @@ class FoundTraining:
         whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         return cls(optimizers, parameters, whole, tuple(modules), caller)
 
+    def require_all_parameters(self) -> None:
+        """Raises SettingError if the optimizers also train parameters that were not found."""
+        others = set(_trained(self.optimizers)) - set(self.parameters)
+        if others:
+            raise SettingError(
+                f"{len(others)} parameters of {self.names} began to train after it had been found "
+                "(layers that were unfrozen, add_param_group), so their noise was not measured; "
+                "observe the steps before or after that alone, `with bb.advise(model, optimizer)`"
+            )
+
     @property
     def names(self) -> str:
         """The optimizers' class names."""

@@ -73,7 +73,7 @@ def _noise_chart(advice: BatchAdvice) -> str:
     points = [
         ((segment.first + segment.last) / 2, segment.noise_scale)
         for segment in advice.trend.segments
-        if math.isfinite(segment.noise_scale)
+        if 0 < segment.noise_scale < math.inf
     ]
     marks = [Mark("present batch", y=advice.found.batch_size)]
     return log_chart([Line("noise scale", points)], marks, x="optimizer step", y="samples")

@@ -28,7 +28,7 @@ def lines_to_add(advice: BatchAdvice) -> list[SettingLines]:
     if batch is None:
         return []
     ranks = advice.found.ranks
-    micro, accumulation = _split(advice, math.ceil(batch / ranks))
+    micro, accumulation = _split(advice, batch // ranks)
     rates = [f"{lr * advice.lr_factor(batch):.3g}" for lr in dict.fromkeys(advice.found.lr)]
     rate = rates[0] if rates else "..."
     deepspeed = {
@@ -75,10 +75,14 @@ def schedule(advice: BatchAdvice) -> str:
 
 def _megatron(advice: BatchAdvice, micro: int, batch: int) -> str:
     first, last = _moves(advice)
-    line = f"--micro-batch-size {micro} --global-batch-size {max(last, batch)}"
-    if last > first:
-        line += f" --rampup-batch-size {first} {first} {_seen(advice)}"
-    return line
+    if first == last:
+        return f"--micro-batch-size {micro} --global-batch-size {batch}"
+    increment = math.gcd(first, last)  # Megatron wants whole increments of whole micro-batches
+    micro = math.gcd(micro, increment // advice.found.ranks)
+    return (
+        f"--micro-batch-size {micro} --global-batch-size {last} "
+        f"--rampup-batch-size {first} {increment} {_seen(advice)}"
+    )
 
 
 def _moves(advice: BatchAdvice) -> tuple[int, int]:
@@ -96,8 +100,8 @@ def _seen(advice: BatchAdvice) -> int:
 
 
 def _split(advice: BatchAdvice, samples: int) -> tuple[int, int]:
-    """(samples of a backward, backwards) of a rank, as few backwards as memory allows."""
+    """(samples of a backward, backwards) of a rank, as few equal backwards as memory allows."""
     time = advice.observations.time
     largest = time.largest if time is not None and time.largest else samples
-    accumulation = math.ceil(samples / largest)
-    return math.ceil(samples / accumulation), accumulation
+    micro = next(n for n in range(min(largest, samples), 0, -1) if not samples % n)
+    return micro, samples // micro

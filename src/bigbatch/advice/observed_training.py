@@ -211,12 +211,13 @@ class ObservedTraining:
         """Ends the observation.
 
         Raises:
-            SettingError: nothing was measured.
+            SettingError: nothing was measured, or not all that trained.
         """
         self.close()
         observations, call = self._observations, self._forwards.last
         observations.steps = self._steps
         observations.seconds = time.perf_counter() - self._began
+        self._training.require_all_parameters()
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
             raise SettingError(reason)

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 
 _SHARE = 0.05  # of the time that measuring may take
 _FREE_SECONDS = 1.0  # of measuring at the start, in which the share is
@@ -33,9 +33,11 @@ class SampledSteps:
         self._limit, self._began = seconds, time.perf_counter()
         self._span = 2 if pair else 1
         self._plain: deque[float] = deque(maxlen=_KEPT)  # seconds of steps that were not measured
-        self._ratio = self._extra = 0.0  # of the last measured step
+        self._spans: deque[float] = deque(maxlen=self._span)  # seconds of the last measured steps
+        self._ratio = self._extra = 0.0  # of these on average, and of the last one
         self._spent = 0.0  # seconds of measuring, of all ranks on average
-        self._ratios: list[float] = []  # of all ranks
+        self._first = _FIRST  # measured steps that are still left out
+        self._ratios: deque[float] = deque(maxlen=_KEPT)  # of all ranks
         self._failures = 0  # 1 if the last measured step failed on this rank
         self.failed = 0  # measured steps in a row that failed on some rank
         self.timed_out = False
@@ -77,7 +79,9 @@ class SampledSteps:
         else:
             self._failures = int(failed)
             if seconds and self._plain:
-                self._ratio, self._extra = seconds / self.seconds, seconds - self.seconds
+                self._spans.append(seconds)  # of a pair the second one may take longer
+                self._ratio = mean(self._spans) / self.seconds
+                self._extra = seconds - self.seconds
             if shared is not None:
                 self._learn(shared)
         if self._count >= self._interval * self._span:
@@ -88,10 +92,12 @@ class SampledSteps:
         self._spent += extra / ranks
         self.timed_out = elapsed / ranks > self._limit
         self.failed = self.failed + 1 if failures else 0
-        if ratio:
+        if ratio and self._first:
+            self._first -= 1
+        elif ratio:
             self._ratios.append(ratio / ranks)
-        if len(self._ratios) <= _FIRST or len(self._plain) < _TIMED:
+        if not self._ratios or len(self._plain) < _TIMED:
             return
-        cost = max(0.0, median(self._ratios[_FIRST:]) - 1)
+        cost = max(0.0, median(self._ratios) - 1)
         share = _FIRST_SHARE if self._spent < _FREE_SECONDS else _SHARE
         self._interval = max(1, math.ceil(cost / share))

@@ -1,0 +1,429 @@
+"""Loops under `bb.advise`: they train as alone, are measured as by a meter, and keep no hooks."""
+
+import gc
+import itertools
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim import optimizer as torch_optimizers
+
+import bigbatch as bb
+from advised_loops import advised, batches, loss_of, network, plain_step, sgd
+from bigbatch.data.rng_state import random_state
+from tensors import same
+
+
+class Doubled:
+    """An optimizer of a user's own that calls another one's step, and is none of torch's."""
+
+    def __init__(self, inner):
+        self.inner, self.zero_grad = inner, inner.zero_grad
+
+    def step(self):
+        self.inner.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Keeps slow weights, and steps by an inner optimizer."""
+
+    def __init__(self, inner):
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner, self.steps = inner, 0
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 5 == 0:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    slow = self.state[p].setdefault("slow", p.clone())
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+def accumulated(model, optimizer, batch):
+    optimizer.zero_grad()
+    for part in zip(*(x.chunk(4) for x in batch), strict=True):
+        (loss_of(model, part) / 4).backward()
+    optimizer.step()
+
+
+def by_closure(model, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def zeroed_in_place(model, optimizer, batch):
+    loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def evaluated(model, optimizer, batch):
+    plain_step(model, optimizer, batch)
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, batch)
+    model.train()
+
+
+def clipped(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+OPTIMIZERS = {
+    "SGD": sgd,
+    "momentum": lambda model: sgd(model, momentum=0.9, nesterov=True),
+    "Adam": lambda model: Adam(model.parameters(), 0.01),
+    "AdamW foreach": lambda model: torch.optim.AdamW(model.parameters(), 0.01, foreach=True),
+    "Lookahead": lambda model: Lookahead(sgd(model)),
+}
+STEPS = [plain_step, accumulated, by_closure, zeroed_in_place, evaluated, clipped]
+PARTS = {
+    "dropout": lambda: [nn.Dropout(0.3)],
+    "BatchNorm": lambda: [nn.BatchNorm1d(8)],
+    "both": lambda: [nn.BatchNorm1d(8), nn.Dropout(0.1)],
+    "LayerNorm": lambda: [nn.LayerNorm(8)],
+}
+
+
+def trained(context, make, step, parts):
+    """(model, random state) after a training in a context."""
+    model = network(*PARTS[parts]())
+    optimizer = OPTIMIZERS[make](model)
+    torch.manual_seed(3)
+    with context(model, optimizer) as advice:
+        for batch in batches():
+            step(model, optimizer, batch)
+    return model, random_state(), advice
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("parts", PARTS)
+def test_weights_buffers_and_random_states_are_those_of_the_loop_alone(make, step, parts):
+    """After the times of other sizes were measured, too."""
+    if make == "Lookahead" and step is by_closure:
+        pytest.skip("this Lookahead takes no closure")
+    alone, expected, _ = trained(lambda *_: nullcontext(), make, step, parts)
+    under, actual, advice = trained(bb.advise, make, step, parts)
+    assert "" == advice.refusal
+    assert same(alone, under)
+    assert same(alone.buffers(), under.buffers())
+    assert str(expected) == str(actual)
+    assert len(advice.observations.measurements) >= 3
+
+
+def assert_of_the_meter(model, meter, losses, advice, samples):
+    """The meter reads every step of the same training; all backwards of a loss are repeated."""
+    optimizer, read = sgd(model), []
+    for parts in losses(model):
+        optimizer.zero_grad()
+        for loss in parts:
+            loss.backward()
+        read.append(meter.read(samples=samples))
+        optimizer.step()
+    assert len(advice.observations.measurements) >= 3
+    for one in advice.observations.measurements:
+        expected, actual = read[one.step], one.statistics
+        assert expected.grad_sqnorm == pytest.approx(actual.grad_sqnorm, rel=1e-5)
+        assert expected.grad_variance == pytest.approx(actual.grad_variance, rel=1e-5)
+        assert (expected.samples, expected.micro_batches) == (actual.samples, actual.micro_batches)
+        assert expected.layers.keys() == actual.layers.keys() == {"0", "2"}
+        for name, layer in expected.layers.items():
+            assert layer.grad_variance == pytest.approx(actual.layers[name].grad_variance, rel=1e-5)
+
+
+def test_groups_of_a_backward_are_those_of_the_meter():
+    model = network()
+    advice = advised(model, sgd(model), plain_step)
+    again = network()
+    meter = bb.GradientMeter(again, groups=8, per_layer=True)
+    losses = lambda model: ([loss_of(model, batch)] for batch in batches())  # noqa: E731
+    assert_of_the_meter(again, meter, losses, advice, [16])
+    assert ("groups", 8) == (advice.observations.way, advice.observations.found.parameters // 9)
+
+
+def test_four_micro_batches_are_those_of_the_meter():
+    model = network()
+    advice = advised(model, (optimizer := sgd(model)), lambda b: accumulated(model, optimizer, b))
+    again = network()
+
+    def losses(model):
+        for batch in batches():
+            parts = zip(*(x.chunk(4) for x in batch), strict=True)
+            yield [loss_of(model, part) / 4 for part in parts]
+
+    assert_of_the_meter(again, bb.GradientMeter(again, per_layer=True), losses, advice, [4] * 4)
+    assert "micro-batches" == advice.observations.way
+
+
+@pytest.mark.parametrize(
+    ("step", "parts", "way", "accumulation"),
+    [
+        (plain_step, "LayerNorm", "groups", 1),
+        (plain_step, "BatchNorm", "consecutive steps", 1),
+        (accumulated, "BatchNorm", "micro-batches", 4),
+        (by_closure, "LayerNorm", "groups", 1),
+        (zeroed_in_place, "LayerNorm", "groups", 1),
+    ],
+)
+def test_the_batch_is_known_whatever_the_way(step, parts, way, accumulation):
+    _, _, advice = trained(bb.advise, "SGD", step, parts)
+    found = advice.observations.found
+    assert (way, accumulation) == (advice.observations.way, found.accumulation)
+    assert (16, 16 // accumulation, 1) == (found.batch_size, found.micro_batch, found.ranks)
+    assert ("SGD", "Sequential", "PyTorch") == (found.optimizer, found.model, found.engine)
+
+
+@pytest.mark.parametrize("make", ["momentum", "Lookahead"])
+def test_an_optimizer_that_steps_by_another_is_one(make):
+    _, _, advice = trained(bb.advise, make, plain_step, "LayerNorm")
+    assert ({"momentum": "SGD"}.get(make, make)) == advice.found.optimizer
+    assert 30 == advice.observations.steps
+
+
+def test_a_wrapper_that_is_no_optimizer_of_torch_is_seen_by_what_it_wraps():
+    model = network()
+    inner = sgd(model)
+    outer = Doubled(inner)
+    assert "" == advised(model, inner, lambda batch: plain_step(model, outer, batch)).refusal
+
+
+def global_hooks():
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    return [len(getattr(torch_optimizers, name)) for name in names]
+
+
+def hooks_of(model):
+    """How many hooks modules and parameters have."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    of_modules = sum(len(getattr(m, kind)) for m in model.modules() for kind in kinds)
+    of_tensors = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return of_modules + sum(
+        len(getattr(p, kind) or ()) for p in model.parameters() for kind in of_tensors
+    )
+
+
+class LoopError(Exception):
+    """Of a loop."""
+
+
+@pytest.mark.parametrize("stops", [None, 0, 2, 3, 20])
+@pytest.mark.parametrize("step", [plain_step, accumulated])
+@pytest.mark.parametrize("steps", [None, 8])
+def test_no_hook_stays_when_the_block_ends(stops, step, steps):
+    model, before = network(), global_hooks()
+    optimizer = sgd(model)
+
+    def train(advice):
+        with advice:
+            for number, batch in enumerate(batches()):
+                if number == stops:
+                    loss_of(model, batch).backward()
+                    raise LoopError
+                step(model, optimizer, batch)
+
+    block = bb.advise(model, optimizer, steps=steps)
+    with nullcontext() if stops is None else pytest.raises(LoopError):
+        train(block)
+    assert (before, 0) == (global_hooks(), hooks_of(model))
+    gc.collect()
+    assert not any(isinstance(x, bb.GradientMeter) for x in gc.get_objects())
+
+
+def test_an_exception_of_the_loop_passes_and_the_advice_is_there():
+    model = network()
+    optimizer, error = sgd(model), LoopError("of the loop")
+    found = []
+
+    def train():
+        with bb.advise(model, optimizer) as advice:
+            found.append(advice)
+            for batch in batches(21):
+                plain_step(model, optimizer, batch)
+            raise error
+
+    with pytest.raises(LoopError) as caught:
+        train()
+    assert caught.value is error
+    (advice,) = found
+    assert ("", 21) == (advice.refusal, advice.observations.steps)
+    assert advice.batch_size
+
+
+@pytest.mark.parametrize("steps", [6, 10, 25])
+def test_steps_are_a_limit(steps):
+    model = network()
+    advice = advised(model, sgd(model), plain_step, steps=steps)
+    assert ("", steps) == (advice.refusal, advice.observations.steps)
+
+
+def test_a_budget_is_a_limit():
+    model = network()
+    advice = advised(model, sgd(model), plain_step, batches(2000), budget="0.1s")
+    assert "" == advice.refusal
+    assert advice.observations.steps < 2000
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_too_few_steps_are_refused(steps):
+    model = network()
+    advice = advised(model, sgd(model), plain_step, batches(steps))
+    assert ("at least 6" in advice.refusal) == (steps > 0)
+    assert steps > 0 or "without a step" in advice.refusal
+    assert math.isnan(advice.noise_scale)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("step", [plain_step, accumulated])
+def test_tiny_batches_are_measured_as_far_as_they_can_be(size, step):
+    size *= 4 if step is accumulated else 1
+    model = network()
+    optimizer = sgd(model)
+    data = batches(60, size)
+    advice = advised(model, optimizer, lambda batch: step(model, optimizer, batch), data)
+    assert "" == advice.refusal
+    assert size == advice.found.batch_size
+    expected = "consecutive steps" if size == 1 else "groups"
+    assert ("micro-batches" if step is accumulated else expected) == advice.observations.way
+
+
+def test_frozen_parameters_do_not_count():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    advice = advised(model, optimizer, plain_step)
+    assert ("", 18) == (advice.refusal, advice.found.parameters)
+    assert ["2"] == [layer.name for layer in advice.trend.layers if layer.share]
+
+
+def test_parameters_without_a_gradient_have_no_noise():
+    model = network()
+    model.unused = nn.Linear(3, 3)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    advice = advised(model, sgd(model), plain_step)
+    assert "" == advice.refusal
+    assert {0.0} == {layer.share for layer in advice.trend.layers if layer.name == "unused"}
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 15, 29])
+def test_unfreezing_after_the_first_step_is_refused_and_trains_as_alone(at):
+    def train(context):
+        model = network()
+        model[0].requires_grad_(False)
+        optimizer = sgd(model)
+        with context(model, optimizer) as advice:
+            for number, batch in enumerate(batches()):
+                if number == at:
+                    model[0].requires_grad_(True)
+                plain_step(model, optimizer, batch)
+        return model, advice
+
+    alone, _ = train(lambda *_: nullcontext())
+    under, advice = train(bb.advise)
+    assert same(alone, under)
+    assert (at > 0) == ("2 parameters of SGD began to train after" in advice.refusal)
+    assert at > 0 or {"0", "2"} == {layer.name for layer in advice.trend.layers if layer.share}
+
+
+def test_freezing_is_measured():
+    model = network()
+    optimizer, number = sgd(model), iter(range(100))
+
+    def step(batch):
+        if next(number) == 15:
+            model[0].requires_grad_(False)
+        plain_step(model, optimizer, batch)
+
+    advice = advised(model, optimizer, step)
+    assert "" == advice.refusal
+    last = advice.observations.measurements[-1]
+    assert last.step > 15
+    assert 0 == last.statistics.layers["0"].grad_variance < last.statistics.grad_variance
+
+
+def test_several_models_of_one_optimizer_are_one_training():
+    encoder, decoder = network(), nn.Linear(2, 2)
+    optimizer = SGD([*encoder.parameters(), *decoder.parameters()], lr=0.05)
+    both = nn.ModuleList([encoder, decoder])
+
+    def step(batch):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(decoder(encoder(batch[0])), batch[1]).backward()
+        optimizer.step()
+
+    advice = advised(both, optimizer, step)
+    assert "" == advice.refusal
+    assert {"0.0", "0.2", "1"} == {layer.name for layer in advice.trend.layers}
+    assert advice.observations.time is None
+    assert any("one module" in unseen for unseen in advice.observations.unseen)
+
+
+def test_the_largest_micro_batch_is_that_of_the_activations():
+    """A backward keeps 6 inputs and 8 outputs of the tanh, of 4 bytes."""
+    model = network()
+    time = advised(model, sgd(model), plain_step, batches(12, 64)).observations.time
+    assert 14 * 4 / 2 <= time.sample_bytes <= 14 * 4 * 2
+    assert time.largest > 64
+
+
+def test_gradients_between_steps_that_are_zeroed_change_nothing():
+    """An evaluation with gradients, of other samples, before the step's own backward."""
+
+    def train(context):
+        model = network()
+        optimizer = sgd(model)
+        with context(model, optimizer) as advice:
+            for number, batch in enumerate(batches()):
+                if number % 7 == 5:
+                    loss_of(model, (batch[0][:5], batch[1][:5])).backward()
+                plain_step(model, optimizer, batch)
+        return model, advice
+
+    alone, _ = train(lambda *_: nullcontext())
+    under, advice = train(bb.advise)
+    assert same(alone, under)
+    assert "" == advice.refusal
+    assert {16} == {one.statistics.samples for one in advice.observations.measurements}
+
+
+def test_a_second_observation_sees_nothing_of_the_first():
+    model = network()
+    optimizer = sgd(model)
+    first = advised(model, optimizer, plain_step)
+    second = advised(model, optimizer, plain_step, batches(10))
+    assert (30, 10) == (first.observations.steps, second.observations.steps)
+    assert "" == first.refusal == second.refusal
+
+
+def test_optimizers_of_other_models_are_ignored():
+    model, other = network(), network(seed=5)
+    optimizer, of_other = sgd(model), sgd(other)
+
+    def step(batch):
+        plain_step(model, optimizer, batch)
+        plain_step(other, of_other, batch)
+
+    advice = advised(model, optimizer, step)
+    assert ("", 30) == (advice.refusal, advice.observations.steps)
+
+
+def test_batches_of_other_sizes_in_turn_are_measured():
+    sizes = itertools.cycle([16, 12])
+    data = [(x[:n], y[:n]) for (x, y), n in zip(batches(40), sizes, strict=False)]
+    model = network()
+    advice = advised(model, sgd(model), plain_step, data)
+    assert "" == advice.refusal
+    assert {16, 12} >= {one.statistics.samples for one in advice.observations.measurements}

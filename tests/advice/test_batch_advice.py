@@ -1,0 +1,379 @@
+"""The advice as a function of made observations, and its pages."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+import bigbatch as bb
+from bigbatch.advice.advise import Advice, parse_seconds
+from bigbatch.advice.batch_advice import DEVICES
+from bigbatch.advice.html_page import html_page
+from bigbatch.advice.lines_to_add import lines_to_add, schedule
+from bigbatch.advice.observations import Observations
+from bigbatch.advice.svg_chart import Line, Mark, log_chart
+from bigbatch.advice.text_page import bars, conclusion, number, text_page, two_digits
+from bigbatch.errors import LoopError, SettingError
+from made_observations import advice_of, machine, measured, steady
+
+VOID = {"meta", "line", "polyline"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are nested, and keeps attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert [] == self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert tag == self.open.pop()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def uncertain():
+    """The signal is lost in some steps, so the interval has no upper end."""
+    return [measured(i, 8.0 if i % 4 == 0 else -2.0, 5000.0) for i in range(24)]
+
+
+def rising(first=100.0, last=40_000.0, steps=64):
+    scales = [first * (last / first) ** (i / steps) for i in range(steps)]
+    return [measured(i, 1 + 0.01 * (-1) ** i, scale) for i, scale in enumerate(scales)]
+
+
+REFUSED = Advice(Observations(refusal="LBFGS <b>& others</b>"))
+MADE = {
+    "grow": advice_of(steady(10_000.0), machine()),
+    "shrink": advice_of(steady(10.0), machine(fixed=1e-5), batch_size=4096),
+    "leave": advice_of(steady(64.0), machine(fixed=0.0064)),
+    "uncertain": advice_of(uncertain(), machine(), batch_size=8192),
+    "unknown time": advice_of(steady(500.0), unseen=["the time of other batch sizes: no"]),
+    "no signal": advice_of([measured(i, -1.0, 5.0) for i in range(20)], machine()),
+    "no noise": advice_of([measured(i, 1.0, 0.0) for i in range(20)], machine()),
+    "rising": advice_of(rising(), machine()),
+    "one step": advice_of([measured(3, 1.0, 50.0)], machine()),
+    "sgd": advice_of(steady(1000.0), machine(largest=100), optimizer="SGD", betas=()),
+    "no rate": advice_of(steady(1000.0), machine(), lr=(), betas=()),
+    "two rates": advice_of(steady(1000.0), machine(), lr=(0.1, 0.01, 0.1)),
+    "twelve ranks": advice_of(steady(1e5), machine(largest=40), batch_size=96, ranks=12),
+    "names": advice_of(
+        [measured(i, 1.0, 9.0, **{"<i>&": (1.0, 9.0)}) for i in range(20)],
+        machine(),
+        model="<script>alert(1)</script>",
+        optimizer='A"&<b>',
+        unseen=["groups: <img src=https://example.com/x>"],
+    ),
+    "refused": REFUSED,
+}
+
+
+@pytest.fixture(params=MADE)
+def made(request):
+    return MADE[request.param]
+
+
+@pytest.mark.parametrize("fixed", [0.0016, 0.0064, 0.0256])
+def test_a_batch_within_a_factor_of_two_is_left(fixed):
+    advice = advice_of(steady(64.0), machine(fixed=fixed))
+    assert advice.leaves_batch
+    assert "Leave it: the batch of 64 is within a factor of 2 of the fastest" in conclusion(advice)
+    assert "Lines to add" not in str(advice)
+
+
+@pytest.mark.parametrize("fixed", [0.0004, 0.1])
+def test_a_batch_beyond_a_factor_of_two_is_not_left(fixed):
+    advice = advice_of(steady(64.0), machine(fixed=fixed))
+    assert not advice.leaves_batch
+    assert "Leave it" not in str(advice)
+    word = "Grow" if fixed == 0.1 else "Shrink"
+    assert conclusion(advice).startswith(f"{word} the batch from 64 to {advice.batch_size}: ")
+
+
+def test_an_interval_that_holds_the_present_batch_leaves_it_for_now():
+    advice = MADE["uncertain"]
+    assert math.inf == advice.trend.high
+    assert advice.here.low <= 8192 <= advice.here.high
+    assert not advice.leaves_batch
+    assert conclusion(advice).startswith("Leave it for now: the fastest batch here is between")
+    assert any("no upper end" in doubt for doubt in advice.doubts)
+
+
+def test_an_unknown_time_gives_no_batch_but_the_noise_scale():
+    advice = MADE["unknown time"]
+    assert advice.batch_size is None
+    assert () == advice.devices
+    assert [] == lines_to_add(advice)
+    assert pytest.approx(500.0, rel=0.01) == advice.noise_scale
+    assert "No fastest batch size" in str(advice)
+    assert "not seen: the time of other batch sizes: no" in str(advice)
+
+
+def test_no_signal_gives_no_batch_and_the_lower_end():
+    advice = MADE["no signal"]
+    assert advice.batch_size is None
+    assert str(advice).startswith("No batch size: the gradient's signal was not")
+    assert f"at least {number(advice.trend.low)}" in str(advice)
+
+
+def test_no_advice_gives_no_number():
+    assert math.isnan(REFUSED.noise_scale)
+    assert all(map(math.isnan, REFUSED.noise_scale_interval))
+    assert (None, None, ()) == (REFUSED.batch_size, REFUSED.here, REFUSED.devices)
+    with pytest.raises(LoopError, match="no advice: LBFGS"):
+        _ = REFUSED.trend
+    assert "No advice: LBFGS <b>& others</b>\n" == str(REFUSED)
+    assert "" == re.sub(r"LBFGS.*", "", Page(html_page(REFUSED)).text.split("No advice")[1]).strip()
+
+
+def test_backwards_that_differ_by_position_are_refused():
+    rows = [measured(i, 1.0, 9.0, sqnorms=(1.0, 2.0, 3.0, 4.0)) for i in range(20)]
+    advice = advice_of(rows, machine())
+    assert "not micro-batches of one loss" in advice.refusal
+    assert advice.batch_size is None
+
+
+def test_the_advised_batch_is_the_fastest_of_its_noise_scale_on_each_number_of_devices():
+    advice = MADE["grow"]
+    assert list(DEVICES) == [row.devices for row in advice.devices]
+    for row in advice.devices:
+        assert row.batch_size == advice.fastest(advice.noise_scale, row.devices)
+        assert row.low <= row.batch_size <= row.high
+        assert 0 == row.batch_size % row.devices
+        assert row.time <= 1
+    assert advice.here == advice.devices[0]
+    assert pytest.approx(1 / advice.here.time) == advice.here.speedup
+    assert pytest.approx(advice.here.time) == advice.relative_time(advice.batch_size)
+
+
+def test_no_size_beyond_1024_times_the_present_one_is_advised():
+    endless = advice_of(steady(10.0), machine(fixed=1.0, per_sample=0.0))
+    assert 64 * 1024 >= endless.batch_size > 64 * 500
+
+
+def test_sgd_grows_its_rate_by_its_gain_and_adam_by_the_root():
+    sgd, adam = MADE["sgd"], MADE["grow"]
+    scale = sgd.noise_scale
+    assert pytest.approx((1 + scale / 64) / (1 + scale / 256)) == sgd.lr_factor(256)
+    assert (2.0, 0.5) == (adam.lr_factor(256), adam.lr_factor(16))
+    assert 1.0 == sgd.lr_factor(64) == adam.lr_factor(64)
+
+
+def test_betas_keep_their_half_life_in_samples_within_a_factor_of_four():
+    advice = MADE["grow"]
+    assert (0.9, 0.999) == advice.betas(64)
+    assert pytest.approx((0.81, 0.998001)) == advice.betas(128)
+    assert pytest.approx((0.9**4, 0.999**4)) == advice.betas(256)
+    assert () == advice.betas(257) == advice.betas(15)
+    assert () == MADE["sgd"].betas(128)
+
+
+@pytest.mark.parametrize(
+    ("name", "doubts"),
+    [("rising", True), ("grow", False), ("no signal", False), ("no noise", False)],
+)
+def test_only_a_noise_scale_that_rose_is_said_to_rise(name, doubts):
+    assert doubts == any("still rising" in doubt for doubt in MADE[name].doubts)
+
+
+def test_few_steps_and_consecutive_steps_are_doubts():
+    advice = MADE["one step"]
+    assert any("only 1 steps" in doubt for doubt in advice.doubts)
+    observations = replace(advice.observations, way="consecutive steps")
+    assert any("biased" in doubt for doubt in Advice(observations).doubts)
+
+
+# pages
+
+
+def test_everything_is_strict_json_that_comes_back(made):
+    text = json.dumps(made.as_dict(), allow_nan=False)
+    back = json.loads(text)
+    assert back == json.loads(json.dumps(back))
+    assert made.refusal == back["refusal"]
+    assert made.batch_size == back.get("batch_size")
+    assert len(made.observations.measurements) == len(back["measurements"])
+
+
+def test_the_html_page_is_one_well_formed_file_without_links(made):
+    text = html_page(made)
+    page = Page(text)
+    references = {"href", "src", "srcset", "action", "data", "xlink:href", "style"}
+    assert [] == [name for name, _ in page.attributes if name in references]
+    assert "url(" not in text
+    assert "@import" not in text
+    assert not re.findall(r"<(script|img|link|iframe|b|i)\b", text)
+    linked = text.replace("https://example.com/x", "")  # in the reason for a refusal, as text
+    assert not re.findall(r"https?://", linked)
+
+
+def test_names_are_escaped_and_shown():
+    page = Page(html_page(MADE["names"]))
+    for name in ("<script>alert(1)</script>", 'A"&<b>', "<i>&", "<img src="):
+        assert name in page.text
+
+
+def test_pages_have_no_number_that_is_none(made):
+    for text in (text_page(made), html_page(made)):
+        assert not re.findall(r"\bnan\b|\bNone\b", text)
+
+
+@pytest.mark.parametrize("ending", ["html", "json", "txt"])
+def test_a_page_is_written_by_its_ending(tmp_path, made, ending):
+    path = tmp_path / f"page.{ending}"
+    made.write(path)
+    text = path.read_text(encoding="utf-8")
+    if ending == "json":
+        assert json.loads(text) == json.loads(json.dumps(made.as_dict()))
+    else:
+        assert text == {"html": html_page, "txt": text_page}[ending](made)
+
+
+@pytest.mark.parametrize("name", ["page", "page.pdf", "page.HTML", ".html"])
+def test_another_ending_is_refused(tmp_path, name):
+    with pytest.raises(SettingError, match=r"must end in \.html, \.json, \.txt"):
+        REFUSED.write(tmp_path / name)
+
+
+# lines to add
+
+
+def lines_of(advice):
+    return {lines.trainer: lines.lines for lines in lines_to_add(advice)}
+
+
+def numbers_in(text, *names):
+    return [int(re.search(rf"{name}[= ](\d+)", text)[1]) for name in names]
+
+
+WITH_LINES = [name for name, advice in MADE.items() if advice.batch_size is not None]
+
+
+@pytest.mark.parametrize("name", WITH_LINES)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("largest", [None, 1, 20, 37, 100_000])
+def test_the_lines_of_all_trainers_are_the_advised_batch(name, ranks, largest):
+    made = MADE[name].observations
+    time = replace(made.time, largest=largest)
+    observations = replace(made, time=time, found=replace(made.found, ranks=ranks))
+    advice = Advice(observations)
+    lines, batch = lines_of(advice), advice.batch_size
+    deepspeed = json.loads(lines["DeepSpeed"])
+    micro = deepspeed["train_micro_batch_size_per_gpu"]
+    accumulation = deepspeed["gradient_accumulation_steps"]
+    assert batch == deepspeed["train_batch_size"] == micro * accumulation * ranks
+    assert micro <= (largest or batch)
+    trainer = numbers_in(
+        lines["HF Trainer"], "per_device_train_batch_size", "gradient_accumulation_steps"
+    )
+    assert [micro, accumulation] == trainer
+    names = ("batch_size", "accumulate_grad_batches")
+    assert [micro, accumulation] == numbers_in(lines["Lightning"], *names)
+    assert [micro] == numbers_in(lines["PyTorch"], "batch_size")
+    assert (accumulation > 1) == (f"{accumulation} backwards a step" in lines["PyTorch"])
+
+
+@pytest.mark.parametrize("name", WITH_LINES)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("largest", [None, 20, 37])
+def test_megatron_accepts_its_lines(name, ranks, largest):
+    """Its rules: whole micro-batches on all ranks at each size of the ramp, whole increments."""
+    made = MADE[name].observations
+    time = replace(made.time, largest=largest)
+    advice = Advice(replace(made, time=time, found=replace(made.found, ranks=ranks)))
+    line = lines_of(advice)["Megatron-LM"]
+    micro, size = numbers_in(line, "micro-batch-size", "global-batch-size")
+    assert 0 == size % (micro * ranks)
+    assert micro <= (largest or size)
+    if "--rampup-batch-size" not in line:
+        assert advice.batch_size == size
+        return
+    start, increment, samples = map(int, line.split("--rampup-batch-size ")[1].split())
+    assert 0 == start % (micro * ranks) == increment % (micro * ranks)
+    assert 0 == (size - start) % increment
+    assert start < size
+    assert samples == advice.observations.steps * advice.found.batch_size
+
+
+@pytest.mark.parametrize("name", WITH_LINES)
+def test_a_schedule_is_read_by_bigbatch(name):
+    advice = MADE[name]
+    line = lines_of(advice)["bigbatch, a schedule"]
+    policy = eval(line.removeprefix("policy="), {"bb": bb})
+    assert isinstance(policy, bb.Schedule)
+    assert ("to" in schedule(advice)) == (name == "rising")
+
+
+def test_the_observed_trainer_comes_first():
+    for engine, first in [("HF Trainer", "HF Trainer"), ("DDP", "PyTorch"), ("DeepSpeed",) * 2]:
+        advice = advice_of(steady(1e4), machine(), engine=engine)
+        assert first == lines_to_add(advice)[0].trainer
+
+
+# details of pages
+
+
+def test_bars_are_of_logarithms_and_empty_without_signal():
+    assert "▁▄█ " == bars([1.0, 10.0**0.45, 10.0, math.inf])
+    assert "▁▁" == bars([3.0, 3.0])
+    assert "  " == bars([math.inf, 0.0])
+
+
+def test_numbers_have_two_or_three_digits():
+    expected = ["inf", "0.0123", "12.3", "1,235", "0"]
+    assert expected == [number(x) for x in (math.inf, 0.01234, 12.34, 1234.6, 0.0)]
+    assert [0, 7, 42, 120, 12000] == [two_digits(x) for x in (0.5, 7, 42, 128.9, 12999)]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, 1.0)],
+        [(1, 1e-9), (2, 1e9)],
+        [(0.5, 5.0), (0.5, 5.0)],
+        [(i, 1.0 + i) for i in range(1, 2000)],
+    ],
+)
+@pytest.mark.parametrize("log_x", [False, True])
+def test_a_chart_stays_within_its_frame(points, log_x):
+    marks = [Mark("<here>", x=3.0), Mark("present", y=2.0)]
+    chart = log_chart([Line("a & b", points)], marks, x="x", y="y", log_x=log_x)
+    page = Page(chart)
+    assert "<here>" in page.text
+    positions = [float(v) for name, v in page.attributes if name in ("x1", "x2", "x")]
+    heights = [float(v) for name, v in page.attributes if name in ("y1", "y2", "y")]
+    assert all(0 <= x <= 640 for x in positions)
+    assert all(0 <= y <= 260 for y in heights)
+    assert len(re.findall('class="grid"', chart)) <= 7
+
+
+def test_a_chart_without_points_is_empty():
+    assert "" == log_chart([Line("a", [])], [], x="x", y="y")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90s", 90), ("5min", 300), ("1.5 h", 5400), (" 2M ", 120), ("3sec", 3)]
+)
+def test_a_time_is_read_with_its_unit(text, expected):
+    assert expected == parse_seconds(text)
+
+
+@pytest.mark.parametrize("text", ["", "5", "0s", "-1s", "min", "1e3s", "5 days", "nan s"])
+def test_another_text_is_no_time(text):
+    with pytest.raises(SettingError, match="is no time such as"):
+        parse_seconds(text)

@@ -1,0 +1,395 @@
+"""Loops whose numbers would be wrong are refused by name, and train as alone."""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+import bigbatch as bb
+from advised_loops import advised, batches, loss_of, network, plain_step, sgd
+from bigbatch.advice.observations import Limits
+from bigbatch.advice.training_observer import TrainingObserver
+from tensors import same
+
+
+def observed(train, **limits):
+    """What an observer of a whole program finds."""
+    observer = TrainingObserver(Limits(**{"steps": None, "seconds": None, "groups": 8} | limits))
+    with observer:
+        train()
+    return observer.observations
+
+
+def lbfgs(model):
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step(batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return optimizer, step
+
+
+def never_zeroed(model):
+    optimizer = sgd(model, lr=1e-3)
+
+    def step(batch):
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def weights_changed(model):
+    """Both backwards of a step add up, at other weights."""
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01)
+        loss_of(model, tuple(x + 0 for x in batch)).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def zeroed_between(model):
+    optimizer = sgd(model)
+
+    def step(batch):
+        for part in zip(*(x.chunk(2) for x in batch), strict=True):
+            optimizer.zero_grad()
+            loss_of(model, part).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def by_hand(model, how):
+    optimizer, parameters = sgd(model), list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+
+    def functional(values, batch):
+        output = torch.func.functional_call(model, dict(zip(names, values, strict=True)), batch[0])
+        return F.mse_loss(output, batch[1])
+
+    def step(batch):
+        optimizer.zero_grad()
+        if how == "func":
+            values = [p.detach() for p in parameters]
+            gradients = torch.func.grad(functional)(values, batch)
+        else:
+            gradients = torch.autograd.grad(loss_of(model, batch), parameters)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+    return optimizer, step
+
+
+def two_sizes(model):
+    """One backward of two forwards, as of labelled and unlabelled samples."""
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (loss_of(model, batch) + model(batch[0][:5]).square().mean()).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def several_losses(model):
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        output = model(batch[0])
+        F.mse_loss(output, batch[1]).backward(retain_graph=True)
+        output.square().mean().backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def same_samples(model):
+    """Two losses of the same samples, each with a forward of its own."""
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        model(batch[0]).square().mean().backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def growing_accumulation(model):
+    optimizer, step_number = sgd(model), iter(range(1000))
+
+    def step(batch):
+        optimizer.zero_grad()
+        for _ in range(next(step_number) + 1):
+            loss_of(model, tuple(x + 0 for x in batch)).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+def infinite(model):
+    optimizer = sgd(model, lr=0.0)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (loss_of(model, batch) * float("inf")).backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A loop that cannot be measured, and what is said of it."""
+
+    loop: object
+    said: str
+
+
+CASES = {
+    "LBFGS": Refused(lbfgs, "LBFGS evaluates the gradient several times"),
+    "never zeroed": Refused(never_zeroed, "zero_grad"),
+    "weights changed": Refused(weights_changed, "weights changed between two backwards|sharpness"),
+    "zeroed between": Refused(zeroed_between, "zeroed between two backwards"),
+    "torch.func": Refused(partial(by_hand, how="func"), r"autograd\.grad or torch\.func"),
+    "autograd.grad": Refused(partial(by_hand, how="grad"), r"autograd\.grad"),
+    "two sizes": Refused(two_sizes, "called 2 times before one backward, with 16, 5 samples"),
+    "several losses": Refused(several_losses, "no forward of its own"),
+    "same samples": Refused(same_samples, "of the same samples"),
+    "growing": Refused(growing_accumulation, "same number each time|must not change"),
+    "infinite": Refused(infinite, "not finite"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refusal_names_what_was_seen(name):
+    case, model = CASES[name], network()
+    optimizer, step = case.loop(model)
+    advice = advised(model, optimizer, step, batches(20))
+    assert re.search(case.said, advice.refusal), advice.refusal
+    assert advice.batch_size is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refused_loop_trains_as_alone(name):
+    models = []
+    for is_advised in (False, True):
+        model = network()
+        optimizer, step = CASES[name].loop(model)
+        if is_advised:
+            advised(model, optimizer, step, batches(20))
+        else:
+            for batch in batches(20):
+                step(batch)
+        models.append([torch.nan_to_num(p.detach()) for p in model.parameters()])
+    assert same(*models)
+
+
+def test_sparse_gradients_are_refused():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, index):
+            return self.out(self.table(index))
+
+    model = Bag()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        index = (batch[0][:, 0].abs() * 3).long().clamp(max=9)
+        F.mse_loss(model(index), batch[1]).backward()
+        optimizer.step()
+
+    assert "sparse" in advised(model, optimizer, step).refusal
+
+
+def test_complex_parameters_are_refused():
+    model = nn.Linear(6, 2, dtype=torch.complex64)
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (model(batch[0].to(torch.complex64)) - batch[1]).abs().square().mean().backward()
+        optimizer.step()
+
+    said = "a complex parameter cannot be measured; hold torch.view_as_real of it"
+    assert said == advised(model, optimizer, step).refusal
+
+
+def test_a_model_without_a_tensor_of_samples_is_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.data = nn.Linear(6, 2), iter(batches(100))
+
+        def forward(self):
+            x, y = next(self.data)
+            return F.mse_loss(self.inner(x), y)
+
+    model = Own()
+    optimizer = sgd(model)
+
+    def step(_):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    assert "with None samples, so it is unknown how many" in advised(model, optimizer, step).refusal
+
+
+def test_a_model_that_is_called_twice_by_equal_samples_is_measured():
+    """A siamese network: its samples are pairs."""
+    model = network()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (model(batch[0]) - model(batch[0].flip(1)) - batch[1]).square().mean().backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert "" == advice.refusal
+    assert 16 == advice.found.batch_size
+    assert "consecutive steps" == advice.observations.way
+
+
+def test_a_number_of_backwards_that_changes_at_times_is_measured_at_the_others():
+    model = network()
+    optimizer, number = sgd(model), iter(range(1000))
+
+    def step(batch):
+        optimizer.zero_grad()
+        parts = 2 if next(number) % 10 == 9 else 4
+        for part in zip(*(x.chunk(parts) for x in batch), strict=True):
+            (loss_of(model, part) / parts).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step, batches(60))
+    assert "" == advice.refusal or "must not change" in advice.refusal
+    assert {4} == {one.statistics.micro_batches for one in advice.observations.measurements}
+
+
+# what a whole program shows
+
+
+def generator_and_critic(n):
+    """Two optimizers in turn, of `n` and one backwards."""
+    one, two = network(), network(seed=1)
+    optimizers = sgd(one), sgd(two)
+
+    def train():
+        for batch in batches():
+            for model, optimizer, repeats in zip((one, two), optimizers, (n, 1), strict=True):
+                for _ in range(repeats):
+                    plain_step(model, optimizer, tuple(x + 0 for x in batch))
+
+    return train
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_two_optimizers_in_turn_are_refused(repeats):
+    observations = observed(generator_and_critic(repeats))
+    assert re.search("step in turn|do not step together|optimizers", observations.refusal)
+    assert "with bb.advise(model, optimizer)" in observations.refusal
+    assert [] == observations.measurements
+
+
+def test_two_optimizers_of_one_backward_are_one_training():
+    model = network()
+    optimizers = SGD(model[0].parameters(), lr=0.05), torch.optim.Adam(model[2].parameters())
+
+    def train():
+        for batch in batches():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    observations = observed(train)
+    assert "" == observations.refusal
+    assert "SGD and Adam" == observations.found.optimizer
+    assert 30 == observations.steps
+
+
+@pytest.mark.parametrize("at", [5, 20])
+def test_an_optimizer_that_begins_later_is_refused(at):
+    model, other = network(), network(seed=1)
+    optimizer, later = sgd(model), torch.optim.Adam(other.parameters())
+
+    def train():
+        for number, batch in enumerate(batches()):
+            plain_step(model, optimizer, batch)
+            if number >= at:
+                plain_step(other, later, batch)
+
+    refusal = observed(train).refusal
+    assert "Adam began to step after SGD had been found" in refusal
+
+
+def test_parameters_of_no_module_are_refused():
+    weight = torch.zeros(6, 2, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+
+    def train():
+        for x, y in batches():
+            optimizer.zero_grad()
+            F.mse_loss(x @ weight, y).backward()
+            optimizer.step()
+
+    refusal = observed(train).refusal
+    assert "no nn.Module holds the 1 parameters of SGD" in refusal
+
+
+def test_a_program_without_a_step_is_refused():
+    assert "without a step of a torch.optim.Optimizer" in observed(lambda: None).refusal
+
+
+def test_a_model_is_found_by_its_optimizer_alone():
+    model, other = network(nn.LayerNorm(8)), network(seed=1)
+    optimizer = sgd(model)
+    whole = nn.ModuleDict({"inner": model, "other": other})  # the outermost module
+
+    def train():
+        for batch in batches():
+            plain_step(model, optimizer, batch)
+
+    observations = observed(train)
+    assert ("", "ModuleDict") == (observations.refusal, observations.found.model)
+    assert len(whole) == 2
+    names = {name for one in observations.measurements for name in one.statistics.layers}
+    assert {"inner.0", "inner.1", "inner.3"} <= names
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"groups": 1}, {"budget": "5 days"}])
+def test_settings_out_of_range_are_refused_before_the_block(settings):
+    model = network()
+    with pytest.raises(bb.BigbatchError), bb.advise(model, sgd(model), **settings):
+        pytest.fail("the block began")
