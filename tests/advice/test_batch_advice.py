@@ -108,9 +108,11 @@ def test_a_batch_beyond_a_factor_of_two_is_not_left(fixed):
 def test_an_interval_that_holds_the_present_batch_leaves_it_for_now():
     advice = MADE["uncertain"]
     assert math.inf == advice.trend.high
-    assert advice.here.low <= 8192 <= advice.here.high
+    assert advice.this_machine.low <= 8192 <= advice.this_machine.high
     assert not advice.leaves_batch
-    assert conclusion(advice).startswith("Leave it for now: the fastest batch here is between")
+    assert conclusion(advice).startswith(
+        "Leave it for now: the fastest batch on this machine is between"
+    )
     assert any("no upper end" in doubt for doubt in advice.doubts)
 
 
@@ -134,7 +136,7 @@ def test_no_signal_gives_no_batch_and_the_lower_end():
 def test_no_advice_gives_no_number():
     assert math.isnan(REFUSED.noise_scale)
     assert all(map(math.isnan, REFUSED.noise_scale_interval))
-    assert (None, None, ()) == (REFUSED.batch_size, REFUSED.here, REFUSED.devices)
+    assert (None, None, ()) == (REFUSED.batch_size, REFUSED.this_machine, REFUSED.devices)
     with pytest.raises(LoopError, match="no advice: LBFGS"):
         _ = REFUSED.trend
     assert "No advice: LBFGS <b>& others</b>\n" == str(REFUSED)
@@ -142,7 +144,7 @@ def test_no_advice_gives_no_number():
 
 
 def test_backwards_that_differ_by_position_are_refused():
-    rows = [measured(i, 1.0, 9.0, sqnorms=(1.0, 2.0, 3.0, 4.0)) for i in range(20)]
+    rows = [measured(i, 1.0, 9.0, features=((1.0,), (2.0,), (3.0,), (4.0,))) for i in range(20)]
     advice = advice_of(rows, machine())
     assert "not micro-batches of one loss" in advice.refusal
     assert advice.batch_size is None
@@ -156,9 +158,9 @@ def test_the_advised_batch_is_the_fastest_of_its_noise_scale_on_each_number_of_d
         assert row.low <= row.batch_size <= row.high
         assert 0 == row.batch_size % row.devices
         assert row.time <= 1
-    assert advice.here == advice.devices[0]
-    assert pytest.approx(1 / advice.here.time) == advice.here.speedup
-    assert pytest.approx(advice.here.time) == advice.relative_time(advice.batch_size)
+    assert advice.this_machine == advice.devices[0]
+    assert pytest.approx(1 / advice.this_machine.time) == advice.this_machine.speedup
+    assert pytest.approx(advice.this_machine.time) == advice.relative_time(advice.batch_size)
 
 
 def test_no_size_beyond_1024_times_the_present_one_is_advised():

@@ -9,7 +9,10 @@ from made_observations import measured
 
 
 def steps_of(rows):
-    return [measured(i, 1.0, 10.0, sqnorms=tuple(row)) for i, row in enumerate(rows)]
+    return [
+        measured(i, 1.0, 10.0, features=tuple((value,) for value in row))
+        for i, row in enumerate(rows)
+    ]
 
 
 def lengths(draw, k, steps, factors=()):

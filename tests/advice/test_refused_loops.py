@@ -1,5 +1,6 @@
 """Loops whose numbers would be wrong are refused by name, and train as alone."""
 
+import gc
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 import bigbatch as bb
 from advised_loops import advised, batches, loss_of, network, plain_step, sgd
@@ -393,3 +395,121 @@ def test_settings_out_of_range_are_refused_before_the_block(settings):
     model = network()
     with pytest.raises(bb.BigbatchError), bb.advise(model, sgd(model), **settings):
         pytest.fail("the block began")
+
+
+def full_batch(model):
+    """The same samples at every step, in another order."""
+    optimizer, (x, y) = sgd(model), batches(1)[0]
+
+    def step(_):
+        order = torch.randperm(len(x))
+        plain_step(model, optimizer, (x[order], y[order]))
+
+    return optimizer, step
+
+
+def test_consecutive_steps_of_the_same_samples_are_refused():
+    model = network(nn.BatchNorm1d(8))
+    optimizer, step = full_batch(model)
+    advice = advised(model, optimizer, step)
+    assert "two consecutive steps are of the same samples" in advice.refusal
+
+
+@pytest.mark.parametrize("sizes", [(16, 16, 16, 2), (16, 3)])
+def test_backwards_of_different_sizes_in_one_step_are_refused(sizes):
+    model = network()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        for size in sizes:
+            (loss_of(model, [tensor[:size].clone() for tensor in batch]) / len(sizes)).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert "it cannot be seen how the loss weights them" in advice.refusal
+
+
+def test_domains_with_a_backward_each_are_refused():
+    """Their gradients are as long as each other, and point elsewhere."""
+    model = network()
+    nn.init.zeros_(model[2].bias)
+    nn.init.zeros_(model[2].weight)
+    optimizer, shift = sgd(model, lr=1e-6), torch.tensor([1.0, -1.0])
+
+    def step(batch):
+        optimizer.zero_grad()
+        for sign in (1, -1, 1, -1):
+            x = torch.randn(16, 6)
+            (F.mse_loss(model(x), 3 * sign * shift + torch.randn(16, 2)) / 4).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step, batches(60))
+    assert "other gradients than backward" in advice.refusal
+
+
+class TwoInputs(nn.Module):
+    """Takes a constant tensor of 5 anchors first."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+
+    def forward(self, anchors, x):
+        return self.body(x) + anchors.mean()
+
+
+def test_tensors_of_different_lengths_are_refused_unless_the_samples_are_stated():
+    model = TwoInputs()
+    optimizer, anchors = sgd(model), torch.randn(5)
+
+    def step(batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(anchors, batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert "5, 16 in dimension 0" in advice.refusal
+    assert "--micro-batch" in advice.refusal
+    advice = advised(model, optimizer, step, micro_batch=16)
+    assert "" == advice.refusal
+    assert 16 == advice.found.micro_batch == advice.found.batch_size
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][-1])
+
+
+@pytest.mark.parametrize("stated", [None, 16])
+def test_layers_that_take_positions_first_are_refused_unless_the_samples_are_stated(stated):
+    torch.manual_seed(0)
+    model = SequenceFirst()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.randn(9, 16, 6)), batch[1]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step, micro_batch=stated)
+    assert (stated is None) == ("LSTM has batch_first=False" in advice.refusal)
+    assert stated is None or 16 == advice.found.batch_size
+
+
+def test_a_loader_settles_or_doubts_the_number_of_samples():
+    for size, found in ((16, []), (8, ["no DataLoader has such batches, but of 8"])):
+        model, loader = network(), DataLoader(torch.zeros(99, 1), batch_size=size)
+        others = [one for one in gc.get_objects() if type(one) is DataLoader and one is not loader]
+        if others:
+            pytest.skip("loaders of other tests are still there")
+        advice = advised(model, sgd(model), plain_step)
+        assert "" == advice.refusal
+        doubts = [line for line in advice.observations.unseen if "samples" in line]
+        assert len(found) == len(doubts)
+        assert all(text in line for text, line in zip(found, doubts, strict=True))
+        del loader

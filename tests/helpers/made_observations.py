@@ -33,11 +33,11 @@ def found(batch_size=64, ranks=1, **others):
     return Found(**settings | others)
 
 
-def measured(step, signal, noise, samples=64, sqnorms=(), **layers):
+def measured(step, signal, noise, samples=64, features=(), **layers):
     """The measurement of a step; layers are (signal, noise) by name."""
     of_layers = {name: GradientStatistics(*pair, samples, 8) for name, pair in layers.items()}
     statistics = GradientStatistics(signal, noise, samples, 8, layers=of_layers)
-    return Measurement(step, statistics, sqnorms)
+    return Measurement(step, statistics, features)
 
 
 def steady(noise_scale, steps=40, spread=0.02):

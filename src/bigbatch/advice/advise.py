@@ -58,6 +58,7 @@ def advise(
     steps: Count | None = None,
     budget: str | None = None,
     groups: Groups = 8,
+    micro_batch: Count | None = None,
     network: Network | None = None,
 ) -> Iterator[Advice]:
     """Observes the training inside a `with` block, and advises a batch size for it.
@@ -76,6 +77,8 @@ def advise(
         steps: optimizer steps to observe; None for all in the block.
         budget: a time to observe, "5min" or "90s"; None for no limit.
         groups: k, groups of one backward.
+        micro_batch: samples of a backward and rank, if dimension 0 of the model's first tensor is
+            something else; None to take that.
         network: what an all-reduce between devices is assumed to take.
     Yields:
         The advice, which is empty until the block or the observation ends.
@@ -96,7 +99,8 @@ def advise(
         No advice: the program ended after 3 optimizer steps; at least 6 are needed
         <BLANKLINE>
     """
-    limits = Limits(steps, None if budget is None else parse_seconds(budget), groups)
+    seconds = None if budget is None else parse_seconds(budget)
+    limits = Limits(steps, seconds, groups, micro_batch=micro_batch)
     observer = TrainingObserver(limits, model=model, optimizer=optimizer)
     with observer:
         yield Advice(observer.observations, network or Network())

@@ -106,6 +106,12 @@ class BatchAdvice:
         advised, present = self.batch_size, self.found.batch_size
         return advised is not None and max(advised / present, present / advised) <= _ENOUGH
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the present batch size is farther, but may be the fastest for what is known."""
+        row, present = self.this_machine, self.found.batch_size
+        return row is not None and not self.leaves_batch and row.low <= present <= row.high
+
     def lr_factor(self, batch_size: float) -> float:
         """Factor of the learning rate for another batch size.
 
@@ -117,9 +123,14 @@ class BatchAdvice:
             divide by the size of the gradient Malladi et al. 2022 (arXiv 2205.10287).
         """
         present, scale = self.found.batch_size, self.noise_scale
-        if "SGD" not in self.found.optimizer:
+        if not self.follows_sgd:
             return math.sqrt(batch_size / present)
         return (1 + scale / present) / (1 + scale / batch_size)
+
+    @property
+    def follows_sgd(self) -> bool:
+        """Whether every optimizer's step is proportional to the gradient."""
+        return set(self.found.optimizer.split(" and ")) == {"SGD"}
 
     def betas(self, batch_size: float) -> tuple[float, ...]:
         """Betas of the same half-life in samples; empty beyond a factor of 4, or without betas."""
@@ -136,6 +147,12 @@ class BatchAdvice:
             doubts.append(
                 "the noise scale is biased: it compares consecutive steps, between which the "
                 "weights change, so it is usually too high"
+            )
+        if self.observations.way == "groups":
+            doubts.append(
+                "groups of a backward assume a loss that is a mean over samples, none of which "
+                "changes another's part (no contrastive loss, no mining of hard samples, no mean "
+                "over a varying number of tokens); bb.check_groups compares them with a loop"
             )
         if measured < _FEW:
             doubts.append(f"only {measured} steps were measured; observe more steps")
@@ -224,7 +241,7 @@ class BatchAdvice:
             "segments": [_finite_dict(vars(segment)) for segment in trend.segments],
             "layers": [_finite_dict(vars(layer)) for layer in trend.layers],
             "batch_size": advised,
-            "leave_it": self.leaves_batch,
+            "leave_it": self.leaves_batch or self.is_undecided,
             "lr_factor": None if advised is None else self.lr_factor(advised),
             "betas": [] if advised is None else self.betas(advised),
             "largest_micro_batch": None if time is None else time.largest,

@@ -1,5 +1,6 @@
 """The forwards of a training: which modules the loop calls, with how many samples."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class ModuleCall:
         module: the module.
         args, kwargs: what it was called with.
         samples: length of dimension 0 of the first tensor in these.
+        lengths: those of all tensors, each once.
         autocast_dtype: of autocast; None without it.
     """
 
@@ -28,6 +30,7 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: int
+    lengths: tuple[int, ...]
     autocast_dtype: torch.dtype | None
 
     def autocast(self, device: str) -> torch.autocast:
@@ -49,11 +52,35 @@ class Input:
         return same_memory and self.version == other.version and len(self.tensor) > 0
 
 
+class ForwardHook:
+    """A hook of a `ForwardWatch`. Its copies, in copied and in saved models, do nothing.
+
+    Args:
+        watch: the watch; None for nothing.
+        method: the name of the method that it calls.
+    """
+
+    def __init__(self, watch: "ForwardWatch | None" = None, method: str = "") -> None:
+        self._watch = None if watch is None else weakref.ref(watch)
+        self._method = method
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ForwardHook, ()
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> None:
+        """A forward begins or ends."""
+        watch = None if self._watch is None else self._watch()
+        in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing
+        if watch is not None and not in_backward:
+            getattr(watch, self._method)(*arguments)
+
+
 class ForwardWatch:
     """Watches the calls that a loop makes of its modules, not those inside these calls.
 
-    Forwards without gradients, and those that activation checkpointing repeats in a backward, do
-    not count.
+    The modules have hooks from `start` to `stop` alone. Forwards without gradients, and those that
+    activation checkpointing repeats in a backward, do not count.
 
     Args:
         modules: the modules that the loop may call.
@@ -64,35 +91,36 @@ class ForwardWatch:
         self.called: dict[nn.Module, None] = {}
         self.last: ModuleCall | None = None
         self.after_forward: Callable[[nn.Module, Any, Any, Any], None] | None = None
-        self.active = True
+        self._modules = list(modules)
         self._on_error = on_error
         self._depth = 0
         self._samples: list[int | None] = []  # of the forwards since the last backward
         self._inputs: list[Input] = []  # likewise
         self._earlier_inputs: list[Input] = []  # of earlier backwards of the step
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        for module in modules:
-            self._handles[module] = [
-                module.register_forward_pre_hook(self._before, with_kwargs=True),
-                module.register_forward_hook(self._after, with_kwargs=True),
-            ]
+        self._handles: list[RemovableHandle] = []
 
     def keep_called(self) -> None:
         """Leaves alone the modules that were not called."""
-        for module in [module for module in self._handles if module not in self.called]:
-            self._remove(module)
+        self._modules = [*self.called]
 
-    def close(self) -> None:
-        """Removes every hook."""
-        for module in list(self._handles):
-            self._remove(module)
-
-    def restart(self) -> None:
+    def start(self) -> None:
         """A step starts."""
         self._depth = 0
         self._samples.clear()
         self._inputs.clear()
         self._earlier_inputs.clear()
+        for module in self._modules:
+            before, after = ForwardHook(self, "before"), ForwardHook(self, "after")
+            self._handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            ]
+
+    def stop(self) -> None:
+        """The step has ended; removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def take_samples(self) -> list[int | None]:
         """The samples of each forward since the last backward; None where no tensor has any.
@@ -100,6 +128,7 @@ class ForwardWatch:
         Raises:
             GradientError: an earlier backward of the step was of the same samples.
         """
+        self._depth = 0
         samples, self._samples = self._samples, []
         inputs, self._inputs = self._inputs, []
         if any(one.is_same(other) for one in inputs for other in self._earlier_inputs):
@@ -110,19 +139,27 @@ class ForwardWatch:
         self._earlier_inputs += inputs
         return samples
 
-    def _remove(self, module: nn.Module) -> None:
-        for handle in self._handles.pop(module):
-            handle.remove()
+    def input_moments(self) -> tuple[float, ...]:
+        """Mean and mean square of each tensor of the last call, to six digits.
 
-    @_disable_dynamo
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        They are those of the same samples in any order.
+        """
+        call = self.last
+        leaves = [] if call is None else tree_leaves((call.args, call.kwargs))
+        tensors = [x.double() for x in leaves if isinstance(x, Tensor) and x.numel()]
+        moments = [moment.item() for x in tensors for moment in (x.mean(), x.square().mean())]
+        return tuple(float(f"{moment:.6g}") for moment in moments)
+
+    # what the hooks call
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward begins."""
         self._depth += 1
 
-    @_disable_dynamo
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward has ended, or has raised an exception: then the output is None."""
         self._depth -= 1
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._depth or in_backward or not self.active or not torch.is_grad_enabled():
+        if self._depth or not torch.is_grad_enabled():
             return
         try:
             self._note(module, args, kwargs, output)
@@ -134,8 +171,8 @@ class ForwardWatch:
         if not roots:
             return
         self.called[module] = None
-        leaves = tree_leaves((args, kwargs))
-        first = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+        first = tensors[0] if tensors else None
         self._samples.append(None if first is None else len(first))
         if first is not None:
             kind = first.device.type
@@ -143,7 +180,8 @@ class ForwardWatch:
             dtype = torch.get_autocast_dtype(kind) if enabled else None
             own_args, own_kwargs = tree_map(_detached, (args, kwargs))
             self._inputs.append(Input(first, first._version))
-            self.last = ModuleCall(module, own_args, own_kwargs, len(first), dtype)
+            lengths = tuple(dict.fromkeys(map(len, tensors)))
+            self.last = ModuleCall(module, own_args, own_kwargs, len(first), lengths, dtype)
         if self.after_forward is not None:
             self.after_forward(module, args, kwargs, output)
 

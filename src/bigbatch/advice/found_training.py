@@ -23,6 +23,13 @@ _ENGINES = {  # package whose function is on the stack of an optimizer step -> i
 }
 
 
+LATER = (
+    "parameters began to train after the training had been found (layers that were unfrozen, "
+    "add_param_group), so their noise was not measured; observe the steps before or after that "
+    "alone, `with bb.advise(model, optimizer)`"
+)
+
+
 @dataclass(frozen=True)
 class Caller:
     """Who called `optimizer.step()`.
@@ -103,18 +110,18 @@ class FoundTraining:
                 f"{_names(optimizers)}: an engine that steps on copies, or functional parameters; "
                 "pass the model, `with bb.advise(model, optimizer)`"
             )
+        if any(_joins(module) for top in modules for module in top.modules()):
+            raise SettingError(
+                "DDP's join() lets ranks end at different steps, and a measurement needs them all; "
+                "observe a run with equal numbers of batches on all ranks"
+            )
         whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         return cls(optimizers, parameters, whole, tuple(modules), caller)
 
-    def require_all_parameters(self) -> None:
-        """Raises SettingError if the optimizers also train parameters that were not found."""
-        others = set(_trained(self.optimizers)) - set(self.parameters)
-        if others:
-            raise SettingError(
-                f"{len(others)} parameters of {self.names} began to train after it had been found "
-                "(layers that were unfrozen, add_param_group), so their noise was not measured; "
-                "observe the steps before or after that alone, `with bb.advise(model, optimizer)`"
-            )
+    @property
+    def has_all_parameters(self) -> bool:
+        """Whether the optimizers train no parameters that were not found."""
+        return set(self.parameters).issuperset(_trained(self.optimizers))
 
     @property
     def names(self) -> str:
@@ -169,6 +176,11 @@ def _children(module: nn.Module) -> list[nn.Module]:
     """Its modules; none of one whose __init__ did not finish."""
     children = vars(module).get("_modules") or {}
     return [child for child in children.values() if child is not None]
+
+
+def _joins(module: nn.Module) -> bool:
+    """Whether the module is in the context of `DistributedDataParallel.join`."""
+    return bool(getattr(vars(module).get("_join_config"), "enable", False))
 
 
 def _is_compiled(module: nn.Module) -> bool:

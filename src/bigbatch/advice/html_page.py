@@ -93,8 +93,8 @@ def _time_chart(advice: BatchAdvice) -> str:
 
 def _devices_table(advice: BatchAdvice) -> str:
     table = _table(DEVICE_COLUMNS, map(device_cells, advice.devices))
-    notes = "<br>".join(map(escape, device_notes(advice)))
-    return f'{table}\n<p class="note">{notes}</p>'
+    notes = (f'<p class="note">{escape(note)}</p>' for note in device_notes(advice))
+    return "\n".join((table, *notes))
 
 
 def _layers_table(advice: BatchAdvice) -> str:

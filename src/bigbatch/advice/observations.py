@@ -16,12 +16,17 @@ class Limits:
         seconds: time since the first of them; None for all.
         groups: k, groups of a backward where groups are compared.
         ends_program: whether the end of the observation ends the program.
+        is_last: whether nothing of the program comes after `__exit__`, so that a probe may change
+            what a module keeps outside its buffers.
+        micro_batch: samples of a backward and rank; None for dimension 0 of the first tensor.
     """
 
     steps: int | None
     seconds: float | None
     groups: int
     ends_program: bool = False
+    is_last: bool = False
+    micro_batch: int | None = None
 
 
 NOT_ENDED = "the observation has not ended"
@@ -36,12 +41,12 @@ class Measurement:
     Args:
         step: number of the optimizer step, from 0.
         statistics: signal and noise, also by layer.
-        sqnorms: |h_d|^2 of this rank's micro-batches, in their order.
+        features: |h_d|^2 and 8 random projections of this rank's micro-batches, in their order.
     """
 
     step: int
     statistics: GradientStatistics
-    sqnorms: tuple[float, ...] = ()
+    features: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import torch
 from torch.optim import Optimizer
 
 from bigbatch.advice.forward_watch import ForwardWatch, ModuleCall
-from bigbatch.advice.found_training import FoundTraining, candidates
-from bigbatch.advice.observations import Found, Limits, MachineTime, Measurement, Observations
+from bigbatch.advice.found_training import LATER, FoundTraining, candidates
+from bigbatch.advice.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advice.rank_agreement import sign_in
+from bigbatch.advice.sample_count import check_sample_count
 from bigbatch.advice.sampled_steps import SampledSteps
 from bigbatch.advice.step_reader import ConsecutiveStepsReader, StepReader, StepReading
-from bigbatch.advice.time_probe import probe
+from bigbatch.advice.time_probe import Probe, probe
 from bigbatch.errors import SettingError
 
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
@@ -52,7 +53,7 @@ class ObservedTraining:
         self._forwards = ForwardWatch(
             candidates(training.outermost), lambda error: self._reader.note_error(error)
         )
-        self._reader = StepReader(training, self._forwards, "micro-batches", 1)
+        self._reader = StepReader(training, self._forwards, "micro-batches", limits)
         self._samples: SampledSteps | None = None  # while it measures
         self._learned: list[int] = []  # backwards of each step
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
@@ -60,12 +61,12 @@ class ObservedTraining:
         self._failures: list[str] = []  # of measured steps
         self._optimizer_seconds: list[float] = []
         self._last_end = 0.0
+        self._found: Found | None = None  # at the end
         self._start_step(())
 
     def close(self) -> None:
         """Removes every hook."""
         self._reader.close()
-        self._forwards.close()
 
     def end_step(self, optimizer: Optimizer) -> bool:
         """An optimizer has stepped; returns whether the limits are reached.
@@ -123,6 +124,7 @@ class ObservedTraining:
     def _begin_measuring(self, reading: StepReading) -> None:
         backwards = reading.backwards
         refusal = reading.failure or ("" if backwards else _irregular(self._learned))
+        refusal = refusal or self._check_samples()
         if self._reader.ranks > 1:
             self.signed_in = True
             refusal = sign_in(refusal)
@@ -132,16 +134,22 @@ class ObservedTraining:
         compared = backwards * self._reader.ranks
         if compared >= _MICRO_BATCHES:
             samples = self._read_by(self._reader, backwards)
-        elif self._training.is_compiled:
-            self._observations.unseen.append(
-                "groups of samples of one backward: torch.compile hides them"
-            )
+        elif hidden := self._hidden_groups():
+            self._observations.unseen.append(f"groups of samples of one backward: {hidden}")
             samples = self._read_without_groups(backwards)
         else:
-            self._reader.close()
-            groups = StepReader(self._training, self._forwards, "groups", self._limits.groups)
-            samples = self._read_by(groups, backwards)
+            samples = self._read_by(self._new_reader("groups"), backwards)
         self._start_step(samples.shared, due=samples.due)
+
+    def _check_samples(self) -> str:
+        """Why the number of samples cannot be used, unless it was stated; notes a doubt."""
+        call = self._forwards.last
+        if call is None or self._limits.micro_batch is not None:
+            return ""
+        count = check_sample_count(call, self._training.model)
+        if count.doubt:
+            self._observations.unseen.append(f"what the samples are: {count.doubt}")
+        return count.refusal
 
     def _explained(self, reason: str) -> str:
         """A reason for a refusal, with the likely cause if there are several optimizers."""
@@ -153,14 +161,25 @@ class ObservedTraining:
             "them, `with bb.advise(model, optimizer)`"
         )
 
+    def _hidden_groups(self) -> str:
+        """Why groups cannot be seen in any case; empty if they may be."""
+        call, stated = self._forwards.last, self._limits.micro_batch
+        if self._training.is_compiled:
+            return "torch.compile hides them"
+        if stated is not None and call is not None and stated != call.samples:
+            return f"the samples of a backward are stated as {stated}, not in dimension 0"
+        return ""
+
+    def _new_reader(self, way: Way) -> StepReader:
+        self._reader.close()
+        kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
+        return kind(self._training, self._forwards, way, self._limits)
+
     def _read_without_groups(self, backwards: int) -> SampledSteps:
         """By two or three backwards, or else by consecutive steps."""
-        self._reader.close()
-        if backwards * self._reader.ranks > 1:
-            return self._read_by(
-                StepReader(self._training, self._forwards, "micro-batches", 1), backwards
-            )
-        return self._read_by(ConsecutiveStepsReader(self._training, self._forwards), backwards)
+        several = backwards * self._reader.ranks > 1
+        way: Way = "micro-batches" if several else "consecutive steps"
+        return self._read_by(self._new_reader(way), backwards)
 
     def _read_by(self, reader: StepReader, backwards: int) -> SampledSteps:
         self._reader, reader.backwards = reader, backwards
@@ -191,7 +210,7 @@ class ObservedTraining:
     def _note(self, reading: StepReading, now: float) -> None:
         assert reading.statistics is not None
         self._observations.measurements.append(
-            Measurement(self._steps - 1, reading.statistics, reading.sqnorms)
+            Measurement(self._steps - 1, reading.statistics, reading.features)
         )
         self._backward_samples = round(reading.sizes[0])
         if self._reader.ended:
@@ -217,7 +236,8 @@ class ObservedTraining:
         observations, call = self._observations, self._forwards.last
         observations.steps = self._steps
         observations.seconds = time.perf_counter() - self._began
-        self._training.require_all_parameters()
+        if not self._training.has_all_parameters:
+            raise SettingError(LATER)
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
             raise SettingError(reason)
@@ -228,7 +248,7 @@ class ObservedTraining:
             observations.unseen.append(
                 f"{len(self._failures)} measured steps, the last one because {self._failures[-1]}"
             )
-        self._time_other_sizes(call, found)
+        self._found = found
         observations.refusal = ""
 
     def _describe(self, call: ModuleCall) -> Found:
@@ -252,33 +272,42 @@ class ObservedTraining:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
-            lr=tuple(float(group["lr"]) for group in groups if "lr" in group),
+            lr=tuple(
+                float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group
+            ),
             betas=tuple(float(beta) for beta in groups[0].get("betas", ())),
         )
 
-    def _time_other_sizes(self, call: ModuleCall, found: Found) -> None:
-        """Times backwards of other numbers of samples, after the last step."""
-        training, observations = self._training, self._observations
-        reason = ""
-        if training.wrapper == "FSDP2":
-            reason = "under fully_shard it is not measured"
-        elif len(self._forwards.called) != 1:
-            reason = "it is measured where the loop calls one module"
-        elif training.is_compiled and not self._limits.ends_program:
-            reason = "it would compile the model for other sizes, which may change what follows"
-        if reason:
-            observations.unseen.append(f"the time of other batch sizes: {reason}")
+    def time_other_sizes(self) -> None:
+        """Times backwards of other numbers of samples, once nothing is observed any more."""
+        call, found = self._forwards.last, self._found
+        if call is None or found is None:
             return
         try:
-            timed = probe(call, training.parameters)
+            timed = self._probe(call)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            observations.unseen.append(f"the time of other batch sizes: {reason}")
+            known = isinstance(error, SettingError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            self._observations.unseen.append(f"the time of other batch sizes: {reason}")
             return
         times, optimizer = timed.backward, median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
-        rest = max(0.0, observations.step_seconds - backwards - optimizer)
-        observations.time = MachineTime(times, optimizer, rest, timed.largest, timed.sample_bytes)
+        rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
+        self._observations.time = MachineTime(
+            times, optimizer, rest, timed.largest, timed.sample_bytes
+        )
+
+    def _probe(self, call: ModuleCall) -> Probe:
+        training, is_last = self._training, self._limits.is_last
+        if training.wrapper == "FSDP2":
+            raise SettingError("under fully_shard it is not measured")
+        if len(self._forwards.called) != 1:
+            raise SettingError("it is measured where the loop calls one module")
+        if training.is_compiled and not is_last:
+            raise SettingError("it would compile the model again, which may change what follows")
+        if self._limits.micro_batch not in (None, call.samples):
+            raise SettingError("it is unknown where the samples of the model's tensors are")
+        return probe(call, training.parameters, copies=not is_last)
 
 
 def too_short(steps: int) -> str:

@@ -11,37 +11,46 @@ _FEWEST = 8  # steps
 
 
 def differs_by_position(measurements: Sequence[Measurement]) -> str:
-    """Says if the backwards at some position of a step have longer gradients than at others.
+    """Says if the backwards at some position of a step have other gradients than at others.
 
-    Micro-batches are samples of one distribution, so their lengths may be exchanged. Losses of
-    several tasks, of an actor and a critic, or a penalty, may not. This is Friedman's test on the
-    ranks of |h_d|^2 within each step, at a level of 1e-5.
+    Micro-batches are samples of one distribution, so they may be exchanged. Losses of several
+    tasks, of an actor and a critic, or a penalty, may not. This is Friedman's test on the ranks
+    within each step, of |h_d|^2 and of 8 random projections, at a level of 1e-5 together.
 
     Returns:
         A sentence; empty if nothing was found.
     Source:
         Friedman 1937; chi^2 by the approximation of Wilson and Hilferty 1931.
     """
-    rows = [one.sqnorms for one in measurements if len(one.sqnorms) > 1]
-    k = len(rows[0]) if rows else 0
-    rows = [row for row in rows if len(row) == k]
-    if len(rows) < _FEWEST:
+    steps = [one.features for one in measurements if len(one.features) > 1]
+    k = len(steps[0]) if steps else 0
+    steps = [step for step in steps if len(step) == k]
+    if len(steps) < _FEWEST:
         return ""
-    sums = [0.0] * k
-    for row in rows:
-        for position, rank in enumerate(_ranks(row)):
-            sums[position] += rank
-    steps = len(rows)
+    columns = range(len(steps[0][0]))
+    for column in columns:
+        sums = _rank_sums([[features[column] for features in step] for step in steps])
+        if _probability(sums, len(steps)) * len(columns) <= _LEVEL:
+            first, second = sums.index(max(sums)) + 1, sums.index(min(sums)) + 1
+            kind = "other gradients" if column else "longer gradients"
+            return (
+                f"backward {first} of the {k} in a step has {kind} than backward {second} in "
+                f"nearly all of {len(steps)} steps, so they are not micro-batches of one loss and "
+                "one distribution (several tasks or domains, an actor and a critic, a penalty?)"
+            )
+    return ""
+
+
+def _rank_sums(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The sum over rows of the rank of each position."""
+    return [math.fsum(column) for column in zip(*map(_ranks, rows), strict=True)]
+
+
+def _probability(sums: Sequence[float], steps: int) -> float:
+    """That of such sums of ranks or more different ones, if positions may be exchanged."""
+    k = len(sums)
     square_sum = math.fsum((total - steps * (k + 1) / 2) ** 2 for total in sums)
-    chi_square = 12 * square_sum / (steps * k * (k + 1))
-    if _survival(chi_square, k - 1) > _LEVEL:
-        return ""
-    longest, shortest = sums.index(max(sums)) + 1, sums.index(min(sums)) + 1
-    return (
-        f"backward {longest} of the {k} in a step has longer gradients than backward {shortest} in "
-        f"nearly all of {steps} steps, so they are not micro-batches of one loss (several tasks, "
-        "an actor and a critic, a penalty?)"
-    )
+    return _survival(12 * square_sum / (steps * k * (k + 1)), k - 1)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -20,19 +20,20 @@ def sign_in(refusal: str) -> str:
     """
     store: Any = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    store.set(f"{_KEY}/{rank}", refusal or "-")
+    number = store.add(f"{_KEY}/count/{rank}", 1)  # a process may be observed several times
+    store.set(f"{_KEY}/{number}/{rank}", refusal or "-")
     if refusal:
         return refusal
     for other in range(ranks):
         try:
-            store.wait([f"{_KEY}/{other}"], _PATIENCE)
+            store.wait([f"{_KEY}/{number}/{other}"], _PATIENCE)
         except Exception:
             return (
                 f"rank {other} of {ranks} does not run under advise: start all of them by it, "
                 "`torchrun ... -m bigbatch advise train.py`, and not by a launcher inside the "
                 "script"
             )
-        found = store.get(f"{_KEY}/{other}").decode()
+        found = store.get(f"{_KEY}/{number}/{other}").decode()
         if found != "-":
             return f"rank {other}: {found}"
     return ""

@@ -23,7 +23,7 @@ def run_program(target: str, arguments: Sequence[str], *, is_module: bool) -> No
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(target, run_name="__main__")
+        runpy.run_path(str(Path(target).absolute()), run_name="__main__")
 
 
 def require_program(target: str, *, is_module: bool) -> None:

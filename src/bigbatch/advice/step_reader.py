@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bigbatch.advice.forward_watch import ForwardWatch
-from bigbatch.advice.found_training import FoundTraining
-from bigbatch.advice.observations import Way
+from bigbatch.advice.found_training import LATER, FoundTraining
+from bigbatch.advice.observations import Limits, Way
 from bigbatch.advice.time_probe import synchronize
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
@@ -39,7 +40,7 @@ class StepReading:
         failure: why; empty if there is no reason.
         backwards: how many it had on this rank.
         sizes: samples of these.
-        sqnorms: |h_d|^2 of these.
+        features: |h_d|^2 and 8 projections of each of these.
         shared: sums over the ranks of the values that each has passed.
     """
 
@@ -47,7 +48,7 @@ class StepReading:
     failure: str
     backwards: int
     sizes: tuple[float, ...]
-    sqnorms: tuple[float, ...]
+    features: tuple[tuple[float, ...], ...]
     shared: tuple[float, ...]
 
 
@@ -62,16 +63,17 @@ class StepReader(Subscriber):
         training: the training.
         forwards: its forwards.
         way: how to read.
-        groups: k, groups of each backward, if these are the way.
+        limits: with k, the groups of a backward, and its samples if they are stated.
     """
 
     def __init__(
-        self, training: FoundTraining, forwards: ForwardWatch, way: Way, groups: int
+        self, training: FoundTraining, forwards: ForwardWatch, way: Way, limits: Limits
     ) -> None:
         self.way: Way = way
         self.backwards = 0  # that a step has on this rank; 0 where steps are watched, not read
         self.ended = 0.0  # when the last backward had ended and was read
         self._forwards = forwards
+        self._training, self._stated = training, limits.micro_batch
         self._meter = meter = GradientMeter(
             training.model, per_layer=True, scaler=training.caller.scaler
         )
@@ -79,7 +81,7 @@ class StepReader(Subscriber):
         self.source: GradientSource = meter.source
         self.source.on_error = self.note_error
         if way == "groups":
-            meter.cut_backwards(groups, training.model)
+            meter.cut_backwards(limits.groups, training.model)
             tap = self.source.group_tap
             assert tap is not None
             tap.on_error = self._note_error_of_groups
@@ -88,7 +90,7 @@ class StepReader(Subscriber):
         self._failure = ""
         self._sizes: list[float] = []
         self._values: Tensor | None = None  # of the meter, on the device
-        self._sqnorms: list[Tensor] = []
+        self._features: Tensor | None = None  # of each micro-batch
         self._shared: Sequence[float] = ()
         self._probes = (training.parameters[0], training.parameters[-1])
         self._version: int | None = None  # of these, at the first backward
@@ -110,10 +112,11 @@ class StepReader(Subscriber):
             due: whether it is read.
         """
         self._failure, self._values, self._shared, self._due = "", None, shared, due
-        self._forwards.active = due
-        self._forwards.restart()
         self._version, self._is_begun = None, False
         if due:
+            if not self._training.has_all_parameters:
+                self._failure = LATER
+            self._forwards.start()
             self._meter.at_step(number)
             self.source.subscribe(self)
 
@@ -132,17 +135,24 @@ class StepReader(Subscriber):
         shared: Sequence[float] = ()
         if expected:
             statistics, failure, shared = self._read(failure)
-        sqnorms = tuple(torch.stack(self._sqnorms).tolist()) if self._sqnorms else ()
+        features = [] if self._features is None else self._features.tolist()
+        self._forwards.stop()
         self.source.restart()
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
         return StepReading(
-            statistics, failure, backwards, tuple(self._sizes), sqnorms, tuple(shared)
+            statistics,
+            failure,
+            backwards,
+            tuple(self._sizes),
+            tuple(map(tuple, features)),
+            tuple(shared),
         )
 
     def close(self) -> None:
         """Removes every hook."""
         self._forwards.after_forward = None
+        self._forwards.stop()
         self._meter.close()
 
     def note_error(self, error: Exception) -> None:
@@ -163,7 +173,7 @@ class StepReader(Subscriber):
             raise GradientError(_ZEROED)
         self._is_begun = True
         self._sizes.clear()
-        self._sqnorms.clear()
+        self._features = None
         self._values = None
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
@@ -173,14 +183,14 @@ class StepReader(Subscriber):
             raise GradientError(
                 f"backward {len(self._sizes) + 1} of a step has no forward of its own: it is that "
                 "of another loss of the same samples (actor and critic, a penalty, several tasks), "
-                "and no micro-batch"
+                "or of reentrant checkpointing (use_reentrant=False avoids it), and no micro-batch"
             )
-        if None in samples or len(set(samples)) > 1:
+        if self._stated is None and (None in samples or len(set(samples)) > 1):
             raise GradientError(
                 f"the model was called {len(samples)} times before one backward, with "
                 f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
             )
-        self._sizes.append(float(samples[0] or 0))
+        self._sizes.append(float(self._stated or samples[0] or 0))
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Not needed: the meter reads it."""
@@ -194,10 +204,21 @@ class StepReader(Subscriber):
         if version != self._version and self._checks_weights:
             raise GradientError(_CHANGED)
         if number == self.backwards:
-            self._sqnorms = [squares.sum() for squares in self._meter.micro_batch_sqnorms]
+            self._require_equal_sizes()
+            sqnorms = torch.stack([squares.sum() for squares in self._meter.micro_batch_sqnorms])
+            projections = self._meter.micro_batch_projections.to(sqnorms)
+            self._features = torch.cat([sqnorms[:, None], projections], 1)
             self._take()
             synchronize(self.source.parameters[0].device)
             self.ended = time.perf_counter()
+
+    def _require_equal_sizes(self) -> None:
+        if len(set(self._sizes)) > 1:
+            sizes = ", ".join(f"{size:.0f}" for size in self._sizes)
+            raise GradientError(
+                f"the backwards of a step are of {sizes} samples, and it cannot be seen how the "
+                "loss weights them"
+            )
 
     # reading
 
@@ -221,7 +242,8 @@ class StepReader(Subscriber):
         if failure:
             return None, failure, shared
         try:
-            statistics = self._meter.statistics(self._meter.totals(values))
+            with warnings.catch_warnings(action="ignore"):  # which are for loops with a meter
+                statistics = self._meter.statistics(self._meter.totals(values))
         except GradientError as error:
             return None, str(error), shared
         return *_usable(statistics), shared
@@ -239,11 +261,14 @@ class ConsecutiveStepsReader(StepReader):
         The estimate of AdaptDL on one replica (Qiao et al., OSDI 2021).
     """
 
-    def __init__(self, training: FoundTraining, forwards: ForwardWatch) -> None:
-        super().__init__(training, forwards, "consecutive steps", 1)
+    def __init__(
+        self, training: FoundTraining, forwards: ForwardWatch, way: Way, limits: Limits
+    ) -> None:
+        super().__init__(training, forwards, way, limits)
         self._scaler = training.caller.scaler
         self._first: dict[Tensor, Tensor] = {}  # gradients of the first step of a pair
         self._first_samples = 0.0
+        self._first_moments: tuple[float, ...] = ()  # of the first step's input
         self._pair: GradientStatistics | None = None
 
     @torch.no_grad()
@@ -252,6 +277,12 @@ class ConsecutiveStepsReader(StepReader):
         gradients = {p: p.grad / scale for p in self.source.parameters if p.grad is not None}
         first, self._first = self._first, {}
         self._pair = None
+        earlier_moments, self._first_moments = self._first_moments, self._forwards.input_moments()
+        if first and earlier_moments == self._first_moments:
+            raise GradientError(
+                "two consecutive steps are of the same samples (full-batch training, one graph), "
+                "so they do not show how gradients of different samples differ"
+            )
         if not first:
             self._first, self._first_samples = gradients, self._sizes[0]
         elif self._sizes[0] == self._first_samples and first.keys() == gradients.keys():

@@ -40,6 +40,7 @@ def log_chart(
         y: name of the y axis.
         log_x: whether x is logarithmic.
     """
+    lines = [Line(line.name, [p for p in line.points if p[1] > 0]) for line in lines]
     points = [point for line in lines for point in line.points]
     xs = [p[0] for p in points] + [mark.x for mark in marks if mark.x is not None]
     ys = [p[1] for p in points] + [mark.y for mark in marks if mark.y is not None]

@@ -42,7 +42,7 @@ def conclusion(advice: BatchAdvice) -> str:
             f"Leave it: the batch of {present} is within a factor of 2 of the fastest one, "
             f"{row.batch_size} ({saved})."
         )
-    if row.low <= present <= row.high:
+    if advice.is_undecided:
         return (
             f"Leave it for now: the fastest batch on this machine is between {row.low} and "
             f"{row.high}, and the present one, {present}, is among these. Observe more steps "
@@ -154,7 +154,7 @@ def _rate(advice: BatchAdvice) -> Iterator[str]:
         return
     factor = advice.lr_factor(batch)
     rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in dict.fromkeys(advice.found.lr))
-    rule = "1 / (1 + noise scale / batch)" if "SGD" in advice.found.optimizer else "sqrt(batch)"
+    rule = "1 / (1 + noise scale / batch)" if advice.follows_sgd else "sqrt(batch)"
     yield f"learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
     if betas := advice.betas(batch):
         yield (
@@ -176,7 +176,7 @@ def _memory(advice: BatchAdvice) -> Iterator[str]:
 
 def _lines(advice: BatchAdvice) -> Iterator[str]:
     found = lines_to_add(advice)
-    if not found or advice.leaves_batch:
+    if not found or advice.leaves_batch or advice.is_undecided:
         return
     yield "Lines to add:"
     for lines in found:

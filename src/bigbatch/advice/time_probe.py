@@ -1,5 +1,6 @@
 """How long forwards and backwards of other sizes take, and how many samples memory has room for."""
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,10 @@ from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.policies.step_time import StepTime, TimedSize
 
 _FACTORS = (0.25, 1, 4)  # of the samples of a backward
+_SLOW_FACTORS = (0.25, 0.5, 1)  # if it takes longer than a second
+_SLOW = 1.0
 _REPEATS = 5
+_SECONDS = 10.0  # from which no further repeat begins
 _MARGIN = 0.1  # of memory that is left free
 
 
@@ -37,7 +41,7 @@ class Probe:
     largest: int | None
 
 
-def probe(call: ModuleCall, parameters: Sequence[Tensor]) -> Probe:
+def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Probe:
     """Times forwards and backwards of a quarter, one and four times the samples of a call.
 
     The loss is the module's own, if it returns one, else a mean of its outputs. Gradients come from
@@ -46,12 +50,16 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor]) -> Probe:
     Args:
         call: the call, without graphs.
         parameters: what is trained.
+        copies: whether to run a copy of the module, which may keep more than buffers.
     Raises:
         Exception: whatever the module raises on another number of samples.
     """
     module = call.module
     if isinstance(module, DistributedDataParallel):
         module = module.module  # nothing is reduced
+    if copies:
+        module = copy.deepcopy(module)
+        parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device.type
     with _restored(module), torch.enable_grad(), call.autocast(device):
         one = _Backward(module, call, parameters)
@@ -60,7 +68,9 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor]) -> Probe:
         largest = None
         if free is not None and sample_bytes:
             largest = call.samples + int((1 - _MARGIN) * free / sample_bytes)
-        sizes = sorted({max(1, round(factor * call.samples)) for factor in _FACTORS})
+        is_slow = _timed(lambda: one.run(one.inputs(call.samples)), parameters[0].device) > _SLOW
+        factors = _SLOW_FACTORS if is_slow else _FACTORS
+        sizes = sorted({max(1, round(factor * call.samples)) for factor in factors})
         fitting = [n for n in sizes if n <= call.samples or n * 2 <= (largest or 0)]
         return Probe(_fit(one, fitting), sample_bytes, largest)
 
@@ -98,13 +108,16 @@ def _fit(one: _Backward, sizes: Sequence[int]) -> StepTime:
     device = one.parameters[0].device
     inputs = {n: one.inputs(n) for n in sizes}
     seconds: dict[int, list[float]] = {n: [] for n in sizes}
+    began = time.perf_counter()
     for repeat in range(_REPEATS + 1):
         for n in sizes:
             elapsed = _timed(lambda n=n: one.run(inputs[n]), device)  # type: ignore[misc]
             if repeat:  # the first fills caches
                 seconds[n].append(elapsed)
+        if repeat and time.perf_counter() - began > _SECONDS:
+            break
     # the least of some repeats: other processes only add to it
-    timed = [TimedSize(n, min(times), len(times)) for n, times in seconds.items()]
+    timed = [TimedSize(n, min(times), _REPEATS) for n, times in seconds.items()]
     found = StepTime.fit(timed)
     if found is None:
         (n, times), *_ = seconds.items()

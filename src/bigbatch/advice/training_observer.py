@@ -62,6 +62,7 @@ class TrainingObserver:
             handle.remove()
         if not self.ended:
             self._guarded(self._end)
+        self._guarded(self._time)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth += 1
@@ -75,6 +76,7 @@ class TrainingObserver:
         if not self.ended:
             self._guarded(lambda: self._step(optimizer))
         if self.ended and self._limits.ends_program:
+            self._guarded(self._time)
             raise EndOfProgram
 
     def _is_observed(self, optimizer: Optimizer) -> bool:
@@ -113,6 +115,12 @@ class TrainingObserver:
             raise SettingError(
                 "the program ended without a step of a torch.optim.Optimizer in this process"
             )
+
+    def _time(self) -> None:
+        """Times other sizes, once, where nothing of the program comes after it."""
+        training, self._training = self._training, None
+        if training is not None and not self.observations.refusal:
+            training.time_other_sizes()
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Calls, and turns an exception into a refusal."""

@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -27,11 +28,19 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     options = _parser().parse_args(arguments)
     try:
         seconds = parse_seconds(options.budget)
-        limits = Limits(options.steps, seconds, options.groups, ends_program=not options.go_on)
+        limits = Limits(
+            options.steps,
+            seconds,
+            options.groups,
+            ends_program=not options.go_on,
+            is_last=True,
+            micro_batch=options.micro_batch,
+        )
         network = Network(options.bandwidth, options.latency)
         require_program(options.target, is_module=options.module)
         for path in options.out:
             require_ending(path)
+        paths = [Path(path).absolute() for path in options.out]  # programs change the folder
     except SettingError as error:
         _parser().error(str(error))
     observer = TrainingObserver(limits)
@@ -45,7 +54,7 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         status = ending.code
     finally:
         advice = Advice(observer.observations, network)
-        _show(advice, options.out)
+        _show(advice, paths)
     if not status and not options.go_on:
         status = int(bool(advice.refusal))
     if dist.is_available() and dist.is_initialized():
@@ -53,7 +62,7 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     sys.exit(status)
 
 
-def _show(advice: Advice, paths: Sequence[str]) -> None:
+def _show(advice: Advice, paths: Sequence[Path]) -> None:
     """Prints the page and writes the files, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -61,8 +70,11 @@ def _show(advice: Advice, paths: Sequence[str]) -> None:
     sys.stderr.flush()
     print(f"\n{advice}", flush=True)  # noqa: T201
     for path in paths:
-        advice.write(path)
-        print(f"advice: {path}", flush=True)  # noqa: T201
+        try:
+            advice.write(path)
+            print(f"advice: {path}", flush=True)  # noqa: T201
+        except OSError as error:
+            sys.stderr.write(f"bigbatch: {path} cannot be written: {error.strerror}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=_GROUPS,
         help=f"groups of samples of a backward that are compared (default: {_GROUPS})",
+    )
+    parser.add_argument(
+        "--micro-batch",
+        type=_count,
+        metavar="N",
+        help="samples of a backward and rank (default: dimension 0 of the model's first tensor)",
     )
     parser.add_argument(
         "--bandwidth",

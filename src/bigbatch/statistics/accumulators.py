@@ -52,6 +52,11 @@ class StepAccumulators:
         optional = (self._sketches, self.half_batch_cosine, self._l1_moments)
         return [self.norms, self._probe, *(s for s in optional if s is not None)]
 
+    @property
+    def projections(self) -> Tensor:
+        """Projections of the micro-batches of the step so far, (k, 8)."""
+        return self._probe.micro_batch_projections()
+
     @torch.no_grad()
     def measure(
         self,
@@ -144,7 +149,7 @@ class StepAccumulators:
         rank_sums = torch.stack([totals.sum(), numbered.sum(), first, grad_sqnorms.sum()])
         if ranks > 1:
             rank_sums = functional.pad(rank_sums[:, None], (rank, ranks - 1 - rank))
-        projections = self._probe.micro_batch_projections()
+        projections = self.projections
         grouped = [norms for norms in self._source.group_norms if norms is not None]
         within = [norms.scatter(self.norms.count, scale.device) for norms in grouped]
         parts = {

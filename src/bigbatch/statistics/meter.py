@@ -251,6 +251,11 @@ class GradientMeter:
         return self._sums.norms.squares
 
     @property
+    def micro_batch_projections(self) -> Tensor:
+        """Projections of these micro-batches on the same 8 random directions, (k, 8)."""
+        return self._sums.projections
+
+    @property
     def layers(self) -> dict[Tensor, str]:
         """The name of each parameter's layer; empty if all are one."""
         return {p: self._layer_names[number] for p, number in self._layer_numbers.items()}
