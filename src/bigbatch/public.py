@@ -1,8 +1,8 @@
 """The names that users of `import bigbatch` have."""
 
-from bigbatch.advice.advise import Advice as Advice
-from bigbatch.advice.advise import advise as advise
-from bigbatch.advice.cluster_time import Network as Network
+from bigbatch.advisor.advise import Advice as Advice
+from bigbatch.advisor.advise import advise as advise
+from bigbatch.advisor.cluster_time import Network as Network
 from bigbatch.data.batches import Batches as Batches
 from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 from bigbatch.errors import BigbatchError as BigbatchError

@@ -1,4 +1,4 @@
-"""Calls of the scripts of tests/advice/scripts, and what `bigbatch advise` has to find in each."""
+"""Calls of the scripts of tests/advisor/scripts, and what `bigbatch advise` has to find in each."""
 
 import json
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def parameters_of(
 
 
 def advise_case(folder: Path, case: Case) -> tuple[Advised, list[float]]:
-    """Observes 30 of a script's 60 steps, after which it goes on; its losses."""
+    """Observes 30 of a script's 60 steps, after which it continues; its losses."""
     losses = folder / "losses.json"
     options = ("--go-on", "--steps", STEPS // 2)
     given = [*case.given, "--losses", losses]

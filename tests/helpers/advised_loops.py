@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bigbatch as bb
-from bigbatch.advice.advise import Advice
+from bigbatch.advisor.advise import Advice
 
 
 def network(*parts, seed=0):

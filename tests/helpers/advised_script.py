@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 from torchrun import run, torchrun
 
 ABORTED = "terminate called without an active exception"  # by gloo at exit: docs/LOG.md
-SCRIPTS = Path(__file__).parents[1] / "advice" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "advisor" / "scripts"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Advised:
 
 
 def advise(folder, script, *arguments, options=("--steps", 40), ranks=1) -> Advised:
-    """Runs the command on a file, or on the script of this name in tests/advice/scripts."""
+    """Runs the command on a file, or on the script of this name in tests/advisor/scripts."""
     page = folder / "advice.json"
     command = ["-m", "bigbatch", "advise", *options, "-o", page, path_of(script), *arguments]
     process = start(*command, ranks=ranks)
@@ -35,7 +35,7 @@ def advise(folder, script, *arguments, options=("--steps", 40), ranks=1) -> Advi
 
 
 def losses_of(folder, script, *arguments, under=(), ranks=1, statuses=(0,)) -> list[float]:
-    """Those that a script of tests/advice/scripts writes.
+    """Those that a script of tests/advisor/scripts writes.
 
     Args:
         folder: to write them to.

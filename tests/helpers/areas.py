@@ -12,7 +12,7 @@ AREAS = {
     "integrations": "DeepSpeed, Lightning, the HF Trainer and Accelerate train as a plain loop",
     "runs": "run directories, reports and replay are right, after faults too",
     "experiments": "every experiment reads its data, builds its models, trains and evaluates",
-    "advice": "unmodified scripts are measured as by hand, or refused, and train as without it",
+    "advisor": "unmodified scripts are measured as by hand, or refused, and train as without it",
     "bench": "the benchmarks count and simulate what they report",
     "cli": "every command accepts its documented options, and refuses others in one line",
     "outside": "third-party scripts train as before, after an edit of a few lines",

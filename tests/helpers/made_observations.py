@@ -1,9 +1,9 @@
 """Observations of a training that never ran, from which tests make advice."""
 
 from bigbatch import GradientStatistics
-from bigbatch.advice.advise import Advice
-from bigbatch.advice.cluster_time import Network
-from bigbatch.advice.observations import Found, MachineTime, Measurement, Observations
+from bigbatch.advisor.advise import Advice
+from bigbatch.advisor.cluster_time import Network
+from bigbatch.advisor.observations import Found, MachineTime, Measurement, Observations
 from bigbatch.policies.step_time import StepTime
 
 

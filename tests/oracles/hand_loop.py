@@ -1,4 +1,4 @@
-"""Trainings of tests/advice/scripts, repeated with every compared gradient by its own backward.
+"""Trainings of tests/advisor/scripts, repeated with every compared gradient by its own backward.
 
 A hand loop builds what its script builds and trains as the script does. Before a backward of the
 script it computes the gradient of the whole micro-batch, or of each of its groups of samples, by
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-SCRIPTS = Path(__file__).parents[1] / "advice" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "advisor" / "scripts"
 GROUPS = 8
 
 

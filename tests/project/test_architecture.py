@@ -14,7 +14,7 @@ import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
 # errors, interrupts, kernels < digest, optional_packages, setting_types < gradients < statistics
-# < policies < data, optim < training < advice < integrations, runs < experiments < bench < cli
+# < policies < data, optim < training < advisor < integrations, runs < experiments < bench < cli
 LEVELS = {
     "errors": 0,
     "interrupts": 0,
@@ -28,7 +28,7 @@ LEVELS = {
     "data": 5,
     "optim": 5,
     "training": 6,
-    "advice": 7,
+    "advisor": 7,
     "public": 8,
     "": 8,  # the package itself
     "integrations": 8,
@@ -38,7 +38,7 @@ LEVELS = {
     "cli": 11,
     "__main__": 12,
 }
-LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["advice"]} | {"public"}
+LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["advisor"]} | {"public"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -166,7 +166,15 @@ def test_contributing_lists_the_files_of_the_library():
     files = [file.relative_to(SOURCE) for file in FILES if file.stem != "__init__"]
     folders = {name.split("/")[0] for name in listed}
     assert sorted(str(file) for file in files if file.parts[0] in folders) == sorted(listed)
-    assert {"gradients", "statistics", "policies", "data", "optim", "training", "advice"} == folders
+    assert {
+        "gradients",
+        "statistics",
+        "policies",
+        "data",
+        "optim",
+        "training",
+        "advisor",
+    } == folders
 
 
 def test_importing_bigbatch_imports_no_package_that_torch_does_not():

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bigbatch.advice.advise import advise
+from bigbatch.advisor.advise import advise
 from bigbatch.bench.loop_cost import plain_steps
 from bigbatch.bench.loop_overhead import NETWORKS, Network, ratio_of_rounds, repeated
 from bigbatch.bench.timing import Row, Times, interleaved_times, median_and_range

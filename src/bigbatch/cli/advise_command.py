@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from bigbatch.advice.advise import Advice, parse_seconds, require_ending
-from bigbatch.advice.cluster_time import Network
-from bigbatch.advice.observations import Limits
-from bigbatch.advice.run_program import require_program, run_program
-from bigbatch.advice.training_observer import EndOfProgram, TrainingObserver
+from bigbatch.advisor.advise import Advice, parse_seconds, require_ending
+from bigbatch.advisor.cluster_time import Network
+from bigbatch.advisor.observations import Limits
+from bigbatch.advisor.run_program import require_program, run_program
+from bigbatch.advisor.training_observer import EndOfProgram, TrainingObserver
 from bigbatch.errors import SettingError
 
 _STEPS, _BUDGET, _GROUPS = 2000, "2min", 8

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import bigbatch as bb
 from advised_loops import advised, batches, loss_of, network, plain_step, sgd
-from bigbatch.advice.observations import Limits
-from bigbatch.advice.training_observer import TrainingObserver
+from bigbatch.advisor.observations import Limits
+from bigbatch.advisor.training_observer import TrainingObserver
 from tensors import same
 
 

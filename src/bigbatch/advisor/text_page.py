@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from bigbatch.advice.batch_advice import BatchAdvice, DeviceAdvice
-from bigbatch.advice.lines_to_add import lines_to_add
+from bigbatch.advisor.batch_advice import BatchAdvice, DeviceAdvice
+from bigbatch.advisor.lines_to_add import lines_to_add
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LAYERS = 3

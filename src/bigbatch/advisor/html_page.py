@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from bigbatch.advice.batch_advice import BatchAdvice
-from bigbatch.advice.lines_to_add import lines_to_add
-from bigbatch.advice.svg_chart import Line, Mark, log_chart
-from bigbatch.advice.text_page import (
+from bigbatch.advisor.batch_advice import BatchAdvice
+from bigbatch.advisor.lines_to_add import lines_to_add
+from bigbatch.advisor.svg_chart import Line, Mark, log_chart
+from bigbatch.advisor.text_page import (
     DEVICE_COLUMNS,
     conclusion,
     device_cells,
@@ -22,7 +22,7 @@ _CURVE = 64  # batch sizes of the curve of times
 
 def html_page(advice: BatchAdvice) -> str:
     """The page."""
-    style = resources.files("bigbatch.advice").joinpath("html_page.css").read_text()
+    style = resources.files("bigbatch.advisor").joinpath("html_page.css").read_text()
     body = "\n".join(_refused(advice) if advice.refusal else _body(advice))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

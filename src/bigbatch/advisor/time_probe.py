@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigbatch.advice.forward_watch import ModuleCall
+from bigbatch.advisor.forward_watch import ModuleCall
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.policies.step_time import StepTime, TimedSize
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from bigbatch.advice.observations import Found, MachineTime
+from bigbatch.advisor.observations import Found, MachineTime
 from bigbatch.setting_types import NotNegative, Positive, checked
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigbatch.advice.observations import Measurement
+from bigbatch.advisor.observations import Measurement
 from bigbatch.statistics.confidence import log_ratio, student_t
 
 LEVEL = 0.9

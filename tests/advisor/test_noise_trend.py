@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bigbatch import GradientStatistics
-from bigbatch.advice.noise_trend import NoiseTrend, mean_noise_scale
-from bigbatch.advice.observations import Measurement
+from bigbatch.advisor.noise_trend import NoiseTrend, mean_noise_scale
+from bigbatch.advisor.observations import Measurement
 from made_observations import measured, steady
 
 

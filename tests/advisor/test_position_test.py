@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bigbatch.advice.position_test import differs_by_position
+from bigbatch.advisor.position_test import differs_by_position
 from made_observations import measured
 
 

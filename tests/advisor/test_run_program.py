@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bigbatch.advice.run_program import require_program, run_program
+from bigbatch.advisor.run_program import require_program, run_program
 from bigbatch.errors import SettingError
 
 SHOW = """

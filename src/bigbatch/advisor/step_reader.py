@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.advice.forward_watch import ForwardWatch
-from bigbatch.advice.found_training import LATER, FoundTraining
-from bigbatch.advice.observations import Limits, Way
-from bigbatch.advice.time_probe import synchronize
+from bigbatch.advisor.forward_watch import ForwardWatch
+from bigbatch.advisor.found_training import LATER, FoundTraining
+from bigbatch.advisor.observations import Limits, Way
+from bigbatch.advisor.time_probe import synchronize
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float

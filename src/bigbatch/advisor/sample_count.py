@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.data import DataLoader
 
-from bigbatch.advice.forward_watch import ModuleCall
+from bigbatch.advisor.forward_watch import ModuleCall
 
 _REMEDY = "state the samples of a backward and rank by --micro-batch (bb.advise: micro_batch=)"
 

@@ -8,14 +8,14 @@ from statistics import median
 import torch
 from torch.optim import Optimizer
 
-from bigbatch.advice.forward_watch import ForwardWatch, ModuleCall
-from bigbatch.advice.found_training import LATER, FoundTraining, candidates
-from bigbatch.advice.observations import Found, Limits, MachineTime, Measurement, Observations, Way
-from bigbatch.advice.rank_agreement import sign_in
-from bigbatch.advice.sample_count import check_sample_count
-from bigbatch.advice.sampled_steps import SampledSteps
-from bigbatch.advice.step_reader import ConsecutiveStepsReader, StepReader, StepReading
-from bigbatch.advice.time_probe import Probe, probe
+from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
+from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
+from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
+from bigbatch.advisor.rank_agreement import sign_in
+from bigbatch.advisor.sample_count import check_sample_count
+from bigbatch.advisor.sampled_steps import SampledSteps
+from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
+from bigbatch.advisor.time_probe import Probe, probe
 from bigbatch.errors import SettingError
 
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves

@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from bigbatch.advice.batch_advice import BatchAdvice
+from bigbatch.advisor.batch_advice import BatchAdvice
 
 _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth its line
 

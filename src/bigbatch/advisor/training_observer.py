@@ -13,10 +13,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.advice.found_training import Caller, FoundTraining, ranks_of_world
-from bigbatch.advice.observations import Limits, Observations
-from bigbatch.advice.observed_training import ObservedTraining, too_short
-from bigbatch.advice.rank_agreement import sign_in
+from bigbatch.advisor.found_training import Caller, FoundTraining, ranks_of_world
+from bigbatch.advisor.observations import Limits, Observations
+from bigbatch.advisor.observed_training import ObservedTraining, too_short
+from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.errors import BigbatchError, SettingError
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from bigbatch.advice.sampled_steps import SampledSteps
+from bigbatch.advisor.sampled_steps import SampledSteps
 
 FREE_SECONDS = 1.0
 SHARE = 0.05

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch.advice.cluster_time import ClusterTime, Network
+from bigbatch.advisor.cluster_time import ClusterTime, Network
 from bigbatch.errors import SettingError
 from made_observations import found, machine
 from property_tests import property_test

@@ -10,12 +10,12 @@ from typing import Annotated
 from torch import nn
 from torch.optim import Optimizer
 
-from bigbatch.advice.batch_advice import BatchAdvice
-from bigbatch.advice.cluster_time import Network
-from bigbatch.advice.html_page import html_page
-from bigbatch.advice.observations import Limits
-from bigbatch.advice.text_page import text_page
-from bigbatch.advice.training_observer import TrainingObserver
+from bigbatch.advisor.batch_advice import BatchAdvice
+from bigbatch.advisor.cluster_time import Network
+from bigbatch.advisor.html_page import html_page
+from bigbatch.advisor.observations import Limits
+from bigbatch.advisor.text_page import text_page
+from bigbatch.advisor.training_observer import TrainingObserver
 from bigbatch.errors import SettingError
 from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, checked

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bigbatch.advice.cluster_time import ClusterTime, Network
-from bigbatch.advice.noise_trend import LEVEL, NoiseTrend
-from bigbatch.advice.observations import Found, Observations
-from bigbatch.advice.position_test import differs_by_position
+from bigbatch.advisor.cluster_time import ClusterTime, Network
+from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
+from bigbatch.advisor.observations import Found, Observations
+from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.errors import LoopError
 
 DEVICES = (1, 8, 64, 512)

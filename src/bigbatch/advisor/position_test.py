@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
-from bigbatch.advice.observations import Measurement
+from bigbatch.advisor.observations import Measurement
 
 _LEVEL = 1e-5  # probability of a false alarm
 _FEWEST = 8  # steps

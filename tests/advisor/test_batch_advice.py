@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 import pytest
 
 import bigbatch as bb
-from bigbatch.advice.advise import Advice, parse_seconds
-from bigbatch.advice.batch_advice import DEVICES
-from bigbatch.advice.html_page import html_page
-from bigbatch.advice.lines_to_add import lines_to_add, schedule
-from bigbatch.advice.observations import Observations
-from bigbatch.advice.svg_chart import Line, Mark, log_chart
-from bigbatch.advice.text_page import bars, conclusion, number, text_page, two_digits
+from bigbatch.advisor.advise import Advice, parse_seconds
+from bigbatch.advisor.batch_advice import DEVICES
+from bigbatch.advisor.html_page import html_page
+from bigbatch.advisor.lines_to_add import lines_to_add, schedule
+from bigbatch.advisor.observations import Observations
+from bigbatch.advisor.svg_chart import Line, Mark, log_chart
+from bigbatch.advisor.text_page import bars, conclusion, number, text_page, two_digits
 from bigbatch.errors import LoopError, SettingError
 from made_observations import advice_of, machine, measured, steady
 

@@ -524,7 +524,7 @@ def test_activation_checkpointing_is_measured_unless_it_is_reentrant(use_reentra
 
 
 def test_the_probe_of_other_sizes_leaves_what_a_module_counts():
-    """The block goes on after the observed steps."""
+    """The block continues after the observed steps."""
 
     class Counting(nn.Module):
         def __init__(self):
