@@ -40,11 +40,13 @@ class Network:
 class ClusterTime:
     """Seconds of a step on so many devices.
 
-        optimizer + all-reduce + m fixed + n (per_sample + rest),   n = B / W,  m = ceil(n / M)
+        optimizer + rest + all-reduce + m fixed + n (per_sample + data)
+        n = B / W,   m = ceil(n / M)
 
-    m is the number of backwards that memory needs (M). `rest` is the rest of an observed step by
-    its samples (data, logging). On the observed ranks it holds the all-reduce, so it is fixed
-    there, and the network is not used. Nothing overlaps.
+    m is the number of backwards that memory needs (M). `data` is the time of a sample's data, if a
+    DataLoader gets it in the same process; `rest` is what is left of an observed step. On several
+    observed ranks it holds their all-reduce: the network is not used for as many devices, and
+    `rest` not for others. Nothing overlaps.
 
     Args:
         time: of the observed machine.
@@ -63,13 +65,12 @@ class ClusterTime:
         time, found = self.time, self.found
         samples = batch_size / self.devices
         backwards = math.ceil(samples / time.largest) if time.largest else 1
+        data = time.data * found.ranks / found.batch_size
         seconds = time.optimizer + backwards * time.backward.fixed
-        seconds += samples * time.backward.per_sample
-        if found.ranks > 1:
-            if self.devices == found.ranks:
-                return seconds + time.rest
-        else:
-            seconds += samples * time.rest / found.batch_size
+        seconds += samples * (time.backward.per_sample + data)
+        if self.devices == found.ranks > 1:
+            return seconds + time.rest
+        seconds += time.rest if found.ranks == 1 else 0.0
         return seconds + self.network.all_reduce_seconds(found.gradient_bytes, self.devices)
 
     def relative_seconds(self, batch_size: float, noise_scale: float) -> float:

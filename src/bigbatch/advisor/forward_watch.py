@@ -1,5 +1,6 @@
 """The forwards of a training: which modules the loop calls, with how many samples."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -90,10 +91,12 @@ class ForwardWatch:
     def __init__(self, modules: Iterable[nn.Module], on_error: Callable[[Exception], None]) -> None:
         self.called: dict[nn.Module, None] = {}
         self.last: ModuleCall | None = None
+        self.waited = 0.0  # seconds from `start` to the first forward of the step
         self.after_forward: Callable[[nn.Module, Any, Any, Any], None] | None = None
         self._modules = list(modules)
         self._on_error = on_error
         self._depth = 0
+        self._started = 0.0
         self._samples: list[int | None] = []  # of the forwards since the last backward
         self._inputs: list[Input] = []  # likewise
         self._earlier_inputs: list[Input] = []  # of earlier backwards of the step
@@ -109,6 +112,7 @@ class ForwardWatch:
         self._samples.clear()
         self._inputs.clear()
         self._earlier_inputs.clear()
+        self.waited, self._started = 0.0, time.perf_counter()
         for module in self._modules:
             before, after = ForwardHook(self, "before"), ForwardHook(self, "after")
             self._handles += [
@@ -155,6 +159,7 @@ class ForwardWatch:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward begins."""
         self._depth += 1
+        self.waited = self.waited or time.perf_counter() - self._started
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A forward has ended, or has raised an exception: then the output is None."""

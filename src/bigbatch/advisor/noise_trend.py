@@ -48,7 +48,8 @@ class NoiseTrend:
     """The noise scale over the observed steps.
 
     Args:
-        noise_scale: the mean over the steps, weighted by the progress that each made, in samples.
+        noise_scale: the mean over the later half of the measured steps, which is nearer to the
+            steps that follow; weighted by the progress that each made, in samples.
         low, high: its 90 % interval, by a jackknife over blocks of consecutive measured steps.
         segments: how it moved.
         layers: by their share of the noise, the largest first.
@@ -63,8 +64,9 @@ class NoiseTrend:
     @classmethod
     def of(cls, measurements: Sequence[Measurement], batch_size: int) -> "NoiseTrend":
         """The trend of a training with this batch size."""
-        mean = mean_noise_scale(measurements, batch_size)
-        low, high = _interval(measurements, batch_size, mean)
+        later = measurements[len(measurements) // 2 :]
+        mean = mean_noise_scale(later, batch_size)
+        low, high = _interval(later, batch_size, mean)
         segments = tuple(
             Segment(part[0].step, part[-1].step, _pooled(part)) for part in _segments(measurements)
         )

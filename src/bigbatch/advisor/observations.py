@@ -56,14 +56,16 @@ class MachineTime:
     Args:
         backward: seconds of a forward and backward of n samples, fixed + per_sample n.
         optimizer: seconds of an optimizer step.
-        rest: seconds of a step for everything else: data, logging, and the all-reduce if there are
-            several ranks.
+        data: seconds of a step's samples in the process of the training.
+        rest: seconds of a step for everything else: Python, logging, and the all-reduce if there
+            are several ranks.
         largest: samples of a forward and backward for which there is memory; None if unknown.
         sample_bytes: bytes that a backward keeps for a sample; 0 if unknown.
     """
 
     backward: StepTime
     optimizer: float
+    data: float
     rest: float
     largest: int | None = None
     sample_bytes: float = 0.0

@@ -12,7 +12,7 @@ from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
 from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
-from bigbatch.advisor.sample_count import check_sample_count
+from bigbatch.advisor.sample_count import check_sample_count, data_loaders
 from bigbatch.advisor.sampled_steps import SampledSteps
 from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
 from bigbatch.advisor.time_probe import Probe, probe
@@ -60,6 +60,7 @@ class ObservedTraining:
         self._backward_samples = 0
         self._failures: list[str] = []  # of measured steps
         self._optimizer_seconds: list[float] = []
+        self._waits: list[float] = []  # seconds before the first forward of a step
         self._last_end = 0.0
         self._found: Found | None = None  # at the end
         self._start_step(())
@@ -213,6 +214,7 @@ class ObservedTraining:
             Measurement(self._steps - 1, reading.statistics, reading.features)
         )
         self._backward_samples = round(reading.sizes[0])
+        self._waits.append(self._forwards.waited)
         if self._reader.ended:
             self._optimizer_seconds.append(now - self._reader.ended)
 
@@ -293,8 +295,10 @@ class ObservedTraining:
         times, optimizer = timed.backward, median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
+        in_process = any(not loader.num_workers for loader in data_loaders())
+        data = min(rest, median(self._waits or [0.0])) if in_process else 0.0
         self._observations.time = MachineTime(
-            times, optimizer, rest, timed.largest, timed.sample_bytes
+            times, optimizer, data, rest - data, timed.largest, timed.sample_bytes
         )
 
     def _probe(self, call: ModuleCall) -> Probe:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -59,9 +60,14 @@ def check_sample_count(call: ModuleCall, model: nn.Module) -> SampleCount:
     )
 
 
+def data_loaders() -> list[DataLoader[Any]]:
+    """The program's loaders."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), DataLoader)]
+
+
 def _batch_sizes() -> set[int]:
     """The batch sizes of the program's loaders."""
-    loaders = [thing for thing in gc.get_objects() if issubclass(type(thing), DataLoader)]
+    loaders = data_loaders()
     samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
     sizes = [getattr(thing, "batch_size", None) for thing in (*loaders, *samplers)]
     return {size for size in sizes if isinstance(size, int)}

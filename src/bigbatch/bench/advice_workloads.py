@@ -1,4 +1,4 @@
-"""Five small trainings that judge an advised batch size: their data, networks and targets.
+"""Small trainings that judge an advised batch size: their data, networks and targets.
 
 No network has BatchNorm or dropout, every learning rate is constant, and samples are drawn with
 replacement, so each step is one of independent samples. docs/decisions/0020 has the rule.
@@ -134,6 +134,16 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+def _deep_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 10)
+    )
+
+
+def _softmax() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1),
@@ -151,6 +161,28 @@ def _cnn() -> nn.Module:
 
 def _transformer() -> nn.Module:
     return CharTransformer(CHARACTERS, _WINDOW, width=32, depth=1, heads=2)
+
+
+class _WindowNetwork(nn.Module):
+    """Each character from the four before it, through one hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(CHARACTERS, 16)
+        self.hidden = nn.Linear(4 * 16, 96)
+        self.out = nn.Linear(96, CHARACTERS)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Logits of the next character, (samples, positions, characters)."""
+        windows = self.codes(functional.pad(codes, (3, 0))).unfold(1, 4, 1)
+        logits: Tensor = self.out(torch.tanh(self.hidden(windows.flatten(2))))
+        return logits
+
+
+def _deep_student() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(_TEACHER_INPUTS, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 1)
+    )
 
 
 def _student() -> nn.Module:
@@ -195,7 +227,7 @@ def _squared_loss(model: nn.Module, batch: Samples) -> Tensor:
     return functional.mse_loss(model(x), y)
 
 
-_ALL = (
+_FIRST = (
     Workload(
         name="digits-mlp",
         data=_noisy_digits,
@@ -262,4 +294,72 @@ _ALL = (
         max_samples=4_000_000,
     ),
 )
-WORKLOADS = {workload.name: workload for workload in _ALL}
+_SECOND = (
+    Workload(
+        name="digits-deep",
+        data=_noisy_digits,
+        network=_deep_mlp,
+        optimizer=lambda parameters, rate: Adam(parameters, rate),
+        loss=_class_loss,
+        present=32,
+        smallest=8,
+        rate=0.004,
+        target=0.25,
+        max_steps=4_000,
+        max_samples=400_000,
+    ),
+    Workload(
+        name="digits-softmax",
+        data=_noisy_digits,
+        network=_softmax,
+        optimizer=lambda parameters, rate: SGD(parameters, rate),
+        loss=_class_loss,
+        present=256,
+        smallest=4,
+        rate=3.0,
+        target=0.3,
+        max_steps=10_000,
+        max_samples=400_000,
+    ),
+    Workload(
+        name="characters-window",
+        data=_characters,
+        network=_WindowNetwork,
+        optimizer=lambda parameters, rate: SGD(parameters, rate, momentum=0.9),
+        loss=_next_character_loss,
+        present=16,
+        smallest=4,
+        rate=0.7,
+        target=2.35,
+        max_steps=4_000,
+        max_samples=150_000,
+    ),
+    Workload(
+        name="clicks-adam",
+        data=_clicks,
+        network=_ClickNetwork,
+        optimizer=lambda parameters, rate: Adam(parameters, rate),
+        loss=_click_loss,
+        present=64,
+        smallest=16,
+        rate=0.0015,
+        target=0.488,
+        max_steps=4_000,
+        max_samples=1_000_000,
+    ),
+    Workload(
+        name="teacher-deep",
+        data=_teacher,
+        network=_deep_student,
+        optimizer=lambda parameters, rate: AdamW(parameters, rate, weight_decay=0.01),
+        loss=_squared_loss,
+        present=1024,
+        smallest=16,
+        rate=0.002,
+        target=0.06,
+        max_steps=8_000,
+        max_samples=2_000_000,
+    ),
+)
+FIRST, SECOND = ([workload.name for workload in chosen] for chosen in (_FIRST, _SECOND))
+WORKLOADS = {workload.name: workload for workload in (*_FIRST, *_SECOND)}
