@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim import optimizer as torch_optimizers
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from advised_loops import advised, batches, loss_of, network, plain_step, sgd
@@ -562,3 +563,15 @@ def test_the_rate_of_a_scheduler_is_its_first_one():
             plain_step(model, optimizer, batch)
             scheduler.step()
     assert (0.04,) == advice.found.lr
+
+
+def test_the_time_before_a_forward_is_that_of_samples_if_a_loader_gets_them():
+    model, data = network(), TensorDataset(torch.randn(40, 6), torch.randn(40, 2))
+    loader = DataLoader(data, batch_size=20)
+    optimizer = sgd(model)
+    with bb.advise(model, optimizer) as advice:
+        for _ in range(15):
+            for batch in loader:
+                plain_step(model, optimizer, batch)
+    assert "" == advice.refusal
+    assert advice.observations.time.data > 0

@@ -61,9 +61,16 @@ def test_the_least_size_has_a_sample_for_each_device():
     assert 512 == on(512).fastest(0.0, 1.0)
 
 
-def test_the_optimizer_counts_once_and_the_rest_with_the_samples():
-    cluster = on(1, optimizer=0.5, rest=0.128, fixed=0.25, per_sample=0.001)
-    assert pytest.approx(0.5 + 0.25 + 128 * 0.001 + 2 * 0.128) == cluster.seconds(128)
+def test_the_optimizer_and_the_rest_count_once_and_the_data_with_the_samples():
+    cluster = on(1, optimizer=0.5, data=0.128, rest=0.7, fixed=0.25, per_sample=0.001)
+    assert pytest.approx(0.5 + 0.7 + 0.25 + 128 * 0.001 + 2 * 0.128) == cluster.seconds(128)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_each_observed_rank_gets_its_own_samples(ranks):
+    """64 samples of all ranks, 16 of each of four: a device of 32 then needs twice the time."""
+    cluster = on(ranks, ranks=ranks, data=0.1, per_sample=0.0)
+    assert pytest.approx(0.01 + 2 * 0.1) == cluster.seconds(128)
 
 
 @pytest.mark.parametrize(("samples", "backwards"), [(32, 1), (33, 2), (64, 2), (65, 3)])

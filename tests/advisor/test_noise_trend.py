@@ -50,6 +50,14 @@ def test_a_constant_noise_scale_is_its_mean(steps):
     assert all(pytest.approx(150.0) == segment.noise_scale for segment in trend.segments)
 
 
+def test_the_later_half_of_the_measured_steps_counts():
+    early, late = ([measured(i, 1.0, noise) for i in range(16)] for noise in (10.0, 80.0))
+    trend = NoiseTrend.of([*early, *late], 64)
+    assert pytest.approx(80.0) == trend.noise_scale
+    assert pytest.approx(80.0) == trend.low == trend.high
+    assert 10.0 == trend.segments[0].noise_scale
+
+
 @pytest.mark.parametrize("signal", [0.0, -0.1])
 @pytest.mark.parametrize("steps", [1, 8, 40])
 def test_no_signal_at_all_is_an_infinite_noise_scale(steps, signal):

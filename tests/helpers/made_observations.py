@@ -7,9 +7,9 @@ from bigbatch.advisor.observations import Found, MachineTime, Measurement, Obser
 from bigbatch.policies.step_time import StepTime
 
 
-def machine(fixed=0.01, per_sample=1e-4, optimizer=0.0, rest=0.0, largest=None):
+def machine(fixed=0.01, per_sample=1e-4, optimizer=0.0, data=0.0, rest=0.0, largest=None):
     """Where the seconds of a step go."""
-    return MachineTime(StepTime(fixed, per_sample, 16, 256), optimizer, rest, largest)
+    return MachineTime(StepTime(fixed, per_sample, 16, 256), optimizer, data, rest, largest)
 
 
 def found(batch_size=64, ranks=1, **others):
