@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, mode
 
 import torch
 from torch.optim import Optimizer
@@ -57,12 +57,11 @@ class ObservedTraining:
         self._samples: SampledSteps | None = None  # while it measures
         self._learned: list[int] = []  # backwards of each step
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
-        self._backward_samples = 0
+        self._backward_samples: list[int] = []  # of the measured steps
         self._failures: list[str] = []  # of measured steps
         self._optimizer_seconds: list[float] = []
         self._waits: list[float] = []  # seconds before the first forward of a step
         self._last_end = 0.0
-        self._found: Found | None = None  # at the end
         self._start_step(())
 
     def close(self) -> None:
@@ -213,7 +212,7 @@ class ObservedTraining:
         self._observations.measurements.append(
             Measurement(self._steps - 1, reading.statistics, reading.features)
         )
-        self._backward_samples = round(reading.sizes[0])
+        self._backward_samples.append(round(reading.sizes[0]))
         self._waits.append(self._forwards.waited)
         if self._reader.ended:
             self._optimizer_seconds.append(now - self._reader.ended)
@@ -245,12 +244,11 @@ class ObservedTraining:
             raise SettingError(reason)
         observations.way = self._reader.way
         observations.step_seconds = self._samples.seconds
-        observations.found = found = self._describe(call)
+        observations.found = self._describe(call)
         if self._failures:
             observations.unseen.append(
                 f"{len(self._failures)} measured steps, the last one because {self._failures[-1]}"
             )
-        self._found = found
         observations.refusal = ""
 
     def _describe(self, call: ModuleCall) -> Found:
@@ -259,7 +257,8 @@ class ObservedTraining:
         groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
         device = training.parameters[0].device
         outermost = training.outermost[0]
-        samples = self._observations.measurements[-1].statistics.samples
+        # the usual sizes: the last batch of an epoch may be smaller
+        samples = mode(one.statistics.samples for one in self._observations.measurements)
         steps = 2 if reader.way == "consecutive steps" else 1
         return Found(
             optimizer=training.names,
@@ -269,7 +268,7 @@ class ObservedTraining:
             gradient_bytes=sum(p.numel() * p.element_size() for p in training.parameters),
             ranks=reader.ranks,
             accumulation=reader.backwards,
-            micro_batch=self._backward_samples,
+            micro_batch=mode(self._backward_samples),
             batch_size=round(samples / steps),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
@@ -282,7 +281,7 @@ class ObservedTraining:
 
     def time_other_sizes(self) -> None:
         """Times backwards of other numbers of samples, once nothing is observed any more."""
-        call, found = self._forwards.last, self._found
+        call, found = self._forwards.last, self._observations.found
         if call is None or found is None:
             return
         try:
