@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import pickle
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -585,3 +585,25 @@ def test_the_present_batch_is_the_usual_one():
     assert [3, 5, 7, 9] == [one.step for one in advice.observations.measurements]
     assert 3 == advice.observations.measurements[-1].statistics.samples
     assert 16 == advice.found.batch_size == advice.found.micro_batch
+
+
+def test_a_step_that_fails_does_not_end_the_observation():
+    """Every seventh call of the closure; the step is left out."""
+    model = network()
+    optimizer, calls = sgd(model), itertools.count(1)
+
+    def step(batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            if next(calls) % 7 == 0:
+                raise MemoryError
+            return loss
+
+        with suppress(MemoryError):
+            optimizer.step(closure)
+
+    advice = advised(model, optimizer, step, batches(70))
+    assert "" == advice.refusal
+    assert 60 == advice.observations.steps

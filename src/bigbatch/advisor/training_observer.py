@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,7 @@ class TrainingObserver:
         self._limits = limits
         self._model, self._optimizer = model, optimizer
         self._handles: list[RemovableHandle] = []
-        self._depth = 0  # of optimizer steps inside others
+        self._stepping: list[Optimizer] = []  # whose steps have begun, the outermost first
         self._began = 0.0
         self._cycle: list[Optimizer] = []  # in the order of their first steps
         self._steps = 0  # of the first optimizer
@@ -65,13 +66,22 @@ class TrainingObserver:
         self._guarded(self._time)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth += 1
-        if self._depth == 1 and self._caller is None and self._is_observed(optimizer):
-            self._caller = Caller.find(sys._getframe())
+        self._leave(optimizer)  # its last step has failed
+        self._stepping.append(optimizer)
+        if len(self._stepping) == 1 and self._caller is None and self._is_observed(optimizer):
+            self._guarded(self._find_caller)
+
+    def _find_caller(self) -> None:
+        self._caller = Caller.find(sys._getframe())
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        """Ends the step of an optimizer, and those inside it."""
+        places = [i for i, other in enumerate(self._stepping) if other is optimizer]
+        del self._stepping[places[0] if places else len(self._stepping) :]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth or not self._is_observed(optimizer):
+        self._leave(optimizer)
+        if self._stepping or not self._is_observed(optimizer):
             return
         if not self.ended:
             self._guarded(lambda: self._step(optimizer))
@@ -136,4 +146,5 @@ class TrainingObserver:
         if self._training is not None:
             self._training.close()
         if ranks_of_world() > 1 and (self._training is None or not self._training.signed_in):
-            sign_in(reason)
+            with suppress(Exception):  # the store may be gone
+                sign_in(reason)
