@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +147,18 @@ def test_the_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for option in ("-m", "--steps", "--budget", "--go-on", "--out", "--groups", "--bandwidth"):
         assert option in text
+
+
+@pytest.mark.thorough
+def test_the_example_of_the_readme_has_advice(tmp_path):
+    page = tmp_path / "page.json"
+    example = Path(__file__).parents[2] / "examples" / "digits.py"
+    options = ("--steps", 400, "-o", page)
+    done = run(sys.executable, "-m", "bigbatch", "advise", *options, example, OMP_NUM_THREADS="1")
+    assert 0 == done.returncode
+    found = json.loads(page.read_text())
+    assert ("SGD", 16, "groups") == tuple(
+        found["found"][name] for name in ("optimizer", "batch_size", "way")
+    )
+    assert [1, 8, 64, 512] == [row["devices"] for row in found["devices"]]
+    assert all(text in done.stdout for text in ("Noise scale", "Fastest batch", "How sure"))

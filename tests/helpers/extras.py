@@ -20,7 +20,7 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
     "src/bigbatch/integrations/transformers": "transformers",
     "src/bigbatch/runs": "cli",
     "tests/advisor/test_advised_trainers": "all",
-    "tests/advisor/test_advised": "cli",
+    "tests/advisor/test_advise": "experiments",
     "tests/advisor/test_refused": "cli",
     "tests/bench": "all",
     "tests/cli": "experiments",
