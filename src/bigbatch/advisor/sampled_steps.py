@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import mean, median
 
-_SHARE = 0.05  # of the time that measuring may take
+_SHARE = 0.04  # of the time that measuring may take; other steps pay up to 1 % more
 _FREE_SECONDS = 1.0  # of measuring at the start, in which the share is
 _FIRST_SHARE = 1.0
 _FIRST = 2  # measured steps that compile and fill caches
@@ -20,7 +20,7 @@ class SampledSteps:
         c = median of (seconds of a measured step / median seconds of others) - 1
         n = c / share, rounded up
 
-    The share is 5 %, after a first second of measuring in which it is 100 %: a training of short
+    The share is 4 %, after a first second of measuring in which it is 100 %: a training of short
     steps then shows its noise soon. A rank's own times are summed over the ranks together with the
     measurement, so all know the same when they choose.
 
