@@ -19,6 +19,8 @@ from property_tests import try_fewer
 from ranks import forking, ranks_of
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
+collect_ignore = ["advisor/scripts"]  # as users write them; tests start them
+
 
 def pytest_configure(config):
     config.pluginmanager.register(extras)  # for src/ too, which this file's own hooks do not reach

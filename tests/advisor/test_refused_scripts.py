@@ -27,10 +27,9 @@ class Refused:
 
 
 GAN = Refused("gan", r"optimizers.*GAN")
-SHARED = Refused("actor_critic", r"no forward of its own", "--kind shared")
-SAM = Refused("sam", r"zeroed between two backwards.*sharpness")
 LATER = [
-    SHARED,
+    Refused("actor_critic", r"no forward of its own", "--kind shared"),
+    Refused("sam", r"zeroed between two backwards.*sharpness"),
     Refused("actor_critic", r"same samples", "--kind replayed"),
     Refused("actor_critic", r"optimizers", "--kind separate"),
     Refused("sparse_embedding", r"sparse"),
@@ -40,11 +39,7 @@ LATER = [
 ]
 CASES = [
     pytest.param(case, id=f"{case.script} {case.arguments}".strip(), marks=marks)
-    for marks, cases in (
-        ([], [GAN]),
-        ([pytest.mark.thorough], [SAM]),
-        ([pytest.mark.release], LATER),
-    )
+    for marks, cases in (([], [GAN]), ([pytest.mark.release], LATER))
     for case in cases
 ]
 

@@ -95,7 +95,7 @@ def test_strides_of_the_gpt_cover_the_same_steps():
             begin = phase.end
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_the_gpt_trains_and_is_measured():
     text = "the quick brown fox jumps over the lazy dog. " * 40
     phases = (Phase(4, 2, 8), Phase(6, 1, 8))

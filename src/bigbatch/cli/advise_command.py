@@ -83,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="bigbatch advise [OPTIONS] SCRIPT [ARGS]...\n"
         "       bigbatch advise [OPTIONS] -m MODULE [ARGS]...\n"
         "       torchrun ... -m bigbatch advise [OPTIONS] SCRIPT [ARGS]...",
-        description="Runs your training script as it is, measures its gradient noise, and advises "
-        "a batch size and a learning rate. It changes nothing in the training. Options for "
-        "advise stand before the script, those of the script after it.",
+        description="Runs your training script as it is, and advises a batch size. It measures the "
+        "gradient noise and changes nothing in the training. Options for advise stand before the "
+        "script, those of the script after it.",
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
