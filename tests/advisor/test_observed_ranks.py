@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -9,9 +10,9 @@ import bigbatch as bb
 from advised_loops import network
 
 
-def train(rank, steps=30, context=bb.advise, join=False):
-    """A DDP training; returns weights and advice."""
-    model = DistributedDataParallel(network())
+def train(rank, steps=30, context=bb.advise, join=False, wrap=DistributedDataParallel):
+    """A training on ranks; returns the model and the advice."""
+    model = wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     draw = torch.Generator().manual_seed(rank)
 
@@ -28,7 +29,7 @@ def train(rank, steps=30, context=bb.advise, join=False):
                 loop()
         else:
             loop()
-    return model.module, advice
+    return getattr(model, "module", model), advice
 
 
 class NoAdvice:
@@ -55,6 +56,41 @@ def alone(rank, ranks):
 
 def joined(rank, ranks):
     return train(rank, steps=30 - 10 * rank, join=True)[1].refusal
+
+
+def sharded(rank, ranks):
+    (model, advice), (alone, _) = (
+        train(rank, context=c, wrap=shard) for c in (bb.advise, NoAdvice)
+    )
+    whole = [[p.full_tensor() for p in each.parameters()] for each in (model, alone)]
+    return advice.as_dict(), all(map(torch.equal, *whole))
+
+
+def shard(model):
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+
+
+def in_ddp(rank, ranks):
+    return train(rank)[1].as_dict()
+
+
+def test_a_sharded_training_is_measured_as_under_ddp_and_trains_as_alone(ranks):
+    """Both compare 8 groups of each rank's backward."""
+    expected = {one["step"]: one for one in ranks(2)(in_ddp)[0]["measurements"]}
+    for page, is_same in ranks(2)(sharded):
+        assert is_same
+        assert ("", "FSDP2", "groups") == (
+            page["refusal"],
+            page["found"]["engine"],
+            page["found"]["way"],
+        )
+        common = [one for one in page["measurements"] if one["step"] in expected]
+        assert {16} == {one["micro_batches"] for one in common}
+        for one in common:
+            near = pytest.approx(expected[one["step"]]["grad_variance"], rel=1e-3)
+            assert near == one["grad_variance"]
 
 
 @pytest.mark.early

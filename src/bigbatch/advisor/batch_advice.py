@@ -57,8 +57,12 @@ class BatchAdvice:
     @property
     def refusal(self) -> str:
         """Why there is no advice; empty if there is."""
-        observations = self.observations
-        return observations.refusal or differs_by_position(observations.measurements)
+        return self.observations.refusal or self._position_refusal
+
+    @cached_property
+    def _position_refusal(self) -> str:
+        """That of the measurements, which are complete where nothing else refuses."""
+        return differs_by_position(self.observations.measurements)
 
     @property
     def found(self) -> Found:

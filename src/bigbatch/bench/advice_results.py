@@ -119,7 +119,8 @@ def write_results(path: Path, about: Mapping[str, Any], results: Results) -> Non
     """Replaces the file at `path`."""
     workloads = {name: asdict(result) for name, result in results.items()}
     content = {"format": FORMAT, "about": about, "workloads": workloads}
-    write_atomically(path, f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode())
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    write_atomically(path, f"{text}\n".encode())
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], Results]:
